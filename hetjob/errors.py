@@ -1,0 +1,45 @@
+"""Errors of the job side; the base classes come from `mpi_dataworkers.errors`.
+
+    HetstreamError
+    ├── UsageError
+    │   ├── DirectiveError       a `#HETSTREAM` line is wrong (with its line number)
+    │   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
+    └── SlurmCommandError        a Slurm command failed: argv, exit code, stdout, stderr
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpi_dataworkers.errors import HetstreamError, UsageError
+
+__all__ = ["ConversionError", "DirectiveError", "HetstreamError", "SlurmCommandError", "UsageError"]
+
+
+class DirectiveError(UsageError):
+    """A `#HETSTREAM` directive or its command-line form is wrong."""
+
+
+class ConversionError(UsageError):
+    """The script asks for something that a heterogeneous job cannot do."""
+
+
+class SlurmCommandError(HetstreamError):
+    """A Slurm command failed.
+
+    Args:
+        argv: the command as it was run.
+        returncode: its exit code.
+        stdout: what it printed.
+        stderr: what it said went wrong.
+        hint: the next command to run.
+    """
+
+    def __init__(self, argv: Sequence[str], returncode: int, stdout: str, stderr: str, hint: str = "") -> None:
+        self.argv = list(argv)
+        self.returncode = returncode
+        self.stdout = stdout
+        self.stderr = stderr
+        said = stderr.strip() or stdout.strip() or "nothing"
+        text = f"{self.argv[0]} exited with {returncode}: {said!r}. argv={self.argv}."
+        super().__init__(f"{text} {hint}".rstrip())

@@ -1,0 +1,67 @@
+"""Every error that hetstream raises on purpose, from the data plane up.
+
+    HetstreamError
+    ├── UsageError               the command line, a keyword or a script is wrong: exit code 2
+    ├── ConfigError              an option or environment value breaks its rule
+    ├── PipelineError            the user's dataset or functions cannot be streamed
+    │   └── StateError           a state_dict that belongs to another dataset, or is damaged
+    ├── JobNameConflict          one job name, two different pipelines
+    ├── ServiceError             the dispatcher or its address file
+    │   ├── ServiceUnavailable   nothing answered in time
+    │   ├── AuthenticationError  the key is not this service's key
+    │   └── Superseded           another process took this rank's place
+    ├── ProtocolError            bytes that are no message of this protocol version
+    └── RemoteError              an exception in a data worker that cannot be raised as its own type
+
+`hetjob.errors` and `slurm_plugin.errors` add theirs below `HetstreamError`.
+"""
+
+from __future__ import annotations
+
+
+class HetstreamError(Exception):
+    """Base of all: the message says what failed, the value seen, the rule and the next step."""
+
+
+class UsageError(HetstreamError):
+    """The command line, a keyword argument or a script is wrong."""
+
+
+class ConfigError(HetstreamError):
+    """An option or environment value breaks its rule."""
+
+
+class PipelineError(HetstreamError):
+    """The dataset, sampler or a function of the user cannot be streamed."""
+
+
+class StateError(PipelineError):
+    """A `state_dict` that belongs to another dataset or another order, or is damaged."""
+
+
+class JobNameConflict(HetstreamError):
+    """Two programs use one job name with different pipelines."""
+
+
+class ServiceError(HetstreamError):
+    """The dispatcher or its address file is not usable."""
+
+
+class ServiceUnavailable(ServiceError):
+    """Nothing answered within the deadline."""
+
+
+class AuthenticationError(ServiceError):
+    """The peer does not hold this job's key."""
+
+
+class Superseded(ServiceError):
+    """Another process registered with this job name and rank; this one must stop."""
+
+
+class ProtocolError(HetstreamError):
+    """Bytes that are not a message of this protocol version."""
+
+
+class RemoteError(HetstreamError):
+    """An exception in a data worker whose own type could not be rebuilt here."""

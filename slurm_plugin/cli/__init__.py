@@ -1,0 +1,66 @@
+"""The `hetstream` command: one file per verb, each with `add_parser` and `run`.
+
+Verbs are imported only when they are called, so that reading commands start without the data plane or torch.
+Data goes to stdout, notes and errors to stderr. Exit codes: 0 done, 1 the operation failed, 2 the command line or a
+script is wrong; `hetstream sbatch` and `hetstream run` pass on the exit code of what they started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from hetjob.errors import HetstreamError, UsageError
+
+VERBS = {
+    "convert": "print the heterogeneous script that an sbatch script becomes",
+    "sbatch": "submit an sbatch script as a heterogeneous job",
+    "run": "run a training program with local data workers, without Slurm",
+    "dispatcher": "run the dispatcher of a job by hand",
+    "worker": "run data workers by hand",
+    "master": "run the job master (called by converted scripts)",
+    "devcluster": "boot a throw-away Slurm cluster on this machine",
+}
+
+
+def _verb_of(argv: Sequence[str]) -> str | None:
+    return next((word for word in argv if not word.startswith("-")), None)
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser; with `only`, import that verb alone and leave the others as help lines."""
+    parser = argparse.ArgumentParser(prog="hetstream", description="CPU data workers for GPU jobs on Slurm.")
+    parser.add_argument("--version", action="version", version=f"hetstream {version('hetstream')}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="debug log lines and tracebacks on stderr")
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb, summary in VERBS.items():
+        if only in (None, verb):
+            importlib.import_module(f"slurm_plugin.cli.{verb}").add_parser(subparsers, summary)
+        else:
+            subparsers.add_parser(verb, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code. The console script `hetstream` is this function."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = _verb_of(words)
+    args = build_parser(verb if verb in VERBS else "").parse_args(words)
+    logging.basicConfig(
+        level=logging.DEBUG if args.verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        return int(args.run(args))
+    except HetstreamError as error:
+        if args.verbose:
+            logging.getLogger(__name__).exception("hetstream %s failed", verb)
+        print(f"hetstream {verb}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh Debian machine with Python: `make demo` and `make test`.
+# They make a virtual environment in .venv and, as root, install Debian's Slurm packages.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# torch is pinned here alone: an open range pulls gigabytes of CUDA packages onto machines without a GPU.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test test-all lint venv slurm clean bench-transport bench-overhead
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; } || { \
+	  echo "python3-venv is missing: apt-get install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+# Real Slurm for the demo and the tests; without root or apt both go on without it and say so.
+slurm: venv
+	@$(BIN)/hetstream devcluster install || echo "Slurm is not installed: tests marked slurm will skip" >&2
+
+demo: venv slurm
+	$(BIN)/python sbatch_templates/digits/demo.py --json build/demo.json
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: venv slurm lint
+	$(BIN)/pytest -m "not slow and not gpu and not mpi"
+
+test-all: venv slurm lint
+	$(BIN)/pytest
+
+bench-transport: venv
+	$(BIN)/python -m benchmarks.transport
+
+bench-overhead: venv
+	$(BIN)/python -m benchmarks.overhead
+
+clean:
+	rm -rf build $(VENV) .venv-*

@@ -1,0 +1,1 @@
+"""Slurm's commands and their output: `run.py` runs them, parsers beside it read what they print."""

@@ -1,0 +1,104 @@
+"""Run Slurm's commands. Called by everything in `slurm_plugin` that talks to Slurm; the only place that starts them.
+
+It never parses what a command prints, never retries, and never goes through a shell.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetjob.errors import SlurmCommandError
+
+# slurmctld answers within milliseconds; a client gives up on a silent one after its own MessageTimeout (10 s) and
+# retries, so a minute means that something is broken for good.
+DEFAULT_TIMEOUT_S = 60.0
+
+# What a shell reports for the same failures, so that callers can compare exit codes.
+EXIT_TIMED_OUT = 124
+EXIT_NOT_FOUND = 127
+
+
+@dataclass(frozen=True)
+class CompletedCommand:
+    """A command that exited with 0.
+
+    Attributes:
+        argv: the command as it was run.
+        stdout: what it printed.
+        stderr: its warnings.
+    """
+
+    argv: tuple[str, ...]
+    stdout: str
+    stderr: str
+
+
+def run_slurm(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    hint: str = "",
+) -> CompletedCommand:
+    """Run one Slurm command and return what it printed.
+
+    Args:
+        argv: the program and its arguments.
+        env: the whole environment of the command; None means this process's own.
+        stdin: text for its standard input (a script for `sbatch`).
+        timeout_s: the command is killed after this many seconds.
+        hint: the next command to run, shown to the user if this one fails.
+
+    Raises:
+        SlurmCommandError: it exited with anything but 0, is not installed, or took longer than `timeout_s`.
+    """
+    try:
+        done = subprocess.run(
+            list(argv), env=env, input=stdin, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise SlurmCommandError(
+            argv, EXIT_TIMED_OUT, _text(exc.stdout), f"no answer within {timeout_s:g} s", hint or "Check: scontrol ping"
+        ) from exc
+    except OSError as exc:
+        raise _cannot_start(argv, exc, hint) from exc
+    if done.returncode != 0:
+        raise SlurmCommandError(argv, done.returncode, done.stdout, done.stderr, hint)
+    return CompletedCommand(tuple(argv), done.stdout, done.stderr)
+
+
+def pass_through(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
+    """Run one command on this process's own standard streams and return its exit code.
+
+    For commands that the user sees as if they had typed them (`hetstream sbatch --wait`, `hetstream devcluster exec`).
+    There is no deadline: the user's command may run as long as the user likes. A command that a signal ended gives
+    128 + the signal's number, as in a shell.
+
+    Raises:
+        SlurmCommandError: the command could not be started.
+    """
+    try:
+        process = subprocess.Popen(list(argv), env=env)
+    except OSError as exc:
+        raise _cannot_start(argv, exc, "") from exc
+    while True:
+        try:
+            returncode = process.wait()
+            break
+        except KeyboardInterrupt:
+            # The terminal sent SIGINT to the command too: how it ends is its own decision.
+            continue
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _cannot_start(argv: Sequence[str], exc: OSError, hint: str) -> SlurmCommandError:
+    advice = hint or "Run this where Slurm's commands are installed, or try: hetstream devcluster up --install"
+    return SlurmCommandError(argv, EXIT_NOT_FOUND, "", exc.strerror or str(exc), advice)
+
+
+def _text(captured: str | bytes | None) -> str:
+    """The output of a timed-out command: `subprocess` gives bytes there even in text mode."""
+    return captured.decode(errors="replace") if isinstance(captured, bytes) else captured or ""

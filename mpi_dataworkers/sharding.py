@@ -1,0 +1,166 @@
+"""Which samples belong to which step: pure functions of (seed, epoch, step, rank). Reads no data, keeps no state.
+
+Called by data workers and by the loader when it works in process. Nothing here is stored: the order of an epoch is a
+keyed bijection of the index space, so step k of ten million samples costs the same as step 0, and a resume is a number.
+
+Words: a *round* is one global batch, that is one step of every rank; global step k = round * world_size + rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi_dataworkers.errors import PipelineError
+
+Indices = npt.NDArray[np.int64]
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+# Four rounds make a Feistel network a pseudo-random permutation (Luby and Rackoff, 1988); six leave a margin for
+# the short halves of small datasets.
+_FEISTEL_ROUNDS = 6
+
+
+def mix64(value: int) -> int:
+    """Scramble a 64-bit integer (the finaliser of SplitMix64, Steele et al., OOPSLA 2014)."""
+    value &= _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def derive_seed(seed: int, *parts: int) -> int:
+    """Derive a 64-bit seed from a base seed and what it is for, for example (seed, epoch, sample index)."""
+    value = mix64(seed + _GOLDEN)
+    for part in parts:
+        value = mix64(value ^ mix64(part + _GOLDEN))
+    return value
+
+
+def _mix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@functools.lru_cache(maxsize=64)
+def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(derive_seed(seed, epoch, number)) for number in range(_FEISTEL_ROUNDS))
+
+
+def permute(positions: Indices, num_samples: int, seed: int, epoch: int) -> Indices:
+    """Map positions of the epoch's order to sample indices: a bijection of [0, num_samples).
+
+    A Feistel network permutes the next power of four; positions that land outside the range walk on along their
+    cycle until they are inside (at most four tries on average).
+
+    Args:
+        positions: int64 array of any length, each in [0, num_samples).
+        num_samples: size of the index space.
+        seed: the loader's seed.
+        epoch: the epoch.
+
+    Returns:
+        int64 array of the same length.
+    """
+    half_bits = np.uint64(max(1, ((num_samples - 1).bit_length() + 1) // 2))
+    half_mask = np.uint64((1 << int(half_bits)) - 1)
+    keys = _round_keys(seed, epoch)
+    limit = np.uint64(num_samples)
+
+    def scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = values >> half_bits, values & half_mask
+        for key in keys:
+            left, right = right, left ^ (_mix64_array(right ^ key) & half_mask)
+        return (left << half_bits) | right
+
+    values = scramble(positions.astype(np.uint64))
+    outside = values >= limit
+    while outside.any():
+        values[outside] = scramble(values[outside])
+        outside = values >= limit
+    return values.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """The order of one epoch for all ranks.
+
+    Every rank gets the same number of steps. A round holds `batch_size * world_size` samples, and rank r takes the
+    r-th slice of it. When the samples do not fill the last round and `drop_last` is off, its samples are divided
+    evenly over the ranks, and with fewer samples than ranks the last two rounds are divided together, so that no rank
+    is ever short of a batch and no batch is larger than `batch_size`.
+
+    Attributes:
+        num_samples: length of the dataset.
+        batch_size: samples in a full step of one rank.
+        world_size: number of ranks.
+        drop_last: leave out an incomplete last round.
+        shuffle: permute the samples, by (seed, epoch).
+        seed: the loader's seed.
+        epoch: the epoch.
+
+    Raises:
+        PipelineError: no division gives every rank the same number of non-empty steps.
+    """
+
+    num_samples: int
+    batch_size: int
+    world_size: int = 1
+    drop_last: bool = False
+    shuffle: bool = False
+    seed: int = 0
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.world_size < 1 or self.num_samples < 0:
+            raise PipelineError(f"{self}: batch_size and world_size must be at least 1, num_samples at least 0")
+        rest = self.num_samples % self._round_samples
+        if self.drop_last or rest == 0 or rest >= self.world_size:
+            return
+        if self.num_samples < self.world_size or self.batch_size == 1:
+            raise PipelineError(
+                f"{self.num_samples} samples with batch_size={self.batch_size} cannot give each of {self.world_size} "
+                "ranks the same number of steps without repeating a sample. Set drop_last=True, use fewer ranks, "
+                "or a batch_size of 2 or more."
+            )
+
+    @property
+    def _round_samples(self) -> int:
+        return self.batch_size * self.world_size
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of each rank in this epoch."""
+        full, rest = divmod(self.num_samples, self._round_samples)
+        return full if self.drop_last or rest == 0 else full + 1
+
+    def _round_bounds(self, step: int) -> tuple[int, int]:
+        start = step * self._round_samples
+        full, rest = divmod(self.num_samples, self._round_samples)
+        shared_tail = 0 < rest < self.world_size and not self.drop_last
+        if shared_tail and step >= full - 1:
+            start = (full - 1) * self._round_samples
+            middle = start + (self._round_samples + rest + 1) // 2
+            return (start, middle) if step == full - 1 else (middle, self.num_samples)
+        return start, min(start + self._round_samples, self.num_samples)
+
+    def indices(self, step: int, rank: int = 0) -> Indices:
+        """Sample indices of one step of one rank, int64, 1 to `batch_size` of them.
+
+        Raises:
+            IndexError: the step or the rank is outside the plan.
+        """
+        if not (0 <= step < self.num_steps and 0 <= rank < self.world_size):
+            raise IndexError(f"step {step} of rank {rank} is outside {self.num_steps} steps, {self.world_size} ranks")
+        start, stop = self._round_bounds(step)
+        share, extra = divmod(stop - start, self.world_size)
+        first = start + rank * share + min(rank, extra)
+        positions = np.arange(first, first + share + (rank < extra), dtype=np.int64)
+        if not self.shuffle:
+            return positions
+        return permute(positions, self.num_samples, self.seed, self.epoch)

@@ -4,6 +4,7 @@
     ├── UsageError               the command line, a keyword or a script is wrong: exit code 2
     ├── ConfigError              an option or environment value breaks its rule
     ├── PipelineError            the user's dataset or functions cannot be streamed
+    │   ├── SourceError          a file of a dataset is missing, damaged or of another form
     │   └── StateError           a state_dict that belongs to another dataset, or is damaged
     ├── JobNameConflict          one job name, two different pipelines
     ├── ServiceError             the dispatcher or its address file
@@ -33,6 +34,10 @@ class ConfigError(HetstreamError):
 
 class PipelineError(HetstreamError):
     """The dataset, sampler or a function of the user cannot be streamed."""
+
+
+class SourceError(PipelineError):
+    """A file that a dataset reads is missing, damaged or of another form."""
 
 
 class StateError(PipelineError):

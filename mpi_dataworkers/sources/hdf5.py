@@ -1,0 +1,254 @@
+"""Map-style dataset over one HDF5 file, for image arrays and for tables.
+
+Called by the user's program; iterated by a loader or a data worker. It reads and never writes, holds no open handle in
+a pickle or across a fork, and never imports torch.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpi_dataworkers.errors import SourceError
+
+try:
+    import h5py
+except ImportError as exc:
+    raise ImportError("mpi_dataworkers.sources.hdf5 needs h5py: pip install 'hetstream[hdf5]'") from exc
+
+# An h5py read call costs about as much as copying this many bytes: a smaller gap between two asked rows is read over.
+READ_OVER_BYTES = 32 * 1024
+_NAMES_IN_ERROR = 20
+
+
+class Hdf5Dataset:
+    """Samples from named datasets of one HDF5 file; sample i is row i of each.
+
+    The file is opened once per process, at the first read: the object can be pickled and forked at any time.
+
+    Args:
+        path: The HDF5 file.
+        columns: What a sample holds. A string names one dataset, and a sample is its row. A sequence of names gives a
+            tuple in that order, a mapping `{key: name}` a dict with those keys. A name is the path inside the file
+            (`"images"`, `"train/images"`); a field of a compound dataset is one step deeper (`"table/age"`).
+        transform: Called with each sample as above; what it returns is the sample. It may draw from `random`,
+            `numpy.random` or torch: the loader seeds them for each sample.
+
+    Rows of an N-dimensional dataset are arrays of N-1 dimensions with the file's dtype; rows of a one-dimensional one
+    are numpy scalars, or `str` for string datasets.
+
+    Raises:
+        SourceError: The file or a dataset is missing or unreadable, or the datasets differ in length.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        columns: str | Sequence[str] | Mapping[str, str],
+        *,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        # Absolute, because a data worker may run in another directory.
+        self.path = Path(path).absolute()
+        self.columns = columns if isinstance(columns, str) else _plain(columns)
+        self.transform = transform
+        self._names = _names(self.columns)
+        self._file: h5py.File | None = None
+        self._readers: dict[str, _Column] = {}
+        self._pid = 0
+        if not self._names:
+            raise SourceError(f"{self.path}: columns is empty; name at least one dataset")
+        with _open(self.path) as file:
+            lengths = {name: len(_Column(file, self.path, name)) for name in self._names}
+        self._length = next(iter(lengths.values()))
+        if len(set(lengths.values())) > 1:
+            listing = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+            raise SourceError(f"{self.path}: datasets of one sample must have one length, these differ ({listing})")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Samples at `indices`, in that order, repeats allowed; rows that lie together in the file are read together.
+
+        Raises:
+            IndexError: An index is outside `-len(self) .. len(self) - 1`.
+            SourceError: The file cannot be read, or has another length than when this object was made.
+        """
+        wanted = [self._checked(index) for index in indices]
+        rows = sorted(set(wanted))
+        readers = self._open_columns()
+        values = {name: readers[name].read(rows) for name in self._names}
+        samples = []
+        seen: set[int] = set()
+        for row in wanted:
+            # A repeated row gets memory of its own: a transform may work in place.
+            fresh = row not in seen
+            seen.add(row)
+            sample = self._sample(
+                {name: values[name][row] if fresh else _copy(values[name][row]) for name in self._names}
+            )
+            samples.append(sample)
+        if self.transform is None:
+            return samples
+        return [self.transform(sample) for sample in samples]
+
+    def close(self) -> None:
+        """Close this process's handle; the next read opens it again."""
+        self._readers = {}
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None, "_readers": {}, "_pid": 0}
+
+    def __repr__(self) -> str:
+        return f"Hdf5Dataset({str(self.path)!r}, {self.columns!r}, length={self._length})"
+
+    def _checked(self, index: int) -> int:
+        row = operator.index(index)
+        if not -self._length <= row < self._length:
+            raise IndexError(f"index {row} is outside 0..{self._length - 1}: {self.path} holds {self._length} samples")
+        return row % self._length
+
+    def _sample(self, row: dict[str, Any]) -> Any:
+        if isinstance(self.columns, str):
+            return row[self.columns]
+        if isinstance(self.columns, dict):
+            return {key: row[name] for key, name in self.columns.items()}
+        return tuple(row[name] for name in self.columns)
+
+    def _open_columns(self) -> dict[str, _Column]:
+        if self._pid != os.getpid():
+            # A handle that came through fork shares its file position with the parent: close this copy, open anew.
+            self.close()
+            self._pid = os.getpid()
+        if self._file is None:
+            file = _open(self.path)
+            readers = {name: _Column(file, self.path, name) for name in self._names}
+            for name, reader in readers.items():
+                if len(reader) != self._length:
+                    file.close()
+                    raise SourceError(
+                        f"{self.path}: dataset {name} has {len(reader)} rows and had {self._length} when this "
+                        "Hdf5Dataset was made; write a new file instead of changing one that is being read"
+                    )
+            self._file, self._readers = file, readers
+        return self._readers
+
+
+class _Column:
+    """One dataset, or one field of a compound dataset, of an open file."""
+
+    def __init__(self, file: h5py.File, path: Path, name: str) -> None:
+        self._path = path
+        self._name = name
+        dataset, field = _find(file, path, name)
+        if dataset.shape is None or dataset.ndim == 0:
+            raise SourceError(f"{path}: dataset {name} holds a single value; a column needs one row per sample")
+        if field is None and dataset.dtype.names:
+            fields = ", ".join(f"{name}/{known}" for known in dataset.dtype.names)
+            raise SourceError(f"{path}: dataset {name} is compound; name its fields as columns: {fields}")
+        self._length = int(dataset.shape[0])
+        dtype = dataset.dtype if field is None else dataset.dtype[field]
+        self._row_bytes = max(1, int(dtype.itemsize * np.prod(dataset.shape[1:], dtype=np.int64)))
+        if field is not None:
+            self._view = dataset.fields(field)
+        elif h5py.check_string_dtype(dtype) is not None:
+            self._view = dataset.asstr()
+        else:
+            self._view = dataset
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, rows: Sequence[int]) -> dict[int, Any]:
+        """Values by row; `rows` ascend without repeats."""
+        values: dict[int, Any] = {}
+        for run in runs(rows, READ_OVER_BYTES // self._row_bytes):
+            first, last = run[0], run[-1]
+            try:
+                block = self._view[first : last + 1]
+            except (OSError, UnicodeDecodeError) as exc:
+                raise SourceError(
+                    f"{self._path}: cannot read rows {first}..{last} of dataset {self._name}: {exc}. "
+                    f"Check the file: h5dump -H {self._path}"
+                ) from exc
+            for row in run:
+                value = block[row - first]
+                values[row] = value.decode() if isinstance(value, bytes) else value
+        return values
+
+
+def runs(rows: Sequence[int], max_gap: int) -> Iterator[Sequence[int]]:
+    """Cut ascending `rows` where more than `max_gap` rows lie between neighbours. Each piece is one read.
+
+    >>> list(runs([2, 3, 4, 9], max_gap=0))
+    [[2, 3, 4], [9]]
+    """
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or rows[end] - rows[end - 1] - 1 > max_gap:
+            yield rows[start:end]
+            start = end
+
+
+def _open(path: Path) -> h5py.File:
+    if not path.is_file():
+        raise SourceError(
+            f"{path}: no such file; data workers need the same path as the trainer (a shared file system)"
+        )
+    try:
+        return h5py.File(path, "r")
+    except OSError as exc:
+        raise SourceError(f"{path}: cannot be opened as HDF5: {exc}") from exc
+
+
+def _find(file: h5py.File, path: Path, name: str) -> tuple[h5py.Dataset, str | None]:
+    found = file.get(name)
+    if isinstance(found, h5py.Dataset):
+        return found, None
+    parent, _, field = name.rpartition("/")
+    table = file.get(parent) if parent else None
+    if isinstance(table, h5py.Dataset) and field in (table.dtype.names or ()):
+        return table, field
+    names = _dataset_names(file)
+    shown = ", ".join(names[:_NAMES_IN_ERROR]) + (
+        f" and {len(names) - _NAMES_IN_ERROR} more" * (len(names) > _NAMES_IN_ERROR)
+    )
+    kind = "is a group" if isinstance(found, h5py.Group) else "does not exist"
+    raise SourceError(f"{path}: dataset {name!r} {kind}; the file has: {shown or 'no dataset'}")
+
+
+def _dataset_names(file: h5py.File) -> list[str]:
+    names: list[str] = []
+
+    def visit(name: str, found: Any) -> None:
+        if isinstance(found, h5py.Dataset):
+            names.extend([f"{name}/{field}" for field in found.dtype.names] if found.dtype.names else [name])
+
+    file.visititems(visit)
+    return sorted(names)
+
+
+def _plain(columns: Sequence[str] | Mapping[str, str]) -> tuple[str, ...] | dict[str, str]:
+    return dict(columns) if isinstance(columns, Mapping) else tuple(columns)
+
+
+def _names(columns: str | tuple[str, ...] | dict[str, str]) -> tuple[str, ...]:
+    if isinstance(columns, str):
+        return (columns,)
+    return tuple(dict.fromkeys(columns.values() if isinstance(columns, dict) else columns))
+
+
+def _copy(value: Any) -> Any:
+    return np.array(value) if isinstance(value, np.ndarray) else value

@@ -1,0 +1,136 @@
+"""Map-style dataset over JPEG and PNG files, a class per subfolder or a label from the file's name.
+
+Called by the user's program; iterated by a loader or a data worker. It lists once, when it is made, and decodes with
+Pillow at each read; it keeps no file open and never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi_dataworkers.errors import SourceError
+
+try:
+    from PIL import Image
+except ImportError as exc:
+    raise ImportError("mpi_dataworkers.sources.images needs Pillow: pip install 'hetstream[images]'") from exc
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+# Modes whose pixels do not fit 8 bits: Pillow would clip them to white without a word.
+_DEEP_MODES = ("I", "F")
+
+
+class ImageFolder:
+    """Samples `(image, label)` from a folder of image files; the order is that of the sorted paths, on every machine.
+
+    Args:
+        root: The folder. Without `label_of` each subfolder is a class and is searched to any depth; with it, all files
+            below `root` are taken. Files with other suffixes than .jpg, .jpeg and .png (in any case) are passed over.
+        label_of: Gives the class of a file from its name without folders, as in `lambda name: name.split("_")[0]`.
+        transform: Called with each image. It may draw from `random`, `numpy.random` or torch: the loader seeds them for
+            each sample.
+
+    A sample's image is uint8 of shape (height, width, 3), RGB, owned and writable, or what `transform` made of it; its
+    label is an `int`, the position of its class in `classes`.
+
+    Attributes:
+        classes: Class names in sorted order.
+
+    Raises:
+        SourceError: The folder is missing, holds no image, mixes subfolders with loose images, or has an empty class.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        label_of: Callable[[str], str] | None = None,
+        transform: Callable[[npt.NDArray[np.uint8]], Any] | None = None,
+    ) -> None:
+        # Absolute, because a data worker may run in another directory.
+        self.root = Path(root).absolute()
+        self.transform = transform
+        if not self.root.is_dir():
+            raise SourceError(f"{self.root}: no such folder; data workers need the same path as the trainer")
+        self._files = tuple(sorted(_images(self.root)))
+        if not self._files:
+            raise SourceError(f"{self.root}: no image below it; suffixes read: {', '.join(SUFFIXES)}")
+        if label_of is None:
+            names = [self._class_folder(file) for file in self._files]
+            self._refuse_empty_classes(set(names))
+        else:
+            names = [label_of(file.rpartition("/")[2]) for file in self._files]
+        self.classes: tuple[str, ...] = tuple(sorted(set(names)))
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        self._labels = tuple(numbers[name] for name in names)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        """Decode image `index`.
+
+        Raises:
+            IndexError: The index is outside `-len(self) .. len(self) - 1`.
+            SourceError: The file cannot be read or decoded; the message names it.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is outside 0..{len(self) - 1}: {self.root} holds {len(self)} images")
+        image: Any = decode(self.path(index))
+        return (image if self.transform is None else self.transform(image)), self._labels[index]
+
+    def path(self, index: int) -> Path:
+        """File of image `index`, to look at a sample that stands out."""
+        return self.root / self._files[index]
+
+    def __repr__(self) -> str:
+        return f"ImageFolder({str(self.root)!r}, classes={len(self.classes)}, length={len(self)})"
+
+    def _class_folder(self, file: str) -> str:
+        folder, slash, _ = file.partition("/")
+        if not slash:
+            raise SourceError(
+                f"{self.root / file}: image outside any class folder. Move it into one, or give label_of= to take "
+                "the class from the file name"
+            )
+        return folder
+
+    def _refuse_empty_classes(self, found: set[str]) -> None:
+        folders = {entry.name for entry in self.root.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+        empty = sorted(folders - found)
+        if empty:
+            raise SourceError(f"{self.root}: class folder without an image: {', '.join(empty)}. Remove it or fill it")
+
+
+def decode(path: Path) -> npt.NDArray[np.uint8]:
+    """Decode a JPEG or PNG file to uint8 (height, width, 3), RGB.
+
+    Raises:
+        SourceError: The file is missing, truncated, no image, or has more than 8 bits a channel.
+    """
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith(_DEEP_MODES):
+                raise SourceError(
+                    f"{path}: mode {image.mode} has more than 8 bits a channel; convert the file to 8 bits"
+                )
+            # A copy: the array that Pillow shares is read-only, and torch warns about those.
+            return np.array(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as exc:
+        raise SourceError(f"{path}: cannot be decoded: {exc}. Replace or remove the file") from exc
+
+
+def _images(root: Path) -> Iterator[str]:
+    """Paths of the images below `root`, relative, with `/`. Hidden folders and files are passed over."""
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        prefix = Path(folder).relative_to(root).as_posix()
+        for name in files:
+            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+                yield name if prefix == "." else f"{prefix}/{name}"

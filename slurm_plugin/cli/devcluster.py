@@ -1,0 +1,255 @@
+"""`hetstream devcluster install|up|down|status|exec`: a throw-away Slurm cluster on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hetjob.errors import SlurmCommandError, UsageError
+from slurm_plugin.client.run import pass_through, run_slurm
+from slurm_plugin.devcluster import install, render
+from slurm_plugin.devcluster.boot import BootRequest, boot, is_live, plan_cluster
+from slurm_plugin.devcluster.programs import host_programs, missing_programs
+from slurm_plugin.devcluster.record import ClusterRecord, read_daemons, read_record
+from slurm_plugin.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
+from slurm_plugin.devcluster.teardown import plan_teardown, tear_down
+from slurm_plugin.errors import NoCluster
+
+EPILOG = """\
+examples:
+  hetstream devcluster up --install
+  hetstream devcluster exec -- sbatch --wrap hostname
+  hetstream devcluster down
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    parser = subparsers.add_parser(
+        "devcluster",
+        help=summary,
+        description="Boot real Slurm daemons with fake GPUs on this machine, beside any Slurm that is there already.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    p = actions.add_parser("install", help="install Debian's Slurm packages, without starting any service")
+    _add_dry_run(p)
+    _add_json(p)
+    p.set_defaults(run=_install)
+
+    p = actions.add_parser("up", help="boot a cluster and wait until all its nodes are idle")
+    _add_place(p)
+    shape = ClusterShape()
+    p.add_argument("--gpu-nodes", type=int, default=shape.gpu_nodes, metavar="N", help="GPU nodes (%(default)s)")
+    p.add_argument("--gpus-per-node", type=int, default=shape.gpus_per_node, metavar="N", help="(%(default)s)")
+    p.add_argument("--cpu-nodes", type=int, default=shape.cpu_nodes, metavar="N", help="CPU nodes (%(default)s)")
+    p.add_argument("--cpus-per-node", type=int, default=shape.cpus_per_node, metavar="N", help="(%(default)s)")
+    p.add_argument(
+        "--default-scheduler",
+        action="store_true",
+        help="keep Slurm's own scheduler timing: heterogeneous jobs then wait up to half a minute",
+    )
+    p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")
+    _add_dry_run(p)
+    _add_json(p)
+    p.set_defaults(run=_up)
+
+    p = actions.add_parser("down", help="kill everything of a cluster and remove its files")
+    _add_place(p)
+    _add_dry_run(p)
+    _add_json(p)
+    p.set_defaults(run=_down)
+
+    p = actions.add_parser("status", help="show a cluster's version, nodes, partitions and daemons")
+    _add_place(p)
+    _add_json(p)
+    p.set_defaults(run=_status)
+
+    p = actions.add_parser("exec", help="run a command against a cluster", usage="%(prog)s [options] -- COMMAND ...")
+    _add_place(p)
+    p.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
+    p.set_defaults(run=_exec)
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", default=DEFAULT_NAME, help="which cluster, when there are several (%(default)s)")
+    parser.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help=f"where all its files are ({DEFAULT_STATE_ROOT}/NAME)"
+    )
+
+
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be done, change nothing")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print facts as JSON")
+
+
+def _state_dir(args: argparse.Namespace) -> Path:
+    check_name(args.name)
+    given: Path | None = args.state_dir
+    return DEFAULT_STATE_ROOT / args.name if given is None else given.absolute()
+
+
+def _note(text: str) -> None:
+    print(f"devcluster: {text}", file=sys.stderr)
+
+
+def _print_json(facts: dict[str, Any]) -> None:
+    print(json.dumps({"meta": {"hetstream": version("hetstream")}, **facts}, indent=1))
+
+
+def _install(args: argparse.Namespace) -> int:
+    if args.dry_run:
+        missing = missing_programs()
+        if args.json:
+            _print_json({"missing": missing, "command": list(install.INSTALL_ARGV) if missing else []})
+        elif missing:
+            print(f"not found: {', '.join(missing)}")
+            print(f"would run: {' '.join(install.INSTALL_ARGV)}")
+        else:
+            print("nothing to install")
+        return 0
+    changed = install.install(_note)
+    programs = host_programs()
+    if args.json:
+        _print_json({"changed": changed, "slurm_version": programs.version})
+    else:
+        print(f"Slurm {programs.version} {'was installed' if changed else 'is there already'}")
+    return 0
+
+
+def _up(args: argparse.Namespace) -> int:
+    request = BootRequest(
+        name=args.name,
+        state_dir=_state_dir(args),
+        shape=ClusterShape(args.gpu_nodes, args.gpus_per_node, args.cpu_nodes, args.cpus_per_node),
+        tuned_scheduler=not args.default_scheduler,
+    )
+    if args.dry_run:
+        return _up_dry_run(request, args)
+    if args.install:
+        install.install(_note)
+    record = boot(request, host_programs(), _note)
+    if args.json:
+        _print_json(_facts(record))
+        return 0
+    print(f"Slurm {record.slurm_version} is up after {record.boot_s:.1f} s: {len(record.nodes)} nodes, ", end="")
+    print(f"partitions {', '.join(record.partitions)} (the first is the default)")
+    print(f"  export SLURM_CONF={record.slurm_conf}")
+    place = _place_options(args)
+    print(f"  hetstream devcluster exec{place} -- sbatch --gpus=1 --wrap 'echo $CUDA_VISIBLE_DEVICES'")
+    print(f"  hetstream devcluster down{place}")
+    return 0
+
+
+def _place_options(args: argparse.Namespace) -> str:
+    """The options that lead a later command to the same cluster."""
+    if args.state_dir is not None:
+        return f" --state-dir {args.state_dir.absolute()}"
+    return "" if args.name == DEFAULT_NAME else f" --name {args.name}"
+
+
+def _up_dry_run(request: BootRequest, args: argparse.Namespace) -> int:
+    spec = plan_cluster(request)
+    texts = {"slurm.conf": render.slurm_conf(spec), "gres.conf": render.gres_conf(spec)}
+    missing = missing_programs()
+    if args.json:
+        _print_json({"state_dir": str(spec.state_dir), "nodes": spec.nodes, "missing": missing, "files": texts})
+        return 0
+    if missing:
+        print(f"# not found: {', '.join(missing)}; would need: {' '.join(install.INSTALL_ARGV)}")
+    print(f"# would start munged, slurmctld and {len(spec.nodes)} slurmd in {spec.state_dir}")
+    for name, text in texts.items():
+        print(f"# {spec.state_dir}/{name}")
+        print(text)
+    return 0
+
+
+def _down(args: argparse.Namespace) -> int:
+    state_dir = _state_dir(args)
+    plan = plan_teardown(state_dir) if args.dry_run else tear_down(state_dir)
+    if args.json:
+        processes = [{"pid": process.pid, "command": process.command} for process in plan.processes] if plan else []
+        _print_json({"state_dir": str(state_dir), "found": plan is not None, "processes": processes})
+    elif plan is None:
+        print(f"no cluster in {state_dir}: nothing to do")
+    elif args.dry_run:
+        for process in plan.processes:
+            print(f"would kill {process.pid} {process.command}")
+        print(f"would remove {state_dir}")
+    else:
+        print(f"removed {state_dir} and {len(plan.processes)} processes")
+    return 0
+
+
+def _record(args: argparse.Namespace) -> ClusterRecord:
+    state_dir = _state_dir(args)
+    record = read_record(state_dir)
+    if record is None:
+        raise NoCluster(f"no cluster in {state_dir}. Run: hetstream devcluster up{_place_options(args)}")
+    return record
+
+
+def _facts(record: ClusterRecord) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "state_dir": record.state_dir,
+        "slurm_conf": record.slurm_conf,
+        "slurm_version": record.slurm_version,
+        "nodes": list(record.nodes),
+        "partitions": list(record.partitions),
+        "boot_s": record.boot_s,
+        "path_prefix": record.path_prefix,
+    }
+
+
+def _status(args: argparse.Namespace) -> int:
+    record = _record(args)
+    daemons = [
+        {"name": daemon.name, "pid": daemon.pid, "running": is_live(daemon)}
+        for daemon in read_daemons(Path(record.state_dir))
+    ]
+    try:
+        nodes = run_slurm(["sinfo", "-h", "-N", "-o", "%N|%P|%T|%C|%G"], env=record.environment(os.environ)).stdout
+        problem = ""
+    except SlurmCommandError as error:
+        nodes, problem = "", str(error)
+    rows = [
+        dict(zip(("node", "partition", "state", "cpus", "gres"), line.split("|"), strict=True))
+        for line in nodes.splitlines()
+    ]
+    healthy = record.ready and not problem and all(daemon["running"] for daemon in daemons)
+    if args.json:
+        uptime_s = round(time.time() - record.created_s, 1)
+        _print_json(
+            {**_facts(record), "healthy": healthy, "uptime_s": uptime_s, "daemons": daemons, "node_states": rows}
+        )
+        return 0 if healthy else 1
+    print(f"cluster     {record.name} (Slurm {record.slurm_version}){'' if record.ready else ', not fully up'}")
+    print(f"SLURM_CONF  {record.slurm_conf}")
+    print(f"uptime      {time.time() - record.created_s:.0f} s")
+    for daemon in daemons:
+        print(f"{daemon['name']:<15} pid {daemon['pid']:<8} {'running' if daemon['running'] else 'DEAD'}")
+    if problem:
+        print(f"sinfo: {problem}")
+    for row in rows:
+        print(
+            f"{row['node']:<15} {row['partition']:<6} {row['state']:<10} CPUs A/I/O/T {row['cpus']:<14} {row['gres']}"
+        )
+    return 0 if healthy else 1
+
+
+def _exec(args: argparse.Namespace) -> int:
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise UsageError("devcluster exec: no command given. Write: hetstream devcluster exec -- sinfo")
+    return pass_through(command, env=_record(args).environment(os.environ))

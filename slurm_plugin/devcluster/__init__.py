@@ -1,0 +1,16 @@
+"""A throw-away Slurm cluster on one machine: real munge, slurmctld and slurmd, fake GPUs, no systemd.
+
+    spec.py        what a cluster is: shape, ports, paths (pure)
+    render.py      slurm.conf, gres.conf, cgroup.conf as text (pure)
+    programs.py    where Slurm's programs are: on the host, or in a Debian root
+    install.py     Debian's packages on the host
+    roots.py       cached Debian roots with newer Slurm
+    record.py      the files by which a cluster is found again
+    supervisor.py  the process that starts the daemons and adopts everything they start
+    processes.py   which processes belong to a cluster
+    boot.py        up
+    teardown.py    down
+
+Called by `slurm_plugin/cli/devcluster.py` and by the tests marked `slurm`. It never touches a Slurm that is already on
+the host, mounts nothing, and starts no system service.
+"""

@@ -1,0 +1,335 @@
+"""Boot a cluster: write its files, start its supervisor, wait until all nodes are idle. Called by the command line
+and by the tests. Whatever fails or interrupts it, it removes what it made.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hetjob.errors import SlurmCommandError
+from slurm_plugin.client.run import run_slurm
+from slurm_plugin.devcluster import render
+from slurm_plugin.devcluster.processes import start_ticks
+from slurm_plugin.devcluster.programs import SYSTEM_PATH, SlurmPrograms
+from slurm_plugin.devcluster.record import (
+    MARKER_VARIABLE,
+    ClusterRecord,
+    DaemonState,
+    read_daemons,
+    read_record,
+    write_record,
+)
+from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec
+from slurm_plugin.devcluster.teardown import tear_down
+from slurm_plugin.errors import BootFailed, ClusterExists
+
+# Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.
+READY_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 0.05
+LOG_TAIL_LINES = 15
+
+# Below the kernel's ephemeral ports, so that no outgoing connection takes one between the search and the daemons.
+PORT_RANGE = (20000, 32000)
+PORT_SEARCH_TRIES = 200
+
+# Harmless to open, and never real hardware: /dev/zero, full, random, urandom. Not /dev/null, which tasks need.
+FAKE_GPU_DEVICES = ((1, 5), (1, 7), (1, 8), (1, 9))
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BootRequest:
+    """What the user asked for.
+
+    Attributes:
+        name: the cluster's name.
+        state_dir: where its files shall be, absolute.
+        shape: its nodes.
+        tuned_scheduler: see ClusterSpec.
+    """
+
+    name: str
+    state_dir: Path
+    shape: ClusterShape
+    tuned_scheduler: bool = True
+
+
+def plan_cluster(request: BootRequest) -> ClusterSpec:
+    """Find free ports and give the cluster a name that no other has."""
+    return ClusterSpec(
+        name=request.name,
+        cluster_name=f"{request.name}-{secrets.token_hex(4)}",
+        state_dir=request.state_dir,
+        base_port=_free_ports(1 + request.shape.num_nodes),
+        shape=request.shape,
+        tuned_scheduler=request.tuned_scheduler,
+    )
+
+
+def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> ClusterRecord:
+    """Boot the cluster and return when all its nodes are idle.
+
+    Raises:
+        ClusterExists: a cluster or something else is in the state directory.
+        BootFailed: a daemon ended or the nodes were not idle in time; nothing is left behind.
+    """
+    began = time.monotonic()
+    _check_can_boot(request)
+    with _interrupts_raise(), ExitStack() as undo:
+        with _port_lock():
+            spec = plan_cluster(request)
+            record = _new_record(spec, programs)
+            undo.callback(tear_down, spec.state_dir)
+            _make_files(spec, programs, record)
+            progress(f"starting munged, slurmctld {programs.version} and {len(spec.nodes)} slurmd in {spec.state_dir}")
+            _start_supervisor(spec, programs)
+            _wait_until_idle(spec, record, progress)
+        record = replace(record, ready=True, boot_s=round(time.monotonic() - began, 2))
+        write_record(record)
+        undo.pop_all()
+    return record
+
+
+def _check_can_boot(request: BootRequest) -> None:
+    if os.geteuid() != 0:
+        raise BootFailed(
+            f"user id {os.geteuid()} cannot boot a cluster: slurmd starts jobs of any user, which needs root. "
+            "Run it as root, for example with sudo"
+        )
+    record = read_record(request.state_dir)
+    if record is not None and record.ready:
+        raise ClusterExists(
+            f"cluster {record.name} is up in {request.state_dir}. Use it, run "
+            f"`hetstream devcluster down --state-dir {request.state_dir}` first, or give another --name"
+        )
+    if record is not None:
+        tear_down(request.state_dir)
+    elif request.state_dir.exists() and any(request.state_dir.iterdir()):
+        raise ClusterExists(
+            f"--state-dir={request.state_dir} holds files that are no cluster's: give an empty directory"
+        )
+
+
+def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
+    return ClusterRecord(
+        name=spec.name,
+        cluster_name=spec.cluster_name,
+        state_dir=str(spec.state_dir),
+        slurm_version=programs.version,
+        nodes=spec.nodes,
+        partitions=tuple(group.name for group in spec.groups),
+        path_prefix="",
+        ready=False,
+        created_s=time.time(),
+        boot_s=0.0,
+    )
+
+
+def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecord) -> None:
+    directory = spec.state_dir
+    _make_directory(directory)
+    # First of all: from here on `down` knows what this directory is.
+    write_record(record)
+    for name in ("dev", "log", "run", "spool", "state"):
+        _make_directory(directory / name)
+    for node in spec.nodes:
+        _make_directory(directory / "spool" / node)
+    for number in range(max(group.gpus for group in spec.groups)):
+        _make_fake_gpu(spec.gpu_device(number), number)
+    spec.slurm_conf.write_text(render.slurm_conf(spec))
+    (directory / "gres.conf").write_text(render.gres_conf(spec))
+    cgroup_conf = render.cgroup_conf(programs.version)
+    if cgroup_conf is not None:
+        (directory / "cgroup.conf").write_text(cgroup_conf)
+    key = os.open(directory / "run" / "munge.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(key, "wb") as stream:
+        stream.write(secrets.token_bytes(1024))
+
+
+def _make_directory(path: Path) -> None:
+    """Jobs of any user must be able to pass: 0755, whatever the umask."""
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o755)
+
+
+def _make_fake_gpu(path: Path, number: int) -> None:
+    major, minor = FAKE_GPU_DEVICES[number % len(FAKE_GPU_DEVICES)]
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(major, minor))
+    except PermissionError as exc:
+        raise BootFailed(
+            f"cannot make the device node {path}: this root may not mknod (a container without MKNOD?)"
+        ) from exc
+    path.chmod(0o666)
+
+
+def _start_supervisor(spec: ClusterSpec, programs: SlurmPrograms) -> None:
+    environment = {
+        "PATH": SYSTEM_PATH,
+        "HOME": "/root",
+        "LANG": "C.UTF-8",
+        "SLURM_CONF": str(spec.slurm_conf),
+        MARKER_VARIABLE: spec.cluster_name,
+    }
+    plan = spec.state_dir / "run" / "plan.json"
+    plan.write_text(
+        json.dumps(
+            {
+                "state_dir": str(spec.state_dir),
+                "environment": environment,
+                "daemons": list(_daemons(spec, programs)),
+            },
+            indent=1,
+        )
+    )
+    with (spec.log_dir / "supervisor.log").open("ab") as log:
+        started = subprocess.run(
+            [sys.executable, "-m", "slurm_plugin.devcluster.supervisor", str(plan)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            cwd="/",
+        )
+    if started.returncode != 0:
+        raise BootFailed(f"the supervisor ended with {started.returncode}. " + _log_tail(spec, "supervisor"))
+
+
+def _daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[dict[str, Any]]:
+    run, log = spec.state_dir / "run", spec.log_dir
+    munged = [
+        str(programs.munged),
+        "--foreground",
+        # munged refuses directories that it thinks others could write to; this one is root's own.
+        "--force",
+        f"--key-file={run}/munge.key",
+        f"--socket={spec.munge_socket}",
+        f"--pid-file={run}/munged.pid",
+        f"--log-file={log}/munged.log",
+        f"--seed-file={run}/munged.seed",
+    ]
+    yield _daemon("munged", munged, log, ready_file=str(spec.munge_socket))
+    yield _daemon("slurmctld", [str(programs.slurmctld), "-D", "-f", str(spec.slurm_conf)], log)
+    for node in spec.nodes:
+        yield _daemon(f"slurmd {node}", [str(programs.slurmd), "-D", "-f", str(spec.slurm_conf), "-N", node], log)
+
+
+def _daemon(name: str, argv: list[str], log: Path, ready_file: str = "") -> dict[str, Any]:
+    return {"name": name, "argv": argv, "output": str(log / f"{_log_stem(name)}.out"), "ready_file": ready_file}
+
+
+def _log_stem(daemon: str) -> str:
+    return daemon.replace(" ", "-")
+
+
+def _wait_until_idle(spec: ClusterSpec, record: ClusterRecord, progress: Progress) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    env = record.environment(os.environ)
+    reported = -1
+    while True:
+        _check_daemons_live(spec)
+        num_idle = _count_idle(env)
+        if num_idle != reported and num_idle is not None:
+            reported = num_idle
+            progress(f"{num_idle} of {len(spec.nodes)} nodes idle")
+        if num_idle == len(spec.nodes):
+            return
+        if time.monotonic() > deadline:
+            raise BootFailed(
+                f"{max(reported, 0)} of {len(spec.nodes)} nodes were idle after {READY_TIMEOUT_S:g} s. "
+                + _log_tail(spec, "slurmctld")
+            )
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _count_idle(env: dict[str, str]) -> int | None:
+    """How many nodes are idle, or None while slurmctld does not answer."""
+    try:
+        states = run_slurm(["sinfo", "-h", "-N", "-o", "%N|%T"], env=env, timeout_s=READY_TIMEOUT_S).stdout
+    except SlurmCommandError:
+        return None
+    # A node that has not yet been heard of is "idle*" or "unknown*".
+    return len({line for line in states.splitlines() if line.endswith("|idle")})
+
+
+def _check_daemons_live(spec: ClusterSpec) -> None:
+    for daemon in read_daemons(spec.state_dir):
+        if daemon.exit_status is not None or not is_live(daemon):
+            raise BootFailed(f"{daemon.name} ended with {daemon.exit_status}. " + _log_tail(spec, daemon.name))
+
+
+def is_live(daemon: DaemonState) -> bool:
+    """Whether the very process that the supervisor started still runs."""
+    return start_ticks(daemon.pid) == daemon.start_ticks
+
+
+def _log_tail(spec: ClusterSpec, daemon: str) -> str:
+    """The last lines of what the daemon logged, or else printed."""
+    stem = _log_stem(daemon)
+    for path in (spec.log_dir / f"{stem}.log", spec.log_dir / f"{stem}.out"):
+        if path.exists() and (lines := path.read_text(errors="replace").splitlines()):
+            return f"The end of {path.name}:\n" + "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
+    return f"{daemon} logged nothing"
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` consecutive TCP ports that nobody listens on."""
+    low, high = PORT_RANGE
+    for _ in range(PORT_SEARCH_TRIES):
+        first = random.randrange(low, high - count)
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+    raise BootFailed(f"no {count} consecutive free TCP ports between {low} and {high}: look at `ss -tln`")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as exc:
+            if exc.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
+
+
+@contextmanager
+def _port_lock() -> Iterator[None]:
+    """One `up` at a time from the search for ports until the daemons listen on them."""
+    with Path("/run/lock/hetstream-devcluster").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _interrupts_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP end `up` as Ctrl-C does: through the clean-up."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

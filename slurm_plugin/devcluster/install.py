@@ -1,0 +1,119 @@
+"""Install Debian's Slurm packages on this machine. Called by `hetstream devcluster install` and `up --install`.
+
+It starts no service: while apt runs, Debian's own switch for that (policy-rc.d) says no, and is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slurm_plugin.devcluster.programs import missing_programs
+from slurm_plugin.errors import InstallFailed, SlurmMissing
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge")
+INSTALL_ARGV = ("apt-get", "install", "-y", "-q", "--no-install-recommends", *PACKAGES)
+UPDATE_ARGV = ("apt-get", "update", "-q")
+
+POLICY_FILE = Path("/usr/sbin/policy-rc.d")
+# Exit status 101 means "action forbidden" (invoke-rc.d(8)).
+POLICY_FORBIDS = 101
+OUTPUT_TAIL_LINES = 15
+
+Progress = Callable[[str], None]
+
+
+def why_not_installable() -> str:
+    """Why apt cannot be used here, or nothing if it can."""
+    if shutil.which("apt-get") is None:
+        return "this machine has no apt-get (Debian and Ubuntu only)"
+    if os.geteuid() != 0:
+        return f"user id {os.geteuid()} is not root"
+    return ""
+
+
+def install(progress: Progress) -> bool:
+    """Make sure that Slurm's programs are on this machine.
+
+    Returns:
+        whether anything was installed.
+
+    Raises:
+        SlurmMissing: programs are missing and apt cannot be used here.
+        InstallFailed: apt failed.
+    """
+    missing = missing_programs()
+    if not missing:
+        return False
+    reason = why_not_installable()
+    if reason:
+        raise SlurmMissing(
+            f"not found: {', '.join(missing)}; and {reason}. Run as root on Debian or Ubuntu: {' '.join(INSTALL_ARGV)}"
+        )
+    with _no_service_starts():
+        progress(f"installing {', '.join(PACKAGES)}")
+        failure = _apt(INSTALL_ARGV)
+        if failure:
+            # No package lists yet, or lists so old that their packages are gone.
+            progress("updating apt's package lists")
+            failure = _apt(UPDATE_ARGV) or _apt(INSTALL_ARGV)
+    if failure:
+        raise InstallFailed(failure)
+    missing = missing_programs()
+    if missing:
+        raise InstallFailed(f"apt installed {', '.join(PACKAGES)}, but {', '.join(missing)} is still not on PATH")
+    return True
+
+
+def _apt(argv: tuple[str, ...]) -> str:
+    """Run apt and return what went wrong, or nothing."""
+    done = subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"},
+    )
+    if done.returncode == 0:
+        return ""
+    tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-OUTPUT_TAIL_LINES:])
+    return f"{' '.join(argv)} exited with {done.returncode}:\n{tail}"
+
+
+@contextmanager
+def _no_service_starts(policy: Path = POLICY_FILE) -> Iterator[None]:
+    """Forbid package scripts to start services, unless the machine forbids it already."""
+    if _forbids_starts(policy):
+        yield
+        return
+    saved = policy.with_name(policy.name + ".before-hetstream")
+    if policy.exists():
+        os.replace(policy, saved)
+    try:
+        policy.write_text(
+            f"#!/bin/sh\n# Put here by `hetstream devcluster install` while apt runs.\nexit {POLICY_FORBIDS}\n"
+        )
+        policy.chmod(0o755)
+        yield
+    finally:
+        policy.unlink(missing_ok=True)
+        if saved.exists():
+            os.replace(saved, policy)
+
+
+def _forbids_starts(policy: Path) -> bool:
+    if not os.access(policy, os.X_OK):
+        return False
+    try:
+        asked = subprocess.run(
+            [str(policy), "munge", "start"], stdin=subprocess.DEVNULL, capture_output=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.returncode == POLICY_FORBIDS

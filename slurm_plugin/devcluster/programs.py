@@ -1,0 +1,66 @@
+"""Where Slurm's programs are. Called by boot.py and the command line; it starts nothing but `slurmctld -V`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_plugin.client.run import run_slurm
+from slurm_plugin.errors import SlurmMissing
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+COMMANDS = ("sbatch", "srun", "salloc", "sinfo", "squeue", "scancel", "scontrol")
+# Daemons live in sbin directories, which an ordinary user's PATH lacks.
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True)
+class SlurmPrograms:
+    """One installed Slurm.
+
+    Attributes:
+        version: for example `22.05.8`.
+        root: the Debian root it lives in; None is the host itself.
+        munged, slurmctld, slurmd: paths of the daemons.
+    """
+
+    version: str
+    root: Path | None
+    munged: Path
+    slurmctld: Path
+    slurmd: Path
+
+
+def search_path() -> str:
+    """This process's PATH with the directories of daemons behind it."""
+    return os.environ.get("PATH", "") + os.pathsep + SYSTEM_PATH
+
+
+def missing_programs() -> list[str]:
+    """The programs that a cluster needs and that are not on the host's PATH."""
+    path = search_path()
+    return [program for program in (*DAEMONS, *COMMANDS) if shutil.which(program, path=path) is None]
+
+
+def host_programs() -> SlurmPrograms:
+    """Slurm as it is installed on this machine.
+
+    Raises:
+        SlurmMissing: a program is not there.
+    """
+    missing = missing_programs()
+    if missing:
+        raise SlurmMissing(
+            f"not found on this machine: {', '.join(missing)}. Run: hetstream devcluster install (as root on Debian), "
+            "or give --slurm with a version that has a Debian root"
+        )
+    path = search_path()
+    munged, slurmctld, slurmd = (Path(shutil.which(daemon, path=path) or daemon) for daemon in DAEMONS)
+    return SlurmPrograms(slurm_version(slurmctld), None, munged, slurmctld, slurmd)
+
+
+def slurm_version(slurmctld: Path) -> str:
+    """The version that `slurmctld -V` prints, for example `22.05.8` from `slurm-wlm 22.05.8`."""
+    return run_slurm([str(slurmctld), "-V"], timeout_s=10).stdout.split()[-1]

@@ -1,0 +1,108 @@
+"""The configuration files of a cluster as text. Pure; called by boot.py.
+
+Each choice follows Slurm's manual pages slurm.conf(5), gres.conf(5) and cgroup.conf(5) and was tried on 22.05, 24.11
+and 26.05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slurm_plugin.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
+
+# Heterogeneous jobs start only through the backfill scheduler, which by default looks every 30 s.
+TUNED_SCHEDULER = "sched_min_interval=0,bf_interval=1,batch_sched_delay=0"
+
+
+def slurm_conf(spec: ClusterSpec) -> str:
+    """The text of slurm.conf."""
+    return "\n".join(_slurm_conf_lines(spec)) + "\n"
+
+
+def gres_conf(spec: ClusterSpec) -> str:
+    """The text of gres.conf: one line a kind of GPU node."""
+    lines = [
+        f"NodeName={hostlist(group.name, group.count)} Name=gpu "
+        f"File={hostlist(str(spec.gpu_device(0).with_name('gpu')), group.gpus)}"
+        for group in spec.groups
+        if group.gpus
+    ]
+    return "".join(line + "\n" for line in lines)
+
+
+def cgroup_conf(version: str) -> str | None:
+    """The text of cgroup.conf, or None for a Slurm that needs none.
+
+    Args:
+        version: Slurm's version, for example `24.11.5`.
+    """
+    # Since 24.11 slurmd ends when it cannot use the cgroups; 22.05 does not know the value "disabled".
+    return "CgroupPlugin=disabled\n" if version_tuple(version) >= (24, 11) else None
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """`24.11.5` as (24, 11, 5); what follows the numbers is dropped."""
+    numbers = []
+    for part in version.split("."):
+        digits = "".join(character for character in part if character.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def hostlist(prefix: str, count: int, first: int = 0) -> str:
+    """`count` numbered names as Slurm writes them: `gpu[0-3]`, or `gpu0` for one."""
+    return f"{prefix}{first}" if count == 1 else f"{prefix}[{first}-{first + count - 1}]"
+
+
+def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
+    directory = spec.state_dir
+    yield f"# Written by `hetstream devcluster up`; removed by `hetstream devcluster down --state-dir {directory}`."
+    yield f"ClusterName={spec.cluster_name}"
+    yield "SlurmctldHost=localhost(127.0.0.1)"
+    yield f"SlurmctldPort={spec.base_port}"
+    yield "SlurmUser=root"
+    yield "AuthType=auth/munge"
+    yield f"AuthInfo=socket={spec.munge_socket}"
+    yield f"StateSaveLocation={directory}/state"
+    yield f"SlurmdSpoolDir={directory}/spool/%n"
+    yield f"SlurmctldPidFile={directory}/run/slurmctld.pid"
+    yield f"SlurmdPidFile={directory}/run/slurmd-%n.pid"
+    yield f"SlurmctldLogFile={spec.log_dir}/slurmctld.log"
+    yield f"SlurmdLogFile={spec.log_dir}/slurmd-%n.log"
+    if spec.plugin_dir is not None:
+        yield f"PluginDir={spec.plugin_dir}"
+    yield "MailProg=/bin/true"
+    yield "ProctrackType=proctrack/linuxproc"
+    yield "TaskPlugin=task/none"
+    yield "SchedulerType=sched/backfill"
+    if spec.tuned_scheduler:
+        yield f"SchedulerParameters={TUNED_SCHEDULER}"
+    yield "SelectType=select/cons_tres"
+    yield "SelectTypeParameters=CR_Core_Memory"
+    # Without a default a job that does not say --mem takes all memory of its nodes.
+    yield f"DefMemPerCPU={NODE_MEMORY_MB // spec.shape.cpus_per_node}"
+    yield "PriorityType=priority/basic"
+    yield "MpiDefault=none"
+    yield "AccountingStorageType=accounting_storage/none"
+    yield "JobAcctGatherType=jobacct_gather/none"
+    yield "ReturnToService=2"
+    # The nodes claim more CPUs and memory than the machine has.
+    yield "SlurmdParameters=config_overrides"
+    if any(group.gpus for group in spec.groups):
+        yield "GresTypes=gpu"
+    for group in spec.groups:
+        yield _node_line(group)
+    for number, group in enumerate(spec.groups):
+        default = " Default=YES" if number == 0 else ""
+        yield f"PartitionName={group.name} Nodes={hostlist(group.name, group.count)}{default} MaxTime=INFINITE State=UP"
+
+
+def _node_line(group: NodeGroup) -> str:
+    gres = f" Gres=gpu:{group.gpus}" if group.gpus else ""
+    ports = hostlist("", group.count, group.first_port)
+    return (
+        f"NodeName={hostlist(group.name, group.count)} NodeAddr=127.0.0.1 NodeHostname=localhost Port={ports} "
+        f"CPUs={group.cpus} RealMemory={NODE_MEMORY_MB}{gres}"
+    )

@@ -1,0 +1,159 @@
+"""What a throw-away cluster is: its shape, names, ports and paths. Pure; used by every other module here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpi_dataworkers.errors import ConfigError
+
+# Slurm puts the name into SLURM_CLUSTER_NAME and file names, and turns it to lower case.
+NAME_RULE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+
+# The longest socket path below the state directory is run/munge.sock or spool/NODE/NODE_JOBID.STEPID (48 bytes are
+# ample); the kernel's limit for the whole path is 107.
+MAX_STATE_DIR_BYTES = 59
+
+# More slurmds than this on one machine were never tried.
+MAX_NODES = 64
+MAX_GPUS_PER_NODE = 16
+MAX_CPUS_PER_NODE = 512
+
+# What Slurm is told, not what is there: it schedules by these numbers and enforces none of them.
+NODE_MEMORY_MB = 64000
+
+DEFAULT_STATE_ROOT = Path("/run/hetstream/devcluster")
+DEFAULT_NAME = "default"
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """How many nodes of which size. The defaults are the cluster that documentation, demo and tests use."""
+
+    gpu_nodes: int = 2
+    gpus_per_node: int = 4
+    cpu_nodes: int = 4
+    cpus_per_node: int = 16
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{option}={value}: must be {low} to {high}"
+            for option, value, low, high in (
+                ("--gpu-nodes", self.gpu_nodes, 0, MAX_NODES),
+                ("--gpus-per-node", self.gpus_per_node, 1, MAX_GPUS_PER_NODE),
+                ("--cpu-nodes", self.cpu_nodes, 0, MAX_NODES),
+                ("--cpus-per-node", self.cpus_per_node, 1, MAX_CPUS_PER_NODE),
+            )
+            if not low <= value <= high
+        ]
+        if not problems and not 1 <= self.num_nodes <= MAX_NODES:
+            problems.append(f"--gpu-nodes plus --cpu-nodes is {self.num_nodes}: must be 1 to {MAX_NODES}")
+        if problems:
+            raise ConfigError("devcluster: " + "; ".join(problems))
+
+    @property
+    def num_nodes(self) -> int:
+        return self.gpu_nodes + self.cpu_nodes
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Nodes of one kind, which are also one partition.
+
+    Attributes:
+        name: the partition; its nodes are `name` + number.
+        count: how many nodes.
+        cpus: CPUs of each.
+        gpus: fake GPUs of each.
+        first_port: slurmd's port on node 0; the others follow.
+    """
+
+    name: str
+    count: int
+    cpus: int
+    gpus: int
+    first_port: int
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}{number}" for number in range(self.count))
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Everything that decides the cluster's files and processes.
+
+    Attributes:
+        name: what the user calls it.
+        cluster_name: Slurm's ClusterName. It ends in a token that no other cluster has, because every process of a job
+            carries it in SLURM_CLUSTER_NAME and `down` finds the processes by it.
+        state_dir: where all files of the cluster are, absolute.
+        base_port: slurmctld's port; the slurmds' ports follow it.
+        shape: the nodes.
+        tuned_scheduler: let heterogeneous jobs start within a second instead of Slurm's default half minute.
+        plugin_dir: Slurm's plugins when they are not where its programs expect them.
+    """
+
+    name: str
+    cluster_name: str
+    state_dir: Path
+    base_port: int
+    shape: ClusterShape = field(default_factory=ClusterShape)
+    tuned_scheduler: bool = True
+    plugin_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        path = str(self.state_dir)
+        if not self.state_dir.is_absolute() or re.search(r"[^A-Za-z0-9/._-]", path):
+            raise ConfigError(
+                f"--state-dir={path}: must be an absolute path of letters, digits and / . _ - because "
+                "slurm.conf has no quoting"
+            )
+        if len(path.encode()) > MAX_STATE_DIR_BYTES:
+            raise ConfigError(
+                f"--state-dir={path}: must be at most {MAX_STATE_DIR_BYTES} characters, because the paths of sockets "
+                "below it may not be longer than 107"
+            )
+
+    @property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        """The GPU nodes and the CPU nodes, as far as there are any; the first is the default partition."""
+        shape = self.shape
+        first = self.base_port + 1
+        groups = (
+            NodeGroup("gpu", shape.gpu_nodes, shape.cpus_per_node, shape.gpus_per_node, first),
+            NodeGroup("cpu", shape.cpu_nodes, shape.cpus_per_node, 0, first + shape.gpu_nodes),
+        )
+        return tuple(group for group in groups if group.count)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(node for group in self.groups for node in group.nodes)
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.state_dir / "slurm.conf"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.state_dir / "run" / "munge.sock"
+
+    @property
+    def log_dir(self) -> Path:
+        return self.state_dir / "log"
+
+    @property
+    def bin_dir(self) -> Path:
+        """Wrappers of Slurm's commands, for a Slurm that lives in a Debian root."""
+        return self.state_dir / "bin"
+
+    def gpu_device(self, number: int) -> Path:
+        return self.state_dir / "dev" / f"gpu{number}"
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that Slurm or a file name could not carry."""
+    if not NAME_RULE.fullmatch(name):
+        raise ConfigError(f"--name={name}: must be 1 to 32 lower-case letters, digits or -, not starting with -")

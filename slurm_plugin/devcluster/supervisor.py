@@ -1,0 +1,90 @@
+"""The process that starts a cluster's daemons and adopts everything they leave behind.
+
+Started by boot.py as `python -m slurm_plugin.devcluster.supervisor PLAN`, where PLAN is a JSON file. It is the
+"subreaper" of the cluster: an orphan below it becomes its child instead of init's, so a job's detached process can
+always be found. It restarts nothing, and ends when its last child has ended or when `down` kills it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurm_plugin.devcluster.processes import start_ticks
+from slurm_plugin.devcluster.record import DaemonState, write_daemons
+
+PR_SET_CHILD_SUBREAPER = 36
+READY_TIMEOUT_S = 10.0
+POLL_INTERVAL_S = 0.01
+
+
+def main(argv: list[str]) -> int:
+    """Detach, tell the starter that the supervisor is on record, and supervise."""
+    plan = json.loads(Path(argv[0]).read_text())
+    told, tell = os.pipe()
+    if os.fork():
+        os.close(tell)
+        # Nothing to read means that the child ended before it was on record; its traceback is in the log.
+        return 0 if os.read(told, 1) else 1
+    os.close(told)
+    os.setsid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    daemons = [DaemonState("supervisor", os.getpid(), start_ticks(os.getpid()) or 0, None)]
+    write_daemons(Path(plan["state_dir"]), daemons)
+    os.write(tell, b".")
+    os.close(tell)
+    return supervise(plan, daemons)
+
+
+def supervise(plan: dict[str, Any], daemons: list[DaemonState]) -> int:
+    """Start the daemons of the plan one after the other, then reap children until none is left."""
+    state_dir = Path(plan["state_dir"])
+    for daemon in plan["daemons"]:
+        daemons.append(_start(daemon["name"], daemon["argv"], Path(daemon["output"]), plan["environment"]))
+        write_daemons(state_dir, daemons)
+        if daemon["ready_file"]:
+            _wait_for_file(Path(daemon["ready_file"]), daemons[-1])
+    while True:
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return 0
+        ended = [index for index, daemon in enumerate(daemons) if daemon.pid == pid]
+        for index in ended:
+            daemons[index] = replace(daemons[index], exit_status=os.waitstatus_to_exitcode(status))
+            write_daemons(state_dir, daemons)
+
+
+def _start(name: str, argv: list[str], output: Path, environment: dict[str, str]) -> DaemonState:
+    with output.open("ab") as stream:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+        )
+    # The child is this process's until reaped below, so its pid cannot be another's yet.
+    return DaemonState(name, process.pid, start_ticks(process.pid) or 0, None)
+
+
+def _wait_for_file(path: Path, daemon: DaemonState) -> None:
+    """Wait until the daemon made its file; if it ends or does not, `up` tells the user from the other side."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not path.exists() and start_ticks(daemon.pid) is not None and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""Remove a cluster: its processes, then its files. Called by `hetstream devcluster down`, by a failed `up`, by tests.
+
+It works on whatever is left: daemons that were killed, a boot that was interrupted, a supervisor that is gone. It
+touches no process and no directory that the cluster's record does not identify.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_plugin.devcluster.processes import Process, cluster_processes, start_ticks
+from slurm_plugin.devcluster.record import read_record
+from slurm_plugin.errors import TeardownFailed
+
+# Programs of jobs get this long after SIGTERM to remove what they made outside the state directory.
+TERM_GRACE_S = 2.0
+KILL_TIMEOUT_S = 10.0
+POLL_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True)
+class TeardownPlan:
+    """What `down` would remove.
+
+    Attributes:
+        state_dir: the directory.
+        processes: what runs now.
+    """
+
+    state_dir: Path
+    processes: tuple[Process, ...]
+
+
+def plan_teardown(state_dir: Path) -> TeardownPlan | None:
+    """What there is to remove, or None if no cluster was begun in `state_dir`."""
+    record = read_record(state_dir)
+    if record is None:
+        return None
+    return TeardownPlan(state_dir, tuple(cluster_processes(record.cluster_name)))
+
+
+def tear_down(state_dir: Path) -> TeardownPlan | None:
+    """Kill every process of the cluster and remove its directory.
+
+    Returns:
+        what was there, or None if there was no cluster.
+
+    Raises:
+        TeardownFailed: a process outlived SIGKILL; the directory stays, so that `down` can be run again.
+    """
+    plan = plan_teardown(state_dir)
+    record = read_record(state_dir)
+    if plan is None or record is None:
+        return None
+    # Daemons first: a live slurmctld would requeue the jobs whose processes end, a live slurmd would start them again.
+    _signal([process for process in plan.processes if process.is_daemon and not _is_stepd(process)], signal.SIGKILL)
+    programs = [process for process in plan.processes if not process.is_daemon]
+    _signal(programs, signal.SIGTERM)
+    _wait_until_gone(programs, TERM_GRACE_S)
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while left := cluster_processes(record.cluster_name):
+        if time.monotonic() > deadline:
+            raise TeardownFailed(
+                f"processes of {state_dir} outlived SIGKILL for {KILL_TIMEOUT_S:g} s: "
+                + ", ".join(f"{process.pid} ({process.command})" for process in left)
+                + f". Look at them and run: hetstream devcluster down --state-dir {state_dir}"
+            )
+        _signal(left, signal.SIGKILL)
+        _wait_until_gone(left, POLL_INTERVAL_S * 5)
+    shutil.rmtree(state_dir)
+    return plan
+
+
+def _is_stepd(process: Process) -> bool:
+    # slurmstepd must outlive its tasks' SIGTERM: without it their output would be lost.
+    return "slurmstepd" in process.command
+
+
+def _signal(processes: Sequence[Process], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            os.kill(process.pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _wait_until_gone(processes: Sequence[Process], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if all(start_ticks(process.pid) != process.start_ticks for process in processes):
+            return
+        time.sleep(POLL_INTERVAL_S)

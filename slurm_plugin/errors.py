@@ -1,0 +1,55 @@
+"""Errors of the cluster side.
+
+    HetstreamError
+    └── DevclusterError          the throw-away Slurm cluster
+        ├── SlurmMissing         programs or packages that the cluster needs are not there
+        ├── InstallFailed        apt could not install or fetch them
+        ├── ClusterExists        this state directory is in use already
+        ├── NoCluster            no cluster lives in this state directory
+        ├── BootFailed           a daemon ended or the nodes did not get ready in time
+        └── TeardownFailed       processes outlived SIGKILL
+
+Slurm commands that fail raise `hetjob.errors.SlurmCommandError`.
+"""
+
+from __future__ import annotations
+
+from mpi_dataworkers.errors import HetstreamError
+
+__all__ = [
+    "BootFailed",
+    "ClusterExists",
+    "DevclusterError",
+    "InstallFailed",
+    "NoCluster",
+    "SlurmMissing",
+    "TeardownFailed",
+]
+
+
+class DevclusterError(HetstreamError):
+    """Something about the throw-away Slurm cluster."""
+
+
+class SlurmMissing(DevclusterError):
+    """Programs or packages that the cluster needs are not on this machine."""
+
+
+class InstallFailed(DevclusterError):
+    """apt could not install or fetch Slurm's packages."""
+
+
+class ClusterExists(DevclusterError):
+    """The state directory is used by a running cluster, or by something else."""
+
+
+class NoCluster(DevclusterError):
+    """No cluster lives in the state directory."""
+
+
+class BootFailed(DevclusterError):
+    """A daemon ended, or the nodes were not idle in time."""
+
+
+class TeardownFailed(DevclusterError):
+    """Processes of the cluster outlived SIGKILL."""

@@ -37,7 +37,7 @@ from slurm_plugin.devcluster.record import (
     write_record,
 )
 from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec
-from slurm_plugin.devcluster.teardown import tear_down
+from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, tear_down
 from slurm_plugin.errors import BootFailed, ClusterExists
 
 # Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.
@@ -202,7 +202,7 @@ def _start_supervisor(spec: ClusterSpec, programs: SlurmPrograms) -> None:
     )
     with (spec.log_dir / "supervisor.log").open("ab") as log:
         started = subprocess.run(
-            [sys.executable, "-m", "slurm_plugin.devcluster.supervisor", str(plan)],
+            [sys.executable, "-m", SUPERVISOR_MODULE, str(plan)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

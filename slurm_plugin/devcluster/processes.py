@@ -108,4 +108,4 @@ def _command(pid: int) -> str:
         words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return "?"
-    return b" ".join(words).decode(errors="replace").strip()[:120] or "?"
+    return b" ".join(words).decode(errors="replace").strip() or "?"

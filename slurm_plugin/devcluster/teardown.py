@@ -21,7 +21,9 @@ from slurm_plugin.errors import TeardownFailed
 # Programs of jobs get this long after SIGTERM to remove what they made outside the state directory.
 TERM_GRACE_S = 2.0
 KILL_TIMEOUT_S = 10.0
+REAP_TIMEOUT_S = 0.5
 POLL_INTERVAL_S = 0.02
+SUPERVISOR_MODULE = "slurm_plugin.devcluster.supervisor"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,10 @@ def tear_down(state_dir: Path) -> TeardownPlan | None:
     if plan is None or record is None:
         return None
     # Daemons first: a live slurmctld would requeue the jobs whose processes end, a live slurmd would start them again.
-    _signal([process for process in plan.processes if process.is_daemon and not _is_stepd(process)], signal.SIGKILL)
+    # The supervisor last: it reaps the others, and ends when there are none.
+    daemons = [process for process in plan.processes if process.is_daemon]
+    supervisor = [process for process in daemons if SUPERVISOR_MODULE in process.command]
+    _signal([process for process in daemons if process not in supervisor and not _is_stepd(process)], signal.SIGKILL)
     programs = [process for process in plan.processes if not process.is_daemon]
     _signal(programs, signal.SIGTERM)
     _wait_until_gone(programs, TERM_GRACE_S)
@@ -71,8 +76,9 @@ def tear_down(state_dir: Path) -> TeardownPlan | None:
                 + ", ".join(f"{process.pid} ({process.command})" for process in left)
                 + f". Look at them and run: hetstream devcluster down --state-dir {state_dir}"
             )
-        _signal(left, signal.SIGKILL)
-        _wait_until_gone(left, POLL_INTERVAL_S * 5)
+        others = [process for process in left if process not in supervisor]
+        _signal(others or left, signal.SIGKILL)
+        _wait_until_gone(left, REAP_TIMEOUT_S)
     shutil.rmtree(state_dir)
     return plan
 

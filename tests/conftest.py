@@ -1,0 +1,181 @@
+"""Fixtures for every test: a shared throw-away Slurm cluster, waiting with a deadline, and leak checks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+
+from slurm_plugin.client.run import CompletedCommand, run_slurm
+from slurm_plugin.devcluster.boot import BootRequest, boot
+from slurm_plugin.devcluster.programs import host_programs, missing_programs
+from slurm_plugin.devcluster.record import ClusterRecord
+from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from slurm_plugin.devcluster.teardown import tear_down
+
+# Threads and processes that were told to stop may need this long to be gone.
+LEAK_GRACE_S = 3.0
+POLL_INTERVAL_S = 0.02
+
+WaitUntil = Callable[..., None]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of real daemons where they cannot run, saying why."""
+    if item.get_closest_marker("slurm"):
+        if os.geteuid() != 0:
+            pytest.skip("booting Slurm needs root")
+        missing = missing_programs()
+        if missing:
+            pytest.skip(f"Slurm is not installed ({', '.join(missing)}): hetstream devcluster install")
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> WaitUntil:
+    """A function that polls `condition` until it is true, and fails the test after `timeout_s`."""
+
+    def wait(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "the condition") -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what} was not reached within {timeout_s:g} s")
+            time.sleep(POLL_INTERVAL_S)
+
+    return wait
+
+
+@dataclass(frozen=True)
+class Devcluster:
+    """A running cluster.
+
+    Attributes:
+        record: what `up` wrote down: version, nodes, partitions.
+        env: the environment in which Slurm's commands reach it.
+        out_dir: a directory that jobs of every user can write to.
+    """
+
+    record: ClusterRecord
+    env: Mapping[str, str]
+    out_dir: Path
+
+    @property
+    def state_dir(self) -> Path:
+        return Path(self.record.state_dir)
+
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> CompletedCommand:
+        """Run a command against the cluster; SlurmCommandError if it fails."""
+        return run_slurm(argv, env=self.env, stdin=stdin, timeout_s=timeout_s)
+
+
+@pytest.fixture(scope="session")
+def devcluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    """The session's cluster: 2 GPU nodes with 4 fake GPUs, 4 CPU nodes, partitions gpu (default) and cpu."""
+    name = f"pytest-{os.getpid()}"
+    state_dir = DEFAULT_STATE_ROOT / name
+    record = boot(BootRequest(name, state_dir, ClusterShape()), host_programs(), print)
+    out_dir = Path("/tmp") / f"hetstream-{name}"
+    out_dir.mkdir()
+    out_dir.chmod(0o1777)
+    try:
+        yield Devcluster(record, record.environment(os.environ), out_dir)
+    finally:
+        tear_down(state_dir)
+        shutil.rmtree(out_dir)
+
+
+@dataclass(frozen=True)
+class _Holdings:
+    """What this process holds that a test could leave behind."""
+
+    threads: frozenset[str]
+    children: frozenset[str]
+    descriptors: frozenset[str]
+    shared_memory: frozenset[str]
+
+    def beyond(self, before: _Holdings) -> list[str]:
+        """What is held now and was not before, as text."""
+        return [
+            f"{kind}: {', '.join(sorted(extra))}"
+            for kind, extra in (
+                ("threads", self.threads - before.threads),
+                ("child processes", self.children - before.children),
+                ("file descriptors", self.descriptors - before.descriptors),
+                ("/dev/shm", self.shared_memory - before.shared_memory),
+            )
+            if extra
+        ]
+
+
+def _holdings() -> _Holdings:
+    return _Holdings(
+        threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
+        children=frozenset(_children()),
+        descriptors=frozenset(_descriptors()),
+        shared_memory=frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset(),
+    )
+
+
+def _children() -> Iterator[str]:
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            pids = Path(f"/proc/self/task/{thread}/children").read_text().split()
+        except OSError:
+            continue
+        yield from pids
+
+
+def _descriptors() -> Iterator[str]:
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        # Libraries open devices on first use and keep them.
+        if not target.startswith(("/dev/", "/proc/")):
+            yield f"{number} -> {target}"
+
+
+def _mapped_elsewhere(name: str) -> bool:
+    """Whether another process on the machine uses this shared memory: then it is not this test's leak."""
+    path = f"/dev/shm/{name}"
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                if path in Path(f"/proc/{entry}/maps").read_text(errors="replace"):
+                    return True
+            except OSError:
+                continue
+    return False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _resource_tracker() -> None:
+    """Start multiprocessing's tracker now: the first test that shares memory would seem to leak it."""
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(_resource_tracker: None) -> Iterator[None]:
+    """Fail a test that leaves a thread, child process, file descriptor or shared memory behind."""
+    before = _holdings()
+    yield
+    deadline = time.monotonic() + LEAK_GRACE_S
+    leaked = _holdings().beyond(before)
+    if leaked:
+        gc.collect()
+    while leaked and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL_S)
+        leaked = _holdings().beyond(before)
+    new_memory = _holdings().shared_memory - before.shared_memory
+    if len(leaked) == 1 and new_memory and all(_mapped_elsewhere(name) for name in new_memory):
+        leaked = []
+    if leaked:
+        pytest.fail("the test left behind " + "; ".join(leaked))

@@ -1,0 +1,368 @@
+"""Decide what a script becomes: JobSpec + sbatch options -> HetPlan, or the Slurm limit that forbids it.
+
+Called by the command line. Pure: it never reads a file, never asks Slurm, and leaves writing to `render.py`.
+
+The limits are Slurm's (https://slurm.schedmd.com/heterogeneous_jobs.html, "Limitations"), each a named error:
+
+    ConversionError
+    ├── JobArrayNotSupported       Slurm has no arrays of heterogeneous jobs
+    ├── AlreadyHeterogeneous       the script or the command line already has components
+    ├── BurstBufferNotShared       a job's burst buffer belongs to one component
+    ├── MissingPartition           no partition for the data workers, or one that does not exist
+    ├── NeedsBackfill              heterogeneous jobs start only through sched/backfill
+    ├── NotAShellScript            the job master is started by shell lines
+    └── WrappedCommand             --wrap leaves no script to convert
+
+Licences are Slurm's one more limit (first component only). Conversion keeps the user's there, so it needs no error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Collection, Sequence
+from fractions import Fraction
+
+from hetjob.directives import prologue_length
+from hetjob.errors import ConversionError, UsageError
+from hetjob.plan import Change, Component, HetPlan
+from hetjob.sbatch_options import (
+    SbatchOption,
+    SbatchOptions,
+    megabytes,
+    memory_words,
+    parse_words,
+    words_of,
+)
+from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, OPTIONS, JobSpec
+
+_SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
+# Decoding JPEG at 224 px takes about 0.5 GB a process with its prefetched batches; 2G leaves room for large samples.
+_DATA_WORKER_MB_PER_CPU = 2048
+
+
+class JobArrayNotSupported(ConversionError):
+    """`--array` with a data-worker component."""
+
+
+class AlreadyHeterogeneous(ConversionError):
+    """`#SBATCH hetjob` in the script, or `:` on the command line."""
+
+
+class BurstBufferNotShared(ConversionError):
+    """A burst buffer that the data workers' component could not read."""
+
+
+class MissingPartition(ConversionError):
+    """No partition for the data workers."""
+
+
+class NeedsBackfill(ConversionError):
+    """The cluster's scheduler never starts heterogeneous jobs."""
+
+
+class NotAShellScript(ConversionError):
+    """The script's interpreter is not a POSIX shell."""
+
+
+class WrappedCommand(ConversionError):
+    """`--wrap` instead of a script."""
+
+
+def script_options(script: str, name: str) -> list[SbatchOption]:
+    """The `#SBATCH` options of a script, as sbatch finds them.
+
+    Raises:
+        AlreadyHeterogeneous: a `#SBATCH hetjob` line.
+        UsageError: a line that sbatch could not read either.
+    """
+    lines = script.split("\n")
+    options: list[SbatchOption] = []
+    for number, line in enumerate(lines[: prologue_length(lines)], start=1):
+        if not line.startswith("#SBATCH"):
+            continue
+        text = line.removeprefix("#SBATCH")
+        if re.match(r"\s*(hetjob|packjob)(\s|$)", text, re.IGNORECASE):
+            raise AlreadyHeterogeneous(
+                f"{name} line {number}: {line.strip()!r} starts a component, but hetstream adds the data workers as "
+                "component 1 itself. Remove the components, or remove the #HETSTREAM lines to submit it as it is"
+            )
+        try:
+            words = shlex.split(text, comments=True)
+        except ValueError as error:
+            raise UsageError(f"{name} line {number}: {error} in {line.strip()!r}. Close it") from error
+        found, rest = parse_words(words, f"line {number}")
+        if rest:
+            raise UsageError(f"{name} line {number}: {rest[0]!r} is not an sbatch option. Remove it, or write --NAME")
+        options += found
+    return options
+
+
+def convert(
+    spec: JobSpec,
+    script: str,
+    name: str,
+    *,
+    command_line: Sequence[SbatchOption] = (),
+    default_partition: str | None = None,
+) -> HetPlan:
+    """Convert one script.
+
+    Args:
+        spec: what the directives ask for.
+        script: the whole text of the script.
+        name: its name, for messages.
+        command_line: sbatch options from the environment and the command line, in sbatch's order; they win over the
+            script's. hetstream's own options among them are dropped from the result.
+        default_partition: the cluster's default partition, where it is known.
+
+    Raises:
+        ConversionError: one of the limits above.
+        UsageError: an `#SBATCH` line that sbatch could not read either.
+    """
+    outside = [option for option in command_line if option.name not in OPTIONS]
+    options = SbatchOptions((*script_options(script, name), *outside))
+    _check_limits(spec, script, name, options)
+    partition = spec.data_worker_partition or default_partition
+    if partition is None:
+        raise MissingPartition(
+            f"{name}: no directive names the data workers' partition and the cluster's default is not known here. "
+            "Add --data-worker-partition=NAME; see the names with: sinfo -s"
+        )
+    overrides, changes = _trainer(spec, script, options)
+    worker = _worker_options(spec, options, partition)
+    components = [Component(0, "trainer", tuple(words_of(overrides)))]
+    if spec.data_workers_min:
+        words = (*worker, f"--ntasks={spec.data_workers_min}")
+        components.append(Component(1, "data_workers", words))
+        changes.append(
+            Change(
+                f"component 1 added: {spec.data_workers_min} data worker(s) of {spec.data_worker_cpus} CPUs in "
+                f"partition {partition}",
+                f"--data-workers={spec.data_workers_min}: they read, transform and batch; they start with the trainer",
+            )
+        )
+    if spec.companions:
+        changes.append(
+            Change(
+                f"up to {spec.companions} companion job(s), one data worker each, submitted when the trainer starts",
+                "companions come and go without touching the trainer; the job master cancels them at the end",
+            )
+        )
+    changes.append(
+        Change(
+            "a line before the first command starts the job master",
+            "it runs the dispatcher and the data workers, and points the program's DataLoader at them",
+        )
+    )
+    given_outside = {option.name for option in outside}
+    return HetPlan(
+        components=tuple(components),
+        changes=tuple(changes),
+        master_options=tuple(_master_options(spec, worker, options)),
+        sbatch_options=(*words_of(outside), *words_of(item for item in overrides if item.name in given_outside)),
+    )
+
+
+def check_cluster(plan_partition: str, partitions: Collection[str], scheduler: str | None, *, hetjob: bool) -> None:
+    """Compare a plan with the cluster it is going to.
+
+    Args:
+        plan_partition: the data workers' partition(s), comma separated as Slurm allows.
+        partitions: the names that exist; empty when the cluster did not say.
+        scheduler: `SchedulerType`, or None when not known.
+        hetjob: whether the plan has a data-worker component.
+
+    Raises:
+        MissingPartition: the partition does not exist.
+        NeedsBackfill: the scheduler never starts heterogeneous jobs.
+    """
+    missing = [part for part in plan_partition.split(",") if partitions and part not in partitions]
+    if missing:
+        raise MissingPartition(
+            f"--data-worker-partition={plan_partition}: partition {missing[0]!r} does not exist. "
+            f"This cluster has {', '.join(sorted(partitions))}. Check: sinfo -s"
+        )
+    if hetjob and scheduler is not None and scheduler != "sched/backfill":
+        raise NeedsBackfill(
+            f"this cluster runs SchedulerType={scheduler}, and Slurm starts heterogeneous jobs only through "
+            "sched/backfill. Use --data-workers=0-N: companion jobs start under any scheduler"
+        )
+
+
+def _check_limits(spec: JobSpec, script: str, name: str, options: SbatchOptions) -> None:
+    lines = script.split("\n")
+    if options.has("wrap"):
+        raise WrappedCommand(f"{name}: --wrap leaves no script to convert. Put the command into a script file")
+    interpreter = _interpreter(lines[0])
+    if interpreter and interpreter not in _SHELLS:
+        raise NotAShellScript(
+            f"{name} line 1: interpreter {interpreter!r} is not a shell, and the job master is started by shell lines. "
+            f"Call the program from a script that starts with #!/bin/bash"
+        )
+    array = options.last("array")
+    if array and spec.data_workers_min:
+        raise JobArrayNotSupported(
+            f"{name} {array.origin}: --array={array.value} is not supported with a heterogeneous job (Slurm limit). "
+            f"Remove --array, or use --data-workers=0-{spec.data_workers_max}: companion jobs work with arrays"
+        )
+    buffered = options.last("bb") or options.last("bbf")
+    buffer_line = next(
+        (number for number, line in enumerate(lines[: prologue_length(lines)], 1) if re.match(r"#(BB|DW)\s", line)), 0
+    )
+    if buffered or buffer_line:
+        raise BurstBufferNotShared(
+            f"{name} {buffered.origin if buffered else f'line {buffer_line}'}: a job's burst buffer belongs to one "
+            "component, so data workers could not read it (Slurm limit). Read from the shared file system instead"
+        )
+
+
+def _interpreter(first_line: str) -> str | None:
+    """The base name of the `#!` program, looking through `env`; None without a `#!` line (sbatch judges that)."""
+    if not first_line.startswith("#!"):
+        return None
+    words = [word.rsplit("/", 1)[-1] for word in first_line[2:].split()]
+    if words and words[0] == "env":
+        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+    return words[0] if words else None
+
+
+def _trainer(spec: JobSpec, script: str, options: SbatchOptions) -> tuple[list[SbatchOption], list[Change]]:
+    """What component 0 gets instead of what the script asked for, with the reasons."""
+    overrides: list[SbatchOption] = []
+    changes: list[Change] = []
+
+    def override(option_name: str, value: str, why: str) -> None:
+        overrides.append(SbatchOption(option_name, value, "hetstream", (f"--{option_name}={value}",)))
+        old = options.last(option_name)
+        was = f" (was {old.value}, {old.origin})" if old else ""
+        changes.append(Change(f"trainer: --{option_name}={value}{was}", why))
+
+    if options.has("exclusive"):
+        changes.append(
+            Change(
+                "trainer: CPUs unchanged",
+                "--exclusive allocates whole nodes, so fewer CPUs for the trainer would free none",
+            )
+        )
+        return overrides, changes
+    gpus = _gpus_per_task(options)
+    wanted = spec.trainer_cpus or max(1, math.ceil(DEFAULT_TRAINER_CPUS_PER_GPU * max(gpus, Fraction(1))))
+    why = "data workers do the preprocessing; the trainer keeps " + (
+        f"--trainer-cpus={spec.trainer_cpus}" if spec.trainer_cpus else f"{DEFAULT_TRAINER_CPUS_PER_GPU} CPUs per GPU"
+    )
+    fixed = _srun_cpus_per_task(script)
+    if fixed and fixed[0] > wanted:
+        wanted = fixed[0]
+        why = f"line {fixed[1]} runs srun with {fixed[0]} CPUs per task, which needs as many in the allocation"
+    # CPUs asked for and kept per unit (task or GPU); memory per CPU grows by the same factor.
+    asked, kept = options.number("cpus-per-task"), wanted
+    option_name = "cpus-per-task"
+    if asked is None and options.number("cpus-per-gpu"):
+        option_name, asked = "cpus-per-gpu", options.number("cpus-per-gpu")
+        kept = math.ceil(wanted / max(gpus, Fraction(1)))
+    if asked is not None and kept < asked:
+        override(option_name, str(kept), why)
+        per_cpu = options.value("mem-per-cpu")
+        size = megabytes(per_cpu) if per_cpu else None
+        if size:
+            override(
+                "mem-per-cpu",
+                memory_words(size * asked / kept),
+                "the trainer keeps its memory although it has fewer CPUs",
+            )
+    if asked is None:
+        tasks, total_gpus = options.number("ntasks") or 1, _count(options.value("gpus")) or 0
+        hint = " (for one program with several CPUs write --ntasks=1 --cpus-per-task=N)" if tasks > 1 else ""
+        changes.append(
+            Change(
+                "trainer: CPUs unchanged",
+                f"the script asks for no CPUs per task or GPU{hint if tasks > max(1, total_gpus) else ''}",
+            )
+        )
+    elif not overrides:
+        changes.append(Change("trainer: CPUs unchanged", f"the script asks for {asked}, the trainer may keep {kept}"))
+    return overrides, changes
+
+
+def _count(text: str | None) -> int | None:
+    """The number in `2`, `h200:2` or `2(S:0)`; `h200` alone is one. None for other forms."""
+    if not text:
+        return None
+    last = re.sub(r"\(.*\)$", "", text).split(":")[-1]
+    return int(last) if last.isascii() and last.isdigit() else (1 if re.fullmatch(r"[A-Za-z][\w.-]*", last) else None)
+
+
+def _gres_gpus(text: str | None) -> int:
+    """GPUs per node in a --gres list (`gpu:2`, `gres/gpu:h200:4,shard:1`)."""
+    total = 0
+    for part in (text or "").split(","):
+        words = part.removeprefix("gres/").removeprefix("gres:")
+        if words == "gpu" or words.startswith("gpu:"):
+            total += (_count(words.removeprefix("gpu").removeprefix(":")) or 1) if words != "gpu" else 1
+    return total
+
+
+def _gpus_per_task(options: SbatchOptions) -> Fraction:
+    """GPUs of one trainer task, from whatever form the script uses; 0 when it asks for none."""
+    per_task = _count(options.value("gpus-per-task"))
+    if per_task:
+        return Fraction(per_task)
+    nodes = _first_number(options.value("nodes")) or 1
+    per_node = _count(options.value("gpus-per-node")) or _gres_gpus(options.value("gres"))
+    per_socket = _count(options.value("gpus-per-socket")) or 0
+    per_node = per_node or per_socket * (options.number("sockets-per-node") or 1)
+    total = _count(options.value("gpus")) or per_node * nodes
+    per_gpu = options.number("ntasks-per-gpu")
+    if per_gpu and total:
+        return Fraction(1, per_gpu)
+    tasks = options.number("ntasks") or nodes * (options.number("ntasks-per-node") or 1)
+    return Fraction(total, tasks)
+
+
+def _first_number(text: str | None) -> int | None:
+    """The minimum in sbatch's node counts: `2`, `2-4`."""
+    match = re.match(r"\d+", text or "", re.ASCII)
+    return int(match[0]) if match and int(match[0]) > 0 else None
+
+
+def _srun_cpus_per_task(script: str) -> tuple[int, int] | None:
+    """The largest number of CPUs that an `srun` line asks for, and its line: srun cannot get more than the job has."""
+    largest: tuple[int, int] | None = None
+    for number, line in enumerate(script.split("\n"), start=1):
+        if re.search(r"\bsrun\b", line) and not line.lstrip().startswith("#"):
+            for match in re.finditer(r"\s(?:-c\s*|--cpus-per-task[=\s]\s*)(\d+)(?=\s|$)", line, re.ASCII):
+                if largest is None or int(match[1]) > largest[0]:
+                    largest = (int(match[1]), number)
+    return largest
+
+
+def _worker_options(spec: JobSpec, options: SbatchOptions, partition: str) -> list[str]:
+    """sbatch options that every data worker needs, in component 1 and as a companion."""
+    words = [f"--partition={partition}", f"--cpus-per-task={spec.data_worker_cpus}"]
+    asked = megabytes(spec.data_worker_mem) if spec.data_worker_mem else None
+    if asked is None and options.has("mem", "mem-per-cpu", "mem-per-gpu"):
+        # Slurm copies --mem to later components: without a value of their own, data workers would get the trainer's.
+        asked = float(_DATA_WORKER_MB_PER_CPU * spec.data_worker_cpus)
+    if asked is not None:
+        words.append(f"--mem-per-cpu={memory_words(asked / spec.data_worker_cpus)}")
+    for option_name in ("constraint", "account", "qos"):
+        value = getattr(spec, f"data_worker_{option_name}")
+        if value is not None:
+            words.append(f"--{option_name}={value}")
+    return words
+
+
+def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions) -> list[str]:
+    words = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
+    if spec.companions:
+        words.append(f"--companions={spec.companions}")
+        # A companion is a job of its own: what Slurm copies between components has to be said here.
+        inherited = [
+            f"--{option_name}={options.value(option_name)}"
+            for option_name in ("account", "qos", "time", "reservation", "exclude")
+            if options.value(option_name) and not any(word.startswith(f"--{option_name}=") for word in worker)
+        ]
+        words += ["--", *worker, *inherited]
+    return words

@@ -1,0 +1,142 @@
+"""Find and read the `#HETSTREAM` lines of a batch script.
+
+First arrow of the job line: script -> directives -> JobSpec. Called by the command line; pure. It reads lines where
+Slurm reads `#SBATCH` lines, that is before the first command, and never changes the script.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from hetjob.errors import DirectiveError
+from hetjob.sbatch_options import SbatchOption
+from hetjob.spec import OPTIONS, JobSpec, parse_value
+
+MARK = "#HETSTREAM"
+
+
+@dataclass(frozen=True)
+class Directive:
+    """One option of a directive.
+
+    Attributes:
+        name: long name without dashes, as written.
+        value: its text; None when none was given.
+        origin: `line 3`, or `command line`.
+    """
+
+    name: str
+    value: str | None
+    origin: str
+
+
+def prologue_length(lines: Sequence[str]) -> int:
+    """How many lines stand before the first command: blank ones and comments, as sbatch counts them."""
+    for index, line in enumerate(lines):
+        text = line.strip()
+        if text and not text.startswith("#"):
+            return index
+    return len(lines)
+
+
+def _is_directive(line: str) -> bool:
+    return line.startswith(MARK) and (len(line) == len(MARK) or line[len(MARK)].isspace())
+
+
+def late_directives(script: str) -> list[int]:
+    """Numbers of the lines that look like directives but stand after the first command, where they mean nothing."""
+    lines = script.split("\n")
+    start = prologue_length(lines)
+    return [number for number, line in enumerate(lines[start:], start=start + 1) if _is_directive(line)]
+
+
+def read_directives(script: str, name: str) -> list[Directive]:
+    """All directives of a script, in order.
+
+    Args:
+        script: the whole text.
+        name: the script's name, for messages.
+
+    Raises:
+        DirectiveError: words that are no options, or open quotes; every such line is named.
+    """
+    lines = script.split("\n")
+    found: list[Directive] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines[: prologue_length(lines)], start=1):
+        if _is_directive(line):
+            try:
+                found += _read_words(shlex.split(line[len(MARK) :], comments=True), f"line {number}")
+            except ValueError as error:
+                problems.append(f"line {number}: {error}")
+    if problems:
+        raise DirectiveError(f"{name} {'; '.join(problems)}. A directive looks like: {MARK} --data-workers=2-8")
+    return found
+
+
+def _read_words(words: Sequence[str], origin: str) -> list[Directive]:
+    found: list[Directive] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise ValueError(f"{word!r} is not an option")
+        name, equals, value = word[2:].partition("=")
+        if equals:
+            found.append(Directive(name, value, origin))
+        elif rest and not rest[0].startswith("-"):
+            found.append(Directive(name, rest.pop(0), origin))
+        else:
+            found.append(Directive(name, None, origin))
+    return found
+
+
+def from_command_line(options: Sequence[SbatchOption]) -> list[Directive]:
+    """hetstream's own among the options of a command line."""
+    return [Directive(option.name, option.value, option.origin) for option in options if option.name in OPTIONS]
+
+
+def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
+    """Put the directives together; of two with one name the later wins, so append the command line's.
+
+    Args:
+        directives: of the script first, of the command line last.
+        name: the script's name, for messages.
+
+    Returns:
+        None when there is no directive at all: the script is not ours.
+
+    Raises:
+        DirectiveError: unknown options and wrong values, all of them at once.
+    """
+    if not directives:
+        return None
+    problems: list[str] = []
+    fields: dict[str, Any] = {}
+    for directive in directives:
+        written = f"{directive.origin}: --{directive.name}"
+        if directive.name not in OPTIONS:
+            close = get_close_matches(directive.name, OPTIONS, n=1)
+            problems.append(
+                f"{written} is unknown{f' (did you mean --{close[0]}?)' if close else ''}; valid are "
+                + ", ".join(f"--{known}" for known in OPTIONS)
+            )
+        elif directive.value is None:
+            problems.append(f"{written} needs a value: --{directive.name}={OPTIONS[directive.name].metavar}")
+        else:
+            try:
+                fields |= parse_value(directive.name, directive.value)
+            except ValueError as error:
+                problems.append(f"{written}={directive.value}: {error}")
+    if not problems and "data_workers_min" not in fields:
+        problems.append(f"{directives[0].origin}: --data-workers=MIN[-MAX] is missing; it says how many data workers")
+    if not problems:
+        try:
+            return JobSpec(**fields)
+        except DirectiveError as error:
+            problems.append(str(error))
+    raise DirectiveError(f"{name} {'; '.join(problems)}")

@@ -1,0 +1,50 @@
+"""What a script becomes: components, the words for sbatch and for the job master, and why each thing changed.
+
+Made by `convert.py`, written out by `render.py`. Plain values; nothing here decides or does anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Component:
+    """One component of the heterogeneous job.
+
+    Attributes:
+        het_job_offset: 0 is the leader, where the batch script runs.
+        role: `trainer` or `data_workers`.
+        options: sbatch options of this component. For the trainer these are only the ones that conversion adds; they
+            stand after the user's own and win over them.
+    """
+
+    het_job_offset: int
+    role: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between the user's script and the result, and the reason for it."""
+
+    change: str
+    why: str
+
+
+@dataclass(frozen=True)
+class HetPlan:
+    """The result of a conversion.
+
+    Attributes:
+        components: one (companions only) or two.
+        changes: what differs and why, in the order of the script.
+        master_options: arguments of `hetstream master start`.
+        sbatch_options: the options for sbatch's command line: the user's own, then those of `components[0]` that
+            must win over a command line or an environment variable.
+    """
+
+    components: tuple[Component, ...]
+    changes: tuple[Change, ...]
+    master_options: tuple[str, ...]
+    sbatch_options: tuple[str, ...] = ()

@@ -1,0 +1,62 @@
+"""Write a plan into the user's script. Called by the command line; pure; never changes a byte that the user wrote.
+
+Everything is added in one block before the first command: options for the trainer (later ones win in sbatch), the
+data-worker component, and the shell lines that start the job master.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from hetjob.directives import prologue_length
+from hetjob.plan import HetPlan
+
+_BEGIN = "# >>> hetstream >>>"
+_END = "# <<< hetstream <<<"
+
+
+def render(script: str, plan: HetPlan, program: Sequence[str]) -> str:
+    """The sbatch text of a plan.
+
+    Args:
+        script: the user's script; decoded with `surrogateescape`, its bytes survive.
+        plan: what to add.
+        program: how the job calls hetstream: words, the first an absolute path.
+
+    Returns:
+        The script with one block added before its first command.
+    """
+    lines = script.split("\n")
+    place = prologue_length(lines)
+    if place == len(lines) and lines[-1] == "":
+        place -= 1  # a script without commands that ends in a newline: stay before its end
+    return "\n".join([*lines[:place], *_block(plan, program), *lines[place:]])
+
+
+def _block(plan: HetPlan, program: Sequence[str]) -> list[str]:
+    trainer, *others = plan.components
+    block = [_BEGIN]
+    if trainer.options:
+        block.append("# Component 0, the trainer: these win over the lines above.")
+        block.append(f"#SBATCH {_words(trainer.options)}")
+    for component in others:
+        block.append(f"# Component {component.het_job_offset}, the {component.role.replace('_', ' ')}.")
+        block.append("#SBATCH hetjob")
+        block.append(f"#SBATCH {_words(component.options)}")
+    start = _words((*program, "master", "start", *plan.master_options))
+    block += [
+        "# Start the job master. If it cannot start, the script goes on and the trainer loads its own data.",
+        f"if _hetstream=$({start}); then",
+        '  eval "$_hetstream"',
+        "else",
+        '  echo "hetstream: no job master, so no data workers: the trainer loads its own data" >&2',
+        "fi",
+        "unset _hetstream",
+        _END,
+    ]
+    return block
+
+
+def _words(words: Sequence[str]) -> str:
+    return " ".join(shlex.quote(word) for word in words)

@@ -1,0 +1,218 @@
+"""sbatch's command line as data: which options exist, which take a value, what a list of words means.
+
+Called by `convert.py` for `#SBATCH` lines and by the command line for `hetstream sbatch`. It knows the forms of
+options, never what is sensible: wrong values are left for sbatch to refuse with its own words.
+
+Source: `sbatch --help` and the option table of Slurm 22.05 to 26.05 (https://slurm.schedmd.com/sbatch.html).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetjob.errors import UsageError
+
+# Long names by how they take a value: `--name value` and `--name=value`, only `--name=value`, or none.
+_WITH_VALUE = """
+    account acctg-freq array batch bb bbf begin chdir cluster cluster-constraint clusters comment constraint container
+    container-id context core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
+    distribution error exclude export export-file extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node
+    gpus-per-socket gpus-per-task gres gres-flags hint input job-name kill-on-invalid-dep licenses mail-type mail-user
+    mcs-label mem mem-bind mem-per-cpu mem-per-gpu mem-update mincpus network nodefile nodelist nodes ntasks
+    ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket ntasks-per-tres open-mode output partition power
+    prefer priority profile qos reservation resources runtime segment signal sockets-per-node switches tasks-per-node
+    thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey wrap
+"""
+_WITH_OPTIONAL_VALUE = "exclusive get-user-env nice no-kill oom-kill-step propagate requeue resv-ports"
+_WITHOUT_VALUE = """
+    consolidate-segments contiguous external help hold ignore-pbs no-requeue overcommit oversubscribe parsable quiet
+    reboot spread-job spread-segments stepmgr test-only usage use-min-nodes verbose version wait
+"""
+TAKES_VALUE: Mapping[str, bool] = {
+    **dict.fromkeys(_WITH_VALUE.split(), True),
+    **dict.fromkeys(_WITH_OPTIONAL_VALUE.split(), False),
+    **dict.fromkeys(_WITHOUT_VALUE.split(), False),
+}
+LETTERS: Mapping[str, str] = {
+    "A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "F": "nodefile", "G": "gpus",
+    "H": "hold", "J": "job-name", "L": "licenses", "M": "clusters", "N": "nodes", "O": "overcommit", "Q": "quiet",
+    "S": "core-spec", "V": "version", "W": "wait", "a": "array", "b": "begin", "c": "cpus-per-task",
+    "d": "dependency", "e": "error", "h": "help", "i": "input", "k": "no-kill", "m": "distribution", "n": "ntasks",
+    "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time", "v": "verbose", "w": "nodelist",
+    "x": "exclude",
+}  # fmt: skip
+_ALIASES = {"tasks-per-node": "ntasks-per-node", "cluster": "clusters"}
+
+# Variables that sbatch reads as options for *every* component: SBATCH_PARTITION would also move the data workers to the
+# trainer's partition. Options that Slurm copies from component to component anyway are not listed.
+ENVIRONMENT: Mapping[str, str] = {
+    "SBATCH_ARRAY_INX": "array",
+    "SBATCH_BURST_BUFFER": "bb",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_CORE_SPEC": "core-spec",
+    "SBATCH_CPUS_PER_GPU": "cpus-per-gpu",
+    "SBATCH_EXCLUSIVE": "exclusive",
+    "SBATCH_GPUS": "gpus",
+    "SBATCH_GPUS_PER_NODE": "gpus-per-node",
+    "SBATCH_GPUS_PER_SOCKET": "gpus-per-socket",
+    "SBATCH_GPUS_PER_TASK": "gpus-per-task",
+    "SBATCH_GPU_BIND": "gpu-bind",
+    "SBATCH_GPU_FREQ": "gpu-freq",
+    "SBATCH_GRES": "gres",
+    "SBATCH_GRES_FLAGS": "gres-flags",
+    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
+    "SBATCH_MEM_PER_GPU": "mem-per-gpu",
+    "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_THREAD_SPEC": "thread-spec",
+    "SBATCH_TRES_PER_TASK": "tres-per-task",
+}
+
+_MEGABYTES = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
+
+
+@dataclass(frozen=True)
+class SbatchOption:
+    """One option as somebody wrote it.
+
+    Attributes:
+        name: the long name without dashes (`cpus-per-task` for `-c`).
+        value: what it was given; None for a flag.
+        origin: where it stands, for messages (`line 7`, `command line`, `SBATCH_PARTITION`).
+        words: the command-line words that wrote it, so that they can be passed on unchanged. Empty for a letter
+            that shares its word with the one before (`-HW`).
+    """
+
+    name: str
+    value: str | None
+    origin: str
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SbatchOptions:
+    """Options in the order in which sbatch applies them: of two with one name, the later wins."""
+
+    items: tuple[SbatchOption, ...] = ()
+
+    def last(self, name: str) -> SbatchOption | None:
+        """The option that is in force under this long name, or None."""
+        return next((item for item in reversed(self.items) if item.name == name), None)
+
+    def value(self, name: str) -> str | None:
+        """The value in force, or None when the option is absent or a bare flag."""
+        item = self.last(name)
+        return item.value if item else None
+
+    def number(self, name: str) -> int | None:
+        """The value in force as a positive integer; None when absent or of another form (sbatch judges that)."""
+        text = self.value(name) or ""
+        return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+
+    def has(self, *names: str) -> bool:
+        """Whether any of these options is given."""
+        return any(item.name in names for item in self.items)
+
+
+def parse_words(words: Sequence[str], origin: str, extra: Collection[str] = ()) -> tuple[list[SbatchOption], list[str]]:
+    """Split words into options and what follows them, as sbatch's getopt does.
+
+    Args:
+        words: what stands after `#SBATCH`, or after `sbatch` on a command line.
+        origin: recorded in each option.
+        extra: long names, besides sbatch's, that take a value (hetstream's own).
+
+    Returns:
+        The options in order, and the words from the first one that is not an option (the script and its arguments).
+
+    Raises:
+        UsageError: an option that needs a value stands last.
+    """
+    options: list[SbatchOption] = []
+    index = 0
+    while index < len(words):
+        word = words[index]
+        index += 1
+        if word == "--":
+            break
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = _full_name(name, extra)
+            if equals:
+                options.append(SbatchOption(name, value, origin, (word,)))
+            elif TAKES_VALUE.get(name, name in extra):
+                following = _following(words, index, word, origin)
+                options.append(SbatchOption(name, following, origin, (word, following)))
+                index += 1
+            else:
+                options.append(SbatchOption(name, None, origin, (word,)))
+        elif word.startswith("-") and len(word) > 1:
+            index += _parse_letters(words, index, origin, options)
+        else:
+            index -= 1
+            break
+    return options, list(words[index:])
+
+
+def _parse_letters(words: Sequence[str], index: int, origin: str, options: list[SbatchOption]) -> int:
+    """Parse the word before `index` as `-c16`, `-c 16` or `-HW`; return how many following words it took."""
+    word = words[index - 1]
+    written: tuple[str, ...] = (word,)
+    for place, letter in enumerate(word[1:], start=1):
+        name = LETTERS.get(letter, letter)
+        rest = word[place + 1 :]
+        if TAKES_VALUE.get(name, False):
+            if rest:
+                options.append(SbatchOption(name, rest, origin, written))
+                return 0
+            following = _following(words, index, word, origin)
+            options.append(SbatchOption(name, following, origin, (*written, following) if written else (following,)))
+            return 1
+        options.append(SbatchOption(name, None, origin, written))
+        written = ()
+    return 0
+
+
+def _full_name(name: str, extra: Collection[str]) -> str:
+    """Undo getopt's abbreviation: a unique beginning of a long name stands for it."""
+    if name not in TAKES_VALUE and name not in extra:
+        matches = [known for known in TAKES_VALUE if known.startswith(name)]
+        name = matches[0] if len(matches) == 1 else name
+    return _ALIASES.get(name, name)
+
+
+def _following(words: Sequence[str], index: int, word: str, origin: str) -> str:
+    if index >= len(words):
+        raise UsageError(f"{origin}: option {word} needs a value. Write {word}=VALUE, or see: sbatch --help")
+    return words[index]
+
+
+def from_environment(environ: Mapping[str, str]) -> list[SbatchOption]:
+    """The options that sbatch would read from its environment, for those that must stay with component 0."""
+    return [
+        SbatchOption(name, environ[variable] or None, variable, (f"--{name}={environ[variable]}".rstrip("="),))
+        for variable, name in ENVIRONMENT.items()
+        if variable in environ
+    ]
+
+
+def words_of(options: Iterable[SbatchOption]) -> list[str]:
+    """The command line that says the same, word for word."""
+    return [word for option in options for word in option.words]
+
+
+def megabytes(text: str) -> float | None:
+    """A memory size of Slurm (`4000`, `16G`) in MB, or None when it has another form."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if not match:
+        return None
+    return float(match[1]) * _MEGABYTES[match[2].upper()]
+
+
+def memory_words(size_mb: float) -> str:
+    """A size in MB as Slurm writes it, rounded up to whole MB (`16G`, `1500M`)."""
+    whole = math.ceil(size_mb)
+    return f"{whole // 1024}G" if whole and whole % 1024 == 0 else f"{whole}M"

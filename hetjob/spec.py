@@ -1,0 +1,120 @@
+"""What the user asks of hetstream for one job, and the options that say it.
+
+Made by `directives.py` from `#HETSTREAM` lines and the command line; read by `convert.py`. It never sees the script.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetjob.errors import DirectiveError
+from hetjob.sbatch_options import megabytes
+
+DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
+DEFAULT_TRAINER_CPUS_PER_GPU = 2  # one for the training loop, one for receiving and pinning batches
+
+
+@dataclass(frozen=True)
+class DirectiveOption:
+    """One option of a `#HETSTREAM` line.
+
+    Attributes:
+        metavar: how its value is written.
+        meaning: one line for the user guide and the error texts.
+        default: what holds without it, in words.
+    """
+
+    metavar: str
+    meaning: str
+    default: str
+
+
+OPTIONS: Mapping[str, DirectiveOption] = {
+    "data-workers": DirectiveOption(
+        "MIN[-MAX]", "data workers that start together with the trainer, and the most that may join later", "required"
+    ),
+    "data-worker-cpus": DirectiveOption("N", "CPUs, and so processes, of one data worker", "4"),
+    "data-worker-partition": DirectiveOption("NAME", "Slurm partition of the data workers", "the cluster's default"),
+    "data-worker-mem": DirectiveOption(
+        "SIZE", "memory of one data worker (`16G`)", "2G per CPU if the script asks for memory, else the partition's"
+    ),
+    "data-worker-constraint": DirectiveOption("FEATURES", "sbatch's --constraint for the data workers", "none"),
+    "data-worker-account": DirectiveOption("NAME", "account charged for the data workers", "the job's"),
+    "data-worker-qos": DirectiveOption("NAME", "QOS of the data workers", "the job's"),
+    "trainer-cpus": DirectiveOption(
+        "N", "CPUs that each trainer task keeps", "2 per GPU of the task, never more than the script asks for"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """The wish of one script; each attribute is the option of the same name.
+
+    Attributes:
+        data_workers_min: data workers in component 1, started together with the trainer. 0: no component 1.
+        data_workers_max: data workers in all; those above the minimum are companion jobs.
+        data_worker_cpus: CPUs of one data worker.
+        data_worker_partition: Slurm partition, or None for the cluster's default.
+        data_worker_mem: memory of one data worker as Slurm writes sizes, or None.
+        data_worker_constraint: node features, or None.
+        data_worker_account: account, or None for the job's.
+        data_worker_qos: QOS, or None for the job's.
+        trainer_cpus: CPUs of one trainer task, or None for 2 per GPU.
+    """
+
+    data_workers_min: int
+    data_workers_max: int
+    data_worker_cpus: int = DEFAULT_DATA_WORKER_CPUS
+    data_worker_partition: str | None = None
+    data_worker_mem: str | None = None
+    data_worker_constraint: str | None = None
+    data_worker_account: str | None = None
+    data_worker_qos: str | None = None
+    trainer_cpus: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.data_workers_min < 0 or self.data_workers_max < max(1, self.data_workers_min):
+            problems.append(
+                f"--data-workers={self.data_workers_min}-{self.data_workers_max}: MIN is at least 0, MAX at least 1 "
+                "and not below MIN"
+            )
+        if self.data_worker_cpus < 1:
+            problems.append(f"--data-worker-cpus={self.data_worker_cpus}: at least 1")
+        if self.trainer_cpus is not None and self.trainer_cpus < 1:
+            problems.append(f"--trainer-cpus={self.trainer_cpus}: at least 1")
+        if self.data_worker_mem is not None and not megabytes(self.data_worker_mem):
+            problems.append(f"--data-worker-mem={self.data_worker_mem}: a size such as 16G or 8000M")
+        for name in ("partition", "constraint", "account", "qos"):
+            value = getattr(self, f"data_worker_{name}")
+            if value is not None and (not value or any(ord(char) < 32 for char in value)):
+                problems.append(f"--data-worker-{name}={value!r}: a name, not empty and on one line")
+        if problems:
+            raise DirectiveError("; ".join(problems))
+
+    @property
+    def companions(self) -> int:
+        """How many data workers may join as companion jobs."""
+        return self.data_workers_max - self.data_workers_min
+
+
+def parse_value(name: str, text: str) -> dict[str, Any]:
+    """Turn one option's text into the JobSpec fields that it sets.
+
+    Raises:
+        ValueError: the text breaks the option's form; the message is the rule.
+    """
+    if name == "data-workers":
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+        if not match:
+            raise ValueError("write MIN or MIN-MAX, such as 4, 2-8 or 0-8")
+        return {"data_workers_min": int(match[1]), "data_workers_max": int(match[2] or match[1])}
+    if name in ("data-worker-cpus", "trainer-cpus"):
+        if not (text.isascii() and text.isdigit()):
+            raise ValueError("write a whole number")
+        return {name.replace("-", "_"): int(text)}
+    return {name.replace("-", "_"): text}

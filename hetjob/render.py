@@ -1,6 +1,6 @@
 """Write a plan into the user's script. Called by the command line; pure; never changes a byte that the user wrote.
 
-Everything is added in one block before the first command: options for the trainer (later ones win in sbatch), the
+Everything is added in one block after the last option line: options for the trainer (later ones win in sbatch), the
 data-worker component, and the shell lines that start the job master.
 """
 
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from hetjob.directives import prologue_length
 from hetjob.plan import HetPlan
 
+# Lines that sbatch reads options from: the block's own must come after them all.
+_OPTION_LINES = ("#!", "#SBATCH", "#SLURM", "#PBS", "#BSUB", "#HETSTREAM")
 _BEGIN = "# >>> hetstream >>>"
 _END = "# <<< hetstream <<<"
 
@@ -25,12 +27,11 @@ def render(script: str, plan: HetPlan, program: Sequence[str]) -> str:
         program: how the job calls hetstream: words, the first an absolute path.
 
     Returns:
-        The script with one block added before its first command.
+        The script with one block added.
     """
     lines = script.split("\n")
-    place = prologue_length(lines)
-    if place == len(lines) and lines[-1] == "":
-        place -= 1  # a script without commands that ends in a newline: stay before its end
+    prologue = lines[: prologue_length(lines)]
+    place = max((number for number, line in enumerate(prologue, start=1) if line.startswith(_OPTION_LINES)), default=0)
     return "\n".join([*lines[:place], *_block(plan, program), *lines[place:]])
 
 

@@ -1,0 +1,168 @@
+"""Conversion: what changes, why, and the Slurm limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetjob import convert as limits
+from hetjob.convert import check_cluster, convert
+from hetjob.errors import ConversionError, UsageError
+from hetjob.plan import HetPlan
+from hetjob.sbatch_options import parse_words
+from hetjob.spec import OPTIONS, JobSpec
+
+SPEC = JobSpec(2, 2, data_worker_partition="cpu")
+
+
+def plan_of(sbatch: str, *command_line: str, spec: JobSpec = SPEC, body: str = "srun python train.py") -> HetPlan:
+    outside, _ = parse_words(command_line, "command line", extra=OPTIONS)
+    return convert(spec, f"#!/bin/bash\n#SBATCH {sbatch}\n{body}\n", "train.sbatch", command_line=outside)
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "kept"),
+    [
+        # The trainer keeps 2 CPUs per GPU of its task ...
+        ("--gres=gpu:1 -c 16", ("--cpus-per-task=2",)),
+        ("--gres=gpu:4 -c 16", ("--cpus-per-task=8",)),
+        ("--gres=gpu:h200:2 --cpus-per-task 16", ("--cpus-per-task=4",)),
+        ("--gres=gres/gpu:2,shard:1 -c16", ("--cpus-per-task=4",)),
+        ("--gpus=4 -n4 -c8", ("--cpus-per-task=2",)),
+        ("-N2 --ntasks-per-node=4 --gpus-per-node=a100:4 -c8", ("--cpus-per-task=2",)),
+        ("-N 2 --gpus-per-node=4 -c 48", ("--cpus-per-task=8",)),
+        ("-n8 --gpus-per-task=2 -c8", ("--cpus-per-task=4",)),
+        ("--gpus=2 --ntasks-per-gpu=2 -c8", ("--cpus-per-task=2",)),
+        ("-G 2 --cpus-per-gpu=8", ("--cpus-per-gpu=2",)),
+        ("-c 8", ("--cpus-per-task=2",)),
+        # ... and its memory, when that was said per CPU ...
+        ("--gres=gpu:1 -c16 --mem-per-cpu=4G", ("--cpus-per-task=2", "--mem-per-cpu=32G")),
+        ("--gres=gpu:1 -c16 --mem=64G", ("--cpus-per-task=2",)),
+        # ... but never gets more than the script asked for, and whole nodes stay whole.
+        ("--gres=gpu:4 -c 4", ()),
+        ("--gres=gpu:1", ()),
+        ("--gres=gpu:1 -c 64 --exclusive", ()),
+        ("--gres=gpu:1 -c many", ()),
+    ],
+)
+def test_cpus_of_the_trainer(sbatch: str, kept: tuple[str, ...]) -> None:
+    plan = plan_of(sbatch)
+    assert plan.components[0].options == kept
+    assert all(change.change and change.why for change in plan.changes)
+
+
+def test_trainer_cpus_can_be_asked_for() -> None:
+    spec = JobSpec(2, 2, data_worker_partition="cpu", trainer_cpus=6)
+    assert plan_of("--gres=gpu:1 -c16", spec=spec).components[0].options == ("--cpus-per-task=6",)
+    assert plan_of("--gres=gpu:2 --cpus-per-gpu=8", spec=spec).components[0].options == ("--cpus-per-gpu=3",)
+
+
+def test_an_srun_line_with_its_own_cpus_keeps_them() -> None:
+    plan = plan_of("--gres=gpu:1 -c16", body="srun -n1 hostname\nsrun --cpus-per-task=12 python train.py")
+    assert plan.components[0].options == ("--cpus-per-task=12",)
+    assert "line 4 runs srun with 12 CPUs per task" in plan.changes[0].why
+
+
+def test_data_workers_get_memory_when_the_script_talks_of_memory() -> None:
+    assert plan_of("-c4").components[1].options == ("--partition=cpu", "--cpus-per-task=4", "--ntasks=2")
+    assert "--mem-per-cpu=2G" in plan_of("-c4 --mem=64G").components[1].options
+    spec = JobSpec(2, 2, data_worker_cpus=3, data_worker_partition="cpu", data_worker_mem="10G")
+    assert "--mem-per-cpu=3414M" in plan_of("-c4 --mem=64G", spec=spec).components[1].options
+
+
+def test_constraint_account_and_qos_of_data_workers() -> None:
+    spec = JobSpec(
+        1, 1, 4, "cpu", data_worker_constraint="a&b", data_worker_account="x", data_worker_qos="normal", trainer_cpus=1
+    )
+    assert plan_of("-A gpu -q gpu", spec=spec).components[1].options[2:5] == (
+        "--constraint=a&b", "--account=x", "--qos=normal",
+    )  # fmt: skip
+
+
+def test_the_command_line_counts_and_is_overridden_where_it_must() -> None:
+    plan = plan_of("--gres=gpu:1 -c 16", "-c", "12", "--time=5", "--data-workers=2", "-Jx")
+    assert plan.sbatch_options == ("-c", "12", "--time=5", "-Jx", "--cpus-per-task=2")
+    assert plan.changes[0].change == "trainer: --cpus-per-task=2 (was 12, command line)"
+    assert plan_of("--gres=gpu:1 -c 16", "--time=5").sbatch_options == ("--time=5",)
+
+
+def test_companions_are_jobs_with_the_options_that_slurm_would_have_copied() -> None:
+    plan = plan_of("-c4 -t 1-0 -A lab", "--reservation=r", spec=JobSpec(0, 3, data_worker_partition="cpu"))
+    assert [component.role for component in plan.components] == ["trainer"]
+    assert plan.master_options == (
+        "--data-workers=0", "--data-worker-cpus=4", "--companions=3", "--", "--partition=cpu", "--cpus-per-task=4",
+        "--account=lab", "--time=1-0", "--reservation=r",
+    )  # fmt: skip
+
+
+def test_licences_stay_with_the_trainer() -> None:
+    plan = plan_of("-c4 -L ansys:2")
+    assert not any("licenses" in word for component in plan.components for word in component.options)
+
+
+@pytest.mark.parametrize(
+    ("error", "sbatch", "command_line", "said"),
+    [
+        (limits.JobArrayNotSupported, "-a 0-5", (), "line 2: --array=0-5 is not supported with a heterogeneous job"),
+        (limits.JobArrayNotSupported, "-c4", ("--array=3",), "use --data-workers=0-2"),
+        (limits.AlreadyHeterogeneous, "hetjob", (), "line 2: '#SBATCH hetjob' starts a component"),
+        (limits.AlreadyHeterogeneous, " packjob", (), "Remove the components"),
+        (limits.BurstBufferNotShared, "--bb=x", (), "Read from the shared file system"),
+        (limits.WrappedCommand, "-c4", ("--wrap=hostname",), "Put the command into a script file"),
+        (UsageError, "-c4 train", (), "line 2: 'train' is not an sbatch option"),
+        (UsageError, "-J 'x", (), "No closing quotation"),
+        (UsageError, "-J", (), "line 2: option -J needs a value"),
+    ],
+)
+def test_limits_are_named_with_the_way_out(
+    error: type[UsageError], sbatch: str, command_line: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(error) as caught:
+        plan_of(sbatch, *command_line)
+    assert said in str(caught.value)
+
+
+def test_burst_buffer_lines() -> None:
+    with pytest.raises(limits.BurstBufferNotShared, match="line 2"):
+        convert(SPEC, "#!/bin/sh\n#DW jobdw type=scratch\nhostname\n", "train.sbatch")
+
+
+@pytest.mark.parametrize(
+    "first", ["#!/usr/bin/python3", "#!/usr/bin/env -S python3 -u", "#!/bin/tcsh", "#!/usr/bin/perl -w"]
+)
+def test_other_interpreters_are_refused(first: str) -> None:
+    with pytest.raises(limits.NotAShellScript, match="starts with #!/bin/bash"):
+        convert(SPEC, f"{first}\nprint()\n", "train.py")
+
+
+@pytest.mark.parametrize(
+    "first", ["#!/bin/bash -l", "#!/usr/bin/env bash", "#! /bin/sh", "#!/bin/zsh", "no interpreter"]
+)
+def test_shells_are_converted(first: str) -> None:
+    assert len(convert(SPEC, f"{first}\nhostname\n", "train.sbatch").components) == 2
+
+
+def test_a_partition_must_come_from_somewhere() -> None:
+    with pytest.raises(limits.MissingPartition, match="--data-worker-partition=NAME"):
+        convert(JobSpec(1, 1), "#!/bin/sh\n", "train.sbatch")
+    plan = convert(JobSpec(1, 1), "#!/bin/sh\n", "train.sbatch", default_partition="batch")
+    assert "--partition=batch" in plan.components[1].options
+
+
+def test_the_cluster_is_checked() -> None:
+    check_cluster("cpu,gpu", {"cpu", "gpu"}, "sched/backfill", hetjob=True)
+    check_cluster("anything", set(), None, hetjob=True)
+    with pytest.raises(limits.MissingPartition, match=r"'bigmem' does not exist\. This cluster has cpu, gpu"):
+        check_cluster("cpu,bigmem", {"cpu", "gpu"}, None, hetjob=True)
+    with pytest.raises(limits.NeedsBackfill, match="0-N"):
+        check_cluster("cpu", {"cpu"}, "sched/builtin", hetjob=True)
+    check_cluster("cpu", {"cpu"}, "sched/builtin", hetjob=False)
+
+
+def test_arrays_work_with_companions_only() -> None:
+    assert len(plan_of("-a 0-5", spec=JobSpec(0, 2, data_worker_partition="cpu")).components) == 1
+
+
+def test_all_limits_are_conversion_errors() -> None:
+    named = [value for value in vars(limits).values() if isinstance(value, type) and issubclass(value, ConversionError)]
+    assert len(named) == 8
+    assert all(f" {error.__name__} " in (limits.__doc__ or "") for error in named if error is not ConversionError)

@@ -1,0 +1,105 @@
+"""`#HETSTREAM` lines: where they count, how they are written, and what the errors say."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetjob.directives import from_command_line, late_directives, prologue_length, read_directives, read_spec
+from hetjob.errors import DirectiveError
+from hetjob.sbatch_options import parse_words
+from hetjob.spec import OPTIONS, JobSpec
+
+
+def spec_of(script: str, *command_line: str) -> JobSpec | None:
+    options, _ = parse_words(command_line, "command line", extra=OPTIONS)
+    return read_spec([*read_directives(script, "train.sbatch"), *from_command_line(options)], "train.sbatch")
+
+
+def test_several_lines_make_one_spec() -> None:
+    script = (
+        "#!/bin/bash\n#SBATCH -c 4\n#HETSTREAM --data-workers=2-8 --data-worker-cpus 6  # six each\n\n"
+        "# a comment\n#HETSTREAM --data-worker-partition='cpu,big mem' --trainer-cpus=3\necho\n"
+    )
+    assert spec_of(script) == JobSpec(
+        data_workers_min=2, data_workers_max=8, data_worker_cpus=6, data_worker_partition="cpu,big mem", trainer_cpus=3
+    )
+
+
+def test_the_command_line_wins() -> None:
+    script = "#!/bin/bash\n#HETSTREAM --data-workers=2-8 --data-worker-partition=cpu\n"
+    assert spec_of(script, "--data-workers=4", "-p", "gpu") == JobSpec(4, 4, data_worker_partition="cpu")
+    assert spec_of("#!/bin/bash\n", "--data-workers", "0-3") == JobSpec(0, 3)
+
+
+@pytest.mark.parametrize("line", ["# HETSTREAM --data-workers=2", " #HETSTREAM --x", "#HETSTREAMS --x", "#hetstream y"])
+def test_other_comments_are_not_directives(line: str) -> None:
+    assert spec_of(f"#!/bin/bash\n{line}\n") is None
+
+
+def test_directives_after_the_first_command_do_not_count() -> None:
+    script = "#!/bin/bash\nset -e\n#HETSTREAM --data-workers=2\ncat <<X\n#HETSTREAM --nonsense\nX\n"
+    assert spec_of(script) is None
+    assert late_directives(script) == [3, 5]
+
+
+def test_every_problem_is_reported_at_once_with_its_line() -> None:
+    script = "#!/bin/bash\n#HETSTREAM --data-worker=2-8\n#HETSTREAM --data-workers=8-2x --data-worker-cpus\n"
+    with pytest.raises(DirectiveError) as caught:
+        spec_of(script)
+    text = str(caught.value)
+    assert text.startswith("train.sbatch line 2: --data-worker is unknown (did you mean --data-workers?); valid are --")
+    assert "line 3: --data-workers=8-2x: write MIN or MIN-MAX" in text
+    assert "line 3: --data-worker-cpus needs a value: --data-worker-cpus=N" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data-worker-cpus=4", "line 2: --data-workers=MIN[-MAX] is missing"),
+        ("--data-workers=8-2", "not below MIN"),
+        ("--data-workers=0", "MAX at least 1"),
+        ("--data-workers=2 --data-worker-cpus=0", "--data-worker-cpus=0: at least 1"),
+        ("--data-workers=2 --trainer-cpus=-1", "write a whole number"),
+        ("--data-workers=2 --data-worker-mem=lots", "a size such as 16G"),
+        ("--data-workers=2 --data-worker-partition=", "a name, not empty"),
+        ("data-workers=2", "line 2: 'data-workers=2' is not an option"),
+        ("--data-workers='2", "line 2: No closing quotation"),
+    ],
+)
+def test_wrong_directives(words: str, said: str) -> None:
+    with pytest.raises(DirectiveError) as caught:
+        spec_of(f"#!/bin/bash\n#HETSTREAM {words}\n")
+    assert said in str(caught.value)
+
+
+_NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 256), _NAMES, st.booleans())
+def test_what_is_written_is_what_is_read(low: int, more: int, cpus: int, partition: str, split: bool) -> None:
+    words = [f"--data-workers={low}-{low + more + 1}", f"--data-worker-cpus={cpus}"]
+    words.append(f"--data-worker-partition={partition}")
+    lines = [f"#HETSTREAM {shlex.join([word])}" for word in words] if split else [f"#HETSTREAM {shlex.join(words)}"]
+    spec = spec_of("\n".join(["#!/bin/bash", *lines, "srun hostname"]))
+    assert spec == JobSpec(low, low + more + 1, data_worker_cpus=cpus, data_worker_partition=partition)
+
+
+@given(st.text())
+def test_no_text_breaks_the_reader(text: str) -> None:
+    script = f"#!/bin/bash\n#HETSTREAM {text}\n"
+    with contextlib.suppress(DirectiveError):
+        spec_of(script)
+    assert 0 < prologue_length(script.split("\n")) <= len(script.split("\n"))
+
+
+def test_the_user_guide_lists_every_option() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "user-guide.md").read_text()
+    for name, option in OPTIONS.items():
+        assert f"| `--{name}={option.metavar.replace('|', '')}` | {option.meaning} | {option.default} |" in guide, name

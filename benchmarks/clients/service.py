@@ -1,0 +1,60 @@
+"""Start and stop hetstream's own commands for a client: one dispatcher, one `hetstream worker` with N processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+# Generous: on a loaded machine importing torch in the worker alone takes seconds. Nothing measured depends on it.
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 20.0
+
+
+@contextlib.contextmanager
+def running(processes: int, cores: set[int]) -> Iterator[str]:
+    """Yield the `service=` value of a running service whose processes are all pinned to `cores`.
+
+    Raises:
+        RuntimeError: the dispatcher ended or wrote no address file in time.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hetstream-bench-")))
+        address = folder / "address"
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)  # inherited by what is started here
+        try:
+            dispatcher = stack.enter_context(
+                _command("dispatcher", "--bind", "tcp://127.0.0.1:0", "--work-dir", folder, "--address-file", address)
+            )
+            deadline = time.monotonic() + START_DEADLINE_S
+            while not address.exists():
+                if dispatcher.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"hetstream dispatcher wrote no {address.name}: exit code {dispatcher.poll()}")
+                time.sleep(0.02)
+            stack.enter_context(_command("worker", "--service", f"file:{address}", "--processes", processes))
+        finally:
+            os.sched_setaffinity(0, own)
+        yield f"file:{address}"
+
+
+@contextlib.contextmanager
+def _command(verb: str, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Run one hetstream verb until the block ends."""
+    argv: Sequence[str] = [str(Path(sys.executable).with_name("hetstream")), verb, *map(str, arguments)]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise

@@ -1,0 +1,453 @@
+"""Run systems in turn, reduce the repeats to rows, print them as a table and write them as JSON.
+
+Called by every benchmark in this folder. One system is one client program (`benchmarks/clients/`) that runs in its own
+process group, measures one or more cases and prints one JSON object a case. The harness never measures a time itself
+and knows no target in seconds: a target is a ratio between two systems of the same repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# A client that was told to stop gets this long to take its own children down before it counts as a leak.
+TEARDOWN_GRACE_S = 5.0
+
+Sample = Mapping[str, float]
+"""What one client measured for one case in one repeat: metric name -> value."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One system under test, a peer or a limit.
+
+    Attributes:
+        name: what the table calls it.
+        argv: the client program; the harness appends the request as one JSON argument.
+        missing: why it cannot run here; such a system becomes rows without a value.
+        cases: the cases it takes part in, or None for all.
+        request: keys added to the request for this system alone.
+    """
+
+    name: str
+    argv: tuple[str, ...] = ()
+    missing: str = ""
+    cases: tuple[str, ...] | None = None
+    request: Mapping[str, Any] = field(default_factory=dict)
+
+    def takes(self, case: str) -> bool:
+        """Say whether this system has a row for the case."""
+        return self.cases is None or case in self.cases
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of the clients' samples that becomes rows: its key, its unit and the cases it is shown for."""
+
+    key: str
+    unit: str
+    cases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A goal for `system` as a multiple of `against`, for one metric of one case, repeat by repeat.
+
+    With `at_least` the ratio must reach it; with `at_most` it must not exceed it. Exactly one of them is given.
+    """
+
+    case: str
+    system: str
+    against: str
+    metric: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError(f"target {self.system} / {self.against}: give at_least or at_most, one of them")
+
+    def __str__(self) -> str:
+        return f">= {self.at_least:g}" if self.at_least is not None else f"<= {self.at_most:g}"
+
+    def met_by(self, ratio: float) -> bool:
+        """Compare a median ratio with the goal."""
+        return ratio >= self.at_least if self.at_least is not None else ratio <= (self.at_most or 0.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table and one entry of `rows` in the JSON file.
+
+    Attributes:
+        case: what was moved or computed.
+        system: who did it; `A / B` for a ratio.
+        value: the median over the repeats, or None when there is none (`note` says why).
+        unit: of value and spread; `x` for a ratio.
+        spread: the smallest and the largest repeat.
+        target: the goal as text, only on ratios.
+        met: whether the median reaches the goal; None without a goal.
+        note: why a value is missing, or what else a reader must know.
+        samples: every repeat, in order.
+    """
+
+    case: str
+    system: str
+    value: float | None
+    unit: str
+    spread: tuple[float, float] | None = None
+    target: str | None = None
+    met: bool | None = None
+    note: str = ""
+    samples: tuple[float, ...] = ()
+
+
+class ClientFailed(Exception):
+    """A client program ended with an error, ran past its deadline or printed something that is no sample."""
+
+
+@dataclass
+class Results:
+    """Samples by (case, system, repeat), and for each system the last failure."""
+
+    samples: dict[tuple[str, str, int], Sample] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def of(self, case: str, system: str, metric: str) -> dict[int, float]:
+        """Return repeat -> value for one metric."""
+        return {
+            repeat: sample[metric]
+            for (sample_case, sample_system, repeat), sample in self.samples.items()
+            if (sample_case, sample_system) == (case, system) and metric in sample
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------- running
+
+
+def run_client(argv: Sequence[str], request: Mapping[str, Any], deadline_s: float) -> dict[str, Sample]:
+    """Run one client program to its end and return case -> sample. Whatever it started is gone afterwards.
+
+    Raises:
+        ClientFailed: with the last line of its stderr, or the processes it left behind.
+    """
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(
+            [*argv, json.dumps(request)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            leaked = _end_group(process)
+        stdout.seek(0)
+        stderr.seek(0)
+        lines, complaints = stdout.read().splitlines(), stderr.read().strip().splitlines()
+    last = complaints[-1] if complaints else "nothing on stderr"
+    if code is None:
+        raise ClientFailed(f"no end after {deadline_s:.0f} s: {last}")
+    if code != 0:
+        raise ClientFailed(f"exit code {code}: {last}")
+    if leaked:
+        raise ClientFailed("left processes running after its end")
+    try:
+        parsed = [json.loads(line) for line in lines if line.startswith("{")]
+        return {entry.pop("case"): entry for entry in parsed}
+    except (ValueError, KeyError) as error:
+        raise ClientFailed(f"printed no sample: {error!r}: {lines[-1:]}") from error
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> bool:
+    """End every process of the client's group; say whether it left any after its own end."""
+    ended_itself = process.poll() is not None
+    # A child of an ended client may be on its way out: it counts as left behind only if it stays.
+    if not ended_itself:
+        _signal_group(process.pid, signal.SIGTERM)
+    leaked = not _group_gone(process.pid, TEARDOWN_GRACE_S)
+    if leaked:
+        _signal_group(process.pid, signal.SIGKILL)
+        _group_gone(process.pid, TEARDOWN_GRACE_S)
+    process.wait()
+    return leaked and ended_itself
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _group_gone(group: int, within_s: float) -> bool:
+    """Wait until the process group has no member left; say whether that came true in time."""
+    deadline = time.monotonic() + within_s
+    while alive := _group_alive(group):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return not alive
+
+
+def _group_alive(group: int) -> bool:
+    """Say whether the process group has a member that is not a zombie (nobody may be there to reap orphans)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] not in "ZX":
+            return True
+    return False
+
+
+def collect(
+    systems: Sequence[System],
+    cases: Mapping[str, Mapping[str, Any]],
+    request: Mapping[str, Any],
+    repeats: int,
+    deadline_s: float,
+    describe: Callable[[str, Sample], str],
+) -> Results:
+    """Run every system once a repeat, one at a time, so that drift of the machine hits all alike.
+
+    Odd repeats run in reverse order: no system always comes after the same neighbour. A system that failed is not run
+    again. Progress goes to stderr, one line a run, with `describe(case, sample)` for each case.
+    """
+    results = Results()
+    runnable = [system for system in systems if not system.missing]
+    for system in systems:
+        if system.missing:
+            say(f"  {system.name}: not run: {system.missing}")
+    number, total = 0, len(runnable) * repeats
+    for repeat in range(repeats):
+        for system in runnable if repeat % 2 == 0 else list(reversed(runnable)):
+            number += 1
+            mine = {case: options for case, options in cases.items() if system.takes(case)}
+            if system.name in results.failures or not mine:
+                continue
+            full = {**request, **system.request, "cases": mine}
+            try:
+                measured = run_client(system.argv, full, deadline_s)
+            except ClientFailed as error:
+                results.failures[system.name] = str(error)
+                say(f"  [{number}/{total}] {system.name}: FAILED: {error}")
+                continue
+            for case, sample in measured.items():
+                results.samples[case, system.name, repeat] = sample
+            summary = ", ".join(f"{case} {describe(case, sample)}" for case, sample in measured.items())
+            say(f"  [{number}/{total}] {system.name}: {summary}")
+    return results
+
+
+def say(text: str) -> None:
+    """Print progress to stderr: stdout carries the table alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- reducing
+
+
+def rows_of(
+    results: Results, systems: Sequence[System], metrics: Sequence[Metric], targets: Sequence[Target]
+) -> list[Row]:
+    """Reduce the samples: for each metric and case one row a system, and after them the ratios with a target.
+
+    A target of a system that was not asked for gives no row; of one that is missing or failed, a row without a value.
+    """
+    rows: list[Row] = []
+    present = {system.name for system in systems}
+    for metric in metrics:
+        for case in metric.cases:
+            rows += [_measured(results, system, metric, case) for system in systems if system.takes(case)]
+            rows += [
+                _ratio(results, target)
+                for target in targets
+                if (target.case, target.metric) == (case, metric.key) and {target.system, target.against} <= present
+            ]
+    return rows
+
+
+def _measured(results: Results, system: System, metric: Metric, case: str) -> Row:
+    values = tuple(results.of(case, system.name, metric.key).values())
+    if not values:
+        reason = system.missing or results.failures.get(system.name) or "no such measurement in this system"
+        return Row(case, system.name, None, metric.unit, note=reason)
+    note = f"failed later: {results.failures[system.name]}" if system.name in results.failures else ""
+    spread = (min(values), max(values))
+    return Row(case, system.name, statistics.median(values), metric.unit, spread, note=note, samples=values)
+
+
+def _ratio(results: Results, target: Target) -> Row:
+    """Pair the repeats: both values of a ratio come from the same minute of the machine."""
+    own = results.of(target.case, target.system, target.metric)
+    other = results.of(target.case, target.against, target.metric)
+    name = f"{target.system} / {target.against}"
+    ratios = tuple(own[repeat] / other[repeat] for repeat in sorted(own.keys() & other.keys()) if other[repeat] > 0)
+    if not ratios:
+        absent = target.system if not own else target.against
+        note = f"no value of {absent}: not compared"
+        return Row(target.case, name, None, "x", target=str(target), note=note)
+    median = statistics.median(ratios)
+    spread = (min(ratios), max(ratios))
+    return Row(target.case, name, median, "x", spread, str(target), target.met_by(median), samples=ratios)
+
+
+# ---------------------------------------------------------------------------------------------------------- reporting
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Lay the rows out for a terminal; a lost target reads LOST."""
+    lines = [("case", "system", "median", "unit", "min .. max", "target", "")]
+    for row in rows:
+        verdict = {None: "", True: "met", False: "LOST"}[row.met]
+        spread = f"{_figure(row.spread[0])} .. {_figure(row.spread[1])}" if row.spread else ""
+        value = "-" if row.value is None else _figure(row.value)
+        remark = " ".join(filter(None, [verdict, row.note]))
+        lines.append((row.case, row.system, value, row.unit, spread, row.target or "", remark))
+    widths = [max(len(line[column]) for line in lines) for column in range(6)]
+    out = []
+    for *cells, remark in lines:
+        padded = [
+            text.rjust(width) if column in (2, 4) else text.ljust(width)
+            for column, (text, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        out.append("  ".join([*padded, remark]).rstrip())
+    out.insert(1, "-" * len(out[0]))
+    return "\n".join(out)
+
+
+def _figure(value: float) -> str:
+    """Three significant digits, without an exponent: no run of these benchmarks supports a fourth."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def machine(**pinned: Sequence[int]) -> dict[str, Any]:
+    """Describe where the run took place; `pinned` names core sets (client=[0], producer=[1])."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    model = next((line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), "")
+    return {
+        "cpu": model or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+        "pinned_cores": {name: list(cores) for name, cores in pinned.items()},
+    }
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Python's version, the project's commit and the named distributions of this environment."""
+    found = {"python": platform.python_version()}
+    for name in ("hetstream", *distributions):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found["commit"] = described.stdout.strip() or "not a git checkout"
+    return found
+
+
+def two_cores() -> tuple[int, int]:
+    """Pick a client and a producer core: not hardware threads of one core where that can be avoided.
+
+    With a single allowed core both are that one; the report says so through `pinned_cores`.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    first = allowed[0]
+    try:
+        text = Path(f"/sys/devices/system/cpu/cpu{first}/topology/thread_siblings_list").read_text()
+        siblings = {int(word) for part in text.split(",") for word in part.split("-")}
+    except (OSError, ValueError):
+        siblings = {first}
+    others = [core for core in allowed if core != first]
+    return first, next((core for core in others if core not in siblings), others[0] if others else first)
+
+
+def parser(summary: str, repeats: int) -> argparse.ArgumentParser:
+    """Build the command line that all benchmarks share."""
+    own = argparse.ArgumentParser(description=summary)
+    own.add_argument("--quick", action="store_true", help="one short repeat: shows that it runs, measures nothing")
+    own.add_argument("--repeats", type=int, default=repeats, help="how often each system runs (default: %(default)s)")
+    own.add_argument("--systems", default="", metavar="A,B", help="only systems whose name contains one of these words")
+    own.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where the JSON file goes")
+    return own
+
+
+def chosen(systems: Sequence[System], words: str) -> list[System]:
+    """Apply `--systems`.
+
+    Raises:
+        SystemExit: when no system matches, with the names there are.
+    """
+    wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
+    kept = [system for system in systems if not wanted or any(word in system.name.lower() for word in wanted)]
+    if not kept:
+        raise SystemExit(f"--systems {words}: no such system; there are {', '.join(system.name for system in systems)}")
+    return kept
+
+
+def finish(
+    name: str,
+    out: Path,
+    rows: Sequence[Row],
+    failures: Mapping[str, str],
+    context: Mapping[str, Any],
+) -> int:
+    """Print the table and write `NAME.json`.
+
+    Args:
+        name: of the benchmark.
+        out: folder of the file.
+        rows: the table.
+        failures: systems that failed while running, with the reason.
+        context: `machine`, `versions` and `notes` of the file; the notes are printed too.
+
+    Returns:
+        1 when a system failed; a lost target or a missing peer is a result, not a failure.
+    """
+    command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    document = {"command": command, **context, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(rows))
+    for note in context["notes"]:
+        print(f"  {note}")
+    lost = [row for row in rows if row.met is False]
+    goals = [row for row in rows if row.target is not None]
+    not_compared = [row for row in goals if row.met is None]
+    print(f"{len(goals) - len(lost) - len(not_compared)} of {len(goals)} targets met", end="")
+    print(f", {len(not_compared)} not compared" if not_compared else "")
+    for row in lost:
+        print(f"LOST: {row.case}: {row.system} is {_figure(row.value or 0.0)} x, target {row.target}")
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    print(f"wrote {shown}")
+    return 1 if failures else 0

@@ -1,0 +1,104 @@
+"""`make bench-transport`: one data worker to one trainer, finished batches at no cost, who moves them fastest?
+
+hetstream over TCP beside raw loopback TCP, a memory copy, torch's DataLoader with one worker, tf.data service and
+multiprocessing.Queue, all in one run. docs/benchmarks.md explains the rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from benchmarks import harness, peers
+from benchmarks.harness import Metric, System, Target
+
+LARGE = ("38.5 MB", "9.6 MB")
+SMALL = ("160 KB", "1 KB")
+COLLATED = "9.6 MB, default_collate"
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "38.5 MB": {"shape": [64, 3, 448, 448]},
+    "9.6 MB": {"shape": [64, 3, 224, 224]},
+    "160 KB": {"shape": [64, 2500]},
+    "1 KB": {"shape": [64, 16]},
+    COLLATED: {"shape": [64, 3, 224, 224], "collate": True},
+}
+FINISHED = LARGE + SMALL
+
+HETSTREAM, RAW, RAW_COALESCED, MEMCPY = "hetstream", "raw TCP", "raw TCP, coalesced", "memcpy"
+TORCH, TF, QUEUE = "torch DataLoader", "tf.data service", "multiprocessing.Queue"
+
+METRICS = (
+    Metric("gb_per_s", "GB/s", (*LARGE, COLLATED)),
+    Metric("batches_per_s", "batches/s", SMALL),
+    Metric("client_cpu_s_per_gb", "client CPU-s/GB", ("9.6 MB", "160 KB")),
+    Metric("producer_cpu_s_per_gb", "producer CPU-s/GB", ("9.6 MB", "160 KB")),
+)
+TARGETS = (
+    Target("9.6 MB", HETSTREAM, RAW, "gb_per_s", at_least=0.75),
+    Target("9.6 MB", HETSTREAM, TF, "gb_per_s", at_least=1.0),
+    Target("9.6 MB", HETSTREAM, TORCH, "gb_per_s", at_least=1.0),
+    Target("160 KB", HETSTREAM, TF, "batches_per_s", at_least=1.0),
+    Target("160 KB", HETSTREAM, TORCH, "batches_per_s", at_least=1.0),
+    Target("9.6 MB", HETSTREAM, TF, "client_cpu_s_per_gb", at_most=1.0),
+)
+
+
+def systems(found: peers.Peers) -> list[System]:
+    """List the systems; the limit comes first, then hetstream, then the peers."""
+
+    def client(name: str, *words: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", f"benchmarks.clients.{name}", *words)
+
+    tf_argv = (str(found.python), "-m", "benchmarks.clients.tf_data_service")
+    return [
+        System(MEMCPY, client("memcpy"), cases=FINISHED),
+        System(RAW, client("raw_tcp", "framed"), cases=FINISHED),
+        System(RAW_COALESCED, client("raw_tcp", "coalesced"), cases=("1 KB",)),
+        System(HETSTREAM, client("hetstream")),
+        System(TORCH, client("torch_loader")),
+        System(TF, tf_argv, missing=found.missing, cases=FINISHED),
+        System(QUEUE, client("mp_queue"), cases=FINISHED),
+    ]
+
+
+def describe(case: str, sample: harness.Sample) -> str:
+    """One figure for the progress line."""
+    return f"{sample['batches_per_s']:,.0f}/s" if case in SMALL else f"{sample['gb_per_s']:.2f} GB/s"
+
+
+def main() -> int:
+    """Run the benchmark."""
+    args = harness.parser("Transport: one data worker to one trainer.", repeats=5).parse_args()
+    found = peers.environment(make=not args.quick)
+    taking_part = harness.chosen(systems(found), args.systems)
+    client_core, producer_core = harness.two_cores()
+    described = harness.machine(client=[client_core], producer=[producer_core])
+    request = {
+        "seconds": 0.1 if args.quick else 1.0,
+        "warmup_s": 0.05 if args.quick else 0.4,
+        "client_core": client_core,
+        "producer_core": producer_core,
+    }
+    cases = {case: options for case, options in CASES.items() if not args.quick or prod(options["shape"]) < 1e6}
+    where = f"client (trainer) on core {client_core}, everything that makes or sends batches on core {producer_core}"
+    harness.say(f"transport: {where}; {request['seconds']} s a case")
+    results = harness.collect(taking_part, cases, request, 1 if args.quick else args.repeats, 120.0, describe)
+    metrics = [Metric(m.key, m.unit, tuple(case for case in m.cases if case in cases)) for m in METRICS]
+    context = {
+        "machine": described,
+        "versions": harness.versions("torch", "numpy", "pyzmq") | found.versions,
+        "notes": [
+            f"Every system: {where}.",
+            "A batch counts when the client has read one byte of each of its pages; the bytes are checked.",
+            "tf.data service: dispatcher and worker in one process, uncompressed, its own defaults otherwise.",
+            "Ratios are taken repeat by repeat; median and min .. max over the repeats.",
+        ],
+    }
+    rows = harness.rows_of(results, taking_part, metrics, TARGETS)
+    return harness.finish("transport", args.out, rows, results.failures, context)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

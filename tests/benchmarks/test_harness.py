@@ -1,0 +1,178 @@
+"""The benchmark harness: turns, teardown, ratios and what a reader is told. No test looks at an absolute time."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness, peers
+from benchmarks.harness import ClientFailed, Metric, Results, System, Target
+
+ECHO = "import json, sys; [print(json.dumps({'case': c, **v})) for c, v in json.loads(sys.argv[-1])['cases'].items()]"
+SPEED = Metric("gb_per_s", "GB/s", ("large",))
+
+
+def client(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def results_of(**by_system: list[float]) -> Results:
+    results = Results()
+    for system, values in by_system.items():
+        for repeat, value in enumerate(values):
+            results.samples["large", system, repeat] = {"gb_per_s": value}
+    return results
+
+
+def alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+
+
+# -- running
+
+
+def test_a_client_gets_the_request_and_its_lines_become_samples() -> None:
+    request = {"cases": {"large": {"gb_per_s": 1.5}, "small": {"gb_per_s": 0.5}}}
+    assert harness.run_client(client(ECHO), request, 30) == {"large": {"gb_per_s": 1.5}, "small": {"gb_per_s": 0.5}}
+
+
+def test_a_failing_client_reports_its_last_line() -> None:
+    with pytest.raises(ClientFailed, match="exit code 3: no such thing"):
+        harness.run_client(client("import sys; print('no such thing', file=sys.stderr); sys.exit(3)"), {}, 30)
+
+
+def test_a_client_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    code = (
+        "import pathlib, subprocess, sys, signal\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        f"pathlib.Path({str(note)!r}).write_text(str(child.pid))\n"
+        "signal.pause()\n"
+    )
+    with pytest.raises(ClientFailed, match="no end after 2 s"):
+        harness.run_client(client(code), {}, 2)
+    assert not alive(int(note.read_text()))
+
+
+def test_a_client_that_leaves_a_process_behind_fails_and_the_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "TEARDOWN_GRACE_S", 0.1)
+    note = tmp_path / "child"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        f"pathlib.Path({str(note)!r}).write_text(str(child.pid))\n"
+    )
+    with pytest.raises(ClientFailed, match="left processes running"):
+        harness.run_client(client(code), {}, 30)
+    assert not alive(int(note.read_text()))
+
+
+def test_systems_take_turns_and_a_failed_one_is_not_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+    systems = [
+        System("one", client(ECHO)),
+        System("broken", client("raise SystemExit('gone')")),
+        System("two", client(ECHO)),
+        System("absent", missing="not installed here"),
+    ]
+    results = harness.collect(systems, {"large": {"gb_per_s": 2.0}}, {}, 2, 30, lambda case, sample: "2 GB/s")
+    said = capsys.readouterr().err.splitlines()
+    order = [line.split("] ")[1].split(":")[0] for line in said if "] " in line]
+    assert order == ["one", "broken", "two", "two", "one"]
+    assert results.failures == {"broken": "exit code 1: gone"}
+    assert results.of("large", "two", "gb_per_s") == {0: 2.0, 1: 2.0}
+    assert said[0] == "  absent: not run: not installed here"
+
+
+# -- reducing
+
+
+def test_a_ratio_pairs_the_repeats_and_names_a_lost_target() -> None:
+    # The machine slowed down tenfold between the repeats: the ratio does not notice.
+    results = results_of(hetstream=[8.0, 0.8, 8.0], raw=[10.0, 1.0, 16.0])
+    targets = [
+        Target("large", "hetstream", "raw", "gb_per_s", at_least=0.75),
+        Target("large", "hetstream", "raw", "gb_per_s", at_least=0.9),
+        Target("large", "hetstream", "raw", "gb_per_s", at_most=0.7),
+    ]
+    rows = harness.rows_of(results, [System("hetstream"), System("raw")], [SPEED], targets)
+    assert [(row.system, row.value, row.unit) for row in rows[:2]] == [
+        ("hetstream", 8.0, "GB/s"),
+        ("raw", 10.0, "GB/s"),
+    ]
+    assert rows[0].spread == (0.8, 8.0)
+    assert [(row.value, row.target, row.met) for row in rows[2:]] == [
+        (0.8, ">= 0.75", True),
+        (0.8, ">= 0.9", False),
+        (0.8, "<= 0.7", False),
+    ]
+    text = harness.table(rows)
+    assert text.count("LOST") == 2
+    assert text.count(" met") == 1
+
+
+def test_a_missing_system_keeps_its_row_with_the_reason() -> None:
+    results = results_of(hetstream=[1.0])
+    results.failures["slow"] = "no end after 5 s: nothing on stderr"
+    systems = [System("hetstream"), System("peer", missing="no network"), System("slow")]
+    targets = [Target("large", "hetstream", "peer", "gb_per_s", at_least=1.0)]
+    rows = {row.system: row for row in harness.rows_of(results, systems, [SPEED], targets)}
+    assert (rows["peer"].value, rows["peer"].note) == (None, "no network")
+    assert rows["slow"].note == "no end after 5 s: nothing on stderr"
+    ratio = rows["hetstream / peer"]
+    assert (ratio.value, ratio.met, ratio.note) == (None, None, "no value of peer: not compared")
+    assert "no network" in harness.table(rows.values())
+
+
+def test_a_target_has_one_direction() -> None:
+    with pytest.raises(ValueError, match="one of them"):
+        Target("large", "a", "b", "gb_per_s")
+    with pytest.raises(ValueError, match="one of them"):
+        Target("large", "a", "b", "gb_per_s", at_least=1.0, at_most=2.0)
+
+
+def test_systems_are_chosen_by_words() -> None:
+    systems = [System("hetstream"), System("raw TCP"), System("memcpy")]
+    assert [system.name for system in harness.chosen(systems, "raw,MEM")] == ["raw TCP", "memcpy"]
+    assert harness.chosen(systems, "") == systems
+    with pytest.raises(SystemExit, match="there are hetstream, raw TCP, memcpy"):
+        harness.chosen(systems, "grpc")
+
+
+def test_two_cores_are_allowed_ones() -> None:
+    assert set(harness.two_cores()) <= os.sched_getaffinity(0)
+
+
+# -- reporting
+
+
+def test_the_file_holds_machine_command_versions_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = results_of(hetstream=[1.0], raw=[2.0])
+    targets = [Target("large", "hetstream", "raw", "gb_per_s", at_least=0.75)]
+    rows = harness.rows_of(results, [System("hetstream"), System("raw")], [SPEED], targets)
+    context = {"machine": harness.machine(client=[0]), "versions": harness.versions("numpy"), "notes": ["pinned"]}
+    assert harness.finish("example", tmp_path, rows, {}, context) == 0  # a lost target is a result
+    assert harness.finish("example", tmp_path, rows, {"peer": "failed"}, context) == 1
+    written = json.loads((tmp_path / "example.json").read_text())
+    assert set(written) == {"command", "machine", "versions", "notes", "rows"}
+    assert {"case", "system", "value", "unit", "spread", "target", "met"} <= set(written["rows"][0])
+    assert written["machine"]["pinned_cores"] == {"client": [0]}
+    assert "LOST: large: hetstream / raw is 0.500 x, target >= 0.75" in capsys.readouterr().out
+
+
+def test_an_absent_peer_environment_is_a_reason_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "FOLDER", tmp_path / ".venv-peers")
+    found = peers.environment(make=False)
+    assert found.python is None
+    assert "no peer environment" in found.missing
+    monkeypatch.setattr(peers, "PINS", ("no such requirement!",))
+    found = peers.environment()
+    assert found.python is None
+    assert "cannot be made: ERROR: Invalid requirement" in found.missing
+    assert not (tmp_path / ".venv-peers").exists()

@@ -1,0 +1,285 @@
+"""Train on the digits twice, as a heterogeneous job with hetstream and as the plain script, and compare: `make demo`.
+
+Uses the public commands as a user would: a throw-away Slurm cluster when this machine can have one (root and Slurm),
+else `hetstream run`. Copies the script and the program, unchanged, into a folder for each run. Removes the cluster
+whatever happens. Exit code 1 when a sample was lost or duplicated, or a stage failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import h5py
+import report
+
+HERE = Path(__file__).resolve().parent
+SLURM_OUT = "digits-*.out"  # train.sbatch's --output
+COMMAND_OUT = "command.out"
+COMMAND_ERR = "command.err"
+LOCAL_DATA_WORKERS = 2  # as in train.sbatch
+# Each takes a few seconds on an idle machine; these end a run that hangs.
+COMMAND_TIMEOUT_S = 90.0
+RUN_TIMEOUT_S = 150.0
+KILL_AFTER_S = 15.0
+POLL_INTERVAL_S = 0.2
+_START = time.monotonic()
+
+
+class DemoError(Exception):
+    """A stage of the demo failed; the message says which command and what it printed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the two runs happen.
+
+    Attributes:
+        backend: `slurm` or `local`.
+        reason: why there.
+        prefix: words in front of a command that reach the cluster.
+        slurm_version: None without Slurm.
+    """
+
+    backend: str
+    reason: str
+    prefix: tuple[str, ...] = ()
+    slurm_version: str | None = None
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - _START:5.1f} s] {text}", flush=True)
+
+
+def command(argv: list[str], **options: Any) -> str:
+    """Run a short command and return its stdout."""
+    try:
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, **options
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise DemoError(f"{shlex.join(argv)}: no end after {COMMAND_TIMEOUT_S:.0f} s") from exc
+    if done.returncode != 0:
+        raise DemoError(f"{shlex.join(argv)}: exit code {done.returncode}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+@contextmanager
+def place(force_local: bool) -> Iterator[Place]:
+    """Boot the cluster if this machine can have one, and remove it at the end."""
+    why_not = "asked for by --local" if force_local else why_no_cluster()
+    if why_not is not None:
+        say(f"local backend: {why_not}")
+        yield Place("local", why_not)
+        return
+    name = f"demo-{os.getpid()}"
+    try:
+        try:
+            say("booting a throw-away Slurm cluster: 2 GPU nodes (fake GPUs) and 4 CPU nodes")
+            facts = json.loads(command(["hetstream", "devcluster", "up", "--name", name, "--json"]))
+        except DemoError as error:
+            say(f"local backend: the cluster did not start: {error}")
+            facts = None
+        if facts is None:
+            yield Place("local", "the throw-away Slurm cluster did not start")
+        else:
+            say(f"Slurm {facts['slurm_version']} is up: {' '.join(facts['nodes'])}")
+            prefix = ("hetstream", "devcluster", "exec", "--name", name, "--")
+            yield Place("slurm", "a throw-away cluster on this machine", prefix, facts["slurm_version"])
+    finally:
+        # From here on an impatient Ctrl-C must not leave daemons behind.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        say(command(["hetstream", "devcluster", "down", "--name", name], start_new_session=True).strip())
+
+
+def why_no_cluster() -> str | None:
+    if os.geteuid() != 0:
+        return "a Slurm cluster needs root"
+    facts = json.loads(command(["hetstream", "devcluster", "install", "--dry-run", "--json"]))
+    return f"Slurm is not installed: {', '.join(facts['missing'])} missing" if facts["missing"] else None
+
+
+def run_and_follow(argv: list[str], folder: Path, output: str) -> tuple[str, str, float]:
+    """Run a training command in `folder` and print the program's output as it comes.
+
+    Args:
+        argv: The command.
+        folder: Where it runs.
+        output: Pattern of the file in `folder` that the program's output goes to.
+
+    Returns:
+        What the command printed, the program's output, and the seconds from start to end.
+    """
+    say(f"$ cd {os.path.relpath(folder)} && {shlex.join(argv)}")
+    begin = time.monotonic()
+    shown = 0
+    with open(folder / COMMAND_OUT, "wb") as stdout, open(folder / COMMAND_ERR, "wb") as stderr:
+        process = subprocess.Popen(argv, cwd=folder, stdout=stdout, stderr=stderr, start_new_session=True)
+        try:
+            ended = False
+            while not ended:
+                ended = process.poll() is not None
+                text = read_all(folder, output)
+                whole = text.rfind("\n") + 1
+                for line in text[shown:whole].splitlines():
+                    print(f"          | {line}", flush=True)
+                shown = max(shown, whole)
+                if time.monotonic() - begin > RUN_TIMEOUT_S:
+                    raise DemoError(
+                        f"{shlex.join(argv)}: no end after {RUN_TIMEOUT_S:.0f} s; its output is in {folder}"
+                    )
+                if not ended:
+                    time.sleep(POLL_INTERVAL_S)
+        finally:
+            end_group(process)
+    elapsed_s = time.monotonic() - begin
+    printed, errors = read_all(folder, COMMAND_OUT), read_all(folder, COMMAND_ERR)
+    if process.returncode != 0:
+        raise DemoError(
+            f"{shlex.join(argv)}: exit code {process.returncode}; {folder} has its output\n{errors}{printed}"
+        )
+    return printed, read_all(folder, output), elapsed_s
+
+
+def read_all(folder: Path, pattern: str) -> str:
+    return "".join(path.read_text(errors="replace") for path in sorted(folder.glob(pattern)))
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a command that still runs, with the processes it started."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(KILL_AFTER_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_folder(work_dir: Path, name: str) -> Path:
+    """A folder with the script, the program and the data, as a user would have it."""
+    folder = work_dir / name
+    folder.mkdir()
+    for file in ("train.sbatch", "train.py"):
+        shutil.copy(HERE / file, folder)
+    os.link(work_dir / "digits.h5", folder / "digits.h5")
+    return folder
+
+
+def plain_run(where: Place, folder: Path, program: list[str]) -> report.Run:
+    """The script without hetstream, on the same cluster."""
+    if where.backend == "slurm":
+        _, output, elapsed_s = run_and_follow([*where.prefix, "sbatch", "--wait", "train.sbatch"], folder, SLURM_OUT)
+    else:
+        _, output, elapsed_s = run_and_follow(program, folder, COMMAND_OUT)
+    return report.read_output(output, elapsed_s)
+
+
+def streamed_run(
+    where: Place, folder: Path, program: list[str]
+) -> tuple[report.Run, tuple[report.Component, ...], dict[str, Any]]:
+    """The script with hetstream: the run, the components it had, and hetstream's summary."""
+    if where.backend == "slurm":
+        submit = ["hetstream", "sbatch", "--parsable", "--wait", "train.sbatch"]
+        printed, output, elapsed_s = run_and_follow([*where.prefix, *submit], folder, SLURM_OUT)
+        job_id = printed.split()[0].partition(";")[0]
+        components = report.components_of(command([*where.prefix, "scontrol", "show", "job", "-o", job_id]))
+        summary = json.loads((folder / f"hetstream-{job_id}" / "summary.json").read_text())
+    else:
+        local = [
+            "hetstream",
+            "run",
+            "--data-workers",
+            str(LOCAL_DATA_WORKERS),
+            "--json",
+            "summary.json",
+            "--",
+            *program,
+        ]
+        _, output, elapsed_s = run_and_follow(local, folder, COMMAND_OUT)
+        here = os.uname().nodename
+        components = (
+            report.Component("trainer", 1, 1, 0, here),
+            report.Component("data_workers", 1, LOCAL_DATA_WORKERS, 0, here),
+        )
+        summary = json.loads((folder / "summary.json").read_text())
+    return report.read_output(output, elapsed_s), components, summary
+
+
+def demo(work_dir: Path, force_local: bool) -> report.Result:
+    """All stages; the cluster, if there was one, is gone at the end."""
+    shutil.rmtree(work_dir, ignore_errors=True)
+    work_dir.mkdir(parents=True)
+    data = work_dir / "digits.h5"
+    say("writing scikit-learn's digits to HDF5")
+    command([sys.executable, str(HERE / "prepare.py"), str(data)])
+    with h5py.File(data) as file:
+        ids = {split: file[split]["ids"][:].tolist() for split in file}
+    program, epochs = report.program_of((HERE / "train.sbatch").read_text())
+    with place(force_local) as where:
+        say("first without hetstream, for comparison")
+        plain = plain_run(where, run_folder(work_dir, "plain"), program)
+        say("now with hetstream: the same script and program")
+        folder = run_folder(work_dir, "hetstream")
+        streamed, components, summary = streamed_run(where, folder, program)
+    with open(folder / "ledger.jsonl") as ledger:
+        delivery = report.count_delivery(ledger, ids, epochs)
+    return report.Result(
+        backend=where.backend,
+        reason=where.reason,
+        slurm_version=where.slurm_version,
+        components=components,
+        delivery=delivery,
+        wait_share=report.wait_share_of(summary),
+        streamed=streamed,
+        plain=plain,
+        machine_cpus=len(os.sched_getaffinity(0)),
+    )
+
+
+def stop(number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--work-dir", type=Path, default=Path("build/demo"), help="emptied first (%(default)s)")
+    parser.add_argument("--local", action="store_true", help="do not boot a cluster")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, stop)
+    # The commands and the jobs find `hetstream` and `python` where this Python is.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    try:
+        result = demo(args.work_dir.absolute(), args.local)
+    except DemoError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as interrupt:
+        print(f"demo: stopped ({interrupt or 'SIGINT'})", file=sys.stderr)
+        return 130
+    print(f"\n{report.table(result)}\n")
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+        say(f"wrote {args.json}")
+    return 0 if result.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

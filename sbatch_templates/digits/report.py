@@ -1,0 +1,215 @@
+"""What the demo reports: counts from the ledger, components from Slurm's words, the table. Pure; used by `demo.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# (split, epoch) -> how often each sample id came.
+Ledger = Mapping[tuple[str, int], Counter[int]]
+
+
+@dataclass(frozen=True)
+class Component:
+    """One component of the job; `nodes`, `cpus` and `gpus` are what Slurm allocated, or what ran locally.
+
+    Attributes:
+        role: `trainer` or `data_workers`.
+        nodelist: the nodes' names in Slurm's short form.
+    """
+
+    role: str
+    nodes: int
+    cpus: int
+    gpus: int
+    nodelist: str
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What the trainer got, in batches (steps) and samples."""
+
+    steps: int
+    expected: int
+    delivered: int
+    lost: int
+    duplicated: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the training script.
+
+    Attributes:
+        elapsed_s: from submission to the end, as the user waits.
+        training_s: the program's own time, without queue and start-up.
+        accuracy: on the test set after the last epoch.
+    """
+
+    elapsed_s: float
+    training_s: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything the table and the JSON file say.
+
+    Attributes:
+        backend: `slurm` or `local`.
+        reason: why this backend.
+        machine_cpus: cores that all nodes share in truth.
+        wait_share: part of the trainer's time in its loops that it waited for data, 0 to 1.
+    """
+
+    backend: str
+    reason: str
+    slurm_version: str | None
+    components: tuple[Component, ...]
+    delivery: Delivery
+    wait_share: float
+    streamed: Run
+    plain: Run
+    machine_cpus: int
+
+    @property
+    def passed(self) -> bool:
+        return self.delivery.lost == 0 and self.delivery.duplicated == 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The form of `build/demo.json`; README names its keys."""
+        components = [asdict(component) for component in self.components]
+        for component in components:
+            del component["nodelist"]
+        return {
+            "backend": self.backend,
+            "slurm_version": self.slurm_version,
+            "components": components,
+            "steps": self.delivery.steps,
+            "samples_expected": self.delivery.expected,
+            "samples_delivered": self.delivery.delivered,
+            "samples_lost": self.delivery.lost,
+            "samples_duplicated": self.delivery.duplicated,
+            "trainer_wait_share": round(self.wait_share, 4),
+            "accuracy": self.streamed.accuracy,
+            "elapsed_s": round(self.streamed.elapsed_s, 2),
+            "elapsed_plain_s": round(self.plain.elapsed_s, 2),
+        }
+
+
+def program_of(script: str) -> tuple[list[str], int]:
+    """The program that the batch script starts (the words after `srun`) and the number of epochs it is told to run."""
+    (line,) = (line for line in script.splitlines() if line.startswith("srun "))
+    program = shlex.split(line)[1:]
+    return program, int(program[program.index("--epochs") + 1])
+
+
+def count_delivery(lines: Iterable[str], expected_ids: Mapping[str, Sequence[int]], epochs: int) -> Delivery:
+    """Compare a ledger with the ids that every epoch must hold once.
+
+    Args:
+        lines: JSON lines `{"split", "epoch", "ids"}`, one a batch.
+        expected_ids: By split, the ids of one epoch.
+        epochs: How many epochs the program was to run. A missing epoch counts as lost.
+
+    Returns:
+        Ids beyond the expected ones, or of an epoch beyond the last, count as duplicated: nobody asked for them.
+    """
+    got: dict[tuple[str, int], Counter[int]] = {}
+    steps = 0
+    for line in lines:
+        batch = json.loads(line)
+        got.setdefault((batch["split"], batch["epoch"]), Counter()).update(batch["ids"])
+        steps += 1
+    want = {(split, epoch): Counter(ids) for split, ids in expected_ids.items() for epoch in range(epochs)}
+    none: Counter[int] = Counter()
+    return Delivery(
+        steps=steps,
+        expected=sum(ids.total() for ids in want.values()),
+        delivered=sum(ids.total() for ids in got.values()),
+        lost=sum((ids - got.get(key, none)).total() for key, ids in want.items()),
+        duplicated=sum((ids - want.get(key, none)).total() for key, ids in got.items()),
+    )
+
+
+def components_of(scontrol: str) -> tuple[Component, ...]:
+    """Components from the output of `scontrol show job -o ID`, a line each; the first is the trainer."""
+    rows = {}
+    for line in scontrol.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if not fields:
+            continue
+        offset, nodes = int(fields.get("HetJobOffset", 0)), int(fields["NumNodes"].split("-")[0])
+        gpus = sum(
+            count * {"TresPerNode": nodes, "TresPerTask": int(fields["NumTasks"]), "TresPerJob": 1}[key]
+            for key in ("TresPerNode", "TresPerTask", "TresPerJob")
+            for count in _gpus_in(fields.get(key, ""))
+        )
+        role = "data_workers" if offset else "trainer"
+        rows[offset] = Component(role, nodes, int(fields["NumCPUs"]), gpus, fields["NodeList"])
+    return tuple(rows[offset] for offset in sorted(rows))
+
+
+def _gpus_in(tres: str) -> list[int]:
+    """GPU counts in `gres:gpu:2`, `gres:gpu:a100:2` or `cpu=4,gres/gpu=2`."""
+    return [int(count) for count in re.findall(r"\bgpu(?::[A-Za-z]\w*)?[:=](\d+)", tres)]
+
+
+def wait_share_of(summary: Mapping[str, Any]) -> float:
+    """Part of the loaders' time that their trainer waited for a batch, from a dispatcher's summary."""
+    loaders = summary["loaders"]
+    elapsed_s = sum(loader["elapsed_s"] for loader in loaders)
+    return sum(loader["wait_s"] for loader in loaders) / elapsed_s if elapsed_s else 0.0
+
+
+def read_output(text: str, elapsed_s: float) -> Run:
+    """Accuracy and training time from what the program printed.
+
+    Raises:
+        ValueError: It did not print its last lines, so it did not end well.
+    """
+    accuracies, trained = re.findall(r"accuracy (\d\.\d+)", text), re.search(r"trained in (\d+\.\d+) s", text)
+    if not accuracies or trained is None:
+        raise ValueError("the program ended without its last lines")
+    return Run(elapsed_s, float(trained.group(1)), float(accuracies[-1]))
+
+
+def table(result: Result) -> str:
+    """The short table at the end of the demo."""
+    where = f"Slurm {result.slurm_version}" if result.backend == "slurm" else "the local backend"
+    lines = [f"The digits on {where} ({result.reason})", "", f"{'component':<16}{'nodes':<16}{'CPUs':>5}{'GPUs':>6}"]
+    for part in result.components:
+        lines.append(f"{part.role:<16}{f'{part.nodes} ({part.nodelist})':<16}{part.cpus:>5}{part.gpus:>6}")
+    delivery, streamed, plain = result.delivery, result.streamed, result.plain
+    lines += [
+        "",
+        f"{'':<26}{'hetstream':>12}{'plain':>12}",
+        f"{'steps':<26}{delivery.steps:>12}",
+        f"{'samples expected':<26}{delivery.expected:>12}",
+        f"{'samples delivered':<26}{delivery.delivered:>12}",
+        f"{'samples lost':<26}{delivery.lost:>12}",
+        f"{'samples duplicated':<26}{delivery.duplicated:>12}",
+        f"{'trainer waited for data':<26}{result.wait_share:>12.1%}",
+        f"{'accuracy':<26}{streamed.accuracy:>12.4f}{plain.accuracy:>12.4f}",
+        f"{'submission to end':<26}{streamed.elapsed_s:>10.1f} s{plain.elapsed_s:>10.1f} s",
+        f"{'of that, training':<26}{streamed.training_s:>10.1f} s{plain.training_s:>10.1f} s",
+        "",
+        verdict(result),
+    ]
+    return "\n".join(lines)
+
+
+def verdict(result: Result) -> str:
+    """One plain sentence on speed, and one on what it is worth here."""
+    difference = result.streamed.training_s / result.plain.training_s - 1
+    if abs(difference) < 0.05:
+        speed = "Training took as long with hetstream as without"
+    else:
+        speed = f"Training took {abs(difference):.0%} {'longer' if difference > 0 else 'less time'} with hetstream"
+    shared = f"Every node is the same {result.machine_cpus} cores here, so data workers add no CPU to the trainer's"
+    return f"{speed}. {shared}:\nthe demo shows that the parts work together, not a gain in speed."

@@ -44,7 +44,8 @@ def derive_seed(seed: int, *parts: int) -> int:
 def _mix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,7 +77,8 @@ def permute(positions: Indices, num_samples: int, seed: int, epoch: int) -> Indi
         left, right = values >> half_bits, values & half_mask
         for key in keys:
             left, right = right, left ^ (_mix64_array(right ^ key) & half_mask)
-        return (left << half_bits) | right
+        joined: npt.NDArray[np.uint64] = (left << half_bits) | right
+        return joined
 
     values = scramble(positions.astype(np.uint64))
     outside = values >= limit

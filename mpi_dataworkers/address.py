@@ -1,0 +1,82 @@
+"""The address file of a service: where its dispatcher is and the job's keys, JSON with mode 0600.
+
+Written by the dispatcher, read by loaders and data workers. Whoever can read the file belongs to the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mpi_dataworkers.errors import ConfigError, ServiceError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ServiceAddress:
+    """Address and keys of one service.
+
+    Attributes:
+        address: `tcp://HOST:PORT` of the dispatcher.
+        server_public_key: the dispatcher's CURVE key, Z85 text; clients connect to no other.
+        client_public_key, client_secret_key: the job's CURVE key; the dispatcher accepts no other.
+        batch_key: 32 random bytes in hex; both ends of a batch connection prove that they hold it.
+    """
+
+    address: str
+    server_public_key: str
+    client_public_key: str
+    client_secret_key: str
+    batch_key: str
+
+    def __repr__(self) -> str:
+        return f"ServiceAddress({self.address!r}, keys hidden)"
+
+
+def write_address_file(path: Path, service: ServiceAddress) -> None:
+    """Write the file in one step (temporary file, rename), readable by its owner alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump({"format": _FORMAT, **asdict(service)}, stream, indent=1)
+    os.replace(temporary, path)
+
+
+def parse_service(service: str) -> Path:
+    """Path of a `file:PATH` service name.
+
+    Raises:
+        ConfigError: another form.
+    """
+    scheme, _, rest = service.partition(":")
+    if scheme != "file" or not rest:
+        raise ConfigError(f"service {service!r}: the form is file:PATH, the address file of a dispatcher")
+    return Path(rest)
+
+
+def read_address_file(path: Path) -> ServiceAddress:
+    """Read and check an address file.
+
+    Raises:
+        FileNotFoundError: it does not exist (yet).
+        ServiceError: others may read it, it belongs to someone else, or it is no address file.
+    """
+    with path.open() as stream:
+        facts = os.fstat(stream.fileno())
+        if facts.st_uid not in (os.getuid(), 0) or stat.S_IMODE(facts.st_mode) & 0o077:
+            raise ServiceError(
+                f"address file {path}: owner {facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):04o}; it holds the "
+                f"job's keys and must be yours with mode 0600. Use the dispatcher's own file."
+            )
+        try:
+            fields = json.load(stream)
+            if fields.pop("format") != _FORMAT:
+                raise ServiceError(f"address file {path} has another format than {_FORMAT}: use one hetstream release")
+            return ServiceAddress(**fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ServiceError(f"address file {path} is damaged ({error}); start the dispatcher again") from error

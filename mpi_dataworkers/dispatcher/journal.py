@@ -1,0 +1,130 @@
+"""What the dispatcher remembers across its own death: SQLite in WAL mode, one commit for each burst of messages.
+
+It holds the number of starts (the high half of fencing tokens), the keys and the port, the pipeline definitions and
+what each loader has delivered. It does not hold leases or positions: the loaders are the authority on what they have,
+and say it again when they meet a restarted dispatcher. So recovery does not depend on how far the epoch is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+from mpi_dataworkers.errors import ServiceError
+from mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterConsumer
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+create table if not exists facts (name text primary key, value text not null);
+create table if not exists definitions (id text primary key, message blob not null);
+create table if not exists loaders (
+  job_name text, ordinal integer, rank integer, pid integer, host text, stats blob not null,
+  primary key (job_name, ordinal, rank, pid, host)
+);
+"""
+
+
+class Journal:
+    """The dispatcher's memory in `work_dir`; one process at a time.
+
+    Args:
+        work_dir: made with mode 0700 where it does not exist.
+
+    Raises:
+        ServiceError: another dispatcher holds the directory, or its contents are damaged.
+    """
+
+    def __init__(self, work_dir: Path) -> None:
+        work_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path = work_dir / "journal.sqlite"
+        self._lock = os.open(work_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            raise ServiceError(
+                f"work directory {work_dir} is in use by the dispatcher with process id {holder}. One dispatcher a "
+                "directory: stop that one, or give another --work-dir."
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        try:
+            self._open()
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+            os.close(self._lock)
+            raise ServiceError(
+                f"journal {self.path} is damaged: {error}. Move it away and start the dispatcher again; loaders and "
+                "data workers that still run register anew."
+            ) from error
+
+    def _open(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        self._database = sqlite3.connect(self.path, isolation_level=None)
+        try:
+            self._database.execute("pragma journal_mode=wal")
+            self._database.execute("pragma synchronous=full")
+            self._database.executescript(_SCHEMA)
+            version = self.fact("schema_version", str(_SCHEMA_VERSION))
+            if version != str(_SCHEMA_VERSION):
+                raise ValueError(f"schema version {version}, this release reads {_SCHEMA_VERSION}")
+            self.incarnation = int(self.fact("incarnation", "0")) + 1
+            self.definitions = [
+                msgspec.msgpack.decode(row[0], type=ProvideDefinition)
+                for row in self._database.execute("select message from definitions")
+            ]
+            self.begin()
+            self.set_fact("schema_version", str(_SCHEMA_VERSION))
+            self.set_fact("incarnation", str(self.incarnation))
+            self.commit()
+        except Exception:
+            self._database.close()
+            raise
+
+    def begin(self) -> None:
+        """Start a group of changes."""
+        self._database.execute("begin")
+
+    def commit(self) -> None:
+        """Make the group durable; only then may messages that rest on it leave."""
+        self._database.execute("commit")
+
+    def fact(self, name: str, default: str = "") -> str:
+        """A remembered text, or `default`."""
+        row = self._database.execute("select value from facts where name = ?", (name,)).fetchone()
+        return str(row[0]) if row else default
+
+    def set_fact(self, name: str, value: str) -> None:
+        """Remember a text."""
+        self._database.execute("insert or replace into facts values (?, ?)", (name, value))
+
+    def remember_definition(self, definition: ProvideDefinition) -> None:
+        """Remember a pipeline, so that a data worker can fetch it after a restart."""
+        blob = msgspec.msgpack.encode(definition)
+        self._database.execute("insert or replace into definitions values (?, ?)", (definition.definition_id, blob))
+
+    def remember_stats(self, consumer: RegisterConsumer, stats: LoaderStats) -> None:
+        """Remember what a loader has delivered so far."""
+        key = (consumer.job_name, consumer.ordinal, consumer.rank, consumer.pid, consumer.host)
+        blob = msgspec.msgpack.encode(stats)
+        self._database.execute("insert or replace into loaders values (?, ?, ?, ?, ?, ?)", (*key, blob))
+
+    def loaders(self) -> list[dict[str, str | int | float]]:
+        """What every loader has delivered, one flat row each."""
+        rows = self._database.execute("select * from loaders order by job_name, ordinal, rank, pid")
+        return [
+            {"job_name": name, "ordinal": ordinal, "rank": rank, "pid": pid, "host": host}
+            | msgspec.structs.asdict(msgspec.msgpack.decode(stats, type=LoaderStats))
+            for name, ordinal, rank, pid, host, stats in rows
+        ]
+
+    def close(self) -> None:
+        """Release the directory."""
+        self._database.close()
+        os.close(self._lock)

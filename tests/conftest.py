@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -18,6 +20,7 @@ from slurm_plugin.client.run import CompletedCommand, run_slurm
 from slurm_plugin.devcluster.boot import BootRequest, boot
 from slurm_plugin.devcluster.programs import host_programs, missing_programs
 from slurm_plugin.devcluster.record import ClusterRecord
+from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, prepare_root
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from slurm_plugin.devcluster.teardown import tear_down
 
@@ -76,19 +79,31 @@ class Devcluster:
 
 
 @pytest.fixture(scope="session")
-def devcluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
-    """The session's cluster: 2 GPU nodes with 4 fake GPUs, 4 CPU nodes, partitions gpu (default) and cpu."""
-    name = f"pytest-{os.getpid()}"
-    state_dir = DEFAULT_STATE_ROOT / name
-    record = boot(BootRequest(name, state_dir, ClusterShape()), host_programs(), print)
-    out_dir = Path("/tmp") / f"hetstream-{name}"
-    out_dir.mkdir()
-    out_dir.chmod(0o1777)
-    try:
-        yield Devcluster(record, record.environment(os.environ), out_dir)
-    finally:
-        tear_down(state_dir)
-        shutil.rmtree(out_dir)
+def devclusters() -> Iterator[Callable[[str], Devcluster]]:
+    """A function from a Slurm release ("host", "24.11", "26.05") to the session's cluster of it, booted on first use."""
+    with ExitStack() as undo:
+
+        @functools.cache
+        def cluster(release: str) -> Devcluster:
+            programs = (
+                host_programs() if release == "host" else prepare_root(release, DEFAULT_CACHE_DIR, print).programs()
+            )
+            name = f"pytest-{os.getpid()}-{release.replace('.', '')}"
+            record = boot(BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape()), programs, print)
+            undo.callback(tear_down, Path(record.state_dir))
+            out_dir = Path("/tmp") / f"hetstream-{name}"
+            out_dir.mkdir()
+            undo.callback(shutil.rmtree, out_dir)
+            out_dir.chmod(0o1777)
+            return Devcluster(record, record.environment(os.environ), out_dir)
+
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def devcluster(devclusters: Callable[[str], Devcluster]) -> Devcluster:
+    """The session's cluster of the host's Slurm: 2 GPU nodes with 4 fake GPUs, 4 CPU nodes, partitions gpu and cpu."""
+    return devclusters("host")
 
 
 @dataclass(frozen=True)

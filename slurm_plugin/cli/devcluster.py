@@ -15,11 +15,14 @@ from hetjob.errors import SlurmCommandError, UsageError
 from slurm_plugin.client.run import pass_through, run_slurm
 from slurm_plugin.devcluster import install, render
 from slurm_plugin.devcluster.boot import BootRequest, boot, is_live, plan_cluster
-from slurm_plugin.devcluster.programs import host_programs, missing_programs
+from slurm_plugin.devcluster.programs import SlurmPrograms, host_programs, missing_programs
 from slurm_plugin.devcluster.record import ClusterRecord, read_daemons, read_record
+from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, RELEASES, plugin_dir, prepare_root, root_of
 from slurm_plugin.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
 from slurm_plugin.devcluster.teardown import plan_teardown, tear_down
 from slurm_plugin.errors import NoCluster
+
+HOST = "host"
 
 EPILOG = """\
 examples:
@@ -40,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     p = actions.add_parser("install", help="install Debian's Slurm packages, without starting any service")
+    _add_slurm(p)
     _add_dry_run(p)
     _add_json(p)
     p.set_defaults(run=_install)
@@ -56,6 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         action="store_true",
         help="keep Slurm's own scheduler timing: heterogeneous jobs then wait up to half a minute",
     )
+    _add_slurm(p)
     p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")
     _add_dry_run(p)
     _add_json(p)
@@ -85,6 +90,18 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_slurm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--slurm",
+        choices=(HOST, *RELEASES),
+        default=HOST,
+        help="which Slurm: the one on this machine (%(default)s), or a release from a Debian root made once and cached",
+    )
+    parser.add_argument(
+        "--cache-dir", type=Path, default=DEFAULT_CACHE_DIR, metavar="DIR", help="where Debian roots are (%(default)s)"
+    )
+
+
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be done, change nothing")
 
@@ -108,23 +125,44 @@ def _print_json(facts: dict[str, Any]) -> None:
 
 
 def _install(args: argparse.Namespace) -> int:
+    needs = _needs(args)
     if args.dry_run:
-        missing = missing_programs()
         if args.json:
-            _print_json({"missing": missing, "command": list(install.INSTALL_ARGV) if missing else []})
-        elif missing:
-            print(f"not found: {', '.join(missing)}")
-            print(f"would run: {' '.join(install.INSTALL_ARGV)}")
+            _print_json({"missing": list(needs)})
         else:
-            print("nothing to install")
+            print("\n".join(needs) or "nothing to install")
         return 0
-    changed = install.install(_note)
-    programs = host_programs()
+    if not _from_root(args):
+        install.install(_note)
+    programs = _programs(args)
     if args.json:
-        _print_json({"changed": changed, "slurm_version": programs.version})
+        _print_json({"changed": bool(needs), "slurm_version": programs.version})
     else:
-        print(f"Slurm {programs.version} {'was installed' if changed else 'is there already'}")
+        print(f"Slurm {programs.version} {'was installed' if needs else 'is there already'}")
     return 0
+
+
+def _from_root(args: argparse.Namespace) -> bool:
+    """Whether the wanted Slurm comes from a Debian root: it was asked for, and the host has another or none."""
+    if args.slurm == HOST:
+        return False
+    return bool(missing_programs()) or not host_programs().version.startswith(args.slurm)
+
+
+def _programs(args: argparse.Namespace) -> SlurmPrograms:
+    """The Slurm to boot; a Debian root is made if it is wanted and not there."""
+    if _from_root(args):
+        return prepare_root(args.slurm, args.cache_dir.absolute(), _note).programs()
+    return host_programs()
+
+
+def _needs(args: argparse.Namespace) -> list[str]:
+    """What installing would do, one line each."""
+    if _from_root(args):
+        root = root_of(args.slurm, args.cache_dir.absolute())
+        return [] if root.directory.exists() else [f"would unpack Slurm {args.slurm} for Debian into {root.directory}"]
+    missing = missing_programs()
+    return [f"not found: {', '.join(missing)}; would run: {' '.join(install.INSTALL_ARGV)}"] if missing else []
 
 
 def _up(args: argparse.Namespace) -> int:
@@ -136,15 +174,17 @@ def _up(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         return _up_dry_run(request, args)
-    if args.install:
+    if args.install and not _from_root(args):
         install.install(_note)
-    record = boot(request, host_programs(), _note)
+    record = boot(request, _programs(args), _note)
     if args.json:
         _print_json(_facts(record))
         return 0
     print(f"Slurm {record.slurm_version} is up after {record.boot_s:.1f} s: {len(record.nodes)} nodes, ", end="")
     print(f"partitions {', '.join(record.partitions)} (the first is the default)")
     print(f"  export SLURM_CONF={record.slurm_conf}")
+    if record.path_prefix:
+        print(f"  export PATH={record.path_prefix}:$PATH")
     place = _place_options(args)
     print(f"  hetstream devcluster exec{place} -- sbatch --gpus=1 --wrap 'echo $CUDA_VISIBLE_DEVICES'")
     print(f"  hetstream devcluster down{place}")
@@ -159,14 +199,15 @@ def _place_options(args: argparse.Namespace) -> str:
 
 
 def _up_dry_run(request: BootRequest, args: argparse.Namespace) -> int:
-    spec = plan_cluster(request)
+    root = root_of(args.slurm, args.cache_dir.absolute()) if _from_root(args) else None
+    spec = plan_cluster(request, plugin_dir(root.directory) if root is not None and root.directory.exists() else None)
     texts = {"slurm.conf": render.slurm_conf(spec), "gres.conf": render.gres_conf(spec)}
-    missing = missing_programs()
+    needs = _needs(args)
     if args.json:
-        _print_json({"state_dir": str(spec.state_dir), "nodes": spec.nodes, "missing": missing, "files": texts})
+        _print_json({"state_dir": str(spec.state_dir), "nodes": spec.nodes, "missing": needs, "files": texts})
         return 0
-    if missing:
-        print(f"# not found: {', '.join(missing)}; would need: {' '.join(install.INSTALL_ARGV)}")
+    for need in needs:
+        print(f"# {need}")
     print(f"# would start munged, slurmctld and {len(spec.nodes)} slurmd in {spec.state_dir}")
     for name, text in texts.items():
         print(f"# {spec.state_dir}/{name}")

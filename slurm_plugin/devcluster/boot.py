@@ -5,7 +5,6 @@ and by the tests. Whatever fails or interrupts it, it removes what it made.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import random
@@ -26,6 +25,7 @@ from typing import Any
 from hetjob.errors import SlurmCommandError
 from slurm_plugin.client.run import run_slurm
 from slurm_plugin.devcluster import render
+from slurm_plugin.devcluster.lock import MACHINE, locked
 from slurm_plugin.devcluster.processes import start_ticks
 from slurm_plugin.devcluster.programs import SYSTEM_PATH, SlurmPrograms
 from slurm_plugin.devcluster.record import (
@@ -43,6 +43,7 @@ from slurm_plugin.errors import BootFailed, ClusterExists
 # Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.
 READY_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05
+LOCK_TIMEOUT_S = READY_TIMEOUT_S + 30.0
 LOG_TAIL_LINES = 15
 
 # Below the kernel's ephemeral ports, so that no outgoing connection takes one between the search and the daemons.
@@ -72,7 +73,7 @@ class BootRequest:
     tuned_scheduler: bool = True
 
 
-def plan_cluster(request: BootRequest) -> ClusterSpec:
+def plan_cluster(request: BootRequest, plugin_dir: Path | None = None) -> ClusterSpec:
     """Find free ports and give the cluster a name that no other has."""
     return ClusterSpec(
         name=request.name,
@@ -81,6 +82,7 @@ def plan_cluster(request: BootRequest) -> ClusterSpec:
         base_port=_free_ports(1 + request.shape.num_nodes),
         shape=request.shape,
         tuned_scheduler=request.tuned_scheduler,
+        plugin_dir=plugin_dir,
     )
 
 
@@ -93,9 +95,10 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
     """
     began = time.monotonic()
     _check_can_boot(request)
+    _warn(request, progress)
     with _interrupts_raise(), ExitStack() as undo:
-        with _port_lock():
-            spec = plan_cluster(request)
+        with locked(MACHINE, LOCK_TIMEOUT_S, f"starting cluster {request.name}"):
+            spec = plan_cluster(request, programs.plugin_dir)
             record = _new_record(spec, programs)
             undo.callback(tear_down, spec.state_dir)
             _make_files(spec, programs, record)
@@ -106,6 +109,26 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
         write_record(record)
         undo.pop_all()
     return record
+
+
+def _warn(request: BootRequest, progress: Progress) -> None:
+    """Say what will not stop the boot but hurt later."""
+    host = socket.gethostname()
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        # Seen on 26.05: cancelling a step then blocks slurmctld for 8 to 10 s.
+        progress(f"warning: the host name {host} does not resolve. Run: echo '127.0.0.1 {host}' >> /etc/hosts")
+    closed = first_closed(request.state_dir)
+    if closed is not None:
+        progress(f"warning: only root may enter {closed}, so jobs of other users will fail. Give another --state-dir")
+
+
+def first_closed(path: Path) -> Path | None:
+    """The first directory on the way to `path` that other users may not enter."""
+    return next(
+        (parent for parent in reversed(path.parents) if parent.exists() and not parent.stat().st_mode & 0o001), None
+    )
 
 
 def _check_can_boot(request: BootRequest) -> None:
@@ -136,7 +159,7 @@ def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
         slurm_version=programs.version,
         nodes=spec.nodes,
         partitions=tuple(group.name for group in spec.groups),
-        path_prefix="",
+        path_prefix=programs.path_prefix,
         ready=False,
         created_s=time.time(),
         boot_s=0.0,
@@ -228,8 +251,11 @@ def _daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[dict[str, A
     ]
     yield _daemon("munged", munged, log, ready_file=str(spec.munge_socket))
     yield _daemon("slurmctld", [str(programs.slurmctld), "-D", "-f", str(spec.slurm_conf)], log)
+    slurmd = [str(programs.slurmd), "-D", "-f", str(spec.slurm_conf)]
+    if programs.slurmstepd is not None:
+        slurmd += ["-d", str(programs.slurmstepd)]
     for node in spec.nodes:
-        yield _daemon(f"slurmd {node}", [str(programs.slurmd), "-D", "-f", str(spec.slurm_conf), "-N", node], log)
+        yield _daemon(f"slurmd {node}", [*slurmd, "-N", node], log)
 
 
 def _daemon(name: str, argv: list[str], log: Path, ready_file: str = "") -> dict[str, Any]:
@@ -273,7 +299,8 @@ def _count_idle(env: dict[str, str]) -> int | None:
 def _check_daemons_live(spec: ClusterSpec) -> None:
     for daemon in read_daemons(spec.state_dir):
         if daemon.exit_status is not None or not is_live(daemon):
-            raise BootFailed(f"{daemon.name} ended with {daemon.exit_status}. " + _log_tail(spec, daemon.name))
+            how = "" if daemon.exit_status is None else f" with {daemon.exit_status}"
+            raise BootFailed(f"{daemon.name} ended{how}. " + _log_tail(spec, daemon.name))
 
 
 def is_live(daemon: DaemonState) -> bool:
@@ -310,14 +337,6 @@ def _is_free(port: int) -> bool:
                 return False
             raise
     return True
-
-
-@contextmanager
-def _port_lock() -> Iterator[None]:
-    """One `up` at a time from the search for ports until the daemons listen on them."""
-    with Path("/run/lock/hetstream-devcluster").open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

@@ -6,12 +6,12 @@ It starts no service: while apt runs, Debian's own switch for that (policy-rc.d)
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slurm_plugin.devcluster.apt import has_apt, run_apt
 from slurm_plugin.devcluster.programs import missing_programs
 from slurm_plugin.errors import InstallFailed, SlurmMissing
 
@@ -22,14 +22,13 @@ UPDATE_ARGV = ("apt-get", "update", "-q")
 POLICY_FILE = Path("/usr/sbin/policy-rc.d")
 # Exit status 101 means "action forbidden" (invoke-rc.d(8)).
 POLICY_FORBIDS = 101
-OUTPUT_TAIL_LINES = 15
 
 Progress = Callable[[str], None]
 
 
 def why_not_installable() -> str:
     """Why apt cannot be used here, or nothing if it can."""
-    if shutil.which("apt-get") is None:
+    if not has_apt():
         return "this machine has no apt-get (Debian and Ubuntu only)"
     if os.geteuid() != 0:
         return f"user id {os.geteuid()} is not root"
@@ -56,34 +55,17 @@ def install(progress: Progress) -> bool:
         )
     with _no_service_starts():
         progress(f"installing {', '.join(PACKAGES)}")
-        failure = _apt(INSTALL_ARGV)
-        if failure:
+        try:
+            run_apt(INSTALL_ARGV)
+        except InstallFailed:
             # No package lists yet, or lists so old that their packages are gone.
             progress("updating apt's package lists")
-            failure = _apt(UPDATE_ARGV) or _apt(INSTALL_ARGV)
-    if failure:
-        raise InstallFailed(failure)
+            run_apt(UPDATE_ARGV)
+            run_apt(INSTALL_ARGV)
     missing = missing_programs()
     if missing:
         raise InstallFailed(f"apt installed {', '.join(PACKAGES)}, but {', '.join(missing)} is still not on PATH")
     return True
-
-
-def _apt(argv: tuple[str, ...]) -> str:
-    """Run apt and return what went wrong, or nothing."""
-    done = subprocess.run(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"},
-    )
-    if done.returncode == 0:
-        return ""
-    tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-OUTPUT_TAIL_LINES:])
-    return f"{' '.join(argv)} exited with {done.returncode}:\n{tail}"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +19,23 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class SlurmPrograms:
-    """One installed Slurm.
+    """One Slurm that can be booted.
 
     Attributes:
         version: for example `22.05.8`.
-        root: the Debian root it lives in; None is the host itself.
-        munged, slurmctld, slurmd: paths of the daemons.
+        munged, slurmctld, slurmd: the daemons.
+        slurmstepd: what slurmd shall start for a job step; None is its own default.
+        plugin_dir: where the plugins are; None is the programs' own default.
+        path_prefix: the directory that the user's PATH needs in front to find this Slurm's commands, empty if none.
     """
 
     version: str
-    root: Path | None
     munged: Path
     slurmctld: Path
     slurmd: Path
+    slurmstepd: Path | None = None
+    plugin_dir: Path | None = None
+    path_prefix: str = ""
 
 
 def search_path() -> str:
@@ -58,9 +63,13 @@ def host_programs() -> SlurmPrograms:
         )
     path = search_path()
     munged, slurmctld, slurmd = (Path(shutil.which(daemon, path=path) or daemon) for daemon in DAEMONS)
-    return SlurmPrograms(slurm_version(slurmctld), None, munged, slurmctld, slurmd)
+    return SlurmPrograms(slurm_version([str(slurmctld)]), munged, slurmctld, slurmd)
 
 
-def slurm_version(slurmctld: Path) -> str:
-    """The version that `slurmctld -V` prints, for example `22.05.8` from `slurm-wlm 22.05.8`."""
-    return run_slurm([str(slurmctld), "-V"], timeout_s=10).stdout.split()[-1]
+def slurm_version(slurmctld: Sequence[str]) -> str:
+    """The version that `slurmctld -V` prints, for example `22.05.8` from `slurm-wlm 22.05.8`.
+
+    Args:
+        slurmctld: how slurmctld is started, without options.
+    """
+    return run_slurm([*slurmctld, "-V"], timeout_s=10).stdout.split()[-1]

@@ -14,14 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_plugin.devcluster.lock import MACHINE, locked
 from slurm_plugin.devcluster.processes import Process, cluster_processes, start_ticks
-from slurm_plugin.devcluster.record import read_record
+from slurm_plugin.devcluster.record import RECORD_FILE, read_record
+from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT
 from slurm_plugin.errors import TeardownFailed
 
 # Programs of jobs get this long after SIGTERM to remove what they made outside the state directory.
 TERM_GRACE_S = 2.0
 KILL_TIMEOUT_S = 10.0
 REAP_TIMEOUT_S = 0.5
+LOCK_TIMEOUT_S = 90.0
 POLL_INTERVAL_S = 0.02
 SUPERVISOR_MODULE = "slurm_plugin.devcluster.supervisor"
 
@@ -79,8 +82,29 @@ def tear_down(state_dir: Path) -> TeardownPlan | None:
         others = [process for process in left if process not in supervisor]
         _signal(others or left, signal.SIGKILL)
         _wait_until_gone(left, REAP_TIMEOUT_S)
-    shutil.rmtree(state_dir)
+    _remove_files(state_dir)
     return plan
+
+
+def _remove_files(state_dir: Path) -> None:
+    """Remove the directory, its record last: an interrupted `down` can be run again."""
+    for entry in state_dir.iterdir():
+        if entry.name == RECORD_FILE:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    shutil.rmtree(state_dir)
+    if state_dir.parent == DEFAULT_STATE_ROOT:
+        with locked(MACHINE, LOCK_TIMEOUT_S, f"removing {state_dir}"):
+            for parent in (DEFAULT_STATE_ROOT, DEFAULT_STATE_ROOT.parent):
+                _remove_if_empty(parent)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    if not any(directory.iterdir()):
+        directory.rmdir()
 
 
 def _is_stepd(process: Process) -> bool:

@@ -1,0 +1,226 @@
+"""Debian roots: another release's Slurm with its own libraries, made once and cached.
+
+Called by the command line for `--slurm VERSION`. A root is a directory of unpacked Debian packages. Nothing is ever
+run "inside" it: a small script in front of each program starts it with the root's own dynamic loader and libraries, on
+the host's file system. Jobs therefore see the host as it is, with the user's Python and files at their own paths, and
+there is no chroot, no namespace and no mount that could be left behind. Host and root must have one architecture.
+
+It changes nothing outside the cache directory: apt works on lists, archives and a package database of its own, and no
+package script runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_plugin.devcluster.apt import has_apt, run_apt
+from slurm_plugin.devcluster.install import PACKAGES
+from slurm_plugin.devcluster.lock import locked
+from slurm_plugin.devcluster.programs import SlurmPrograms, slurm_version
+from slurm_plugin.errors import InstallFailed, SlurmMissing
+
+DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")
+
+# Which Debian release carries which Slurm.
+RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
+
+# job_submit and cli_filter plugins in Lua need it, but nothing depends on it.
+ROOT_PACKAGES = (*PACKAGES, "liblua5.1-0")
+
+DEFAULT_MIRROR = "http://deb.debian.org/debian"
+# The first name is Debian 13's.
+KEYRINGS = (
+    Path("/usr/share/keyrings/debian-archive-keyring.pgp"),
+    Path("/usr/share/keyrings/debian-archive-keyring.gpg"),
+)
+LOCK_TIMEOUT_S = 300.0
+
+WRAPPERS = "wrappers"
+PROGRAMS = (
+    *("munged", "slurmctld", "slurmd", "slurmstepd"),
+    *("munge", "sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo"),
+    *("sprio", "squeue", "sreport", "srun", "sshare", "sstat", "strigger", "unmunge"),
+)
+PARTIAL_PREFIX = ".partial-"
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SlurmRoot:
+    """A Debian root on disk.
+
+    Attributes:
+        version: Slurm's release, for example `24.11`.
+        directory: the unpacked packages.
+    """
+
+    version: str
+    directory: Path
+
+    @property
+    def wrappers(self) -> Path:
+        """Where the scripts are that start the root's programs."""
+        return self.directory / WRAPPERS
+
+    def programs(self) -> SlurmPrograms:
+        """The root's Slurm, to be booted."""
+        slurmctld = self.wrappers / "slurmctld"
+        return SlurmPrograms(
+            version=slurm_version([str(slurmctld)]),
+            munged=self.wrappers / "munged",
+            slurmctld=slurmctld,
+            slurmd=self.wrappers / "slurmd",
+            slurmstepd=self.wrappers / "slurmstepd",
+            plugin_dir=plugin_dir(self.directory),
+            path_prefix=str(self.wrappers),
+        )
+
+
+def root_of(version: str, cache_dir: Path) -> SlurmRoot:
+    """Where the root of a release is, or would be."""
+    return SlurmRoot(version, cache_dir / f"slurm-{version}-{RELEASES[version]}")
+
+
+def prepare_root(version: str, cache_dir: Path, progress: Progress) -> SlurmRoot:
+    """Return the cached root of a release, made first if it is not there.
+
+    Raises:
+        SlurmMissing: the machine lacks apt or Debian's keys.
+        InstallFailed: apt failed, or the Debian release carries another Slurm by now.
+    """
+    root = root_of(version, cache_dir)
+    if root.directory.exists():
+        return root
+    keyring = next((path for path in KEYRINGS if path.exists()), None)
+    if not has_apt():
+        raise SlurmMissing(f"Slurm {version} is made from Debian packages, and this machine has no apt-get")
+    if keyring is None:
+        raise SlurmMissing(f"Debian's keys are not in {KEYRINGS[-1]}: apt-get install debian-archive-keyring")
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with locked(cache_dir, LOCK_TIMEOUT_S, f"preparing Slurm {version}"):
+        if root.directory.exists():
+            return root
+        for stale in cache_dir.glob(f"{PARTIAL_PREFIX}*"):
+            shutil.rmtree(stale)
+        scratch = Path(tempfile.mkdtemp(prefix=PARTIAL_PREFIX, dir=cache_dir))
+        try:
+            _build(root, scratch, keyring, progress)
+        finally:
+            shutil.rmtree(scratch)
+    return root
+
+
+def _build(root: SlurmRoot, scratch: Path, keyring: Path, progress: Progress) -> None:
+    release = RELEASES[root.version]
+    progress(f"fetching Slurm {root.version} from Debian {release} into {root.directory} (30 MB, once)")
+    apt_dir, unpacked = scratch / "apt", scratch / "root"
+    for directory in (apt_dir / "lists" / "partial", apt_dir / "archives" / "partial", unpacked):
+        directory.mkdir(parents=True)
+    # An empty package database: apt then fetches every dependency down to the C library.
+    (apt_dir / "status").touch()
+    (apt_dir / "sources.list").write_text(f"deb [signed-by={keyring}] {_mirror()} {release} main\n")
+    options = _apt_options(apt_dir)
+    run_apt(["apt-get", *options, "update"])
+    run_apt(["apt-get", *options, "install", "-y", "--no-install-recommends", "--download-only", *ROOT_PACKAGES])
+    for archive in sorted((apt_dir / "archives").glob("*.deb")):
+        run_apt(["dpkg-deb", "-x", str(archive), str(unpacked)])
+    for unused in ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/perl", "usr/lib/systemd"):
+        shutil.rmtree(unpacked / unused, ignore_errors=True)
+    version = slurm_version(_start_argv(_find_program(unpacked, "slurmctld"), loader(unpacked)))
+    if not version.startswith(root.version):
+        raise InstallFailed(
+            f"Debian {release} carries Slurm {version} by now, not {root.version}. "
+            "Use another --slurm version, or the host's own"
+        )
+    _write_wrappers(unpacked, root)
+    # mkdtemp makes directories that only root may enter.
+    unpacked.chmod(0o755)
+    os.rename(unpacked, root.directory)
+
+
+def _apt_options(apt_dir: Path) -> list[str]:
+    """Point apt at its own lists, archives and database, and at nothing of the host but its network settings."""
+    settings = {
+        "Dir::Etc::SourceList": apt_dir / "sources.list",
+        "Dir::Etc::SourceParts": "/dev/null",
+        "Dir::Etc::Preferences": "/dev/null",
+        "Dir::Etc::PreferencesParts": "/dev/null",
+        "Dir::State": apt_dir,
+        "Dir::State::Lists": apt_dir / "lists",
+        "Dir::State::status": apt_dir / "status",
+        "Dir::Cache": apt_dir,
+        "Dir::Cache::Archives": apt_dir / "archives",
+        # The user _apt cannot write to the scratch directory.
+        "APT::Sandbox::User": "root",
+        "Acquire::Languages": "none",
+    }
+    return ["-q", *(word for key, value in settings.items() for word in ("-o", f"{key}={value}"))]
+
+
+def _mirror() -> str:
+    """The Debian mirror of the host's own apt sources, or Debian's default one."""
+    lines = run_apt(["apt-get", "indextargets", "--format", "$(ORIGIN)|$(REPO_URI)|$(RELEASE)|$(COMPONENT)"])
+    return mirror_from(lines)
+
+
+def mirror_from(indextargets: str) -> str:
+    """The mirror in what `apt-get indextargets` printed as ORIGIN|REPO_URI|RELEASE|COMPONENT lines."""
+    for line in indextargets.splitlines():
+        origin, uri, release, component = line.split("|")
+        if origin == "Debian" and component == "main" and "-" not in release:
+            return uri.rstrip("/")
+    return DEFAULT_MIRROR
+
+
+def loader(directory: Path) -> Path:
+    """The dynamic loader of the root in `directory`."""
+    found = sorted(directory.glob("usr/lib/*/ld-linux*.so.*"))
+    if not found:
+        raise InstallFailed(f"{directory} holds no dynamic loader (usr/lib/*/ld-linux*.so.*): remove it and try again")
+    return found[0]
+
+
+def plugin_dir(directory: Path) -> Path:
+    """Where Debian puts Slurm's plugins."""
+    return loader(directory).parent / "slurm-wlm"
+
+
+def wrapper(program: Path, loader_path: Path) -> str:
+    """The script that starts a program of the root.
+
+    `--argv0` lets a program that starts itself anew (scontrol reconfigure) find this script. The library path goes to
+    this one process only: a job's own programs run with the host's libraries.
+    """
+    start, *rest = _start_argv(program, loader_path)
+    return f'#!/bin/sh\nexec {start} --argv0 "$0" {" ".join(rest)} "$@"\n'
+
+
+def _start_argv(program: Path, loader_path: Path) -> list[str]:
+    libraries = f"{loader_path.parent}:{loader_path.parent}/slurm-wlm"
+    return [str(loader_path), "--library-path", libraries, str(program)]
+
+
+def _write_wrappers(unpacked: Path, root: SlurmRoot) -> None:
+    """A wrapper for each program of Slurm and munge, under its plain name."""
+    final_loader = root.directory / loader(unpacked).relative_to(unpacked)
+    (unpacked / WRAPPERS).mkdir()
+    for name in PROGRAMS:
+        program = _find_program(unpacked, name)
+        script = unpacked / WRAPPERS / name
+        script.write_text(wrapper(root.directory / program.relative_to(unpacked), final_loader))
+        script.chmod(0o755)
+
+
+def _find_program(unpacked: Path, name: str) -> Path:
+    # Debian calls the daemons slurmctld-wlm and so on; a script of the package would link the plain name to it.
+    for directory in ("usr/bin", "usr/sbin"):
+        for candidate in (unpacked / directory / f"{name}-wlm", unpacked / directory / name):
+            if candidate.is_file():
+                return candidate
+    raise InstallFailed(f"the packages hold no program {name}: {', '.join(ROOT_PACKAGES)}")

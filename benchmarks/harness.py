@@ -279,7 +279,11 @@ def rows_of(
     present = {system.name for system in systems}
     for metric in metrics:
         for case in metric.cases:
-            rows += [_measured(results, system, metric, case) for system in systems if system.takes(case)]
+            rows += [
+                _measured(results, system, metric, case)
+                for system in systems
+                if _applies(results, system, metric, case)
+            ]
             rows += [
                 _ratio(results, target)
                 for target in targets
@@ -288,10 +292,16 @@ def rows_of(
     return rows
 
 
+def _applies(results: Results, system: System, metric: Metric, case: str) -> bool:
+    """A system that ran without this metric has none (a memory copy has no producer); one that did not run says why."""
+    own = [sample for (of_case, name, _), sample in results.samples.items() if (of_case, name) == (case, system.name)]
+    return system.takes(case) and (not own or any(metric.key in sample for sample in own))
+
+
 def _measured(results: Results, system: System, metric: Metric, case: str) -> Row:
     values = tuple(results.of(case, system.name, metric.key).values())
     if not values:
-        reason = system.missing or results.failures.get(system.name) or "no such measurement in this system"
+        reason = system.missing or results.failures.get(system.name, "its client printed no sample of this case")
         return Row(case, system.name, None, metric.unit, note=reason)
     note = f"failed later: {results.failures[system.name]}" if system.name in results.failures else ""
     spread = (min(values), max(values))

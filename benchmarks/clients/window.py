@@ -71,13 +71,13 @@ def measure(
     Raises:
         ValueError: a batch has another size or other bytes than the producer was given.
     """
-    expected = int(payload(shape).reshape(-1)[::PAGE_BYTES].sum())
+    expected = touch(payload(shape))
     size = prod(shape)
 
     def receive() -> None:
-        flat = as_array(next(batches)).reshape(-1)
-        if flat.nbytes != size or int(flat[::PAGE_BYTES].sum()) != expected:
-            raise ValueError(f"{case}: received {flat.nbytes} bytes that are not the batch of {size} bytes sent")
+        array = as_array(next(batches))
+        if array.nbytes != size or touch(array) != expected:
+            raise ValueError(f"{case}: received {array.nbytes} bytes that are not the batch of {size} bytes sent")
 
     warm_until = time.perf_counter() + request.warmup_s
     receive()
@@ -99,9 +99,15 @@ def measure(
         "gb_per_s": gigabytes / (now - start),
         "batches_per_s": count / (now - start),
         "client_cpu_s_per_gb": client_s / gigabytes,
-        "producer_cpu_s_per_gb": producers_s / gigabytes,
     }
+    if children:
+        sample["producer_cpu_s_per_gb"] = producers_s / gigabytes
     print(json.dumps(sample), flush=True)
+
+
+def touch(array: np.ndarray) -> int:
+    """Read one byte of each page and return their sum."""
+    return int(array.reshape(-1)[::PAGE_BYTES].sum())
 
 
 def descendants() -> list[int]:

@@ -1,0 +1,165 @@
+"""One client for the overhead benchmark: JPEG decode, random resized crop, flip and default collate, by one of
+three loaders on one set of cores. The dataset, the transform and the batches are the same for all of them.
+
+The trainer does no training: it reads a byte of each page of a batch and asks for the next, so that every CPU cycle
+left over by the loader goes into images.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from benchmarks.clients.service import running
+from benchmarks.clients.window import cpu_seconds, descendants, touch
+from mpi_dataworkers.sources.images import ImageFolder
+from mpi_dataworkers.sources.transforms import RandomResizedCrop
+
+BATCH_SIZE = 64
+# One pass over a small folder is shorter than the window; passes are chained so that no epoch ends inside it.
+PASSES = 10_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """One case.
+
+    Attributes:
+        workers: data worker processes; for the in-process loop, independent loops that share nothing.
+        cores: where all processes of the system run.
+    """
+
+    workers: int
+    cores: list[int]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the harness asks.
+
+    Attributes:
+        cases: case -> Options.
+        root: folder of JPEG files.
+        batches: timed batches a case; all systems make the same ones.
+        warmup: untimed batches before them.
+    """
+
+    cases: dict[str, dict[str, Any]]
+    root: str
+    batches: int
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Images in the window, its length and the CPU time of the process and its children in it."""
+
+    images: int
+    seconds: float
+    cpu_s: float
+
+
+def file_class(name: str) -> str:
+    """Take the class from `n02087394_Rhodesian_ridgeback.JPEG`."""
+    return name.split("_")[0]
+
+
+def images(root: str) -> Dataset[Any]:
+    """The dataset of every system."""
+    folder: Any = ImageFolder(root, label_of=file_class, transform=RandomResizedCrop(224))
+    return ConcatDataset([folder] * PASSES)
+
+
+def timed(loader: Iterable[Any], request: Request) -> Timing:
+    """Iterate: the warm-up, then the window, which begins and ends with the arrival of a batch."""
+    batches = iter(loader)
+    for _ in range(request.warmup):
+        touch(next(batches)[0].numpy())
+    children = descendants()
+    cpu, start = time.process_time() + cpu_seconds(children), time.perf_counter()
+    count = 0
+    for _ in range(request.batches):
+        batch = next(batches)[0].numpy()
+        touch(batch)
+        count += len(batch)
+    end = time.perf_counter()
+    return Timing(count, end - start, time.process_time() + cpu_seconds(children) - cpu)
+
+
+def in_process(request: Request, options: Options) -> list[Timing]:
+    """Run torch's DataLoader without workers; with N workers, N such loops at once in N processes."""
+    if options.workers == 1:
+        return [timed(DataLoader(images(request.root), BATCH_SIZE), request)]
+    context = multiprocessing.get_context("fork")
+    with context.Pool(options.workers, _one_loop, (context.Barrier(options.workers),)) as pool:
+        return pool.map(partial(_loop, request), range(options.workers), chunksize=1)
+
+
+_started: Any = None
+
+
+def _one_loop(barrier: Any) -> None:
+    global _started
+    _started = barrier
+
+
+def _loop(request: Request, _number: int) -> Timing:
+    """One of several loops. They start together; each makes the same batches."""
+    torch.set_num_threads(1)
+    _started.wait(60)
+    return timed(DataLoader(images(request.root), BATCH_SIZE), request)
+
+
+def torch_loader(request: Request, options: Options) -> list[Timing]:
+    """Run torch's DataLoader with worker processes."""
+    return [timed(DataLoader(images(request.root), BATCH_SIZE, num_workers=options.workers), request)]
+
+
+def hetstream(request: Request, options: Options) -> list[Timing]:
+    """Run hetstream's dispatcher, data workers and loader."""
+    from mpi_dataworkers import DataLoader as StreamingLoader  # here: the peers of this client do without
+
+    with ExitStack() as stack:
+        service = stack.enter_context(running(processes=options.workers, cores=set(options.cores)))
+        loader = StreamingLoader(images(request.root), BATCH_SIZE, seed=0, service=service, job_name="overhead")
+        stack.callback(loader.close)
+        return [timed(loader, request)]
+
+
+SYSTEMS: dict[str, Callable[[Request, Options], list[Timing]]] = {
+    "in-process": in_process,
+    "torch": torch_loader,
+    "hetstream": hetstream,
+}
+
+
+def main() -> None:
+    """Measure every case of the request with the system of the first argument."""
+    request = Request(**json.loads(sys.argv[-1]))
+    torch.set_num_threads(1)
+    for case, given in request.cases.items():
+        options = Options(**given)
+        os.sched_setaffinity(0, options.cores)
+        timings = SYSTEMS[sys.argv[1]](request, options)
+        total = sum(timing.images for timing in timings)
+        sample = {
+            "case": case,
+            "images_per_s": sum(timing.images / timing.seconds for timing in timings),
+            "cpu_ms_per_image": 1000 * sum(timing.cpu_s for timing in timings) / total,
+        }
+        print(json.dumps(sample), flush=True)
+
+
+if __name__ == "__main__":
+    main()

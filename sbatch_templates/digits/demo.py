@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +28,14 @@ import report
 
 HERE = Path(__file__).resolve().parent
 SLURM_OUT = "digits-*.out"  # train.sbatch's --output
-COMMAND_OUT = "command.out"
-COMMAND_ERR = "command.err"
+LOCAL_OUT = "digits-local.out"
 LOCAL_DATA_WORKERS = 2  # as in train.sbatch
 # Each takes a few seconds on an idle machine; these end a run that hangs.
 COMMAND_TIMEOUT_S = 90.0
 RUN_TIMEOUT_S = 150.0
 KILL_AFTER_S = 15.0
 POLL_INTERVAL_S = 0.2
+JOB_POLL_INTERVAL_S = 0.5
 _START = time.monotonic()
 
 
@@ -113,46 +113,58 @@ def why_no_cluster() -> str | None:
     return f"Slurm is not installed: {', '.join(facts['missing'])} missing" if facts["missing"] else None
 
 
-def run_and_follow(argv: list[str], folder: Path, output: str) -> tuple[str, str, float]:
-    """Run a training command in `folder` and print the program's output as it comes.
+def follow(ended: Callable[[], bool], folder: Path, output: str, interval_s: float) -> float:
+    """Print a program's output as it comes, until `ended` says so; returns the seconds that took.
 
     Args:
-        argv: The command.
-        folder: Where it runs.
-        output: Pattern of the file in `folder` that the program's output goes to.
-
-    Returns:
-        What the command printed, the program's output, and the seconds from start to end.
+        ended: Asked every `interval_s` seconds.
+        folder: Where the program runs.
+        output: Pattern of the file in `folder` that its output goes to.
+        interval_s: See `ended`.
     """
-    say(f"$ cd {os.path.relpath(folder)} && {shlex.join(argv)}")
     begin = time.monotonic()
-    shown = 0
-    with open(folder / COMMAND_OUT, "wb") as stdout, open(folder / COMMAND_ERR, "wb") as stderr:
-        process = subprocess.Popen(argv, cwd=folder, stdout=stdout, stderr=stderr, start_new_session=True)
-        try:
-            ended = False
-            while not ended:
-                ended = process.poll() is not None
-                text = read_all(folder, output)
-                whole = text.rfind("\n") + 1
-                for line in text[shown:whole].splitlines():
-                    print(f"          | {line}", flush=True)
-                shown = max(shown, whole)
-                if time.monotonic() - begin > RUN_TIMEOUT_S:
-                    raise DemoError(
-                        f"{shlex.join(argv)}: no end after {RUN_TIMEOUT_S:.0f} s; its output is in {folder}"
-                    )
-                if not ended:
-                    time.sleep(POLL_INTERVAL_S)
-        finally:
-            end_group(process)
-    elapsed_s = time.monotonic() - begin
-    printed, errors = read_all(folder, COMMAND_OUT), read_all(folder, COMMAND_ERR)
+    shown, last, elapsed_s = 0, False, 0.0
+    while True:
+        text = read_all(folder, output)
+        whole = text.rfind("\n") + 1
+        for line in text[shown:whole].splitlines():
+            print(f"          | {line}", flush=True)
+        shown = max(shown, whole)
+        if last:
+            return elapsed_s
+        last = ended()
+        elapsed_s = time.monotonic() - begin
+        if elapsed_s > RUN_TIMEOUT_S:
+            raise DemoError(f"no end after {RUN_TIMEOUT_S:.0f} s; the output is in {folder}")
+        if not last:
+            time.sleep(interval_s)
+
+
+def run_job(where: Place, submit: list[str], folder: Path) -> tuple[str, report.Run, tuple[report.Component, ...]]:
+    """Submit a batch script and follow its job to the end: job id, run, components."""
+    say(f"$ cd {os.path.relpath(folder)} && {shlex.join(submit)}")
+    job_id = command([*where.prefix, *submit], cwd=folder).split()[0].partition(";")[0]
+    show = [*where.prefix, "scontrol", "show", "job", "-o", job_id]
+    # Not sbatch --wait: it looks only every half minute when a job takes longer than a few seconds.
+    elapsed_s = follow(lambda: not report.active(command(show)), folder, SLURM_OUT, JOB_POLL_INTERVAL_S)
+    shown = command(show)
+    if not report.completed(shown):
+        raise DemoError(f"job {job_id} failed:\n{shown}\n{read_all(folder, SLURM_OUT)}")
+    return job_id, report.read_output(read_all(folder, SLURM_OUT), elapsed_s), report.components_of(shown)
+
+
+def run_program(argv: list[str], folder: Path) -> report.Run:
+    """Run a command here and follow it to its end."""
+    say(f"$ cd {os.path.relpath(folder)} && {shlex.join(argv)}")
+    with open(folder / LOCAL_OUT, "wb") as output:
+        process = subprocess.Popen(argv, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+    try:
+        elapsed_s = follow(lambda: process.poll() is not None, folder, LOCAL_OUT, POLL_INTERVAL_S)
+    finally:
+        end_group(process)
     if process.returncode != 0:
-        raise DemoError(
-            f"{shlex.join(argv)}: exit code {process.returncode}; {folder} has its output\n{errors}{printed}"
-        )
-    return printed, read_all(folder, output), elapsed_s
+        raise DemoError(f"{shlex.join(argv)}: exit code {process.returncode}:\n{read_all(folder, LOCAL_OUT)}")
+    return report.read_output(read_all(folder, LOCAL_OUT), elapsed_s)
 
 
 def read_all(folder: Path, pattern: str) -> str:
@@ -184,10 +196,8 @@ def run_folder(work_dir: Path, name: str) -> Path:
 def plain_run(where: Place, folder: Path, program: list[str]) -> report.Run:
     """The script without hetstream, on the same cluster."""
     if where.backend == "slurm":
-        _, output, elapsed_s = run_and_follow([*where.prefix, "sbatch", "--wait", "train.sbatch"], folder, SLURM_OUT)
-    else:
-        _, output, elapsed_s = run_and_follow(program, folder, COMMAND_OUT)
-    return report.read_output(output, elapsed_s)
+        return run_job(where, ["sbatch", "--parsable", "train.sbatch"], folder)[1]
+    return run_program(program, folder)
 
 
 def streamed_run(
@@ -195,30 +205,18 @@ def streamed_run(
 ) -> tuple[report.Run, tuple[report.Component, ...], dict[str, Any]]:
     """The script with hetstream: the run, the components it had, and hetstream's summary."""
     if where.backend == "slurm":
-        submit = ["hetstream", "sbatch", "--parsable", "--wait", "train.sbatch"]
-        printed, output, elapsed_s = run_and_follow([*where.prefix, *submit], folder, SLURM_OUT)
-        job_id = printed.split()[0].partition(";")[0]
-        components = report.components_of(command([*where.prefix, "scontrol", "show", "job", "-o", job_id]))
-        summary = json.loads((folder / f"hetstream-{job_id}" / "summary.json").read_text())
+        job_id, run, components = run_job(where, ["hetstream", "sbatch", "--parsable", "train.sbatch"], folder)
+        summary = folder / f"hetstream-{job_id}" / "summary.json"
     else:
-        local = [
-            "hetstream",
-            "run",
-            "--data-workers",
-            str(LOCAL_DATA_WORKERS),
-            "--json",
-            "summary.json",
-            "--",
-            *program,
-        ]
-        _, output, elapsed_s = run_and_follow(local, folder, COMMAND_OUT)
+        workers = ["--data-workers", str(LOCAL_DATA_WORKERS)]
+        run = run_program(["hetstream", "run", *workers, "--json", "summary.json", "--", *program], folder)
         here = os.uname().nodename
         components = (
             report.Component("trainer", 1, 1, 0, here),
             report.Component("data_workers", 1, LOCAL_DATA_WORKERS, 0, here),
         )
-        summary = json.loads((folder / "summary.json").read_text())
-    return report.read_output(output, elapsed_s), components, summary
+        summary = folder / "summary.json"
+    return run, components, json.loads(summary.read_text())
 
 
 def demo(work_dir: Path, force_local: bool) -> report.Result:
@@ -268,7 +266,10 @@ def main() -> int:
     try:
         result = demo(args.work_dir.absolute(), args.local)
     except DemoError as error:
-        print(f"demo: {error}", file=sys.stderr)
+        # When removing the cluster failed too, the first failure is the one to read.
+        for failure in (error.__context__, error):
+            if isinstance(failure, DemoError):
+                print(f"demo: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
         print(f"demo: stopped ({interrupt or 'SIGINT'})", file=sys.stderr)

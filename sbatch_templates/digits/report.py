@@ -223,9 +223,10 @@ def verdict(result: Result) -> str:
     if abs(difference) < 0.05:
         speed = "Training took as long with hetstream as without it"
     else:
-        speed = f"Training took {abs(difference):.0%} {'longer' if difference > 0 else 'less time'} with hetstream than without"
+        how = "longer" if difference > 0 else "less time"
+        speed = f"Training took {abs(difference):.0%} {how} with hetstream than without"
     return (
         f"{speed}.\n"
-        f"Every node is the same {result.machine_cpus} cores here, so data workers add no CPU to the trainer's: the demo\n"
-        "shows that the parts work together, not a gain in speed."
+        f"Every node is the same {result.machine_cpus} cores here, so data workers add no CPU to the trainer's:\n"
+        "the demo shows that the parts work together, not a gain in speed."
     )

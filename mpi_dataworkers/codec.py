@@ -40,7 +40,7 @@ def decode(frame: Buffer) -> AnyMessage:
     view = memoryview(frame)
     if view.nbytes < len(_PREFIX) or bytes(view[:3]) != _MAGIC:
         raise ProtocolError(
-            f"{view.nbytes} bytes starting {bytes(view[:8])!r} are no hetstream message: it would start with {_MAGIC!r}."
+            f"{view.nbytes} bytes starting {bytes(view[:8])!r} are no hetstream message, which starts with {_MAGIC!r}"
         )
     if view[3] != PROTOCOL_VERSION:
         raise ProtocolError(
@@ -92,7 +92,8 @@ def split(frames: Sequence[Buffer], places: Sequence[tuple[int, int, int]]) -> l
     views = [memoryview(frame).cast("B") if memoryview(frame).nbytes else memoryview(b"") for frame in frames]
     result = []
     for frame, offset, num_bytes in places:
-        if not (0 <= frame < len(views) and 0 <= offset and 0 <= num_bytes and offset + num_bytes <= views[frame].nbytes):
+        inside = 0 <= frame < len(views) and min(offset, num_bytes) >= 0
+        if not inside or offset + num_bytes > views[frame].nbytes:
             have = [view.nbytes for view in views]
             raise ProtocolError(
                 f"a batch names {num_bytes} bytes at {offset} of frame {frame}, but its frames have {have} bytes: "

@@ -1,9 +1,9 @@
 """Every setting that the data plane reads from the environment, in one place. No other module reads `os.environ`.
 
-    HETSTREAM_SERVICE        file:PATH of the dispatcher's address file
-    HETSTREAM_JOB_NAME       name under which the ranks of one program meet (default: from Slurm or torchrun)
-    HETSTREAM_BUFFER_BYTES   bytes of finished batches a loader holds ahead of the training loop (default 512 MiB)
-    HETSTREAM_HOOK           1 while the start-up hook is active
+HETSTREAM_SERVICE        file:PATH of the dispatcher's address file
+HETSTREAM_JOB_NAME       name under which the ranks of one program meet (default: from Slurm or torchrun)
+HETSTREAM_BUFFER_BYTES   bytes of finished batches a loader holds ahead of the training loop (default 512 MiB)
+HETSTREAM_HOOK           1 while the start-up hook is active
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ class Identity:
         rank: 0-based rank.
         world_size: number of ranks.
         job_name: common to all ranks of one program run, and to no other run.
+        is_named: the user gave the name; else it was made from Slurm's or torchrun's variables.
     """
 
     rank: int
     world_size: int
     job_name: str
+    is_named: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -84,10 +86,11 @@ def identity_from_environment(
                 known = (rank, size)
                 break
     rank, world_size = known or (0, 1)
-    name = job_name or environ.get("HETSTREAM_JOB_NAME")
-    if not name:
-        parts = [environ.get(key, "") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")]
-        name = ".".join(part for part in parts if part) or "local"
-        if world_size == 1:
-            name = f"{name}.{uuid.uuid4().hex[:12]}"  # nobody has to meet here, so nobody can collide
+    given = job_name if job_name is not None else environ.get("HETSTREAM_JOB_NAME")
+    if given is not None:
+        return Identity(rank, world_size, given, is_named=True)
+    variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
+    name = ".".join(environ[key] for key in variables if environ.get(key)) or "local"
+    if world_size == 1:
+        name = f"{name}.{uuid.uuid4().hex[:12]}"  # nobody has to meet here, so nobody can collide
     return Identity(rank, world_size, name)

@@ -119,7 +119,7 @@ class ProvideDefinition(Message, frozen=True):
 
 
 class OpenEpoch(Message, frozen=True):
-    """Begin (or, after a dispatcher's restart, continue) a pass. `num_steps` is -1 while the sampler's end is unknown."""
+    """Begin a pass, or continue it with a restarted dispatcher; `num_steps` -1 while the sampler's end is unknown."""
 
     session: Session
     num_steps: int
@@ -157,6 +157,7 @@ class CloseEpoch(Message, frozen=True):
     """The pass ended, by count or because the program left the loop."""
 
     session_id: str
+    consumed: int
     stats: LoaderStats
 
 

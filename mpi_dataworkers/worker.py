@@ -182,7 +182,7 @@ class DataWorker:
             indices = indices_of(lease, step)
             batch = pipeline.make_batch(indices, session.seed, session.epoch)
             spec, buffers = flatten(batch)
-        except Exception as error:  # user code may raise anything; it travels to the trainer in the batch's place
+        except Exception as error:  # noqa: BLE001, user code may raise anything; it travels in the batch's place
             _log.info("session=%s step=%d failed: %r", session.session_id, step, error)
             return describe_failure(error, session.session_id, step, lease.token), []
         frames, places = fuse(buffers)
@@ -210,7 +210,7 @@ class DataWorker:
     def _run_control(self) -> None:
         try:
             self._talk()
-        except Exception as error:  # the thread's boundary: the main thread raises it
+        except Exception as error:  # noqa: BLE001, the thread's boundary: the main thread raises it
             self._failure = error
         finally:
             self._leases.put(None)
@@ -302,12 +302,12 @@ def indices_of(lease: GrantLease, step: int) -> Indices:
 def describe_failure(error: Exception, session_id: str, step: int, token: int) -> BatchFailed:
     """Put an exception of user code into a message: its type by name, its text, and where it happened."""
     sample_index = -1
-    if isinstance(error, SampleError) and isinstance(error.__cause__, Exception):
-        sample_index, error = error.sample_index, error.__cause__
-    kind = type(error)
-    text = str(error)
-    remote = "".join(traceback.format_exception(kind, error, error.__traceback__))
-    return BatchFailed(session_id, step, token, (kind.__module__, kind.__qualname__), text, remote, sample_index)
+    cause: BaseException = error
+    if isinstance(error, SampleError):
+        sample_index, cause = error.sample_index, error.user_error()
+    kind = type(cause)
+    remote = "".join(traceback.format_exception(kind, cause, cause.__traceback__))
+    return BatchFailed(session_id, step, token, (kind.__module__, kind.__qualname__), str(cause), remote, sample_index)
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def run_data_workers(address_file: Path, num_processes: int) -> int:
     early_deaths = 0
     failed = False
 
-    def on_signal(number: int, _: object) -> None:
+    def on_signal(_: int, __: object) -> None:
         nonlocal stopping
         stopping = True
         for pid in children:
@@ -388,9 +388,9 @@ def _child_main(service: ServiceAddress, worker_id: str, replaces: str, parent: 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
         worker.run()
     except HetstreamError as error:
-        print(f"hetstream worker: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.stderr.write(f"hetstream worker: {type(error).__name__}: {error}\n")
         return 1
-    except Exception:  # the process's boundary: say it, and let the parent see the code
+    except Exception:  # noqa: BLE001, the process's boundary: say it, and let the parent see the code
         traceback.print_exc()
         return 2
     return 0

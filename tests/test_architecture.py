@@ -20,7 +20,7 @@ MAY_IMPORT = {
 HOMES = {
     "zmq": ("mpi_dataworkers/transports/zmq.py",),
     "mpi4py": ("mpi_dataworkers/transports/mpi.py",),
-    "torch": ("mpi_dataworkers/loader.py", "mpi_dataworkers/ops/", "checkpoint/flash/"),
+    "torch": ("mpi_dataworkers/loader/", "mpi_dataworkers/ops/", "checkpoint/flash/"),
     "h5py": ("mpi_dataworkers/sources/",),
     "PIL": ("mpi_dataworkers/sources/",),
     "horovod": ("mpi_dataworkers/horovod.py",),

@@ -364,6 +364,8 @@ class DispatcherState:
     def _close_epoch(self, peer: str, message: CloseEpoch, _: float) -> list[Instruction]:
         consumer = self.consumers[peer]
         consumer.stats = message.stats
+        if message.session_id in self.sessions:
+            self.sessions[message.session_id].consumed = message.consumed
         return [RememberStats(consumer.registration, message.stats), *self._end_session(message.session_id)]
 
     def _leave_consumer(self, peer: str, message: LeaveConsumer, _: float) -> list[Instruction]:

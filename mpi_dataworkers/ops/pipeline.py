@@ -33,6 +33,10 @@ class SampleError(Exception):
         super().__init__(sample_index)
         self.sample_index = sample_index
 
+    def user_error(self) -> BaseException:
+        """The exception that user code raised."""
+        return self.__cause__ or self
+
 
 @dataclass(frozen=True)
 class Pipeline:

@@ -1,0 +1,26 @@
+"""The start-up hook: gives torch's DataLoader in an unmodified program the streaming behaviour.
+
+`environment` makes a Python process find `path/sitecustomize.py` at its start; that calls `patch.install`, which
+changes one method of torch's DataLoader when the program imports torch. Without those variables nothing happens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+_HOOK_DIRECTORY = str(Path(__file__).with_name("path"))
+
+
+def environment(service: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables under which `python train.py` streams.
+
+    Args:
+        service: `file:PATH` of the dispatcher's address file, or None for the same batches made in process.
+        environ: the environment they are added to; its PYTHONPATH is kept behind the hook.
+    """
+    inherited = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    paths = [_HOOK_DIRECTORY, *(entry for entry in inherited if entry != _HOOK_DIRECTORY)]
+    variables = {"HETSTREAM_HOOK": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return variables | ({"HETSTREAM_SERVICE": service} if service else {})

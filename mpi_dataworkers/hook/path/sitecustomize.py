@@ -1,0 +1,34 @@
+"""Runs at the start of a Python process whose PYTHONPATH names this directory; see `mpi_dataworkers.hook`.
+
+Must never stop a program: where hetstream is not installed it says so once and lets the program run locally. A
+`sitecustomize` that this one hides is run as if it were not hidden.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+
+def _run_hidden() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if os.environ.get("HETSTREAM_HOOK") == "1":
+    try:
+        from mpi_dataworkers.hook.patch import install
+    except ImportError:
+        if importlib.util.find_spec("torch") is not None:
+            print(
+                f"hetstream: not installed for {sys.executable}; its DataLoaders stay local. "
+                f"Install it there: {sys.executable} -m pip install hetstream",
+                file=sys.stderr,
+            )
+    else:
+        install()
+
+_run_hidden()

@@ -1,0 +1,5 @@
+"""The loader: what the training program iterates. See `data_loader.py`; `unmodified.py` serves torch's own class."""
+
+from mpi_dataworkers.loader.data_loader import DataLoader
+
+__all__ = ["DataLoader"]

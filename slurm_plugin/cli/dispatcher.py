@@ -1,0 +1,45 @@
+"""`hetstream dispatcher`: run the dispatcher of a job in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from pathlib import Path
+
+from hetjob.errors import UsageError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "dispatcher",
+        help=summary,
+        description="Hand out steps to data workers until SIGTERM. Started again with the same arguments it recovers "
+        "and keeps its address.",
+    )
+    parser.add_argument("--bind", required=True, metavar="tcp://HOST:PORT", help="address to bind; port 0 finds one")
+    parser.add_argument("--work-dir", required=True, type=Path, metavar="DIR", help="directory of the journal")
+    parser.add_argument(
+        "--address-file",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="gets address and keys, mode 0600",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    from mpi_dataworkers.dispatcher.server import serve
+
+    scheme, _, rest = args.bind.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"--bind {args.bind!r}: the form is tcp://HOST:PORT, for example tcp://127.0.0.1:0")
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    serve(args.bind, args.work_dir, args.address_file, stopping.is_set)
+    return 0

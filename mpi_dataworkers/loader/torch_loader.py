@@ -9,15 +9,16 @@ import torch.distributed
 import torch.utils.data
 
 from mpi_dataworkers.config import Identity
+from mpi_dataworkers.horovod import horovod_identity
 from mpi_dataworkers.loader.stream import Stream
 from mpi_dataworkers.ops.pipeline import Pipeline
 
 
 def distributed_identity() -> tuple[int, int] | None:
-    """Rank and world size of torch.distributed, when the program has initialised it."""
+    """Rank and world size of torch.distributed or Horovod, when the program has initialised one."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return None
+    return horovod_identity()
 
 
 def why_not_streamable(loader: Any) -> str | None:

@@ -1,0 +1,132 @@
+"""Horovod: the adapter with a stand-in, and two real ranks that share a loader (marker mpi)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mpi_dataworkers.errors import ConfigError
+from mpi_dataworkers.horovod import horovod_identity
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_SAMPLES = 101  # odd, so that the two ranks' last steps differ in size
+NUM_EPOCHS = 2
+
+TRAIN = """
+import json
+import sys
+
+import horovod.torch as hvd
+import torch
+
+from mpi_dataworkers import DataLoader
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return {num_samples}
+
+    def __getitem__(self, index):
+        return torch.tensor([index / {num_samples}]), torch.tensor([(index / {num_samples}) ** 2]), index
+
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+epochs = []
+with DataLoader(Squares(), batch_size=8, shuffle=True, seed=3, job_name="squares") as loader:
+    for epoch in range({num_epochs}):
+        epochs.append([])
+        for values, squares, ids in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(values), squares).backward()
+            optimizer.step()
+            epochs[-1].append(ids.tolist())
+    stats = loader.stats()
+weights = [value.tolist() for value in model.state_dict().values()]
+with open(f"{{sys.argv[1]}}/rank{{hvd.rank()}}.json", "w") as file:
+    json.dump({{"epochs": epochs, "weights": weights, "local_steps": stats["local_steps"], "size": hvd.size()}}, file)
+hvd.shutdown()
+"""
+
+
+class StandIn(ModuleType):
+    """What the adapter asks of `horovod.torch`."""
+
+    def __init__(self, identity: tuple[int, int] | None) -> None:
+        super().__init__("horovod.torch")
+        self.is_initialized = lambda: identity is not None
+        self.rank = lambda: identity and identity[0]
+        self.size = lambda: identity and identity[1]
+
+
+def test_without_horovod_there_is_no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)
+    assert horovod_identity({"HOROVOD_SIZE": "2"}) is None
+
+
+def test_an_initialised_horovod_says_who_we_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod.torch", StandIn((3, 4)))
+    assert horovod_identity({}) == (3, 4)
+
+
+def test_a_loader_before_init_is_refused_among_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod.torch", StandIn(None))
+    assert horovod_identity({}) is None
+    assert horovod_identity({"OMPI_COMM_WORLD_SIZE": "1"}) is None
+    with pytest.raises(ConfigError, match=r"HOROVOD_SIZE=2\): call hvd\.init\(\) first"):
+        horovod_identity({"HOROVOD_SIZE": "2"})
+
+
+@pytest.fixture(scope="module")
+def horovod_bin() -> Path:
+    """The `bin` folder of a virtual environment with horovod: this one, or the one that `.ci/install-horovod` makes."""
+    venvs = [Path(sys.prefix), Path(os.environ.get("HETSTREAM_HOROVOD_VENV", ROOT / ".venv-horovod"))]
+    for venv in venvs:
+        python = venv / "bin" / "python"
+        if (
+            python.exists()
+            and subprocess.run([python, "-c", "import horovod.torch"], capture_output=True).returncode == 0
+        ):
+            return venv / "bin"
+    pytest.skip(f"horovod is not importable in {' or '.join(map(str, venvs))}: .ci/install-horovod builds it")
+
+
+@pytest.mark.mpi
+def test_two_ranks_share_every_epoch_exactly(horovod_bin: Path, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(TRAIN.format(num_samples=NUM_SAMPLES, num_epochs=NUM_EPOCHS))
+    launch = [horovod_bin / "horovodrun", "--gloo", "-np", "2", "-H", "localhost:2"]
+    argv = [
+        horovod_bin / "hetstream",
+        "run",
+        "--data-workers",
+        "2",
+        "--",
+        *launch,
+        horovod_bin / "python",
+        program,
+        tmp_path,
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["size"] for rank in ranks] == [2, 2]
+    assert [rank["local_steps"] for rank in ranks] == [0, 0], "the batches did not come from the data workers"
+    for epoch in range(NUM_EPOCHS):
+        steps = [rank["epochs"][epoch] for rank in ranks]
+        assert len(steps[0]) == len(steps[1])
+        ids = Counter(index for rank in steps for batch in rank for index in batch)
+        assert ids == Counter(range(NUM_SAMPLES))
+    assert ranks[0]["epochs"][0] != ranks[0]["epochs"][1]
+    assert ranks[0]["weights"] == ranks[1]["weights"]

@@ -38,8 +38,11 @@ from hetjob.sbatch_options import (
 from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, OPTIONS, JobSpec
 
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
-# Decoding JPEG at 224 px takes about 0.5 GB a process with its prefetched batches; 2G leaves room for large samples.
+# One process per CPU: Python with its libraries, the dataset, and a few finished batches of large images.
 _DATA_WORKER_MB_PER_CPU = 2048
+# Where Slurm wants memory per node, data workers are packed onto nodes in groups of at most this many CPUs: any CPU
+# node has that many, and no group asks for more memory than such a node carries.
+_CPUS_PER_GROUP = 16
 
 
 class JobArrayNotSupported(ConversionError):
@@ -131,10 +134,12 @@ def convert(
             "Add --data-worker-partition=NAME; see the names with: sinfo -s"
         )
     overrides, changes = _trainer(spec, script, options)
-    worker = _worker_options(spec, options, partition)
+    worker = _worker_options(spec, partition)
+    worker_mb = _worker_mb(spec, options)
     components = [Component(0, "trainer", tuple(words_of(overrides)))]
     if spec.data_workers_min:
-        words = (*worker, f"--ntasks={spec.data_workers_min}")
+        memory = _component_memory(spec, worker_mb, per_node=options.has("mem"))
+        words = (*worker, f"--ntasks={spec.data_workers_min}", *memory)
         components.append(Component(1, "data_workers", words))
         changes.append(
             Change(
@@ -160,7 +165,7 @@ def convert(
     return HetPlan(
         components=tuple(components),
         changes=tuple(changes),
-        master_options=tuple(_master_options(spec, worker, options)),
+        master_options=tuple(_master_options(spec, (*worker, *_memory_per_cpu(spec, worker_mb)), options)),
         sbatch_options=(*words_of(outside), *words_of(item for item in overrides if item.name in given_outside)),
     )
 
@@ -338,20 +343,40 @@ def _srun_cpus_per_task(script: str) -> tuple[int, int] | None:
     return largest
 
 
-def _worker_options(spec: JobSpec, options: SbatchOptions, partition: str) -> list[str]:
+def _worker_options(spec: JobSpec, partition: str) -> list[str]:
     """sbatch options that every data worker needs, in component 1 and as a companion."""
     words = [f"--partition={partition}", f"--cpus-per-task={spec.data_worker_cpus}"]
-    asked = megabytes(spec.data_worker_mem) if spec.data_worker_mem else None
-    if asked is None and options.has("mem", "mem-per-cpu", "mem-per-gpu"):
-        # Slurm copies --mem to later components: without a value of their own, data workers would get the trainer's.
-        asked = float(_DATA_WORKER_MB_PER_CPU * spec.data_worker_cpus)
-    if asked is not None:
-        words.append(f"--mem-per-cpu={memory_words(asked / spec.data_worker_cpus)}")
     for option_name in ("constraint", "account", "qos"):
         value = getattr(spec, f"data_worker_{option_name}")
         if value is not None:
             words.append(f"--{option_name}={value}")
     return words
+
+
+def _worker_mb(spec: JobSpec, options: SbatchOptions) -> float | None:
+    """Memory of one data worker in MB; None leaves it to the partition, as the script leaves its own."""
+    if spec.data_worker_mem:
+        return megabytes(spec.data_worker_mem)
+    if options.has("mem", "mem-per-cpu", "mem-per-gpu"):
+        return float(_DATA_WORKER_MB_PER_CPU * spec.data_worker_cpus)
+    return None
+
+
+def _memory_per_cpu(spec: JobSpec, worker_mb: float | None) -> list[str]:
+    return [f"--mem-per-cpu={memory_words(worker_mb / spec.data_worker_cpus)}"] if worker_mb else []
+
+
+def _component_memory(spec: JobSpec, worker_mb: float | None, *, per_node: bool) -> list[str]:
+    """Memory options of component 1.
+
+    Slurm copies `--mem` (per node) from component 0 to later ones and refuses `--mem-per-cpu` beside it ("mutually
+    exclusive"). A script with `--mem` therefore needs a size per node, and with it a known number of tasks per node.
+    """
+    if not per_node or worker_mb is None:
+        return _memory_per_cpu(spec, worker_mb)
+    nodes = min(spec.data_workers_min, math.ceil(spec.data_workers_min * spec.data_worker_cpus / _CPUS_PER_GROUP))
+    per_group = math.ceil(spec.data_workers_min / nodes)
+    return [f"--ntasks-per-node={per_group}", f"--mem={memory_words(worker_mb * per_group)}"]
 
 
 def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions) -> list[str]:

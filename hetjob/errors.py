@@ -1,10 +1,12 @@
 """Errors of the job side; the base classes come from `mpi_dataworkers.errors`.
 
-    HetstreamError
-    ├── UsageError
-    │   ├── DirectiveError       a `#HETSTREAM` line is wrong (with its line number)
-    │   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
-    └── SlurmCommandError        a Slurm command failed: argv, exit code, stdout, stderr
+HetstreamError
+├── UsageError
+│   ├── DirectiveError       a `#HETSTREAM` line is wrong (with its line number)
+│   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
+├── MasterError              the job master did not start
+├── ProgramNotFound          the user's program, or hetstream's own command, is not there
+└── SlurmCommandError        a Slurm command failed: argv, exit code, stdout, stderr
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from collections.abc import Sequence
 
 from mpi_dataworkers.errors import HetstreamError, UsageError
 
-__all__ = ["ConversionError", "DirectiveError", "HetstreamError", "SlurmCommandError", "UsageError"]
+__all__ = [
+    "ConversionError",
+    "DirectiveError",
+    "HetstreamError",
+    "MasterError",
+    "ProgramNotFound",
+    "SlurmCommandError",
+    "UsageError",
+]
 
 
 class DirectiveError(UsageError):
@@ -22,6 +32,14 @@ class DirectiveError(UsageError):
 
 class ConversionError(UsageError):
     """The script asks for something that a heterogeneous job cannot do."""
+
+
+class MasterError(HetstreamError):
+    """The job master, or the dispatcher that it starts, did not come up."""
+
+
+class ProgramNotFound(HetstreamError):
+    """A program that should be started does not exist or cannot be run."""
 
 
 class SlurmCommandError(HetstreamError):

@@ -48,11 +48,9 @@ def _block(plan: HetPlan, program: Sequence[str]) -> list[str]:
     start = _words((*program, "master", "start", *plan.master_options))
     block += [
         "# Start the job master. If it cannot start, the script goes on and the trainer loads its own data.",
-        f"if _hetstream=$({start}); then",
-        '  eval "$_hetstream"',
-        "else",
+        f"_hetstream=$({start}) ||",
         '  echo "hetstream: no job master, so no data workers: the trainer loads its own data" >&2',
-        "fi",
+        'eval "$_hetstream"',
         "unset _hetstream",
         _END,
     ]

@@ -64,9 +64,26 @@ def test_an_srun_line_with_its_own_cpus_keeps_them() -> None:
 
 def test_data_workers_get_memory_when_the_script_talks_of_memory() -> None:
     assert plan_of("-c4").components[1].options == ("--partition=cpu", "--cpus-per-task=4", "--ntasks=2")
-    assert "--mem-per-cpu=2G" in plan_of("-c4 --mem=64G").components[1].options
+    assert plan_of("-c4 --mem-per-cpu=1G").components[1].options[-1] == "--mem-per-cpu=2G"
     spec = JobSpec(2, 2, data_worker_cpus=3, data_worker_partition="cpu", data_worker_mem="10G")
-    assert "--mem-per-cpu=3414M" in plan_of("-c4 --mem=64G", spec=spec).components[1].options
+    assert plan_of("-c4 --mem-per-gpu=1G", spec=spec).components[1].options[-1] == "--mem-per-cpu=3414M"
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "memory"),
+    [
+        (2, 4, ("--ntasks-per-node=2", "--mem=16G")),
+        (9, 4, ("--ntasks-per-node=3", "--mem=24G")),
+        (3, 40, ("--ntasks-per-node=1", "--mem=80G")),
+    ],
+)
+def test_memory_per_node_of_the_script_is_not_copied_to_data_workers(
+    workers: int, cpus: int, memory: tuple[str, ...]
+) -> None:
+    spec = JobSpec(workers, workers + 1, data_worker_cpus=cpus, data_worker_partition="cpu")
+    plan = plan_of("-c4 --mem=200G", spec=spec)
+    assert plan.components[1].options[-2:] == memory
+    assert plan.master_options[-1] == "--mem-per-cpu=2G"
 
 
 def test_constraint_account_and_qos_of_data_workers() -> None:

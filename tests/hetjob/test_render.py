@@ -62,7 +62,8 @@ def test_the_block_in_real_shells(tmp_path: Path, shell: str, flags: str, master
     program = tmp_path / "het stream" / "hetstream"
     if master != "is missing":
         program.parent.mkdir()
-        program.write_text(f"#!/bin/sh\necho \"export SERVICE='file:a b'\"\nexit {int(master == 'fails')}\n")
+        answer = "echo \"export SERVICE='file:a b'\"" if master == "works" else "exit 1"
+        program.write_text(f"#!/bin/sh\n{answer}\n")
         program.chmod(0o755)
     script = '#!/bin/sh\necho "service=${SERVICE:-none} args=$*"\nexit 7'
     text = render(script, convert(JobSpec(1, 1), script, "x", default_partition="p"), (str(program),))

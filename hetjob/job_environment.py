@@ -1,0 +1,81 @@
+"""What Slurm tells a batch script about its job. The one reader of SLURM_ variables on the job side; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetjob.errors import MasterError
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """The job that a process runs in.
+
+    Attributes:
+        job_id: of the leader.
+        job_name: as squeue shows it.
+        node: name of this host in Slurm (`SLURMD_NODENAME`).
+        submit_dir: where sbatch was called.
+        het_size: number of components; 1 for an ordinary job.
+        restarts: how often Slurm has requeued the job.
+    """
+
+    job_id: str
+    job_name: str
+    node: str
+    submit_dir: Path
+    het_size: int
+    restarts: int
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> JobEnvironment:
+        """Read it from the environment of a batch script or step.
+
+        Raises:
+            MasterError: this is no Slurm job.
+        """
+        missing = [name for name in ("SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_SUBMIT_DIR") if not environ.get(name)]
+        if missing:
+            raise MasterError(
+                f"{', '.join(missing)} is not set: the job master runs inside a batch job. "
+                "Submit the script with: hetstream sbatch SCRIPT"
+            )
+        return cls(
+            job_id=environ["SLURM_JOB_ID"],
+            job_name=environ.get("SLURM_JOB_NAME", "job"),
+            node=environ["SLURMD_NODENAME"],
+            submit_dir=Path(environ["SLURM_SUBMIT_DIR"]),
+            het_size=int(environ.get("SLURM_HET_SIZE") or 1),
+            restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        )
+
+    @property
+    def directory(self) -> Path:
+        """The job's directory. A requeued job starts over, so it gets one of its own for each start."""
+        again = f"-restart-{self.restarts}" if self.restarts else ""
+        return self.submit_dir / ".hetstream" / f"job-{self.job_id}{again}"
+
+
+def plain_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that an ordinary job has and a heterogeneous one lacks.
+
+    Slurm gives a heterogeneous job's batch script `SLURM_CPUS_PER_TASK_HET_GROUP_0` but no `SLURM_CPUS_PER_TASK`
+    (seen on 22.05), on which the user's script may count.
+    """
+    own = ((re.fullmatch(r"(SLURM_\w+)_HET_GROUP_0", name), value) for name, value in environ.items())
+    return {match[1]: value for match, value in own if match and match[1] not in environ}
+
+
+def export_variables(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """What lets variables reach the tasks of `srun` in a job submitted with `--export=NONE` or a list.
+
+    Such a job has `SLURM_EXPORT_ENV`, and srun passes on only what it names.
+    """
+    before = environ.get("SLURM_EXPORT_ENV")
+    if before is None or before.split(",")[0] == "ALL":
+        return {}
+    kept = [name for name in before.split(",") if name not in ("NONE", "NIL", "")]
+    return {"SLURM_EXPORT_ENV": ",".join([*kept, *names])}

@@ -1,0 +1,1 @@
+"""The job master: one control process per job. `state.py` decides, `server.py` acts."""

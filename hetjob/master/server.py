@@ -1,0 +1,244 @@
+"""The job master's I/O: start it from the batch script, serve until the job ends, leave nothing behind.
+
+Called by `hetstream master start` (in the batch script) and `hetstream master serve` (in a job step of its own).
+Slurm kills what a batch script leaves running without a warning, but gives steps SIGTERM and `KillWait` seconds: in a
+step the master has the time to end the data workers, keep the summary and remove the keys. Decisions are in `state.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetjob.errors import MasterError
+from hetjob.job_environment import JobEnvironment, export_variables
+from hetjob.master.state import MasterState, Phase
+from hetjob.ports import Child, SlurmClient
+from hetjob.processes import signals_held, start_child
+from hetjob.service import Service, make_private, read_summary, summary_line
+
+log = logging.getLogger(__name__)
+
+# A step starts in a fraction of a second; Python from a busy shared file system may take many.
+_START_LIMIT_S = 60.0
+_POLL_S = 0.05
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class MasterConfig:
+    """What the converted script asks of the job master.
+
+    Attributes:
+        program: how hetstream is called on every host: words, the first an absolute path.
+        data_workers: in component 1.
+        data_worker_cpus: CPUs, and processes, of each.
+        companions: data workers to submit as companion jobs.
+        companion_options: sbatch options of a companion.
+    """
+
+    program: tuple[str, ...]
+    data_workers: int
+    data_worker_cpus: int
+    companions: int = 0
+    companion_options: tuple[str, ...] = ()
+
+    def words(self) -> list[str]:
+        """The same as arguments of `hetstream master serve`."""
+        words = [f"--data-workers={self.data_workers}", f"--data-worker-cpus={self.data_worker_cpus}"]
+        return [*words, f"--companions={self.companions}", "--", *self.companion_options]
+
+
+def start(
+    config: MasterConfig,
+    client: SlurmClient,
+    environ: Mapping[str, str],
+    hook_environment: Callable[[str], Mapping[str, str]],
+    limit_s: float = _START_LIMIT_S,
+) -> dict[str, str]:
+    """Start the job master in a step of its own and wait until the dispatcher can be reached.
+
+    Args:
+        config: what to start.
+        client: Slurm.
+        environ: of the batch script.
+        hook_environment: gives the variables that make a program stream from a service.
+        limit_s: how long to wait.
+
+    Returns:
+        The variables that the batch script must export.
+
+    Raises:
+        MasterError: it did not come up; nothing of it is left.
+        SlurmCommandError: the step could not be started.
+    """
+    job = JobEnvironment.read(environ)
+    try:
+        make_private(job.directory)
+    except OSError as error:
+        raise MasterError(
+            f"the job's directory {job.directory} cannot be made: {error.strerror}. Submit from a directory that you "
+            "can write to and that all hosts share"
+        ) from error
+    master_log = job.directory / "master.log"
+    options = ["--het-group=0"] if job.het_size > 1 else []
+    # --overlap: the step takes nothing from the steps of the user's script.
+    options += ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
+    options += ["--gres=none", "--job-name=hetstream"]
+    step = client.start_step(options, [*config.program, "master", "serve", *config.words()], master_log, outlive=True)
+    address_file = _address_file(job)
+    deadline = time.monotonic() + limit_s
+    while not address_file.exists():
+        ended = step.poll()
+        if ended is not None or time.monotonic() > deadline:
+            step.terminate()
+            how = f"its step ended with {ended}" if ended is not None else f"no dispatcher within {limit_s:g} s"
+            raise MasterError(f"the job master did not start: {how}. See {master_log}")
+        time.sleep(_POLL_S)
+    variables = dict(hook_environment(f"file:{address_file}"))
+    return variables | export_variables(environ, variables)
+
+
+def export_lines(variables: Mapping[str, str]) -> str:
+    """Shell text that exports variables."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+
+
+def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str]) -> int:
+    """Run the service of this job until SIGTERM.
+
+    Returns:
+        0: how the service ended is in the log, and no reason to fail a job.
+    """
+    job = JobEnvironment.read(environ)
+    address_file = _address_file(job)
+    launcher = SlurmLauncher(config, client, job, _reachable_address(client, job))
+    service = Service(MasterState(config.data_workers, config.companions), launcher, address_file)
+    with signals_held(_STOP_SIGNALS):
+        service.begin()
+        try:
+            while service.phase is not Phase.ENDED:
+                received = service.wait(_STOP_SIGNALS)
+                if received is not None:
+                    service.stop(f"signal {received.si_signo}: the job ends")
+        finally:
+            if service.phase is not Phase.ENDED:
+                service.finish("the job master fails")
+            _tidy(job)
+    return 0
+
+
+def _tidy(job: JobEnvironment) -> None:
+    """Keep the summary and the logs; remove the address file and the journal, which hold the job's keys."""
+    work_dir = _work_dir(job)
+    summary = read_summary(work_dir)
+    if summary:
+        (job.directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    log.info("job=%s summary: %s", job.job_id, summary_line(summary))
+    _address_file(job).unlink(missing_ok=True)
+    shutil.rmtree(work_dir, ignore_errors=True)
+
+
+def _address_file(job: JobEnvironment) -> Path:
+    return job.directory / "address"
+
+
+def _work_dir(job: JobEnvironment) -> Path:
+    return job.directory / "dispatcher"
+
+
+def _reachable_address(client: SlurmClient, job: JobEnvironment) -> str:
+    """An IP address of this host that other hosts reach: the one Slurm itself uses.
+
+    Raises:
+        MasterError: Slurm's address of this node does not resolve.
+    """
+    name = client.node_address(job.node)
+    try:
+        return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise MasterError(
+            f"NodeAddr={name} of node {job.node} does not resolve: {error}. Check: scontrol show node {job.node}"
+        ) from error
+
+
+class SlurmLauncher:
+    """Starts the dispatcher here, data workers as steps of component 1, and companions as jobs.
+
+    Args:
+        config: what the script asks for.
+        client: Slurm.
+        job: this job.
+        address: IP address for the dispatcher.
+    """
+
+    def __init__(self, config: MasterConfig, client: SlurmClient, job: JobEnvironment, address: str) -> None:
+        self._config = config
+        self._client = client
+        self._job = job
+        self._address = address
+        self._companion_job: str | None = None
+
+    def dispatcher(self) -> Child:
+        """Start it with the same arguments every time, so that it recovers."""
+        words = ["dispatcher", "--bind", f"tcp://{self._address}:0", "--work-dir", str(_work_dir(self._job))]
+        words += ["--address-file", str(_address_file(self._job))]
+        return start_child([*self._config.program, *words], log=self._job.directory / "dispatcher.log")
+
+    def data_worker(self, index: int) -> Child:
+        """One step a data worker: when one dies, only its own step is started again."""
+        options = [
+            "--het-group=1",
+            "--exact",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--cpus-per-task={self._config.data_worker_cpus}",
+        ]
+        # All steps share the component's memory: without --mem=0 the first would take it all.
+        options += ["--mem=0", "--kill-on-bad-exit=0", "--job-name=data-worker"]
+        return self._client.start_step(options, self._worker_words(), self._job.directory / f"data-worker-{index}.log")
+
+    def submit_companions(self, count: int) -> None:
+        """Submit one job array: its tasks come and go alone."""
+        job_id = self._job.job_id
+        options = [
+            *self._config.companion_options,
+            "--nodes=1",
+            "--ntasks=1",
+            f"--array=0-{count - 1}",
+            f"--dependency=after:{job_id}",
+            "--kill-on-invalid-dep=yes",
+            f"--comment=hets:trainer={job_id}",
+            f"--job-name={self._job.job_name}-data-worker",
+            f"--chdir={self._job.submit_dir}",
+            f"--output={self._job.directory}/companion-%a.log",
+            "--open-mode=append",
+        ]
+        script = f"#!/bin/sh\nexec {shlex.join(self._worker_words())}\n"
+        self._companion_job = self._client.submit(script, options)
+        log.info("job=%s companions=%d submitted as job=%s", job_id, count, self._companion_job)
+
+    def cancel_companions(self) -> None:
+        """Cancel the array, pending and running tasks."""
+        if self._companion_job is not None:
+            self._client.cancel(self._companion_job)
+            log.info("job=%s companions job=%s cancelled", self._job.job_id, self._companion_job)
+
+    def _worker_words(self) -> Sequence[str]:
+        service = f"file:{_address_file(self._job)}"
+        return [
+            *self._config.program,
+            "worker",
+            "--service",
+            service,
+            "--processes",
+            str(self._config.data_worker_cpus),
+        ]

@@ -1,0 +1,69 @@
+"""What the job side needs from outside: Slurm, and processes it can stop. `slurm_plugin.client` implements both.
+
+The protocols cut the cycle between the packages: `hetjob` never imports `slurm_plugin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+class Child(Protocol):
+    """A process that was started and can be stopped; `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id on this host."""
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+
+    def kill(self) -> None:
+        """End it (SIGKILL)."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a plan is checked against.
+
+    Attributes:
+        partitions: names of all partitions that the user can see.
+        default_partition: where jobs go that name none; None when the cluster has no default.
+        scheduler: `SchedulerType`, such as `sched/backfill`.
+    """
+
+    partitions: frozenset[str]
+    default_partition: str | None
+    scheduler: str | None
+
+
+class SlurmClient(Protocol):
+    """The Slurm commands that jobs need. Every method raises `SlurmCommandError` when the command fails."""
+
+    def cluster(self) -> Cluster:
+        """Partitions and scheduler of the cluster."""
+
+    def submit(self, script: str, options: Sequence[str]) -> str:
+        """Submit a batch script and return its job id."""
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job and all its array tasks; one that has ended already is no error."""
+
+    def node_address(self, node: str) -> str:
+        """The address (`NodeAddr`) under which other nodes reach this one."""
+
+    def start_step(self, options: Sequence[str], command: Sequence[str], log: Path, *, outlive: bool = False) -> Child:
+        """Start a step of the job that this process belongs to, and return without waiting for it.
+
+        Args:
+            options: of srun. What the surrounding batch script or step asked for does not count here.
+            command: the program and its arguments.
+            log: file that its output is appended to.
+            outlive: let the step live on when this process ends; otherwise it is ended too.
+        """

@@ -1,0 +1,86 @@
+"""Child processes that cannot outlive their parent, and waiting for signals.
+
+Used by the job master and the local backend. It never decides when a child starts or stops; `hetjob.service` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a child between fork and exec must not load libraries
+
+
+def start_child(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    foreground: bool = False,
+    death_signal: signal.Signals | None = signal.SIGTERM,
+) -> subprocess.Popen[bytes]:
+    """Start a program that, unless told otherwise, gets a signal when this process dies, however it dies.
+
+    Args:
+        argv: the program and its arguments.
+        env: its environment; None means this process's own.
+        log: file that its output is appended to; None shares this process's output.
+        foreground: keep the terminal, so that Ctrl-C reaches it. Otherwise it gets a session of its own and no input.
+        death_signal: what it gets when this process dies; None lets it live on.
+
+    Raises:
+        OSError: the program could not be started.
+    """
+    output = None if log is None else log.open("ab")
+    try:
+        return subprocess.Popen(
+            list(argv),
+            env=None if env is None else dict(env),
+            stdin=None if foreground else subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=not foreground,
+            preexec_fn=_before_exec(os.getpid(), death_signal),
+        )
+    finally:
+        if output is not None:
+            output.close()
+
+
+def _before_exec(parent: int, death_signal: signal.Signals | None) -> Callable[[], None]:
+    """What the child does between fork and exec."""
+
+    def prepare() -> None:
+        if death_signal is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+            if os.getppid() != parent:  # the parent died before prctl: the signal will never come
+                os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent blocks what it waits for; a program expects none
+
+    return prepare
+
+
+@contextmanager
+def signals_held(signals: Collection[signal.Signals]) -> Iterator[None]:
+    """Hold these signals, and SIGCHLD, for `next_signal` instead of acting on them. Main thread only."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*signals, signal.SIGCHLD})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def next_signal(signals: Collection[signal.Signals], timeout_s: float) -> signal.struct_siginfo | None:
+    """Wait for one of the held signals, or for a child that ends, or until the time is over.
+
+    Returns:
+        The signal, or None for a child or the end of the time.
+    """
+    received = signal.sigtimedwait({*signals, signal.SIGCHLD}, max(0.0, timeout_s))
+    return None if received is None or received.si_signo == signal.SIGCHLD else received

@@ -1,0 +1,221 @@
+"""Run a dispatcher and its data workers: carry out what `hetjob.master.state` decides, report what happened to it.
+
+Shared by the job master (children are job steps) and the local backend (children are processes). All processes and
+clocks of both are here; no decision is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Protocol
+
+from hetjob.master.state import (
+    DISPATCHER,
+    Begin,
+    ChildEnded,
+    ClockReached,
+    DispatcherReady,
+    Event,
+    Finish,
+    Instruction,
+    MasterState,
+    Phase,
+    StartDataWorker,
+    StartDispatcher,
+    StopAll,
+    StopRequested,
+    SubmitCompanions,
+    data_worker,
+)
+from hetjob.ports import Child
+from hetjob.processes import next_signal
+from mpi_dataworkers.errors import HetstreamError
+
+log = logging.getLogger(__name__)
+
+_READY_POLL_S = 0.05  # the address file is looked for this often, only until it is there
+_LONGEST_WAIT_S = 5.0  # children wake the loop at once; this only bounds the cost of a missed wake-up
+_GRACE_S = 10.0  # a dispatcher writes its summary and data workers finish their batch; then SIGKILL
+
+
+class Launcher(Protocol):
+    """How the children of one service are started."""
+
+    def dispatcher(self) -> Child:
+        """Start the dispatcher."""
+
+    def data_worker(self, index: int) -> Child:
+        """Start one data worker."""
+
+    def submit_companions(self, count: int) -> None:
+        """Submit companion jobs."""
+
+    def cancel_companions(self) -> None:
+        """Cancel them, if there are any."""
+
+
+class Service:
+    """The running service of one job.
+
+    Args:
+        state: decides.
+        launcher: starts.
+        address_file: what the dispatcher writes when it is ready.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        state: MasterState,
+        launcher: Launcher,
+        address_file: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._launcher = launcher
+        self._address_file = address_file
+        self._clock = clock
+        self._children: dict[str, Child] = {}
+        self._ended: list[ChildEnded] = []
+        self._kill_at: float | None = None
+        self._act: dict[type[Instruction], Callable[[Any], None]] = {
+            StartDispatcher: self._start_dispatcher,
+            StartDataWorker: self._start_data_worker,
+            SubmitCompanions: self._submit_companions,
+            StopAll: self._stop_all,
+            Finish: lambda _: None,
+        }
+
+    @property
+    def phase(self) -> Phase:
+        """Where the service is in its life."""
+        return self._state.phase
+
+    def begin(self) -> None:
+        """Start the dispatcher; the rest follows in `wait`."""
+        self._handle(Begin())
+
+    def stop(self, reason: str) -> None:
+        """Ask everything to end; keep calling `wait` until the phase is ENDED."""
+        self._handle(StopRequested(reason))
+
+    def finish(self, reason: str) -> None:
+        """Stop, and return when nothing is left running. Children that ignore SIGTERM are killed after the grace."""
+        self.stop(reason)
+        while self.phase is not Phase.ENDED:
+            self.wait(())
+
+    def wait(
+        self, signals: Collection[signal.Signals], limit_s: float = _LONGEST_WAIT_S
+    ) -> signal.struct_siginfo | None:
+        """Wait until something happens and see to it.
+
+        Args:
+            signals: held signals to report to the caller.
+            limit_s: return after this long at the latest.
+
+        Returns:
+            The signal that came, or None.
+        """
+        received = next_signal(signals, self._timeout_s(limit_s))
+        if self.phase is Phase.STARTING and self._address_file.exists():
+            self._handle(DispatcherReady())
+        self._reap()
+        now = self._clock()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            for name, child in self._children.items():
+                log.warning("%s pid=%d did not end within %g s of SIGTERM: killing it", name, child.pid, _GRACE_S)
+                child.kill()
+        due = self._state.next_due()
+        if due is not None and now >= due:
+            self._handle(ClockReached())
+        return received
+
+    def _timeout_s(self, limit_s: float) -> float:
+        times = [time_s for time_s in (self._state.next_due(), self._kill_at) if time_s is not None]
+        timeout_s = min([limit_s, *(time_s - self._clock() for time_s in times)])
+        if self.phase is Phase.STARTING:
+            timeout_s = min(timeout_s, _READY_POLL_S)
+        return 0.0 if self._ended else timeout_s
+
+    def _handle(self, event: Event) -> None:
+        for instruction in self._state.handle(event, self._clock()):
+            log.debug("%s -> %s", event, instruction)
+            self._act[type(instruction)](instruction)
+
+    def _reap(self) -> None:
+        for name, child in list(self._children.items()):
+            returncode = child.poll()
+            if returncode is not None:
+                del self._children[name]
+                self._ended.append(ChildEnded(name, returncode))
+        ended, self._ended = self._ended, []
+        for event in ended:
+            expected = self.phase is Phase.STOPPING
+            log.log(logging.DEBUG if expected else logging.WARNING, "%s ended with %d", event.name, event.returncode)
+            self._handle(event)
+
+    def _start_dispatcher(self, instruction: StartDispatcher) -> None:
+        self._start(DISPATCHER, instruction.reason, self._launcher.dispatcher)
+
+    def _start_data_worker(self, instruction: StartDataWorker) -> None:
+        index = instruction.index
+        self._start(data_worker(index), instruction.reason, lambda: self._launcher.data_worker(index))
+
+    def _start(self, name: str, reason: str, start: Callable[[], Child]) -> None:
+        try:
+            child = start()
+        except (HetstreamError, OSError) as error:
+            # Handled like an end: the state machine tries again later, and the log says why.
+            log.error("%s could not be started: %s", name, error)
+            self._ended.append(ChildEnded(name, 1))
+            return
+        self._children[name] = child
+        log.info("%s pid=%d started: %s", name, child.pid, reason)
+
+    def _submit_companions(self, instruction: SubmitCompanions) -> None:
+        try:
+            self._launcher.submit_companions(instruction.count)
+        except HetstreamError as error:
+            # The job runs on without them: companions are extra hands.
+            log.error("companions=%d could not be submitted: %s", instruction.count, error)
+
+    def _stop_all(self, instruction: StopAll) -> None:
+        log.info("stopping: %s", instruction.reason)
+        self._kill_at = self._clock() + _GRACE_S
+        for child in self._children.values():
+            child.terminate()
+        try:
+            self._launcher.cancel_companions()
+        except HetstreamError as error:
+            log.error("companions could not be cancelled: %s", error)
+
+
+def read_summary(work_dir: Path) -> dict[str, Any]:
+    """The dispatcher's `summary.json`; empty when it left none (it was killed)."""
+    try:
+        summary = json.loads((work_dir / "summary.json").read_text())
+    except (OSError, ValueError) as error:
+        log.warning("no summary in %s: %s", work_dir, error)
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def summary_line(summary: dict[str, Any]) -> str:
+    """The summary's numbers on one line, for a log or a terminal."""
+    flat = {name: value for name, value in summary.items() if isinstance(value, (int, float, str))}
+    return ", ".join(f"{name}={value}" for name, value in flat.items()) or "no summary"
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only its owner can enter: it will hold the keys of a job."""
+    directory.mkdir(parents=True, exist_ok=True)
+    os.chmod(directory, 0o700)

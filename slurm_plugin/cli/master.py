@@ -1,0 +1,59 @@
+"""`hetstream master start|serve`: the job master of a converted script. Users do not call it; scripts do."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+from hetjob.errors import HetstreamError
+from hetjob.job_environment import plain_variables
+from hetjob.master.server import MasterConfig, export_lines, serve, start
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.program import own_program
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser("master", help=summary, description="The job master of a converted script.")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for action, text, run in (
+        ("start", "start it in a job step and print the variables for the script to export", _start),
+        ("serve", "run the dispatcher and the data workers until SIGTERM", _serve),
+    ):
+        p = actions.add_parser(action, help=text, description=text)
+        p.add_argument("--data-workers", type=int, required=True, metavar="N", help="in component 1")
+        p.add_argument("--data-worker-cpus", type=int, required=True, metavar="N", help="CPUs of each data worker")
+        p.add_argument("--companions", type=int, default=0, metavar="N", help="data workers to submit as jobs")
+        p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
+        p.set_defaults(run=run)
+
+
+def _config(args: argparse.Namespace) -> MasterConfig:
+    return MasterConfig(
+        program=own_program(),
+        data_workers=args.data_workers,
+        data_worker_cpus=args.data_worker_cpus,
+        companions=args.companions,
+        companion_options=tuple(args.companion_options),
+    )
+
+
+def _start(args: argparse.Namespace) -> int:
+    from mpi_dataworkers.hook import environment
+
+    # Printed first: the script needs them even if the master does not start.
+    sys.stdout.write(export_lines(plain_variables(os.environ)))
+    try:
+        variables = start(_config(args), CommandSlurm(), os.environ, environment)
+    except HetstreamError as error:
+        logging.getLogger(__name__).debug("hetstream master start failed", exc_info=True)
+        print(f"hetstream: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    sys.stdout.write(export_lines(variables))
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    return serve(_config(args), CommandSlurm(), os.environ)

@@ -1,0 +1,85 @@
+"""The Slurm client: `hetjob.ports.SlurmClient` over the command line. Used by the job master and `hetstream sbatch`.
+
+Commands and their text output are the base on every version: their JSON is missing on 22.05 and differs later.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hetjob.errors import SlurmCommandError
+from hetjob.ports import Child, Cluster
+from hetjob.processes import start_child
+from slurm_plugin.client.run import EXIT_NOT_FOUND, run_slurm
+
+# Variables that say which job this is and how to reach its controller. Every other SLURM_ variable describes the
+# surrounding batch script or step, and srun would take it as an option of the new step.
+_KEEP = re.compile(
+    r"SLURM_(CONF|CONF_SERVER|JOB_ID|JOBID|JOB_UID|JOB_USER|JOB_NODELIST\w*|JOB_NUM_NODES\w*|HET_SIZE|"
+    r"JOB_ID_HET_GROUP_\d+|CLUSTER_NAME|WORKING_CLUSTER|SUBMIT_DIR|SUBMIT_HOST|NODE_ALIASES)$"
+)
+
+
+class CommandSlurm:
+    """Runs sbatch, scancel, scontrol, sinfo and srun.
+
+    Args:
+        environ: the environment to run them in; None means this process's own.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self._environ = dict(os.environ if environ is None else environ)
+
+    def cluster(self) -> Cluster:
+        """Partitions (a default one is marked `*` by sinfo) and scheduler of the cluster."""
+        listed = run_slurm(["sinfo", "--noheader", "--format=%P"], env=self._environ, hint="Check: scontrol ping")
+        names = listed.stdout.split()
+        config = run_slurm(["scontrol", "show", "config"], env=self._environ, hint="Check: scontrol ping").stdout
+        scheduler = re.search(r"^SchedulerType\s*=\s*(\S+)", config, re.MULTILINE)
+        return Cluster(
+            partitions=frozenset(name.rstrip("*") for name in names),
+            default_partition=next((name.rstrip("*") for name in names if name.endswith("*")), None),
+            scheduler=scheduler[1] if scheduler else None,
+        )
+
+    def submit(self, script: str, options: Sequence[str]) -> str:
+        """Submit a script from standard input and return the job id (`sbatch --parsable` prints `id[;cluster]`)."""
+        argv = ["sbatch", "--parsable", *options]
+        done = run_slurm(argv, env=_outside_of_steps(self._environ), stdin=script)
+        job_id = done.stdout.strip().split(";")[0]
+        if not job_id.isdigit():
+            raise SlurmCommandError(argv, 0, done.stdout, done.stderr, "sbatch printed no job id. Check: squeue --me")
+        return job_id
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job. `scancel --quiet` says nothing, and succeeds, about jobs that have ended."""
+        run_slurm(["scancel", "--quiet", job_id], env=self._environ, hint=f"Check: squeue --jobs={job_id}")
+
+    def node_address(self, node: str) -> str:
+        """`NodeAddr` in `scontrol show node`."""
+        argv = ["scontrol", "show", "node", node]
+        shown = run_slurm(argv, env=self._environ, hint="Check: sinfo -N")
+        address = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+        if not address:
+            raise SlurmCommandError(argv, 0, shown.stdout, shown.stderr, "It shows no NodeAddr. Check: sinfo -N")
+        return address[1]
+
+    def start_step(self, options: Sequence[str], command: Sequence[str], log: Path, *, outlive: bool = False) -> Child:
+        """Start `srun` with its output appended to `log`."""
+        argv = ["srun", *options, *command]
+        try:
+            death_signal = None if outlive else signal.SIGTERM
+            return start_child(argv, env=_outside_of_steps(self._environ), log=log, death_signal=death_signal)
+        except OSError as exc:
+            reason = exc.strerror or str(exc)
+            raise SlurmCommandError(argv, EXIT_NOT_FOUND, "", reason, "Check PATH inside the job") from exc
+
+
+def _outside_of_steps(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what belongs to the surrounding batch script or step."""
+    foreign = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_")
+    return {name: value for name, value in environ.items() if not name.startswith(foreign) or _KEEP.match(name)}

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hetjob.errors import SlurmCommandError, UsageError
-from slurm_plugin.client.run import pass_through, run_slurm
+from mpi_dataworkers.errors import ConfigError
+from slurm_plugin.client.run import become, run_slurm
 from slurm_plugin.devcluster import install, render
 from slurm_plugin.devcluster.boot import BootRequest, boot, is_live, plan_cluster
 from slurm_plugin.devcluster.programs import SlurmPrograms, host_programs, missing_programs
@@ -46,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     _add_slurm(p)
     _add_dry_run(p)
     _add_json(p)
-    p.set_defaults(run=_install)
+    p.set_defaults(run=run, act=_install)
 
     p = actions.add_parser("up", help="boot a cluster and wait until all its nodes are idle")
     _add_place(p)
@@ -64,23 +65,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")
     _add_dry_run(p)
     _add_json(p)
-    p.set_defaults(run=_up)
+    p.set_defaults(run=run, act=_up)
 
     p = actions.add_parser("down", help="kill everything of a cluster and remove its files")
     _add_place(p)
     _add_dry_run(p)
     _add_json(p)
-    p.set_defaults(run=_down)
+    p.set_defaults(run=run, act=_down)
 
     p = actions.add_parser("status", help="show a cluster's version, nodes, partitions and daemons")
     _add_place(p)
     _add_json(p)
-    p.set_defaults(run=_status)
+    p.set_defaults(run=run, act=_status)
 
     p = actions.add_parser("exec", help="run a command against a cluster", usage="%(prog)s [options] -- COMMAND ...")
     _add_place(p)
     p.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
-    p.set_defaults(run=_exec)
+    p.set_defaults(run=run, act=_exec)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the user asked for; values that break a rule are errors of the command line."""
+    try:
+        return int(args.act(args))
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -293,4 +302,4 @@ def _exec(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise UsageError("devcluster exec: no command given. Write: hetstream devcluster exec -- sinfo")
-    return pass_through(command, env=_record(args).environment(os.environ))
+    become(command, env=_record(args).environment(os.environ))

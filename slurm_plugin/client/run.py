@@ -5,9 +5,12 @@ It never parses what a command prints, never retries, and never goes through a s
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from hetjob.errors import SlurmCommandError
 
@@ -70,28 +73,21 @@ def run_slurm(
     return CompletedCommand(tuple(argv), done.stdout, done.stderr)
 
 
-def pass_through(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
-    """Run one command on this process's own standard streams and return its exit code.
+def become(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> NoReturn:
+    """Turn this process into a command: its standard streams, signals, process id and exit code are the user's.
 
-    For commands that the user sees as if they had typed them (`hetstream sbatch --wait`, `hetstream devcluster exec`).
-    There is no deadline: the user's command may run as long as the user likes. A command that a signal ended gives
-    128 + the signal's number, as in a shell.
+    For commands that the user sees as if they had typed them (`hetstream devcluster exec`).
 
     Raises:
-        SlurmCommandError: the command could not be started.
+        SlurmCommandError: the command could not be started; otherwise this never returns.
     """
+    # Python ignores these two, and what is ignored stays ignored across exec: `exec -- yes | head` would not end.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
     try:
-        process = subprocess.Popen(list(argv), env=env)
+        os.execvpe(argv[0], list(argv), os.environ if env is None else env)
     except OSError as exc:
         raise _cannot_start(argv, exc, "") from exc
-    while True:
-        try:
-            returncode = process.wait()
-            break
-        except KeyboardInterrupt:
-            # The terminal sent SIGINT to the command too: how it ends is its own decision.
-            continue
-    return returncode if returncode >= 0 else 128 - returncode
 
 
 def _cannot_start(argv: Sequence[str], exc: OSError, hint: str) -> SlurmCommandError:

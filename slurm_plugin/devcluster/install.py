@@ -12,16 +12,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slurm_plugin.devcluster.apt import has_apt, run_apt
+from slurm_plugin.devcluster.lock import MACHINE, locked
 from slurm_plugin.devcluster.programs import missing_programs
 from slurm_plugin.errors import InstallFailed, SlurmMissing
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge")
-INSTALL_ARGV = ("apt-get", "install", "-y", "-q", "--no-install-recommends", *PACKAGES)
+# Another apt may be at work (unattended upgrades): wait for it.
+INSTALL_ARGV = (
+    *("apt-get", "install", "-y", "-q", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends"),
+    *PACKAGES,
+)
 UPDATE_ARGV = ("apt-get", "update", "-q")
 
 POLICY_FILE = Path("/usr/sbin/policy-rc.d")
+SAVED_SUFFIX = ".before-hetstream"
 # Exit status 101 means "action forbidden" (invoke-rc.d(8)).
 POLICY_FORBIDS = 101
+OUR_POLICY = f"#!/bin/sh\n# Put here by `hetstream devcluster install` while apt runs.\nexit {POLICY_FORBIDS}\n"
+LOCK_TIMEOUT_S = 300.0
 
 Progress = Callable[[str], None]
 
@@ -53,7 +61,10 @@ def install(progress: Progress) -> bool:
         raise SlurmMissing(
             f"not found: {', '.join(missing)}; and {reason}. Run as root on Debian or Ubuntu: {' '.join(INSTALL_ARGV)}"
         )
-    with _no_service_starts():
+    with locked(MACHINE, LOCK_TIMEOUT_S, "installing Slurm"), no_service_starts(POLICY_FILE):
+        if not missing_programs():
+            # Another process installed them while this one waited.
+            return True
         progress(f"installing {', '.join(PACKAGES)}")
         try:
             run_apt(INSTALL_ARGV)
@@ -69,12 +80,17 @@ def install(progress: Progress) -> bool:
 
 
 @contextmanager
-def _no_service_starts(policy: Path = POLICY_FILE) -> Iterator[None]:
+def no_service_starts(policy: Path) -> Iterator[None]:
     """Forbid package scripts to start services, unless the machine forbids it already."""
+    saved = policy.with_name(policy.name + SAVED_SUFFIX)
+    # What an earlier install left behind that was killed.
+    if policy.exists() and policy.read_text(errors="replace") == OUR_POLICY:
+        policy.unlink()
+    if saved.exists():
+        os.replace(saved, policy)
     if _forbids_starts(policy):
         yield
         return
-    saved = policy.with_name(policy.name + ".before-hetstream")
     if policy.exists():
         os.replace(policy, saved)
     try:

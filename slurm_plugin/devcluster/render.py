@@ -6,6 +6,7 @@ and 26.05.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from slurm_plugin.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
@@ -42,13 +43,8 @@ def cgroup_conf(version: str) -> str | None:
 
 def version_tuple(version: str) -> tuple[int, ...]:
     """`24.11.5` as (24, 11, 5); what follows the numbers is dropped."""
-    numbers = []
-    for part in version.split("."):
-        digits = "".join(character for character in part if character.isdigit())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
 
 
 def hostlist(prefix: str, count: int, first: int = 0) -> str:

@@ -1,0 +1,138 @@
+"""What a cluster is and its configuration files, as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpi_dataworkers.errors import ConfigError
+from slurm_plugin.devcluster.render import cgroup_conf, gres_conf, hostlist, slurm_conf, version_tuple
+from slurm_plugin.devcluster.roots import mirror_from, wrapper
+from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "devcluster"
+HERE = Path("/run/hetstream/devcluster/default")
+
+
+def spec_of(shape: ClusterShape | None = None, **fields: object) -> ClusterSpec:
+    defaults = {"name": "default", "cluster_name": "default-0123abcd", "state_dir": HERE, "base_port": 21000}
+    return ClusterSpec(shape=shape or ClusterShape(), **{**defaults, **fields})
+
+
+def test_default_cluster() -> None:
+    spec = spec_of()
+    assert slurm_conf(spec) == (GOLDEN / "default.slurm.conf").read_text()
+    assert gres_conf(spec) == (GOLDEN / "default.gres.conf").read_text()
+
+
+def test_one_node_of_each_kind_from_a_root_with_slurms_own_scheduler() -> None:
+    spec = spec_of(ClusterShape(1, 1, 1, 3), tuned_scheduler=False, plugin_dir=Path("/cache/plugins"))
+    assert slurm_conf(spec) == (GOLDEN / "small.slurm.conf").read_text()
+    assert gres_conf(spec) == f"NodeName=gpu0 Name=gpu File={HERE}/dev/gpu0\n"
+
+
+def test_cluster_without_gpus_has_one_partition_and_no_gres() -> None:
+    spec = spec_of(ClusterShape(gpu_nodes=0, cpu_nodes=2))
+    text = slurm_conf(spec)
+    assert "Gres" not in text
+    assert text.count("PartitionName=") == 1
+    assert "PartitionName=cpu Nodes=cpu[0-1] Default=YES" in text
+    assert gres_conf(spec) == ""
+
+
+def test_every_node_has_a_port_of_its_own() -> None:
+    groups = spec_of(ClusterShape(gpu_nodes=3, cpu_nodes=5)).groups
+    ports = [group.first_port + number for group in groups for number in range(group.count)]
+    assert ports == list(range(21001, 21009))
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        ("22.05.8", None),
+        ("23.11.4", None),
+        ("24.11.5", "CgroupPlugin=disabled\n"),
+        ("26.05.5", "CgroupPlugin=disabled\n"),
+    ],
+)
+def test_cgroup_conf_is_only_for_slurm_that_demands_one(version: str, text: str | None) -> None:
+    assert cgroup_conf(version) == text
+
+
+def test_version_tuple_drops_what_is_no_number() -> None:
+    assert version_tuple("24.11.5") == (24, 11, 5)
+    assert version_tuple("24.11.5-4") == (24, 11, 5)
+    assert version_tuple("26.05.0rc1") == (26, 5, 0)
+    assert version_tuple("25.pre") == (25,)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "count", "first", "text"),
+    [("gpu", 4, 0, "gpu[0-3]"), ("gpu", 1, 0, "gpu0"), ("", 2, 21001, "[21001-21002]"), ("", 1, 21001, "21001")],
+)
+def test_hostlist(prefix: str, count: int, first: int, text: str) -> None:
+    assert hostlist(prefix, count, first) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"gpu_nodes": -1}, "--gpu-nodes=-1"),
+        ({"gpus_per_node": 0}, "--gpus-per-node=0"),
+        ({"cpu_nodes": 65}, "--cpu-nodes=65"),
+        ({"cpus_per_node": 0}, "--cpus-per-node=0"),
+        ({"gpu_nodes": 0, "cpu_nodes": 0}, "is 0"),
+        ({"gpu_nodes": 40, "cpu_nodes": 40}, "is 80"),
+    ],
+)
+def test_shape_refuses(fields: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ClusterShape(**fields)
+
+
+def test_shape_reports_all_problems_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"--gpu-nodes=99.*--gpus-per-node=17.*--cpus-per-node=0"):
+        ClusterShape(gpu_nodes=99, gpus_per_node=17, cpus_per_node=0)
+
+
+@pytest.mark.parametrize("path", ["relative/path", "/tmp/a b", "/tmp/a#b", "/tmp/a,b", "/tmp/ä", "/tmp/" + "x" * 60])
+def test_state_dir_must_fit_into_slurm_conf_and_a_socket_path(path: str) -> None:
+    with pytest.raises(ConfigError, match="--state-dir="):
+        spec_of(state_dir=Path(path))
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "a_b", "-x", "x" * 33, "a/b", ".."])
+def test_name_must_fit_into_slurm_and_a_path(name: str) -> None:
+    with pytest.raises(ConfigError, match="--name="):
+        spec_of(name=name)
+
+
+@pytest.mark.parametrize(
+    ("targets", "mirror"),
+    [
+        (
+            "Debian|http://mirror.example/debian/|bookworm|main\n"
+            "Debian|http://mirror.example/security/|bookworm-security|main\n",
+            "http://mirror.example/debian",
+        ),
+        (
+            "Debian|http://s.example/|trixie-updates|main\nDebian|http://m.example/d|trixie|contrib\n",
+            "http://deb.debian.org/debian",
+        ),
+        ("Ubuntu|http://archive.ubuntu.com/ubuntu/|noble|main\n", "http://deb.debian.org/debian"),
+        ("", "http://deb.debian.org/debian"),
+    ],
+)
+def test_mirror_is_the_hosts_own_if_that_is_debian(targets: str, mirror: str) -> None:
+    assert mirror_from(targets) == mirror
+
+
+def test_wrapper_starts_the_program_with_the_roots_own_libraries() -> None:
+    loader = Path("/cache/r/usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2")
+    assert wrapper(Path("/cache/r/usr/bin/sinfo"), loader) == (
+        "#!/bin/sh\n"
+        'exec /cache/r/usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2 --argv0 "$0" '
+        "--library-path /cache/r/usr/lib/x86_64-linux-gnu:/cache/r/usr/lib/x86_64-linux-gnu/slurm-wlm "
+        '/cache/r/usr/bin/sinfo "$@"\n'
+    )

@@ -150,7 +150,9 @@ def result(report: ModuleType, **changes: Any) -> Any:
     components = report.components_of(SCONTROL.format("COMPLETED", "COMPLETED"))
     delivery = report.Delivery(steps=57, expected=1797, delivered=1797, lost=0, duplicated=0)
     streamed, plain = report.Run(20.0, 12.0, 0.97), report.Run(15.0, 8.0, 0.98)
-    whole = report.Result("slurm", "a throw-away cluster", "22.05.8", components, delivery, 0.125, streamed, plain, 2)
+    whole = report.Result(
+        "slurm", "a throw-away cluster", "22.05.8", components, delivery, True, 0.125, streamed, plain, 2
+    )
     return replace(whole, **changes)
 
 
@@ -183,8 +185,9 @@ def test_the_verdict_is_plain(report: ModuleType, seconds: float, sentence: str)
     assert report.verdict(result(report, streamed=report.Run(9.0, seconds, 0.9))).startswith(sentence)
 
 
-def test_a_lost_or_repeated_sample_fails_the_demo(report: ModuleType) -> None:
+def test_a_lost_repeated_or_misplaced_sample_fails_the_demo(report: ModuleType) -> None:
     assert result(report).passed
+    assert not result(report, same_order=False).passed
     for lost, duplicated in ((1, 0), (0, 1)):
         assert not result(report, delivery=report.Delivery(57, 1797, 1797, lost, duplicated)).passed
 

@@ -2,7 +2,7 @@
 
 Uses the public commands as a user would: a throw-away Slurm cluster when this machine can have one (root and Slurm),
 else `hetstream run`. Copies the script and the program, unchanged, into a folder for each run. Removes the cluster
-whatever happens. Exit code 1 when a sample was lost or duplicated, or a stage failed.
+whatever happens. Exit code 1 when a sample was lost, duplicated or out of order, or a stage failed.
 """
 
 from __future__ import annotations
@@ -233,16 +233,15 @@ def demo(work_dir: Path, force_local: bool) -> report.Result:
         say("first without hetstream, for comparison")
         plain = plain_run(where, run_folder(work_dir, "plain"), program)
         say("now with hetstream: the same script and program")
-        folder = run_folder(work_dir, "hetstream")
-        streamed, components, summary = streamed_run(where, folder, program)
-    with open(folder / "ledger.jsonl") as ledger:
-        delivery = report.count_delivery(ledger, ids, epochs)
+        streamed, components, summary = streamed_run(where, run_folder(work_dir, "hetstream"), program)
+    ledger, plain_ledger = (read_all(work_dir / name, "ledger.jsonl") for name in ("hetstream", "plain"))
     return report.Result(
         backend=where.backend,
         reason=where.reason,
         slurm_version=where.slurm_version,
         components=components,
-        delivery=delivery,
+        delivery=report.count_delivery(ledger.splitlines(), ids, epochs),
+        same_order=ledger == plain_ledger,
         wait_share=report.wait_share_of(summary),
         streamed=streamed,
         plain=plain,

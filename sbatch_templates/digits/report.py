@@ -63,6 +63,7 @@ class Result:
         backend: `slurm` or `local`.
         reason: why this backend.
         machine_cpus: cores that all nodes share in truth.
+        same_order: whether both runs trained on the same samples in the same order.
         wait_share: part of the trainer's time in its loops that it waited for data, 0 to 1.
     """
 
@@ -71,6 +72,7 @@ class Result:
     slurm_version: str | None
     components: tuple[Component, ...]
     delivery: Delivery
+    same_order: bool
     wait_share: float
     streamed: Run
     plain: Run
@@ -78,7 +80,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        return self.delivery.lost == 0 and self.delivery.duplicated == 0
+        return self.delivery.lost == 0 and self.delivery.duplicated == 0 and self.same_order
 
     def as_json(self) -> dict[str, Any]:
         """The form of `build/demo.json`; README names its keys."""
@@ -207,6 +209,7 @@ def table(result: Result) -> str:
         f"{'samples delivered':<26}{delivery.delivered:>12}",
         f"{'samples lost':<26}{delivery.lost:>12}",
         f"{'samples duplicated':<26}{delivery.duplicated:>12}",
+        f"{'order as in the plain run':<26}{'yes' if result.same_order else 'NO':>12}",
         f"{'trainer waited for data':<26}{result.wait_share:>12.1%}",
         f"{'accuracy':<26}{streamed.accuracy:>12.4f}{plain.accuracy:>12.4f}",
         f"{'submission to end':<26}{streamed.elapsed_s:>10.1f} s{plain.elapsed_s:>10.1f} s",

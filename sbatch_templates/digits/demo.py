@@ -206,7 +206,7 @@ def streamed_run(
     """The script with hetstream: the run, the components it had, and hetstream's summary."""
     if where.backend == "slurm":
         job_id, run, components = run_job(where, ["hetstream", "sbatch", "--parsable", "train.sbatch"], folder)
-        summary = folder / f"hetstream-{job_id}" / "summary.json"
+        summary = folder / ".hetstream" / f"job-{job_id}" / "summary.json"
     else:
         workers = ["--data-workers", str(LOCAL_DATA_WORKERS)]
         run = run_program(["hetstream", "run", *workers, "--json", "summary.json", "--", *program], folder)

@@ -80,6 +80,15 @@ class Hdf5Dataset:
         """Samples at `indices`, in that order, repeats allowed; rows that lie together in the file are read together.
 
         Raises:
+            IndexError, SourceError: As `read_samples`; and whatever `transform` raises.
+        """
+        samples = self.read_samples(indices)
+        return samples if self.transform is None else [self.transform(sample) for sample in samples]
+
+    def read_samples(self, indices: Sequence[int]) -> list[Any]:
+        """The same before `transform`, for a caller that seeds each sample and transforms it itself.
+
+        Raises:
             IndexError: An index is outside `-len(self) .. len(self) - 1`.
             SourceError: The file cannot be read, or has another length than when this object was made.
         """
@@ -97,9 +106,7 @@ class Hdf5Dataset:
                 {name: values[name][row] if fresh else _copy(values[name][row]) for name in self._names}
             )
             samples.append(sample)
-        if self.transform is None:
-            return samples
-        return [self.transform(sample) for sample in samples]
+        return samples
 
     def close(self) -> None:
         """Close this process's handle; the next read opens it again."""

@@ -214,3 +214,9 @@ def test_a_file_that_changed_its_length_is_refused(path: Path) -> None:
         file["train/labels"] = np.arange(ROWS + 1)
     with pytest.raises(SourceError, match="has 51 rows and had 50 when"):
         dataset[0]
+
+
+def test_read_samples_leaves_the_transform_to_its_caller(path: Path) -> None:
+    dataset = Hdf5Dataset(path, "train/labels", transform=float)
+    assert [(type(sample), sample) for sample in dataset.read_samples([2, 1])] == [(np.int64, 2), (np.int64, 1)]
+    assert dataset.__getitems__([2, 1]) == [2.0, 1.0]

@@ -404,9 +404,12 @@ class ServiceClient:
             self._no_workers_since = now
         self._num_workers = count
 
-    def _take_in(self, batches: list[ReceivedBatch]) -> None:
+    def _take_in(self, batches: Sequence[ReceivedBatch | ProtocolError]) -> None:
         prepared: list[tuple[Pass, int, int, Any]] = []
         for received in batches:
+            if isinstance(received, ProtocolError):
+                _log.warning("refused a batch: %s; its step will be leased again", received)
+                continue
             header = received.header
             with self._lock:
                 one = self._passes.get(header.session_id)
@@ -416,7 +419,11 @@ class ServiceClient:
                 prepared.append((one, header.step, header.token, header))
                 continue
             num_bytes = sum(length for _, _, length in header.buffers)
-            item = Delivered(self._prepare(header, received.frames), header.num_samples, num_bytes)
+            try:
+                item = Delivered(self._prepare(header, received.frames), header.num_samples, num_bytes)
+            except ProtocolError as error:
+                _log.warning("refused step %d: %s; it will be leased again", header.step, error)
+                continue
             one.window = self._window(one, num_bytes)
             prepared.append((one, header.step, header.token, item))
         with self._changed:

@@ -74,15 +74,14 @@ def identity_from_environment(
     Args:
         known: (rank, world size) when torch.distributed or Horovod is initialised; it wins.
         job_name: an explicit name; it wins over the environment.
-        environ: the environment; torchrun's RANK and WORLD_SIZE come before Slurm's SLURM_PROCID and SLURM_NTASKS
-            (https://slurm.schedmd.com/srun.html, section OUTPUT ENVIRONMENT VARIABLES).
+        environ: the environment; torchrun's RANK and WORLD_SIZE come before Slurm's SLURM_PROCID and
+            SLURM_STEP_NUM_TASKS (https://slurm.schedmd.com/srun.html, OUTPUT ENVIRONMENT VARIABLES).
     """
     if known is None:
-        for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        # SLURM_STEP_NUM_TASKS and not SLURM_NTASKS, which the batch script has too, where one process runs.
+        for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
             rank, size = _number(environ, rank_name), _number(environ, size_name)
-            # Outside `srun`, Slurm's batch step sets SLURM_NTASKS for the whole job but runs one process.
-            in_step = rank_name == "RANK" or environ.get("SLURM_STEP_ID", "batch").isdigit()
-            if rank is not None and size is not None and in_step:
+            if rank is not None and size is not None:
                 known = (rank, size)
                 break
     rank, world_size = known or (0, 1)

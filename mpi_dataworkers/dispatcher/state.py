@@ -62,7 +62,7 @@ ARRIVAL_TIMEOUT_S = 5.0
 # A worker that could not reach a loader is not sent there again for this long.
 UNREACHABLE_S = 10.0
 # After a restart, wait for workers to tell what they hold before leasing the same steps to others.
-RECOVERY_GRACE_S = 2 * HEARTBEAT_S
+RECOVERY_GRACE_S = 3 * HEARTBEAT_S
 # One lease in work and one waiting: the worker never idles for a round trip.
 LEASES_PER_WORKER = 2
 # Long enough that control costs nothing, short enough that the tail of a window is shared among workers.

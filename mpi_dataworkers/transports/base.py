@@ -79,8 +79,8 @@ class LoaderEndpoint(ControlEndpoint, Protocol):
     def receiver(self) -> str:
         """Address of the batch socket, for `Session.receiver`."""
 
-    def poll(self, timeout_s: float) -> tuple[list[Message], list[ReceivedBatch]]:
-        """Wait for messages or batches, for a `wake`, or for `timeout_s`."""
+    def poll(self, timeout_s: float) -> tuple[list[Message], list[ReceivedBatch | ProtocolError]]:
+        """Wait for messages or batches, for a `wake`, or for `timeout_s`; a malformed batch comes as its error."""
 
 
 class BatchSender(Protocol):

@@ -33,6 +33,8 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _SILENCE_MS = 4000
 _PING_MS = 1000
 _CLOSE_LINGER_MS = 1000
+# Past this many connections, those that never proved the key are forgotten: strangers cannot fill the memory.
+_MAX_SENDERS = 4096
 
 
 def new_keys() -> tuple[str, str]:
@@ -231,6 +233,9 @@ class _Sender:
     proven: bool = False
 
 
+_STRANGER = _Sender(b"", b"")
+
+
 class ZmqLoaderEndpoint(_ZmqControl):
     """See `base.LoaderEndpoint`; arguments and errors as `ZmqWorkerEndpoint`."""
 
@@ -250,10 +255,10 @@ class ZmqLoaderEndpoint(_ZmqControl):
     def receiver(self) -> str:
         return self._receiver
 
-    def poll(self, timeout_s: float) -> tuple[list[Message], list[ReceivedBatch]]:
+    def poll(self, timeout_s: float) -> tuple[list[Message], list[ReceivedBatch | ProtocolError]]:
         ready = self._poll_sockets(timeout_s)
         messages = self._read_control() if self._control in ready else []
-        batches: list[ReceivedBatch] = []
+        batches: list[ReceivedBatch | ProtocolError] = []
         if self._batches in ready:
             for _ in range(_BURST):
                 try:
@@ -265,16 +270,17 @@ class ZmqLoaderEndpoint(_ZmqControl):
                     batches.append(batch)
         return messages, batches
 
-    def _take(self, sender: bytes, frames: list[memoryview]) -> ReceivedBatch | None:
+    def _take(self, sender: bytes, frames: list[memoryview]) -> ReceivedBatch | ProtocolError | None:
         """Pass on a batch of a proven sender; answer handshakes; drop everything else."""
         known = self._senders.get(sender)
         try:
             message = decode(frames[0] if frames else b"")
-        except ProtocolError:
-            if known is None or not known.proven:
-                return None  # a stranger's bytes are not worth a line in the log
-            raise
+        except ProtocolError as error:
+            # A stranger's bytes are not worth a line in the log; a worker that sends garbage is a stranger from now on.
+            return error if self._senders.pop(sender, _STRANGER).proven else None
         if isinstance(message, Hello):
+            if len(self._senders) >= _MAX_SENDERS:
+                self._senders = {name: one for name, one in self._senders.items() if one.proven}
             known = self._senders[sender] = _Sender(message.nonce, new_nonce())
             proof = prove(self._key, "loader", known.worker_nonce, known.loader_nonce, self._receiver)
             self._batches.send_multipart([sender, encode(Challenge(known.loader_nonce, proof))])

@@ -1,0 +1,119 @@
+"""Bytes of messages: round trips, golden bytes of protocol version 1, and everything that must be refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpi_dataworkers import messages
+from mpi_dataworkers.codec import FUSE_BELOW_BYTES, decode, encode, fuse, split
+from mpi_dataworkers.errors import ProtocolError
+
+GOLDEN = bytes.fromhex("4845540183a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
+
+
+def examples() -> list[messages.Message]:
+    """One message of every type, with every field filled by its type's plainest value."""
+    order = messages.PlannedOrder(10, 2, 1, 0, False, True, 3)
+    session = messages.Session("s", "d", 1, 2, order, "tcp://h:1")
+    steps = messages.StepList(0, b"\1\0\0\0", b"\0" * 8)
+    stats = messages.LoaderStats(1, 2, 3, 4, 0.5, 0.25, 6, 7)
+    return [
+        messages.RegisterConsumer("job", 0, 1, 2, "h", 3, "d", {"dataset": "A"}),
+        messages.ProvideDefinition("d", ["/a"], "/", b"blob"),
+        messages.OpenEpoch(session, 5, 1, [(2, 3)], 8, steps),
+        messages.ExtendEpoch("s", steps, -1),
+        messages.ReportProgress("s", 1, [(2, 4)], 8, stats),
+        messages.LoaderHeartbeat(stats),
+        messages.CloseEpoch("s", 5, stats),
+        messages.LeaveConsumer(stats),
+        messages.ConsumerRegistered(True, 2),
+        messages.Membership(3),
+        messages.LeaseRevoked("s", 4),
+        messages.RegisterWorker("h", 5, "", [messages.HeldLease(1, "s", 2, 3)]),
+        messages.WorkerHeartbeat([1, 2]),
+        messages.FinishLease(257, 0.5),
+        messages.FailLease(1, "why"),
+        messages.FetchDefinition("d"),
+        messages.LeaveWorker(),
+        messages.WorkerRegistered(1),
+        messages.GrantLease(1, session, 2, 3, None),
+        messages.RevokeLease(1, "s", True, "why"),
+        messages.CloseSession("s"),
+        messages.Definition("d", [], "/", b"blob"),
+        messages.Alive(),
+        messages.UnknownPeer(),
+        messages.Refused("ServiceError", "why"),
+        messages.ShutDown(),
+        messages.Hello("w", b"n"),
+        messages.Challenge(b"n", b"p"),
+        messages.Proof(b"p"),
+        messages.Batch("s", 1, 2, 3, b"spec", [(0, 0, 4)]),
+        messages.BatchFailed("s", 1, 2, ("builtins", "ValueError"), "why", "trace", -1),
+    ]
+
+
+def test_every_message_type_has_an_example() -> None:
+    assert {type(one) for one in examples()} == set(messages.Message.__subclasses__())
+
+
+@pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
+def test_round_trip(message: messages.Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_golden_bytes_of_version_1() -> None:
+    assert encode(messages.FinishLease(257, 0.5)) == GOLDEN
+    assert decode(GOLDEN) == messages.FinishLease(257, 0.5)
+
+
+@pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
+def test_every_truncation_is_refused(message: messages.Message) -> None:
+    whole = encode(message)
+    for length in range(len(whole)):
+        with pytest.raises(ProtocolError):
+            decode(whole[:length])
+
+
+def test_another_protocol_version_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 1\. Install the same"):
+        decode(b"HET\x09" + GOLDEN[4:])
+
+
+def test_unknown_types_and_foreign_bytes_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="malformed"):
+        decode(GOLDEN.replace(b"FinishLease", b"FinishLeash"))
+    with pytest.raises(ProtocolError, match="no hetstream message"):
+        decode(b"GET / HTTP/1.1")
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_never_do_more_than_raise(junk: bytes) -> None:
+    for frame in (junk, GOLDEN[:4] + junk):
+        try:
+            decode(frame)
+        except ProtocolError:
+            pass
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 63, 64, 65, 1000, FUSE_BELOW_BYTES - 1, FUSE_BELOW_BYTES, 200_000]), max_size=12)
+)
+def test_fuse_and_split_are_inverse(sizes: list[int]) -> None:
+    buffers = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+    frames, places = fuse(buffers)
+    assert [bytes(view) for view in split([memoryview(frame) for frame in frames], places)] == buffers
+    assert len(frames) <= 1 + sum(size >= FUSE_BELOW_BYTES for size in sizes)
+
+
+def test_large_buffers_are_not_copied() -> None:
+    large = bytearray(FUSE_BELOW_BYTES)
+    frames, _ = fuse([b"small", large])
+    assert frames[1] is large
+
+
+@pytest.mark.parametrize("place", [(0, 0, 11), (0, 8, 3), (1, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1)])
+def test_a_place_outside_its_frame_is_refused(place: tuple[int, int, int]) -> None:
+    with pytest.raises(ProtocolError, match="truncated"):
+        split([b"0123456789"], [place])

@@ -1,0 +1,337 @@
+"""The dispatcher's decisions, without sockets, clocks or disks: leases, fencing, loss, recovery, and a fuzzed ledger."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from mpi_dataworkers.dispatcher import state as rules
+from mpi_dataworkers.dispatcher.state import DispatcherState, Instruction, LeaseStatus, RememberDefinition, Send
+from mpi_dataworkers.messages import (
+    CloseEpoch,
+    CloseSession,
+    ConsumerRegistered,
+    Definition,
+    ExtendEpoch,
+    FailLease,
+    FetchDefinition,
+    FinishLease,
+    GrantLease,
+    HeldLease,
+    LeaseRevoked,
+    LeaveWorker,
+    ListedOrder,
+    LoaderStats,
+    Membership,
+    Message,
+    OpenEpoch,
+    PlannedOrder,
+    ProvideDefinition,
+    Refused,
+    RegisterConsumer,
+    RegisterWorker,
+    ReportProgress,
+    RevokeLease,
+    Session,
+    StepList,
+    UnknownPeer,
+    WorkerHeartbeat,
+)
+from mpi_dataworkers.reorder import ReorderBuffer
+
+LOADER = "loader"
+STATS = LoaderStats()
+
+
+def planned(steps: int) -> PlannedOrder:
+    return PlannedOrder(steps, 1, 1, 0, False, False, 0)
+
+
+def session(steps: int = 100, session_id: str = "s") -> Session:
+    return Session(session_id, "d", 0, 0, planned(steps), "tcp://loader:1")
+
+
+def consumer(rank: int = 0, **description: str) -> RegisterConsumer:
+    return RegisterConsumer("job", 0, rank, 2, "host", 100 + rank, "d", {"dataset": "A", **description})
+
+
+def sent(instructions: list[Instruction], kind: type[Message]) -> list[tuple[str, Message]]:
+    return [(one.peer, one.message) for one in instructions if isinstance(one, Send) and isinstance(one.message, kind)]
+
+
+def ready_state(steps: int = 100, window: int = 8, workers: int = 1, now: float = 0.0) -> DispatcherState:
+    """A state with one loader in one pass; workers w0, w1, ... hold their first leases."""
+    state = DispatcherState(1, now)
+    state.handle(LOADER, consumer(), now)
+    for number in range(workers):
+        state.handle(f"w{number}", RegisterWorker("host", number, "", []), now)
+    state.handle(LOADER, OpenEpoch(session(steps), steps, 0, [], window, None), now)
+    state.validate()
+    return state
+
+
+def leased_steps(state: DispatcherState) -> list[int]:
+    return sorted(step for lease in state.leases.values() for step in range(lease.first, lease.stop))
+
+
+def test_leases_stay_inside_the_window_and_follow_consumption() -> None:
+    state = ready_state(window=4, workers=8)
+    assert leased_steps(state) == [0, 1, 2, 3]
+    state.handle(LOADER, ReportProgress("s", 0, [(0, 4)], 4, STATS), 1.0)
+    assert max(leased_steps(state)) == 3, "received is not consumed: the window has not moved"
+    state.handle(LOADER, ReportProgress("s", 2, [(2, 4)], 4, STATS), 1.0)
+    assert max(leased_steps(state)) == 5
+    state.validate()
+
+
+def test_a_window_is_spread_before_anyone_gets_a_second_lease() -> None:
+    state = ready_state(window=3, workers=3)
+    assert [len(worker.tokens) for worker in state.workers.values()] == [1, 1, 1]
+
+
+def test_a_lease_is_settled_when_the_loader_has_its_steps_not_when_they_were_sent() -> None:
+    state = ready_state(steps=1)
+    (lease,) = state.leases.values()
+    state.handle("w0", FinishLease(lease.token, 0.1), 1.0)
+    assert state.leases[lease.token].status is LeaseStatus.SENT
+    state.handle(LOADER, ReportProgress("s", 0, [(0, 1)], 8, STATS), 1.1)
+    assert not state.leases
+
+
+def test_steps_that_were_sent_and_never_came_are_leased_again_with_a_new_token() -> None:
+    state = ready_state(steps=1, workers=2)
+    (lease,) = state.leases.values()
+    state.handle(lease.worker, FinishLease(lease.token, 0.1), 0.0)
+    other = "w1" if lease.worker == "w0" else "w0"
+    for now in (2.0, 4.0):
+        for worker in ("w0", "w1"):
+            state.handle(worker, WorkerHeartbeat([]), now)
+        state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
+    out = state.tick(rules.ARRIVAL_TIMEOUT_S + 0.1)
+    assert sent(out, RevokeLease)[0][1] == RevokeLease(lease.token, "s", True, "sent 5.1 s ago and not received")
+    assert sent(out, LeaseRevoked) == [(LOADER, LeaseRevoked("s", lease.token))]
+    assert sent(out, Membership) == [(LOADER, Membership(1))], "that worker does not reach this loader"
+    ((peer, grant),) = sent(out, GrantLease)
+    assert peer == other
+    assert isinstance(grant, GrantLease)
+    assert grant.token > lease.token
+    state.validate()
+
+
+@pytest.mark.parametrize("how", ["silent", "left", "replaced", "failed"])
+def test_a_lost_workers_steps_go_to_the_others(how: str) -> None:
+    state = ready_state(steps=2, workers=2)
+    victims = [lease.token for lease in state.leases.values() if lease.worker == "w0"]
+    assert victims
+    if how == "silent":
+        state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), 3.0)
+        out = state.tick(rules.WORKER_TIMEOUT_S + 0.1)
+    elif how == "left":
+        out = state.handle("w0", LeaveWorker(), 1.0)
+    elif how == "replaced":
+        out = state.handle("w2", RegisterWorker("host", 9, "w0", []), 1.0)
+    else:
+        out = state.handle("w0", FailLease(victims[0], "no route"), 1.0)
+    assert {message.token for _, message in sent(out, LeaseRevoked) if isinstance(message, LeaseRevoked)} == set(
+        victims
+    )
+    assert leased_steps(state) == [0, 1]
+    assert all(lease.worker != "w0" for lease in state.leases.values())
+    state.validate()
+
+
+def test_a_worker_that_was_stopped_and_continues_is_fenced() -> None:
+    state = ready_state(steps=4, workers=2)
+    mine = next(lease for lease in state.leases.values() if lease.worker == "w0")
+    state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), 4.0)
+    state.tick(4.5)
+    assert "w0" not in state.workers
+    assert state.handle("w0", FinishLease(mine.token, 1.0), 10.0) == [Send("w0", UnknownPeer())]
+    held = HeldLease(mine.token, "s", mine.first, mine.stop)
+    out = state.handle("w0", RegisterWorker("host", 0, "", [held]), 10.1)
+    assert sent(out, RevokeLease) == [("w0", RevokeLease(mine.token, "s", False, "leased to another data worker"))]
+    state.validate()
+
+
+def test_a_report_of_another_workers_lease_changes_nothing() -> None:
+    state = ready_state(steps=2, workers=2)
+    mine = next(lease for lease in state.leases.values() if lease.worker == "w0")
+    state.handle("w1", FinishLease(mine.token, 1.0), 1.0)
+    assert state.leases[mine.token].status is LeaseStatus.ACTIVE
+
+
+def test_lease_size_follows_the_measured_time_of_a_step() -> None:
+    state = ready_state(steps=1000, window=256)
+    for _ in range(3):
+        lease = next(one for one in state.leases.values() if one.status is LeaseStatus.ACTIVE)
+        state.handle("w0", FinishLease(lease.token, 0.0001 * (lease.stop - lease.first)), 1.0)
+    sizes = [lease.stop - lease.first for lease in state.leases.values() if lease.status is LeaseStatus.ACTIVE]
+    assert max(sizes) == rules.MAX_LEASE_STEPS
+
+
+def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
+    state = DispatcherState(1, 0.0)
+    state.handle(LOADER, consumer(), 0.0)
+    state.handle("w0", RegisterWorker("host", 0, "", []), 0.0)
+    listed = Session("s", "d", 0, 0, ListedOrder(True), "tcp://loader:1")
+    assert not sent(state.handle(LOADER, OpenEpoch(listed, -1, 0, [], 8, None), 0.0), GrantLease)
+    indices = [value.to_bytes(8, "little") for value in (7, 9, 4)]
+    steps = StepList(0, (2).to_bytes(4, "little") + (1).to_bytes(4, "little"), b"".join(indices))
+    out = state.handle(LOADER, ExtendEpoch("s", steps, 2), 0.0)
+    grants = [message for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
+    assert [grant.steps.indices for grant in grants if grant.steps] == [b"".join(indices[:2]), indices[2]]
+    state.handle(LOADER, ReportProgress("s", 2, [], 8, STATS), 1.0)
+    assert state.sessions["s"].lists == {}, "steps that were consumed are forgotten"
+    state.validate()
+
+
+def test_definition_is_sent_once_and_fetched_when_it_comes() -> None:
+    state = DispatcherState(1, 0.0)
+    state.handle("w0", RegisterWorker("host", 0, "", []), 0.0)
+    assert sent(state.handle(LOADER, consumer(0), 0.0), ConsumerRegistered) == [(LOADER, ConsumerRegistered(True, 1))]
+    assert state.handle("w0", FetchDefinition("d"), 0.0) == []
+    provided = ProvideDefinition("d", [], "/", b"blob")
+    out = state.handle(LOADER, provided, 0.0)
+    assert out == [RememberDefinition(provided), Send("w0", Definition("d", [], "/", b"blob"))]
+    assert sent(state.handle("other", consumer(1), 0.0), ConsumerRegistered) == [
+        ("other", ConsumerRegistered(False, 1))
+    ]
+
+
+def test_one_job_name_with_two_pipelines_is_refused_and_names_the_difference() -> None:
+    state = DispatcherState(1, 0.0)
+    state.handle(LOADER, consumer(0), 0.0)
+    ((_, message),) = sent(state.handle("other", consumer(1, dataset="B"), 0.0), Refused)
+    assert isinstance(message, Refused)
+    assert message.code == "JobNameConflict"
+    assert "dataset: A there, B here" in message.text
+    assert "other" not in state.consumers
+
+
+def test_a_rank_started_twice_supersedes_the_older_process() -> None:
+    state = ready_state()
+    out = state.handle("newer", consumer(0), 1.0)
+    ((peer, message),) = sent(out, Refused)
+    assert (peer, isinstance(message, Refused) and message.code) == (LOADER, "Superseded")
+    assert not state.sessions
+    assert sent(out, CloseSession) == [("w0", CloseSession("s"))]
+
+
+def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_steps_again() -> None:
+    state = DispatcherState(2, 100.0)
+    assert state.handle(LOADER, ReportProgress("s", 3, [], 8, STATS), 100.1) == [Send(LOADER, UnknownPeer())]
+    held = HeldLease((1 << 32) + 5, "s", 4, 6)
+    state.handle("w0", RegisterWorker("host", 0, "", [held]), 100.2)
+    state.handle(LOADER, consumer(), 100.2)
+    out = state.handle(LOADER, OpenEpoch(session(100), 100, 3, [(6, 7)], 8, None), 100.2)
+    assert not sent(out, GrantLease)
+    state.validate()
+    assert state.sessions["s"].requeued == [3]
+    state.handle("w0", WorkerHeartbeat([held.token]), 101.0)
+    out = state.tick(100.1 + rules.RECOVERY_GRACE_S)
+    grants = [message for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
+    assert grants[0].first_step == 3, "the step that the trainer waits for comes first"
+    assert all(grant.token >> 32 == 2 for grant in grants)
+    state.validate()
+
+
+def test_the_window_never_stalls_on_steps_that_the_loader_made_itself() -> None:
+    state = DispatcherState(1, 0.0)
+    state.handle(LOADER, consumer(), 0.0)
+    state.handle(LOADER, OpenEpoch(session(10), 10, 0, [], 4, None), 0.0)
+    state.handle(LOADER, ReportProgress("s", 5, [], 4, STATS), 1.0)
+    out = state.handle("w0", RegisterWorker("host", 0, "", []), 1.0)
+    assert min(m.first_step for _, m in sent(out, GrantLease) if isinstance(m, GrantLease)) == 5
+
+
+def test_two_passes_share_the_workers_by_need() -> None:
+    state = ready_state(steps=100, window=2, workers=1)
+    state.handle("l1", consumer(1), 0.0)
+    state.handle("l1", OpenEpoch(session(100, "t"), 100, 0, [], 8, None), 0.0)
+    lease = next(iter(state.leases.values()))
+    out = state.handle("w0", FinishLease(lease.token, 0.001), 0.1)
+    grants = [message.session.session_id for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
+    assert grants == ["t"]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
+    """Workers join, die, stop and continue, messages and batches are lost, the dispatcher restarts: no step is lost."""
+    chance = random.Random(seed)
+    steps, window, now = chance.randint(1, 60), chance.randint(1, 12), 0.0
+    state, incarnation = DispatcherState(1, now), 1
+    buffer, ledger = ReorderBuffer(0), Counter[int]()
+    mailbox: dict[str, list[GrantLease]] = {}  # living workers and the leases they hold
+    frozen: dict[str, list[GrantLease]] = {}  # stopped workers
+    names = iter(range(10_000))
+
+    def deliver(instructions: list[Instruction]) -> None:
+        for one in instructions:
+            if not isinstance(one, Send):
+                continue
+            message = one.message
+            if isinstance(message, GrantLease) and one.peer in mailbox and chance.random() > 0.05:
+                mailbox[one.peer].append(message)
+            elif isinstance(message, RevokeLease) and one.peer in mailbox:
+                mailbox[one.peer] = [lease for lease in mailbox[one.peer] if lease.token != message.token]
+            elif isinstance(message, LeaseRevoked):
+                buffer.revoke(message.token)
+            elif isinstance(message, UnknownPeer):
+                say_hello(one.peer)
+
+    def say_hello(peer: str) -> None:
+        if peer == LOADER:
+            deliver(state.handle(LOADER, consumer(), now))
+            opening = OpenEpoch(session(steps), steps, buffer.position, buffer.received(), window, None)
+            deliver(state.handle(LOADER, opening, now))
+        elif peer in mailbox:
+            held = [HeldLease(one.token, "s", one.first_step, one.stop_step) for one in mailbox[peer]]
+            deliver(state.handle(peer, RegisterWorker("host", 0, "", held), now))
+
+    def work(peer: str) -> None:
+        lease = mailbox[peer].pop(0)
+        for step in range(lease.first_step, lease.stop_step):
+            arrives = chance.random() > 0.1
+            if arrives and buffer.wants(step, lease.token):
+                buffer.put(step, step)
+        deliver(state.handle(peer, FinishLease(lease.token, 0.01), now))
+
+    say_hello(LOADER)
+    for _ in range(3000):
+        if buffer.position == steps:
+            break
+        now += chance.choice((0.01, 0.1, 0.5))
+        event = chance.random()
+        living = sorted(mailbox)
+        if event < 0.05 and len(living) < 6:
+            name = f"w{next(names)}"
+            mailbox[name] = []
+            say_hello(name)
+        elif event < 0.08 and living:
+            mailbox.pop(chance.choice(living))
+        elif event < 0.10 and living:
+            name = chance.choice(living)
+            frozen[name] = mailbox.pop(name)
+        elif event < 0.12 and frozen:
+            name = chance.choice(sorted(frozen))
+            mailbox[name] = frozen.pop(name)
+        elif event < 0.13:
+            incarnation += 1
+            state = DispatcherState(incarnation, now)
+        elif event < 0.5 and living:
+            name = chance.choice(living)
+            if mailbox[name]:
+                work(name)
+        elif event < 0.7 and buffer.has_next():
+            ledger[buffer.pop()] += 1
+        for name in sorted(mailbox):
+            deliver(state.handle(name, WorkerHeartbeat([one.token for one in mailbox[name]]), now))
+        deliver(state.handle(LOADER, ReportProgress("s", buffer.position, buffer.received(), window, STATS), now))
+        deliver(state.tick(now))
+        state.validate()
+        assert max([lease.stop for lease in state.leases.values()], default=0) <= buffer.position + window
+    assert ledger == Counter(range(steps)), f"not finished: {buffer.position} of {steps}\n" + "\n".join(state.story)
+    state.handle(LOADER, CloseEpoch("s", steps, STATS), now)
+    assert not state.leases

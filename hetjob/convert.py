@@ -21,12 +21,13 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
-from hetjob.directives import prologue_length
+from hetjob.directives import is_own, prologue_length
 from hetjob.errors import ConversionError, UsageError
 from hetjob.plan import Change, Component, HetPlan
+from hetjob.ports import Cluster
 from hetjob.sbatch_options import (
     SbatchOption,
     SbatchOptions,
@@ -35,7 +36,7 @@ from hetjob.sbatch_options import (
     parse_words,
     words_of,
 )
-from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, OPTIONS, JobSpec
+from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
 
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 # One process per CPU: Python with its libraries, the dataset, and a few finished batches of large images.
@@ -124,7 +125,7 @@ def convert(
         ConversionError: one of the limits above.
         UsageError: an `#SBATCH` line that sbatch could not read either.
     """
-    outside = [option for option in command_line if option.name not in OPTIONS]
+    outside = [option for option in command_line if not is_own(option.name)]
     options = SbatchOptions((*script_options(script, name), *outside))
     _check_limits(spec, script, name, options)
     partition = spec.data_worker_partition or default_partition
@@ -170,29 +171,24 @@ def convert(
     )
 
 
-def check_cluster(plan_partition: str, partitions: Collection[str], scheduler: str | None, *, hetjob: bool) -> None:
-    """Compare a plan with the cluster it is going to.
-
-    Args:
-        plan_partition: the data workers' partition(s), comma separated as Slurm allows.
-        partitions: the names that exist; empty when the cluster did not say.
-        scheduler: `SchedulerType`, or None when not known.
-        hetjob: whether the plan has a data-worker component.
+def check_cluster(spec: JobSpec, cluster: Cluster) -> None:
+    """Compare a wish with the cluster it is going to.
 
     Raises:
         MissingPartition: the partition does not exist.
         NeedsBackfill: the scheduler never starts heterogeneous jobs.
     """
-    missing = [part for part in plan_partition.split(",") if partitions and part not in partitions]
+    wanted = (spec.data_worker_partition or "").split(",")
+    missing = [name for name in wanted if name and cluster.partitions and name not in cluster.partitions]
     if missing:
         raise MissingPartition(
-            f"--data-worker-partition={plan_partition}: partition {missing[0]!r} does not exist. "
-            f"This cluster has {', '.join(sorted(partitions))}. Check: sinfo -s"
+            f"--data-worker-partition={spec.data_worker_partition}: partition {missing[0]!r} does not exist. "
+            f"This cluster has {', '.join(sorted(cluster.partitions))}. Check: sinfo -s"
         )
-    if hetjob and scheduler is not None and scheduler != "sched/backfill":
+    if spec.data_workers_min and cluster.scheduler not in (None, "sched/backfill"):
         raise NeedsBackfill(
-            f"this cluster runs SchedulerType={scheduler}, and Slurm starts heterogeneous jobs only through "
-            "sched/backfill. Use --data-workers=0-N: companion jobs start under any scheduler"
+            f"this cluster runs SchedulerType={cluster.scheduler}, and Slurm starts heterogeneous jobs only through "
+            f"sched/backfill. Use --data-workers=0-{spec.data_workers_max}: companion jobs start under any scheduler"
         )
 
 

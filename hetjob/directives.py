@@ -96,8 +96,13 @@ def _read_words(words: Sequence[str], origin: str) -> list[Directive]:
 
 
 def from_command_line(options: Sequence[SbatchOption]) -> list[Directive]:
-    """hetstream's own among the options of a command line."""
-    return [Directive(option.name, option.value, option.origin) for option in options if option.name in OPTIONS]
+    """hetstream's own among the options of a command line, misspelt ones too."""
+    return [Directive(option.name, option.value, option.origin) for option in options if is_own(option.name)]
+
+
+def is_own(name: str) -> bool:
+    """Whether an option is hetstream's, or can only be meant as one: sbatch has none with these beginnings."""
+    return name in OPTIONS or name.startswith(("data-worker", "trainer-"))
 
 
 def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:

@@ -38,7 +38,7 @@ class MasterError(HetstreamError):
     """The job master, or the dispatcher that it starts, did not come up."""
 
 
-class ProgramNotFound(HetstreamError):
+class ProgramNotFound(UsageError):
     """A program that should be started does not exist or cannot be run."""
 
 

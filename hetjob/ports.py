@@ -27,6 +27,9 @@ class Child(Protocol):
     def kill(self) -> None:
         """End it (SIGKILL)."""
 
+    def send_signal(self, sig: int) -> None:
+        """Give it any signal."""
+
 
 @dataclass(frozen=True)
 class Cluster:

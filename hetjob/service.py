@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -209,10 +209,20 @@ def read_summary(work_dir: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def summary_line(summary: dict[str, Any]) -> str:
-    """The summary's numbers on one line, for a log or a terminal."""
-    flat = {name: value for name, value in summary.items() if isinstance(value, (int, float, str))}
-    return ", ".join(f"{name}={value}" for name, value in flat.items()) or "no summary"
+def summary_line(summary: Mapping[str, Any]) -> str:
+    """The summary on one line, for a log or a terminal."""
+    loaders = summary.get("loaders", [])
+    steps, samples, wait_s, elapsed_s, local = (
+        sum(loader.get(name, 0) for loader in loaders)
+        for name in ("steps", "samples", "wait_s", "elapsed_s", "local_steps")
+    )
+    if not loaders:
+        return "no loader connected: the program made no DataLoader that can be streamed"
+    return (
+        f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {local} steps made in the trainer, "
+        f"trainer waited {wait_s / elapsed_s if elapsed_s else 0:.0%} of the time, "
+        f"{summary.get('data_workers_seen', 0)} data worker process(es)"
+    )
 
 
 def make_private(directory: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -77,6 +78,28 @@ class CommandSlurm:
         except OSError as exc:
             reason = exc.strerror or str(exc)
             raise SlurmCommandError(argv, EXIT_NOT_FOUND, "", reason, "Check PATH inside the job") from exc
+
+
+def run_sbatch(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run sbatch on this process's own standard streams and return its exit code.
+
+    There is no deadline: with `--wait` it runs as long as the job. 128 + N when signal N ended it, as in a shell.
+
+    Raises:
+        SlurmCommandError: sbatch could not be started.
+    """
+    argv = ["sbatch", *words]
+    try:
+        process = subprocess.Popen(argv, env=dict(environ))
+    except OSError as exc:
+        advice = "Run this where Slurm's commands are installed"
+        raise SlurmCommandError(argv, EXIT_NOT_FOUND, "", exc.strerror or str(exc), advice) from exc
+    while True:
+        try:
+            returncode = process.wait()
+        except KeyboardInterrupt:
+            continue  # the terminal has told sbatch too: how it ends is its own decision
+        return returncode if returncode >= 0 else 128 - returncode
 
 
 def _outside_of_steps(environ: Mapping[str, str]) -> dict[str, str]:

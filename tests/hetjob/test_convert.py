@@ -8,6 +8,7 @@ from hetjob import convert as limits
 from hetjob.convert import check_cluster, convert
 from hetjob.errors import ConversionError, UsageError
 from hetjob.plan import HetPlan
+from hetjob.ports import Cluster
 from hetjob.sbatch_options import parse_words
 from hetjob.spec import OPTIONS, JobSpec
 
@@ -166,13 +167,16 @@ def test_a_partition_must_come_from_somewhere() -> None:
 
 
 def test_the_cluster_is_checked() -> None:
-    check_cluster("cpu,gpu", {"cpu", "gpu"}, "sched/backfill", hetjob=True)
-    check_cluster("anything", set(), None, hetjob=True)
+    cluster = Cluster(frozenset({"cpu", "gpu"}), "gpu", "sched/backfill")
+    check_cluster(JobSpec(1, 1, data_worker_partition="cpu,gpu"), cluster)
+    check_cluster(JobSpec(1, 1), cluster)
+    check_cluster(JobSpec(1, 1, data_worker_partition="anything"), Cluster(frozenset(), None, None))
     with pytest.raises(limits.MissingPartition, match=r"'bigmem' does not exist\. This cluster has cpu, gpu"):
-        check_cluster("cpu,bigmem", {"cpu", "gpu"}, None, hetjob=True)
-    with pytest.raises(limits.NeedsBackfill, match="0-N"):
-        check_cluster("cpu", {"cpu"}, "sched/builtin", hetjob=True)
-    check_cluster("cpu", {"cpu"}, "sched/builtin", hetjob=False)
+        check_cluster(JobSpec(0, 1, data_worker_partition="cpu,bigmem"), cluster)
+    builtin = Cluster(frozenset({"cpu"}), "cpu", "sched/builtin")
+    with pytest.raises(limits.NeedsBackfill, match="0-3"):
+        check_cluster(JobSpec(1, 3), builtin)
+    check_cluster(JobSpec(0, 3), builtin)
 
 
 def test_arrays_work_with_companions_only() -> None:

@@ -1,0 +1,76 @@
+"""`hetstream run`: a training program with local data workers, without Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from hetjob.local import LocalConfig, run_local
+from hetjob.service import summary_line
+from mpi_dataworkers.hook import environment
+from slurm_plugin.program import own_program
+
+EPILOG = """\
+The program's exit code is passed on (128 + N when signal N ended it), and so are its signals.
+
+examples:
+  hetstream run --data-workers 2 python train.py --epochs 3
+  hetstream run --data-workers 2 --json summary.json -- torchrun --nproc-per-node 2 train.py
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "run",
+        help=summary,
+        description="Run a program whose torch DataLoader streams from data workers on this host. "
+        "The program needs no change.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --data-workers N [options] [--] PROGRAM [ARGUMENTS]",
+    )
+    parser.add_argument(
+        "--data-workers", type=int, required=True, metavar="N", help="0 makes the same batches in the program itself"
+    )
+    parser.add_argument("--worker-processes", type=int, default=1, metavar="N", help="of each data worker (default 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary of the run")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be started, and stop")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the program and return its exit code."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    config = LocalConfig(
+        program=own_program(),
+        command=tuple(command),
+        data_workers=args.data_workers,
+        worker_processes=args.worker_processes,
+        show_logs=args.verbose,
+    )
+    if args.dry_run:
+        _print_commands(config)
+        return 0
+    result = run_local(config, os.environ, environment)
+    if config.data_workers:
+        print(f"hetstream: {summary_line(result.summary)}", file=sys.stderr)
+    if args.json:
+        report = {"meta": {"version": 1}, "returncode": result.returncode, **result.summary}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return result.returncode
+
+
+def _print_commands(config: LocalConfig) -> None:
+    directory = Path("/tmp/hetstream-XXXXXXXX")
+    if config.data_workers:
+        print(shlex.join(config.dispatcher_words(directory)))
+    for _ in range(config.data_workers):
+        print(shlex.join(config.data_worker_words(directory)))
+    variables = environment(f"file:{directory / 'address'}" if config.data_workers else None)
+    print(shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *config.command]))

@@ -1,0 +1,114 @@
+"""`hetstream sbatch`: what sbatch does, with the script converted on the way.
+
+Its output and exit code are sbatch's. A script that does not ask for data workers goes to sbatch untouched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetjob.convert import AlreadyHeterogeneous
+from hetjob.directives import is_own
+from hetjob.errors import UsageError
+from hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
+from hetjob.spec import OPTIONS
+from slurm_plugin.client.run import become
+from slurm_plugin.client.slurm import CommandSlurm, run_sbatch
+from slurm_plugin.conversion import Conversion, convert_script
+from slurm_plugin.program import own_program
+
+HELP = """\
+usage: hetstream sbatch [--dry-run] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [ARGUMENTS]
+
+Submit a script as sbatch does. #HETSTREAM lines in it, or the same options here, add data workers:
+{options}
+--dry-run prints the script that would be submitted, and the command. All other options: sbatch --help
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb. argparse hands over every word: which are options is sbatch's rule, not argparse's."""
+    parser = subparsers.add_parser("sbatch", help=summary, prefix_chars="\0", add_help=False)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submit, and return sbatch's exit code."""
+    words: list[str] = args.words
+    options, rest = parse_words(words, "command line", extra=OPTIONS)
+    components = rest[:1] == [":"]
+    while rest[:1] == [":"]:
+        _, rest = parse_words(rest[1:], "command line", extra=OPTIONS)
+    given = SbatchOptions(tuple(options))
+    if given.has("help") and not rest:
+        lines = (f"  --{name}={option.metavar:<10} {option.meaning}" for name, option in OPTIONS.items())
+        print(HELP.format(options="\n".join(lines)), end="")
+        return 0
+    dry_run = given.has("dry-run")
+    options = [option for option in options if option.name != "dry-run"]
+    body, name = _read_script(rest, given)
+    if body is None:
+        if any(is_own(option.name) for option in options):
+            raise UsageError(f"{name} cannot be read, so no data workers can be added. Check the script's name")
+        become(["sbatch", *words])  # sbatch has the words for it
+    conversion = convert_script(body, name, options, os.environ, CommandSlurm(), own_program())
+    for note in conversion.notes:
+        print(f"hetstream: {note}", file=sys.stderr)
+    if conversion.plan is not None and components:
+        raise AlreadyHeterogeneous(
+            "':' on the command line starts a component, but hetstream adds the data workers as component 1 itself. "
+            "Remove it, or use sbatch itself"
+        )
+    if dry_run:
+        return _dry_run(conversion, options, rest)
+    if conversion.plan is None and rest:
+        become(["sbatch", *words])
+    return _submit(conversion, name, options, rest[1:])
+
+
+def _read_script(rest: Sequence[str], given: SbatchOptions) -> tuple[bytes | None, str]:
+    """The script that sbatch would take, and its name; None when there is none that could be read."""
+    if given.has("wrap"):
+        # Converted, it would only be refused: the bytes do not matter.
+        return (b"#!/bin/sh\n", "--wrap") if any(is_own(option.name) for option in given.items) else (None, "--wrap")
+    if not rest:
+        return sys.stdin.buffer.read(), "sbatch"  # the name that sbatch gives to a script from its standard input
+    path: str | None = rest[0]
+    if not Path(rest[0]).is_file() and "/" not in rest[0]:
+        path = shutil.which(rest[0], mode=os.R_OK)
+    try:
+        return (Path(path).read_bytes() if path else None), Path(rest[0]).name
+    except OSError:
+        return None, rest[0]
+
+
+def _submit(conversion: Conversion, name: str, options: Sequence[SbatchOption], arguments: Sequence[str]) -> int:
+    """Give the script to sbatch under its own name, from a directory that only lives as long as sbatch runs."""
+    with tempfile.TemporaryDirectory(prefix="hetstream-") as directory:
+        path = Path(directory, name)
+        path.write_bytes(conversion.script)
+        plan = conversion.plan
+        if plan is None:
+            return run_sbatch([*words_of(options), str(path)], os.environ)
+        # These variables are options for every component; the plan has made them options of the trainer.
+        environ = {key: value for key, value in os.environ.items() if key not in ENVIRONMENT}
+        return run_sbatch([*plan.sbatch_options, str(path), *arguments], environ)
+
+
+def _dry_run(conversion: Conversion, options: Sequence[SbatchOption], rest: Sequence[str]) -> int:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(conversion.script)
+    plan = conversion.plan
+    submitted = list(plan.sbatch_options) if plan else words_of(options)
+    unset = [word for key in ENVIRONMENT if plan and key in os.environ for word in ("-u", key)]
+    command = [*(["env", *unset] if unset else []), "sbatch", *submitted, *(rest or ["< SCRIPT"])]
+    print(f"would run, on the script above: {shlex.join(command)}", file=sys.stderr)
+    return 0

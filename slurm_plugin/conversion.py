@@ -1,0 +1,80 @@
+"""From a command line to a converted script: what `hetstream convert` and `hetstream sbatch` share.
+
+It reads the script, asks the cluster what conversion needs to know, and calls the pure chain of `hetjob`. It submits
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetjob.convert import check_cluster, convert
+from hetjob.directives import from_command_line, is_own, late_directives, read_directives, read_spec
+from hetjob.errors import SlurmCommandError, UsageError
+from hetjob.plan import HetPlan
+from hetjob.ports import Cluster, SlurmClient
+from hetjob.render import render
+from hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment
+
+_UNKNOWN_CLUSTER = Cluster(frozenset(), None, None)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A script and what became of it.
+
+    Attributes:
+        script: the bytes to submit; the user's own when there is no plan.
+        plan: None when the script has no directives.
+        notes: what the user should know, one line each.
+    """
+
+    script: bytes
+    plan: HetPlan | None
+    notes: tuple[str, ...] = ()
+
+
+def convert_script(
+    body: bytes,
+    name: str,
+    command_line: Sequence[SbatchOption],
+    environ: Mapping[str, str],
+    client: SlurmClient,
+    program: Sequence[str],
+) -> Conversion:
+    """Convert one script, or leave it alone when nothing asks for data workers.
+
+    Args:
+        body: the script.
+        name: its name, for messages.
+        command_line: options of sbatch and of hetstream.
+        environ: the environment that sbatch will run in.
+        client: asked for the cluster's partitions; a cluster that does not answer is left to sbatch.
+        program: how the job calls hetstream.
+
+    Raises:
+        UsageError: directives, options or Slurm limits; see `hetjob.errors`.
+    """
+    text = body.decode(errors="surrogateescape")
+    spec = read_spec([*read_directives(text, name), *from_command_line(command_line)], name)
+    late = late_directives(text)
+    notes = tuple(f"{name} line {number}: a #HETSTREAM line after the first command has no effect" for number in late)
+    if spec is None:
+        return Conversion(body, None, notes)
+    if b"\r\n" in body:
+        raise UsageError(f"{name}: the lines end in CR LF (DOS), which sbatch refuses. Run: sed -i 's/\\r$//' {name}")
+    options = [*from_environment(environ), *(option for option in command_line if not is_own(option.name))]
+    cluster = _ask(client, options)
+    check_cluster(spec, cluster)
+    plan = convert(spec, text, name, command_line=options, default_partition=cluster.default_partition)
+    return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
+
+
+def _ask(client: SlurmClient, options: Sequence[SbatchOption]) -> Cluster:
+    if SbatchOptions(tuple(options)).has("clusters"):
+        return _UNKNOWN_CLUSTER  # the job goes to another cluster, which this one's sinfo does not show
+    try:
+        return client.cluster()
+    except SlurmCommandError:
+        return _UNKNOWN_CLUSTER

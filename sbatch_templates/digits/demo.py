@@ -221,6 +221,7 @@ def streamed_run(
 
 def demo(work_dir: Path, force_local: bool) -> report.Result:
     """All stages; the cluster, if there was one, is gone at the end."""
+    load_before = os.getloadavg()[0]
     shutil.rmtree(work_dir, ignore_errors=True)
     work_dir.mkdir(parents=True)
     data = work_dir / "digits.h5"
@@ -246,6 +247,7 @@ def demo(work_dir: Path, force_local: bool) -> report.Result:
         streamed=streamed,
         plain=plain,
         machine_cpus=len(os.sched_getaffinity(0)),
+        load_before=load_before,
     )
 
 

@@ -63,6 +63,7 @@ class Result:
         backend: `slurm` or `local`.
         reason: why this backend.
         machine_cpus: cores that all nodes share in truth.
+        load_before: the machine's load average over the minute before the demo.
         same_order: whether both runs trained on the same samples in the same order.
         wait_share: part of the trainer's time in its loops that it waited for data, 0 to 1.
     """
@@ -77,6 +78,7 @@ class Result:
     streamed: Run
     plain: Run
     machine_cpus: int
+    load_before: float
 
     @property
     def passed(self) -> bool:
@@ -228,8 +230,13 @@ def verdict(result: Result) -> str:
     else:
         how = "longer" if difference > 0 else "less time"
         speed = f"Training took {abs(difference):.0%} {how} with hetstream than without"
+    busy = ""
+    if result.load_before > result.machine_cpus / 2:
+        busy = (
+            f"\nThe machine was busy (load {result.load_before:.1f}) before the demo began: do not compare the times."
+        )
     return (
         f"{speed}.\n"
         f"Every node is the same {result.machine_cpus} cores here, so data workers add no CPU to the trainer's:\n"
-        "the demo shows that the parts work together, not a gain in speed."
+        f"the demo shows that the parts work together, not a gain in speed.{busy}"
     )

@@ -11,15 +11,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hetjob.errors import SlurmCommandError, UsageError
+from hetjob.errors import UsageError
 from mpi_dataworkers.errors import ConfigError
-from slurm_plugin.client.run import become, run_slurm
+from slurm_plugin.client.run import become
 from slurm_plugin.devcluster import install, render
-from slurm_plugin.devcluster.boot import BootRequest, boot, is_live, plan_cluster
+from slurm_plugin.devcluster.boot import BootRequest, boot, plan_cluster
 from slurm_plugin.devcluster.programs import SlurmPrograms, host_programs, missing_programs
-from slurm_plugin.devcluster.record import ClusterRecord, read_daemons, read_record
+from slurm_plugin.devcluster.record import ClusterRecord, read_record
 from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, RELEASES, plugin_dir, prepare_root, root_of
 from slurm_plugin.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
+from slurm_plugin.devcluster.status import observe
 from slurm_plugin.devcluster.teardown import plan_teardown, tear_down
 from slurm_plugin.errors import NoCluster
 
@@ -264,37 +265,30 @@ def _facts(record: ClusterRecord) -> dict[str, Any]:
 
 def _status(args: argparse.Namespace) -> int:
     record = _record(args)
-    daemons = [
-        {"name": daemon.name, "pid": daemon.pid, "running": is_live(daemon)}
-        for daemon in read_daemons(Path(record.state_dir))
-    ]
-    try:
-        nodes = run_slurm(["sinfo", "-h", "-N", "-o", "%N|%P|%T|%C|%G"], env=record.environment(os.environ)).stdout
-        problem = ""
-    except SlurmCommandError as error:
-        nodes, problem = "", str(error)
-    rows = [
-        dict(zip(("node", "partition", "state", "cpus", "gres"), line.split("|"), strict=True))
-        for line in nodes.splitlines()
-    ]
-    healthy = record.ready and not problem and all(daemon["running"] for daemon in daemons)
+    status = observe(record)
+    healthy = record.ready and status.healthy
+    uptime_s = round(time.time() - record.created_s, 1)
     if args.json:
-        uptime_s = round(time.time() - record.created_s, 1)
         _print_json(
-            {**_facts(record), "healthy": healthy, "uptime_s": uptime_s, "daemons": daemons, "node_states": rows}
+            {
+                **_facts(record),
+                "healthy": healthy,
+                "uptime_s": uptime_s,
+                "daemons": [vars(daemon) for daemon in status.daemons],
+                "node_states": [vars(node) for node in status.nodes],
+                "problem": status.problem,
+            }
         )
         return 0 if healthy else 1
     print(f"cluster     {record.name} (Slurm {record.slurm_version}){'' if record.ready else ', not fully up'}")
     print(f"SLURM_CONF  {record.slurm_conf}")
-    print(f"uptime      {time.time() - record.created_s:.0f} s")
-    for daemon in daemons:
-        print(f"{daemon['name']:<15} pid {daemon['pid']:<8} {'running' if daemon['running'] else 'DEAD'}")
-    if problem:
-        print(f"sinfo: {problem}")
-    for row in rows:
-        print(
-            f"{row['node']:<15} {row['partition']:<6} {row['state']:<10} CPUs A/I/O/T {row['cpus']:<14} {row['gres']}"
-        )
+    print(f"uptime      {uptime_s:.0f} s")
+    for daemon in status.daemons:
+        print(f"{daemon.name:<15} pid {daemon.pid:<8} {'running' if daemon.running else 'DEAD'}")
+    for node in status.nodes:
+        print(f"{node.node:<15} {node.partition:<6} {node.state:<10} CPUs A/I/O/T {node.cpus:<14} {node.gres}")
+    if status.problem:
+        print(f"devcluster: {status.problem}", file=sys.stderr)
     return 0 if healthy else 1
 
 

@@ -3,11 +3,14 @@
     spec.py        what a cluster is: shape, ports, paths (pure)
     render.py      slurm.conf, gres.conf, cgroup.conf as text (pure)
     programs.py    where Slurm's programs are: on the host, or in a Debian root
+    apt.py         apt-get without questions
+    lock.py        one `up` at a time
     install.py     Debian's packages on the host
     roots.py       cached Debian roots with newer Slurm
     record.py      the files by which a cluster is found again
     supervisor.py  the process that starts the daemons and adopts everything they start
     processes.py   which processes belong to a cluster
+    status.py      how a cluster is
     boot.py        up
     teardown.py    down
 

@@ -23,20 +23,18 @@ from types import FrameType
 from typing import Any
 
 from hetjob.errors import SlurmCommandError
-from slurm_plugin.client.run import run_slurm
 from slurm_plugin.devcluster import render
 from slurm_plugin.devcluster.lock import MACHINE, locked
-from slurm_plugin.devcluster.processes import start_ticks
 from slurm_plugin.devcluster.programs import SYSTEM_PATH, SlurmPrograms
 from slurm_plugin.devcluster.record import (
     MARKER_VARIABLE,
     ClusterRecord,
-    DaemonState,
     read_daemons,
     read_record,
     write_record,
 )
 from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec
+from slurm_plugin.devcluster.status import is_live, list_nodes
 from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, tear_down
 from slurm_plugin.errors import BootFailed, ClusterExists
 
@@ -44,6 +42,7 @@ from slurm_plugin.errors import BootFailed, ClusterExists
 READY_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05
 LOCK_TIMEOUT_S = READY_TIMEOUT_S + 30.0
+EXIT_STATUS_TIMEOUT_S = 1.0
 LOG_TAIL_LINES = 15
 
 # Below the kernel's ephemeral ports, so that no outgoing connection takes one between the search and the daemons.
@@ -268,11 +267,10 @@ def _log_stem(daemon: str) -> str:
 
 def _wait_until_idle(spec: ClusterSpec, record: ClusterRecord, progress: Progress) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
-    env = record.environment(os.environ)
     reported = -1
     while True:
         _check_daemons_live(spec)
-        num_idle = _count_idle(env)
+        num_idle = _count_idle(record)
         if num_idle != reported and num_idle is not None:
             reported = num_idle
             progress(f"{num_idle} of {len(spec.nodes)} nodes idle")
@@ -286,26 +284,32 @@ def _wait_until_idle(spec: ClusterSpec, record: ClusterRecord, progress: Progres
         time.sleep(POLL_INTERVAL_S)
 
 
-def _count_idle(env: dict[str, str]) -> int | None:
+def _count_idle(record: ClusterRecord) -> int | None:
     """How many nodes are idle, or None while slurmctld does not answer."""
     try:
-        states = run_slurm(["sinfo", "-h", "-N", "-o", "%N|%T"], env=env, timeout_s=READY_TIMEOUT_S).stdout
+        nodes = list_nodes(record)
     except SlurmCommandError:
         return None
-    # A node that has not yet been heard of is "idle*" or "unknown*".
-    return len({line for line in states.splitlines() if line.endswith("|idle")})
+    # A node that has not been heard of yet is "idle*" or "unknown*".
+    return len({node.node for node in nodes if node.state == "idle"})
 
 
 def _check_daemons_live(spec: ClusterSpec) -> None:
-    for daemon in read_daemons(spec.state_dir):
+    for index, daemon in enumerate(read_daemons(spec.state_dir)):
         if daemon.exit_status is not None or not is_live(daemon):
-            how = "" if daemon.exit_status is None else f" with {daemon.exit_status}"
+            how = _exit_text(spec, index)
             raise BootFailed(f"{daemon.name} ended{how}. " + _log_tail(spec, daemon.name))
 
 
-def is_live(daemon: DaemonState) -> bool:
-    """Whether the very process that the supervisor started still runs."""
-    return start_ticks(daemon.pid) == daemon.start_ticks
+def _exit_text(spec: ClusterSpec, index: int) -> str:
+    """How a dead daemon ended; the supervisor writes that down a moment later."""
+    deadline = time.monotonic() + EXIT_STATUS_TIMEOUT_S
+    while time.monotonic() < deadline:
+        status = read_daemons(spec.state_dir)[index].exit_status
+        if status is not None:
+            return f" with {status}"
+        time.sleep(POLL_INTERVAL_S)
+    return ""
 
 
 def _log_tail(spec: ClusterSpec, daemon: str) -> str:

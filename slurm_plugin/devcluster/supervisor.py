@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -65,18 +64,20 @@ def supervise(plan: dict[str, Any], daemons: list[DaemonState]) -> int:
 
 
 def _start(name: str, argv: list[str], output: Path, environment: dict[str, str]) -> DaemonState:
-    with output.open("ab") as stream:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            env=environment,
-            cwd="/",
-            start_new_session=True,
-        )
+    # Not subprocess.Popen: it reaps children whose object was dropped, and their exit status would be lost.
+    pid = os.posix_spawn(
+        argv[0],
+        argv,
+        environment,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(output), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
     # The child is this process's until reaped below, so its pid cannot be another's yet.
-    return DaemonState(name, process.pid, start_ticks(process.pid) or 0, None)
+    return DaemonState(name, pid, start_ticks(pid) or 0, None)
 
 
 def _wait_for_file(path: Path, daemon: DaemonState) -> None:

@@ -1,0 +1,94 @@
+"""How a cluster is. Called by `hetstream devcluster status` and by boot.py; it changes nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetjob.errors import SlurmCommandError
+from slurm_plugin.client.run import run_slurm
+from slurm_plugin.devcluster.processes import start_ticks
+from slurm_plugin.devcluster.record import ClusterRecord, DaemonState, read_daemons
+
+# Without these no Slurm command gets an answer, and each would try for many seconds.
+NEEDED_BY_COMMANDS = ("munged", "slurmctld")
+SINFO_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One node in one partition, in the words of sinfo.
+
+    Attributes:
+        node: its name.
+        partition: the partition, with `*` if it is the default.
+        state: for example `idle` or `mixed`.
+        cpus: how many are allocated/idle/other/total.
+        gres: for example `gpu:4`.
+    """
+
+    node: str
+    partition: str
+    state: str
+    cpus: str
+    gres: str
+
+
+@dataclass(frozen=True)
+class DaemonStatus:
+    """One daemon: whether the very process that the supervisor started still runs."""
+
+    name: str
+    pid: int
+    running: bool
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """What `status` shows.
+
+    Attributes:
+        daemons: in the order of their start.
+        nodes: in the order of sinfo.
+        problem: why the nodes could not be asked for, empty if they could.
+    """
+
+    daemons: tuple[DaemonStatus, ...]
+    nodes: tuple[NodeStatus, ...]
+    problem: str
+
+    @property
+    def healthy(self) -> bool:
+        return bool(self.daemons) and not self.problem and all(daemon.running for daemon in self.daemons)
+
+
+def observe(record: ClusterRecord) -> ClusterStatus:
+    """Look at the cluster's daemons and, if they can answer, ask for its nodes."""
+    daemons = tuple(
+        DaemonStatus(daemon.name, daemon.pid, is_live(daemon)) for daemon in read_daemons(Path(record.state_dir))
+    )
+    running = {daemon.name for daemon in daemons if daemon.running}
+    dead = [name for name in NEEDED_BY_COMMANDS if name not in running]
+    if dead:
+        return ClusterStatus(daemons, (), f"{' and '.join(dead)} does not run, so Slurm's commands get no answer")
+    try:
+        return ClusterStatus(daemons, list_nodes(record), "")
+    except SlurmCommandError as error:
+        return ClusterStatus(daemons, (), str(error))
+
+
+def list_nodes(record: ClusterRecord) -> tuple[NodeStatus, ...]:
+    """The nodes as sinfo shows them.
+
+    Raises:
+        SlurmCommandError: slurmctld does not answer.
+    """
+    argv = ["sinfo", "-h", "-N", "-o", "%N|%P|%T|%C|%G"]
+    shown = run_slurm(argv, env=record.environment(os.environ), timeout_s=SINFO_TIMEOUT_S)
+    return tuple(NodeStatus(*line.split("|")) for line in shown.stdout.splitlines())
+
+
+def is_live(daemon: DaemonState) -> bool:
+    """Whether the process is still the one that the supervisor started."""
+    return start_ticks(daemon.pid) == daemon.start_ticks

@@ -151,7 +151,17 @@ def result(report: ModuleType, **changes: Any) -> Any:
     delivery = report.Delivery(steps=57, expected=1797, delivered=1797, lost=0, duplicated=0)
     streamed, plain = report.Run(20.0, 12.0, 0.97), report.Run(15.0, 8.0, 0.98)
     whole = report.Result(
-        "slurm", "a throw-away cluster", "22.05.8", components, delivery, True, 0.125, streamed, plain, 2
+        backend="slurm",
+        reason="a throw-away cluster",
+        slurm_version="22.05.8",
+        components=components,
+        delivery=delivery,
+        same_order=True,
+        wait_share=0.125,
+        streamed=streamed,
+        plain=plain,
+        machine_cpus=2,
+        load_before=0.4,
     )
     return replace(whole, **changes)
 
@@ -183,6 +193,11 @@ def test_the_table_is_short_and_says_when_hetstream_is_slower(report: ModuleType
 )
 def test_the_verdict_is_plain(report: ModuleType, seconds: float, sentence: str) -> None:
     assert report.verdict(result(report, streamed=report.Run(9.0, seconds, 0.9))).startswith(sentence)
+
+
+def test_a_busy_machine_is_mentioned(report: ModuleType) -> None:
+    assert "busy" not in report.verdict(result(report))
+    assert "The machine was busy (load 3.1)" in report.verdict(result(report, load_before=3.1))
 
 
 def test_a_lost_repeated_or_misplaced_sample_fails_the_demo(report: ModuleType) -> None:
@@ -233,7 +248,7 @@ def test_the_demo_on_a_cluster(tmp_path: Path) -> None:
     facts = check_demo(done, out, "slurm")
     assert [(part["role"], part["nodes"], part["gpus"]) for part in facts["components"]] == [
         ("trainer", 1, 1),
-        ("data_workers", 2, 0),
+        ("data_workers", 1, 0),
     ]
     assert "removed /run/hetstream/devcluster/demo-" in done.stdout
 

@@ -273,7 +273,7 @@ def main() -> int:
                 print(f"demo: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        print(f"demo: stopped ({interrupt or 'SIGINT'})", file=sys.stderr)
+        print(f"demo: stopped ({str(interrupt) or 'SIGINT'})", file=sys.stderr)
         return 130
     print(f"\n{report.table(result)}\n")
     if args.json is not None:

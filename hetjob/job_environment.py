@@ -58,6 +58,21 @@ class JobEnvironment:
         again = f"-restart-{self.restarts}" if self.restarts else ""
         return self.submit_dir / ".hetstream" / f"job-{self.job_id}{again}"
 
+    @property
+    def address_file(self) -> Path:
+        """What trainers and data workers connect with; removed at the end."""
+        return self.directory / "address"
+
+    @property
+    def work_dir(self) -> Path:
+        """The dispatcher's journal; removed at the end."""
+        return self.directory / "dispatcher"
+
+    @property
+    def master_log(self) -> Path:
+        """What the job master did and why; kept, as are the other logs beside it."""
+        return self.directory / "master.log"
+
 
 def plain_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that an ordinary job has and a heterogeneous one lacks.

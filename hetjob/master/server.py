@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hetjob.errors import MasterError
 from hetjob.job_environment import JobEnvironment, export_variables
@@ -88,22 +87,22 @@ def start(
             f"the job's directory {job.directory} cannot be made: {error.strerror}. Submit from a directory that you "
             "can write to and that all hosts share"
         ) from error
-    master_log = job.directory / "master.log"
     options = ["--het-group=0"] if job.het_size > 1 else []
     # --overlap: the step takes nothing from the steps of the user's script.
     options += ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
     options += ["--gres=none", "--job-name=hetstream"]
-    step = client.start_step(options, [*config.program, "master", "serve", *config.words()], master_log, outlive=True)
-    address_file = _address_file(job)
+    step = client.start_step(
+        options, [*config.program, "master", "serve", *config.words()], job.master_log, outlive=True
+    )
     deadline = time.monotonic() + limit_s
-    while not address_file.exists():
+    while not job.address_file.exists():
         ended = step.poll()
         if ended is not None or time.monotonic() > deadline:
             step.terminate()
             how = f"its step ended with {ended}" if ended is not None else f"no dispatcher within {limit_s:g} s"
-            raise MasterError(f"the job master did not start: {how}. See {master_log}")
+            raise MasterError(f"the job master did not start: {how}. See {job.master_log}")
         time.sleep(_POLL_S)
-    variables = dict(hook_environment(f"file:{address_file}"))
+    variables = dict(hook_environment(f"file:{job.address_file}"))
     return variables | export_variables(environ, variables)
 
 
@@ -119,9 +118,8 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str])
         0: how the service ended is in the log, and no reason to fail a job.
     """
     job = JobEnvironment.read(environ)
-    address_file = _address_file(job)
     launcher = SlurmLauncher(config, client, job, _reachable_address(client, job))
-    service = Service(MasterState(config.data_workers, config.companions), launcher, address_file)
+    service = Service(MasterState(config.data_workers, config.companions), launcher, job.address_file)
     with signals_held(_STOP_SIGNALS):
         service.begin()
         try:
@@ -138,21 +136,13 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str])
 
 def _tidy(job: JobEnvironment) -> None:
     """Keep the summary and the logs; remove the address file and the journal, which hold the job's keys."""
-    work_dir = _work_dir(job)
+    work_dir = job.work_dir
     summary = read_summary(work_dir)
     if summary:
         (job.directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     log.info("job=%s summary: %s", job.job_id, summary_line(summary))
-    _address_file(job).unlink(missing_ok=True)
+    job.address_file.unlink(missing_ok=True)
     shutil.rmtree(work_dir, ignore_errors=True)
-
-
-def _address_file(job: JobEnvironment) -> Path:
-    return job.directory / "address"
-
-
-def _work_dir(job: JobEnvironment) -> Path:
-    return job.directory / "dispatcher"
 
 
 def _reachable_address(client: SlurmClient, job: JobEnvironment) -> str:
@@ -189,8 +179,8 @@ class SlurmLauncher:
 
     def dispatcher(self) -> Child:
         """Start it with the same arguments every time, so that it recovers."""
-        words = ["dispatcher", "--bind", f"tcp://{self._address}:0", "--work-dir", str(_work_dir(self._job))]
-        words += ["--address-file", str(_address_file(self._job))]
+        words = ["dispatcher", "--bind", f"tcp://{self._address}:0", "--work-dir", str(self._job.work_dir)]
+        words += ["--address-file", str(self._job.address_file)]
         return start_child([*self._config.program, *words], log=self._job.directory / "dispatcher.log")
 
     def data_worker(self, index: int) -> Child:
@@ -233,7 +223,7 @@ class SlurmLauncher:
             log.info("job=%s companions job=%s cancelled", self._job.job_id, self._companion_job)
 
     def _worker_words(self) -> Sequence[str]:
-        service = f"file:{_address_file(self._job)}"
+        service = f"file:{self._job.address_file}"
         return [
             *self._config.program,
             "worker",

@@ -8,7 +8,7 @@ import os
 import sys
 
 from hetjob.errors import HetstreamError
-from hetjob.job_environment import plain_variables
+from hetjob.job_environment import JobEnvironment, plain_variables
 from hetjob.master.server import MasterConfig, export_lines, serve, start
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.program import own_program
@@ -56,4 +56,9 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.
+    log = os.open(JobEnvironment.read(os.environ).master_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
     return serve(_config(args), CommandSlurm(), os.environ)

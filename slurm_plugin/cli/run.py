@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shlex
 import sys
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         _print_commands(config)
         return 0
+    if not args.verbose:
+        logging.getLogger("hetjob").setLevel(logging.WARNING)  # the terminal belongs to the program
     result = run_local(config, os.environ, environment)
     if config.data_workers:
         print(f"hetstream: {summary_line(result.summary)}", file=sys.stderr)

@@ -80,7 +80,7 @@ class Devcluster:
 
 @pytest.fixture(scope="session")
 def devclusters() -> Iterator[Callable[[str], Devcluster]]:
-    """A function from a Slurm release ("host", "24.11", "26.05") to the session's cluster of it, booted on first use."""
+    """A function from a release ("host", "24.11", "26.05") to the session's cluster of it, booted on first use."""
     with ExitStack() as undo:
 
         @functools.cache

@@ -36,6 +36,7 @@ from slurm_plugin.devcluster.record import (
 from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec
 from slurm_plugin.devcluster.status import is_live, list_nodes
 from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, tear_down
+from slurm_plugin.devcluster.umask import readable_by_all
 from slurm_plugin.errors import BootFailed, ClusterExists
 
 # Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.
@@ -95,7 +96,7 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
     began = time.monotonic()
     _check_can_boot(request)
     _warn(request, progress)
-    with _interrupts_raise(), ExitStack() as undo:
+    with _interrupts_raise(), readable_by_all(), ExitStack() as undo:
         with locked(MACHINE, LOCK_TIMEOUT_S, f"starting cluster {request.name}"):
             spec = plan_cluster(request, programs.plugin_dir)
             record = _new_record(spec, programs)
@@ -167,13 +168,15 @@ def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
 
 def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecord) -> None:
     directory = spec.state_dir
-    _make_directory(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    # It may have been there, with other permissions.
+    directory.chmod(0o755)
     # First of all: from here on `down` knows what this directory is.
     write_record(record)
     for name in ("dev", "log", "run", "spool", "state"):
-        _make_directory(directory / name)
+        (directory / name).mkdir()
     for node in spec.nodes:
-        _make_directory(directory / "spool" / node)
+        (directory / "spool" / node).mkdir()
     for number in range(max(group.gpus for group in spec.groups)):
         _make_fake_gpu(spec.gpu_device(number), number)
     spec.slurm_conf.write_text(render.slurm_conf(spec))
@@ -184,12 +187,6 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
     key = os.open(directory / "run" / "munge.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(key, "wb") as stream:
         stream.write(secrets.token_bytes(1024))
-
-
-def _make_directory(path: Path) -> None:
-    """Jobs of any user must be able to pass: 0755, whatever the umask."""
-    path.mkdir(parents=True, exist_ok=True)
-    path.chmod(0o755)
 
 
 def _make_fake_gpu(path: Path, number: int) -> None:

@@ -58,6 +58,8 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     yield f"ClusterName={spec.cluster_name}"
     yield "SlurmctldHost=localhost(127.0.0.1)"
     yield f"SlurmctldPort={spec.base_port}"
+    # The daemons listen on 127.0.0.1 only: nobody on the network shall find a throw-away cluster.
+    yield "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"
     yield "SlurmUser=root"
     yield "AuthType=auth/munge"
     yield f"AuthInfo=socket={spec.munge_socket}"

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from slurm_plugin.devcluster.apt import has_apt, run_apt
 from slurm_plugin.devcluster.install import PACKAGES
 from slurm_plugin.devcluster.lock import locked
 from slurm_plugin.devcluster.programs import SlurmPrograms, slurm_version
+from slurm_plugin.devcluster.umask import readable_by_all
 from slurm_plugin.errors import InstallFailed, SlurmMissing
 
 DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")
@@ -102,8 +104,10 @@ def prepare_root(version: str, cache_dir: Path, progress: Progress) -> SlurmRoot
         raise SlurmMissing(f"Slurm {version} is made from Debian packages, and this machine has no apt-get")
     if keyring is None:
         raise SlurmMissing(f"Debian's keys are not in {KEYRINGS[-1]}: apt-get install debian-archive-keyring")
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with locked(cache_dir, LOCK_TIMEOUT_S, f"preparing Slurm {version}"):
+    with ExitStack() as held:
+        held.enter_context(readable_by_all())
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        held.enter_context(locked(cache_dir, LOCK_TIMEOUT_S, f"preparing Slurm {version}"))
         if root.directory.exists():
             return root
         for stale in cache_dir.glob(f"{PARTIAL_PREFIX}*"):

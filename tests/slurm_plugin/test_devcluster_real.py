@@ -118,6 +118,24 @@ def test_an_ordinary_user_runs_jobs(devcluster: Any, wait_until: Any) -> None:
     wait_until(lambda: out.exists() and out.read_text() == "65534\n65534\n", 15, "the output of nobody's job")
 
 
+def test_a_closed_umask_does_not_lock_other_users_out(place: str) -> None:
+    assert hetstream("up", "--name", place, *SMALL, umask=0o077).returncode == 0
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    shown = hetstream("exec", "--name", place, "--", *drop, "srun", "id", "-u", cwd="/tmp")
+    assert shown.stdout == "65534\n", shown.stderr
+
+
+def test_daemons_are_not_on_the_network(devcluster: Any) -> None:
+    conf = (devcluster.state_dir / "slurm.conf").read_text()
+    port = int(re.search(r"^SlurmctldPort=(\d+)$", conf, re.MULTILINE)[1])  # type: ignore[index]
+    sockets = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    ]
+    ours = {f"{number:04X}" for number in range(port, port + 1 + len(devcluster.record.nodes))}
+    addresses = [address for address, number in (socket.split(":") for socket in sockets) if number in ours]
+    assert addresses == ["0100007F"] * len(ours)
+
+
 def test_two_clusters_side_by_side(devcluster: Any, place: str) -> None:
     up = hetstream("up", "--name", place, *SMALL)
     assert up.returncode == 0, up.stderr

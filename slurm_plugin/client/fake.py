@@ -1,0 +1,82 @@
+"""A Slurm without Slurm: `FakeSlurm` has the client's methods and runs steps and jobs as processes of this host.
+
+For tests, and for trying the job master on a laptop. It schedules nothing: everything starts at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGTERM
+
+from hetjob.errors import SlurmCommandError
+from hetjob.ports import Child, Cluster
+from hetjob.processes import start_child
+
+
+@dataclass
+class FakeSlurm:
+    """Answers like a small cluster.
+
+    Attributes:
+        directory: where scripts and output of submitted jobs go.
+        environ: the environment of steps and jobs.
+        facts: what `cluster` says.
+        addresses: node name -> `NodeAddr`; others do not exist.
+        refuse: names of methods that fail, each as its command would.
+        calls: every call so far: method name and its words.
+        jobs: job id -> its processes, one for each array task.
+    """
+
+    directory: Path
+    environ: Mapping[str, str]
+    facts: Cluster = field(default_factory=lambda: Cluster(frozenset({"cpu", "gpu"}), "gpu", "sched/backfill"))
+    addresses: Mapping[str, str] = field(default_factory=lambda: {"gpu0": "127.0.0.1"})
+    refuse: set[str] = field(default_factory=set)
+    calls: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    jobs: dict[str, list[Child]] = field(default_factory=dict)
+
+    def cluster(self) -> Cluster:
+        """The facts it was made with."""
+        self._record("cluster", "sinfo", [])
+        return self.facts
+
+    def submit(self, script: str, options: Sequence[str]) -> str:
+        """Start the script at once, as often as `--array=0-N` says."""
+        self._record("submit", "sbatch", options)
+        job_id = str(1000 + len(self.jobs))
+        path = self.directory / f"job-{job_id}.sh"
+        path.write_text(script)
+        array = next((re.fullmatch(r"--array=0-(\d+)", word) for word in options if word.startswith("--array")), None)
+        count = int(array[1]) + 1 if array else 1
+        self.jobs[job_id] = [
+            start_child(["sh", str(path)], env=self.environ, log=path.with_suffix(f".{task}.out"))
+            for task in range(count)
+        ]
+        return job_id
+
+    def cancel(self, job_id: str) -> None:
+        """End the job's processes."""
+        self._record("cancel", "scancel", [job_id])
+        for child in self.jobs.get(job_id, []):
+            if child.poll() is None:
+                child.terminate()
+
+    def node_address(self, node: str) -> str:
+        """From `addresses`."""
+        self._record("node_address", "scontrol", [node])
+        if node not in self.addresses:
+            raise SlurmCommandError(["scontrol", "show", "node", node], 1, f"Node {node} not found", "")
+        return self.addresses[node]
+
+    def start_step(self, options: Sequence[str], command: Sequence[str], log: Path, *, outlive: bool = False) -> Child:
+        """Start the command as a process."""
+        self._record("start_step", "srun", [*options, *command])
+        return start_child(command, env=self.environ, log=log, death_signal=None if outlive else SIGTERM)
+
+    def _record(self, method: str, program: str, words: Sequence[str]) -> None:
+        self.calls.append((method, tuple(words)))
+        if method in self.refuse:
+            raise SlurmCommandError([program, *words], 1, "", f"{program}: error: refused by the fake")

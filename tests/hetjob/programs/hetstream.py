@@ -1,0 +1,56 @@
+"""Stands in for the `hetstream` command in tests of the job master: starts in milliseconds, without the data plane.
+
+`dispatcher` and `worker` wait for SIGTERM; `master serve` is the real one over FakeSlurm. A file `die-VERB` in the
+working directory makes that verb exit with 9 at once; every start is noted in `started`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def value(name: str) -> str:
+    words = sys.argv
+    return (
+        next((word.split("=", 1)[1] for word in words if word.startswith(f"{name}=")), "")
+        or words[words.index(name) + 1]
+    )
+
+
+def until_terminated() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.sigwait({signal.SIGTERM})
+
+
+verb = sys.argv[1]
+with open("started", "a") as started:
+    started.write(f"{verb} {os.getpid()}\n")
+if Path(f"die-{verb}").exists():
+    sys.exit(9)
+if verb == "dispatcher":
+    Path(value("--work-dir")).mkdir(exist_ok=True)
+    Path(value("--work-dir"), "journal").write_text("keys\n")
+    Path(value("--address-file")).write_text(value("--bind"))
+    until_terminated()
+    Path(value("--work-dir"), "summary.json").write_text('{"loaders": [{"steps": 7}], "data_workers_seen": 2}')
+elif verb == "worker":
+    if not Path(value("--service").removeprefix("file:")).exists():
+        sys.exit("no service")
+    until_terminated()
+else:
+    from hetjob.master.server import MasterConfig, serve
+    from slurm_plugin.client.fake import FakeSlurm
+
+    logging.basicConfig(level=logging.INFO)
+    config = MasterConfig(
+        program=(sys.executable, os.path.abspath(__file__)),
+        data_workers=int(value("--data-workers")),
+        data_worker_cpus=int(value("--data-worker-cpus")),
+        companions=int(value("--companions")),
+        companion_options=tuple(sys.argv[sys.argv.index("--") + 1 :]),
+    )
+    sys.exit(serve(config, FakeSlurm(Path.cwd(), dict(os.environ)), os.environ))

@@ -1,0 +1,47 @@
+"""What the job master reads from Slurm's environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetjob.errors import MasterError
+from hetjob.job_environment import JobEnvironment, export_variables, plain_variables
+
+ENVIRON = {"SLURM_JOB_ID": "17", "SLURMD_NODENAME": "gpu0", "SLURM_SUBMIT_DIR": "/data/my runs"}
+
+
+def test_a_job_and_its_directory() -> None:
+    job = JobEnvironment.read(ENVIRON | {"SLURM_HET_SIZE": "2", "SLURM_JOB_NAME": "train"})
+    assert job == JobEnvironment("17", "train", "gpu0", Path("/data/my runs"), 2, 0)
+    assert job.directory == Path("/data/my runs/.hetstream/job-17")
+
+
+def test_a_requeued_job_starts_over() -> None:
+    job = JobEnvironment.read(ENVIRON | {"SLURM_RESTART_COUNT": "2"})
+    assert (job.het_size, job.directory.name) == (1, "job-17-restart-2")
+
+
+def test_outside_of_a_job() -> None:
+    with pytest.raises(MasterError, match="SLURMD_NODENAME is not set"):
+        JobEnvironment.read({**ENVIRON, "SLURMD_NODENAME": ""})
+
+
+def test_variables_that_a_heterogeneous_job_lacks_are_restored() -> None:
+    environ = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_HET_GROUP_0": "2",
+        "SLURM_CPUS_PER_TASK_HET_GROUP_0": "4",
+        "SLURM_CPUS_PER_TASK_HET_GROUP_1": "9",
+    }
+    assert plain_variables(environ) == {"SLURM_CPUS_PER_TASK": "4"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, None), ("ALL", None), ("ALL,X=1", None), ("NONE", "A,B"), ("NIL", "A,B"), ("PATH,HOME", "PATH,HOME,A,B")],
+)
+def test_variables_reach_srun_in_jobs_with_export_lists(before: str | None, after: str | None) -> None:
+    environ = {} if before is None else {"SLURM_EXPORT_ENV": before}
+    assert export_variables(environ, {"A": "1", "B": "2"}).get("SLURM_EXPORT_ENV") == after

@@ -1,0 +1,154 @@
+"""The job master over FakeSlurm: it starts, survives the death of its children, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hetjob.errors import MasterError
+from hetjob.master.server import MasterConfig, export_lines, start
+from hetjob.ports import Child
+from slurm_plugin.client.fake import FakeSlurm
+
+PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "hetstream.py"))
+WaitUntil = Callable[..., None]
+
+
+class Job:
+    """A job whose batch script is the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.submit_dir = directory
+        self.environ = dict(os.environ) | {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "train",
+            "SLURMD_NODENAME": "gpu0",
+            "SLURM_SUBMIT_DIR": str(directory),
+            "SLURM_HET_SIZE": "2",
+        }
+        self.slurm = FakeSlurm(directory, self.environ)
+        self.directory = directory / ".hetstream" / "job-7"
+        self.steps: list[Child] = []
+        start_step = self.slurm.start_step
+
+        def remember(*args: object, **kwargs: object) -> Child:
+            self.steps.append(start_step(*args, **kwargs))  # type: ignore[arg-type]
+            return self.steps[-1]
+
+        self.slurm.start_step = remember  # type: ignore[method-assign]
+
+    def start(self, data_workers: int, companions: int = 0, limit_s: float = 20) -> dict[str, str]:
+        config = MasterConfig(PROGRAM, data_workers, 3, companions, ("--partition=cpu",))
+        return start(config, self.slurm, self.environ, lambda service: {"SERVICE": service}, limit_s)
+
+    def started(self, verb: str) -> list[int]:
+        """Process ids of all starts of a verb, oldest first."""
+        path = self.submit_dir / "started"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [int(line.split()[1]) for line in lines if line.startswith(f"{verb} ")]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil) -> Iterator[Job]:
+    monkeypatch.chdir(tmp_path)
+    job = Job(tmp_path)
+    yield job
+    for step in job.steps:
+        step.terminate()
+        wait_until(lambda step=step: step.poll() is not None, what="the end of the master's step")
+    everything = [pid for verb in ("dispatcher", "worker", "master") for pid in job.started(verb)]
+    wait_until(lambda: not any(is_alive(pid) for pid in everything), what="the end of every process")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_job_from_start_to_end(job: Job, wait_until: WaitUntil) -> None:
+    variables = job.start(2)
+    assert variables == {"SERVICE": f"file:{job.directory}/address"}
+    assert stat.S_IMODE(job.directory.stat().st_mode) == 0o700
+    wait_until(lambda: len(job.started("worker")) == 2, what="two data workers")
+    step = next(words for method, words in job.slurm.calls if method == "start_step")
+    assert step[:3] == ("--het-group=0", "--overlap", "--nodes=1")
+    assert "--nodelist=gpu0" in step
+    job.steps[0].terminate()
+    wait_until(lambda: job.steps[0].poll() is not None, what="the end of the master")
+    assert sorted(path.name for path in job.directory.iterdir()) == [
+        "data-worker-0.log", "data-worker-1.log", "dispatcher.log", "master.log", "summary.json",
+    ]  # fmt: skip
+    assert json.loads((job.directory / "summary.json").read_text())["data_workers_seen"] == 2
+    assert "summary: 1 loader(s), 7 steps" in (job.directory / "master.log").read_text()
+
+
+def test_dead_children_are_replaced(job: Job, wait_until: WaitUntil) -> None:
+    job.start(2)
+    wait_until(lambda: len(job.started("worker")) == 2, what="two data workers")
+    os.kill(job.started("worker")[0], signal.SIGKILL)
+    wait_until(lambda: len(job.started("worker")) == 3, what="a third data worker")
+    os.kill(job.started("dispatcher")[0], signal.SIGKILL)
+    wait_until(lambda: len(job.started("dispatcher")) == 2, what="a second dispatcher")
+    assert is_alive(job.started("worker")[1])
+    log = (job.directory / "master.log").read_text()
+    assert re.search(r"data_worker=\d ended with -9", log)
+    assert "dispatcher ended with -9" in log
+
+
+def test_nothing_outlives_a_killed_master(job: Job, wait_until: WaitUntil) -> None:
+    job.start(2)
+    wait_until(lambda: len(job.started("worker")) == 2, what="two data workers")
+    os.kill(job.started("master")[0], signal.SIGKILL)
+    wait_until(
+        lambda: not any(is_alive(pid) for verb in ("dispatcher", "worker") for pid in job.started(verb)),
+        what="the end of every child",
+    )
+
+
+def test_companions_are_submitted_and_cancelled(job: Job, wait_until: WaitUntil) -> None:
+    job.start(0, companions=3)
+    wait_until(lambda: len(job.started("worker")) == 3, what="three companions")
+    job.steps[0].terminate()
+    wait_until(lambda: not any(is_alive(pid) for pid in job.started("worker")), what="the end of the companions")
+    log = (job.directory / "master.log").read_text()
+    assert "companions=3 submitted as job=1000" in log
+    assert "job=7 companions job=1000 cancelled" in log
+
+
+def test_a_master_that_cannot_start_is_an_error_and_leaves_nothing(job: Job) -> None:
+    (job.submit_dir / "die-master").touch()
+    with pytest.raises(MasterError, match=r"its step ended with 9\. See .*master.log"):
+        job.start(1)
+
+
+def test_a_dispatcher_that_cannot_start_is_given_up_after_the_limit(job: Job, wait_until: WaitUntil) -> None:
+    (job.submit_dir / "die-dispatcher").touch()
+    with pytest.raises(MasterError, match=r"no dispatcher within 1\.5 s"):
+        job.start(1, limit_s=1.5)
+    wait_until(lambda: job.steps[0].poll() is not None, what="the end of the master")
+    assert len(job.started("dispatcher")) in (1, 2, 3)
+
+
+def test_a_directory_that_cannot_be_made(job: Job) -> None:
+    (job.submit_dir / ".hetstream").write_text("a file")
+    with pytest.raises(MasterError, match="Submit from a directory that you can write to"):
+        job.start(1)
+
+
+def test_exported_variables_survive_any_shell(tmp_path: Path) -> None:
+    value = 'it\'s "$HOME" `x` \\ and\nmore'
+    done = subprocess.run(
+        ["sh", "-c", f'{export_lines({"A": value})}printf %s "$A"'], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == value

@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LEAKS = {
     "threads": "import threading; threading.Thread(target=threading.Event().wait, args=(20,), daemon=True).start()",
-    "child processes": "import atexit, subprocess; kept.append(subprocess.Popen(['sleep', '20'])); atexit.register(kept[0].kill)",
+    "child processes": (
+        "import atexit, subprocess\n    kept.append(subprocess.Popen(['sleep', '20'])); atexit.register(kept[0].kill)"
+    ),
     "file descriptors": "import socket; kept.append(socket.socket())",
     "/dev/shm": (
         "from multiprocessing import shared_memory\n"

@@ -54,9 +54,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     _add_place(p)
     shape = ClusterShape()
     p.add_argument("--gpu-nodes", type=int, default=shape.gpu_nodes, metavar="N", help="GPU nodes (%(default)s)")
-    p.add_argument("--gpus-per-node", type=int, default=shape.gpus_per_node, metavar="N", help="(%(default)s)")
+    p.add_argument(
+        "--gpus-per-node", type=int, default=shape.gpus_per_node, metavar="N", help="fake GPUs of each (%(default)s)"
+    )
     p.add_argument("--cpu-nodes", type=int, default=shape.cpu_nodes, metavar="N", help="CPU nodes (%(default)s)")
-    p.add_argument("--cpus-per-node", type=int, default=shape.cpus_per_node, metavar="N", help="(%(default)s)")
+    p.add_argument(
+        "--cpus-per-node", type=int, default=shape.cpus_per_node, metavar="N", help="of each node (%(default)s)"
+    )
     p.add_argument(
         "--default-scheduler",
         action="store_true",

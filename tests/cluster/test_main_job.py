@@ -1,0 +1,121 @@
+"""The main job on real Slurm: an unmodified script and program become a heterogeneous job that streams.
+
+A data worker is killed in mid-epoch. The ledger of sample ids and bytes must equal that of the run without Slurm.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "train.py"
+HETSTREAM = Path(sys.executable).with_name("hetstream")
+SCRIPT = f"""#!/bin/bash -l
+#SBATCH --job-name="main job" --output=%x-%j.out
+#SBATCH --gres=gpu:1 --cpus-per-task=8 --time=10
+#HETSTREAM --data-workers=2 --data-worker-cpus=1 --data-worker-partition=cpu
+set -euo pipefail
+trap 'echo "the user trap saw $?"' EXIT
+echo "cpus=$SLURM_CPUS_PER_TASK arguments=$*"
+srun {sys.executable} {PROGRAM} ledger
+exit 7
+"""
+RELEASES = ["host", pytest.param("24.11", marks=pytest.mark.slow), pytest.param("26.05", marks=pytest.mark.slow)]
+
+
+def processes(*words: str) -> dict[int, list[str]]:
+    """Processes whose arguments contain all these words, except srun's."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                argv = Path(f"/proc/{entry}/cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if all(word in argv for word in words) and not argv[0].endswith("srun") and "srun" not in argv[:5]:
+                found[int(entry)] = argv
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("release", RELEASES)
+def test_an_unmodified_job_streams_and_survives_a_killed_data_worker(
+    release: str, devclusters: Callable[[str], object], wait_until: Callable[..., None]
+) -> None:
+    cluster = devclusters(release)
+    directory = cluster.out_dir / "main job"  # type: ignore[attr-defined]
+    directory.mkdir()
+    (directory / "train.sbatch").write_text(SCRIPT)
+    environ = dict(cluster.env)  # type: ignore[attr-defined]
+
+    def run(*argv: str) -> str:
+        return subprocess.run(
+            argv, cwd=directory, env=environ, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+
+    submitted = subprocess.Popen(
+        [HETSTREAM, "sbatch", "--wait", "--parsable", "train.sbatch", "one", "two words"],
+        cwd=directory, env=environ, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert submitted.stdout is not None
+        job_id = submitted.stdout.readline().strip()
+        assert job_id.isdigit()
+        ledger = directory / "ledger"
+        wait_until(
+            lambda: ledger.exists() and len(ledger.read_text().splitlines()) >= 10, timeout_s=90, what="mid-epoch"
+        )
+        nodes = dict(
+            re.findall(r"HetJobOffset=(\d).*?\n\s+NodeList=(\S+)", run("scontrol", "show", "job", job_id), re.S)
+        )
+        assert nodes.keys() == {"0", "1"}
+        assert nodes["0"].startswith("gpu")
+        assert nodes["1"].startswith("cpu")
+
+        job_directory = directory / ".hetstream" / f"job-{job_id}"
+        workers = processes("worker", f"file:{job_directory}/address")
+        leaders = [pid for pid in workers if parent(pid) not in workers]
+        assert len(leaders) == 2
+        os.kill(leaders[0], signal.SIGKILL)
+        assert ledger.read_text().count("\n") < 40, "the kill came too late to be in mid-epoch"
+
+        assert submitted.wait(timeout=180) == 7
+    finally:
+        submitted.kill()
+        submitted.wait()
+        submitted.stdout.close()
+        subprocess.run(["scancel", "--quiet", "--user", "root"], env=environ, check=False)
+
+    output = (directory / f"main job-{job_id}.out").read_text()
+    assert "cpus=2 arguments=one two words" in output
+    assert "the user trap saw 7" in output
+    lines = ledger.read_text().splitlines()
+    for epoch in ("0", "1"):
+        ids = Counter(
+            int(number) for line in lines if line.startswith(f"{epoch} ") for number in line.split()[1].split(",")
+        )
+        assert sorted(ids) == list(range(640)), "lost samples"
+        assert max(ids.values()) == 1, "duplicated samples"
+    subprocess.run(
+        [HETSTREAM, "run", "--data-workers", "0", "--", sys.executable, PROGRAM, "local"],
+        cwd=directory, check=True, timeout=120, capture_output=True,
+    )  # fmt: skip
+    assert lines == (directory / "local").read_text().splitlines(), "another order, or other bytes"
+
+    wait_until(lambda: not (job_directory / "address").exists(), timeout_s=60, what="the removal of the keys")
+    assert not (job_directory / "dispatcher").exists()
+    assert "80 steps, 1280 samples" in (job_directory / "master.log").read_text()
+    assert "started: it ended 1 time(s) in a row" in (job_directory / "master.log").read_text()
+    wait_until(lambda: not processes(f"file:{job_directory}/address"), timeout_s=60, what="the end of every process")

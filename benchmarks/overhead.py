@@ -90,7 +90,8 @@ def main() -> int:
             f"Images: {origin}. Decode, random resized crop to 224 px, flip, default_collate, batches of 64 (uint8).",
             f"All processes of a system share the same cores ({pinned}); the trainer does no training.",
             "In-process loop on two cores: two independent loops, the most that two cores can make.",
-            "CPU-ms/image counts every process of the system; unlike images/s it does not feel other load.",
+            harness.disturbance(results),
+            "CPU-ms/image counts every process of the system; unlike images/s it hardly feels other load.",
         ],
     }
     rows = harness.rows_of(results, taking_part, metrics, TARGETS)

@@ -93,6 +93,7 @@ def main() -> int:
             f"Every system: {where}.",
             "A batch counts when the client has read one byte of each of its pages; the bytes are checked.",
             "tf.data service: dispatcher and worker in one process, uncompressed, its own defaults otherwise.",
+            harness.disturbance(results),
             "Ratios are taken repeat by repeat; median and min .. max over the repeats.",
         ],
     }

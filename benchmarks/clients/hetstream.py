@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.clients.prebuilt import loader_arguments
-from benchmarks.clients.service import running
+from benchmarks.clients.service import running, streaming
 from benchmarks.clients.window import measure, read_request
 from mpi_dataworkers import DataLoader
 
@@ -18,8 +18,8 @@ def main() -> None:
         for number, (case, options) in enumerate(request.cases.items()):
             arguments = loader_arguments(options["shape"], options.get("collate", False))
             loader = DataLoader(**arguments, seed=0, service=service, job_name=f"transport-{number}")  # type: ignore[arg-type]
-            measure(case, options["shape"], iter(loader), lambda batch: batch.numpy(), request)
-            loader.close()
+            with streaming(loader, processes=1) as batches:
+                measure(case, options["shape"], batches, lambda batch: batch.numpy(), request)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from benchmarks.clients.service import running
-from benchmarks.clients.window import cpu_seconds, descendants, touch
+from benchmarks.clients.service import running, streaming
+from benchmarks.clients.window import Meter, touch
 from mpi_dataworkers.sources.images import ImageFolder
 from mpi_dataworkers.sources.transforms import RandomResizedCrop
 
@@ -63,11 +62,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Timing:
-    """Images in the window, its length and the CPU time of the process and its children in it."""
+    """Images in the window, its length, the CPU time of the process and its children in it, and the load beside."""
 
     images: int
     seconds: float
     cpu_s: float
+    other_load: float
 
 
 def file_class(name: str) -> str:
@@ -81,49 +81,61 @@ def images(root: str) -> Dataset[Any]:
     return ConcatDataset([folder] * PASSES)
 
 
-def timed(loader: Iterable[Any], request: Request) -> Timing:
-    """Iterate: the warm-up, then the window, which begins and ends with the arrival of a batch."""
+def timed(loader: Iterable[Any], request: Request, cores: set[int], waiting: Callable[[], int] = lambda: 0) -> Timing:
+    """Iterate: the warm-up, then the window, which begins and ends with the arrival of a batch.
+
+    Args:
+        loader: gives (images, labels).
+        request: how many batches.
+        cores: where all of it runs.
+        waiting: finished batches in the loader's hands. A loader whose workers make several steps at a time holds
+            some that were made before the window, or leaves some behind: what counts is what was made in it.
+    """
     batches = iter(loader)
     for _ in range(request.warmup):
         touch(next(batches)[0].numpy())
-    children = descendants()
-    cpu, start = time.process_time() + cpu_seconds(children), time.perf_counter()
-    count = 0
+    meter = Meter(cores)
+    count, stock = 0, waiting()
     for _ in range(request.batches):
         batch = next(batches)[0].numpy()
         touch(batch)
         count += len(batch)
-    end = time.perf_counter()
-    return Timing(count, end - start, time.process_time() + cpu_seconds(children) - cpu)
+    spent = meter.read()
+    count += (waiting() - stock) * BATCH_SIZE
+    return Timing(count, spent.seconds, spent.own_cpu_s + spent.children_cpu_s, spent.other_load)
 
 
 def in_process(request: Request, options: Options) -> list[Timing]:
-    """Run torch's DataLoader without workers; with N workers, N such loops at once in N processes."""
+    """Run torch's DataLoader without workers; with N workers, N such loops at once, each in a process on a core."""
     if options.workers == 1:
-        return [timed(DataLoader(images(request.root), BATCH_SIZE), request)]
+        return [timed(DataLoader(images(request.root), BATCH_SIZE), request, set(options.cores))]
     context = multiprocessing.get_context("fork")
-    with context.Pool(options.workers, _one_loop, (context.Barrier(options.workers),)) as pool:
-        return pool.map(partial(_loop, request), range(options.workers), chunksize=1)
+    barrier = context.Barrier(options.workers)
+    with context.Pool(options.workers, _enter_loop, (barrier,)) as pool:
+        return pool.map(partial(_loop, request), options.cores, chunksize=1)
 
 
-_started: Any = None
+_barrier: Any = None
 
 
-def _one_loop(barrier: Any) -> None:
-    global _started
-    _started = barrier
+def _enter_loop(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
 
 
-def _loop(request: Request, _number: int) -> Timing:
+def _loop(request: Request, core: int) -> Timing:
     """One of several loops. They start together; each makes the same batches."""
+    os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    _started.wait(60)
-    return timed(DataLoader(images(request.root), BATCH_SIZE), request)
+    _barrier.wait(60)
+    return timed(DataLoader(images(request.root), BATCH_SIZE), request, {core})
 
 
 def torch_loader(request: Request, options: Options) -> list[Timing]:
     """Run torch's DataLoader with worker processes."""
-    return [timed(DataLoader(images(request.root), BATCH_SIZE, num_workers=options.workers), request)]
+    return [
+        timed(DataLoader(images(request.root), BATCH_SIZE, num_workers=options.workers), request, set(options.cores))
+    ]
 
 
 def hetstream(request: Request, options: Options) -> list[Timing]:
@@ -133,8 +145,8 @@ def hetstream(request: Request, options: Options) -> list[Timing]:
     with ExitStack() as stack:
         service = stack.enter_context(running(processes=options.workers, cores=set(options.cores)))
         loader = StreamingLoader(images(request.root), BATCH_SIZE, seed=0, service=service, job_name="overhead")
-        stack.callback(loader.close)
-        return [timed(loader, request)]
+        batches = stack.enter_context(streaming(loader, options.workers))
+        return [timed(batches, request, set(options.cores), lambda: int(loader.stats()["batches_waiting"]))]
 
 
 SYSTEMS: dict[str, Callable[[Request, Options], list[Timing]]] = {
@@ -157,6 +169,7 @@ def main() -> None:
             "case": case,
             "images_per_s": sum(timing.images / timing.seconds for timing in timings),
             "cpu_ms_per_image": 1000 * sum(timing.cpu_s for timing in timings) / total,
+            "other_load": max(timing.other_load for timing in timings),
         }
         print(json.dumps(sample), flush=True)
 

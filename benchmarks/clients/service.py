@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # Generous: on a loaded machine importing torch in the worker alone takes seconds. Nothing measured depends on it.
 START_DEADLINE_S = 60.0
@@ -41,6 +42,28 @@ def running(processes: int, cores: set[int]) -> Iterator[str]:
         finally:
             os.sched_setaffinity(0, own)
         yield f"file:{address}"
+
+
+@contextlib.contextmanager
+def streaming(loader: Any, processes: int) -> Iterator[Any]:
+    """Yield an iterator of the loader that `processes` data workers feed, and close the loader at the end.
+
+    A loader without data workers makes its own batches, at the speed of a function call. Nothing of that kind may be
+    measured, so all data workers are waited for, and one step made in process is an error.
+
+    Raises:
+        RuntimeError: the data workers did not come in time, or the loader helped itself.
+    """
+    with loader:
+        batches = iter(loader)
+        deadline = time.monotonic() + START_DEADLINE_S
+        while loader.stats()["num_data_workers"] < processes:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no {processes} data workers within {START_DEADLINE_S:g} s: {loader.stats()}")
+            time.sleep(0.02)
+        yield batches
+        if loader.stats()["local_steps"]:
+            raise RuntimeError(f"the loader made batches in process: {loader.stats()}")
 
 
 @contextlib.contextmanager

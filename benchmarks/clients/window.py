@@ -83,26 +83,68 @@ def measure(
     receive()
     while time.perf_counter() < warm_until:
         receive()
-    children = descendants()
-    producers_before, client_before, start = cpu_seconds(children), time.process_time(), time.perf_counter()
-    count, end = 0, start + request.seconds
-    now = start
-    while now < end:
+    meter = Meter({request.client_core, request.producer_core})
+    count, end = 0, time.perf_counter() + request.seconds
+    while time.perf_counter() < end:
         receive()
         count += 1
-        now = time.perf_counter()
-    client_s = time.process_time() - client_before
-    producers_s = cpu_seconds(children) - producers_before
+    spent = meter.read()
     gigabytes = count * size / 1e9
     sample = {
         "case": case,
-        "gb_per_s": gigabytes / (now - start),
-        "batches_per_s": count / (now - start),
-        "client_cpu_s_per_gb": client_s / gigabytes,
+        "gb_per_s": gigabytes / spent.seconds,
+        "batches_per_s": count / spent.seconds,
+        "client_cpu_s_per_gb": spent.own_cpu_s / gigabytes,
+        "other_load": spent.other_load,
     }
-    if children:
-        sample["producer_cpu_s_per_gb"] = producers_s / gigabytes
+    if meter.has_children:
+        sample["producer_cpu_s_per_gb"] = spent.children_cpu_s / gigabytes
     print(json.dumps(sample), flush=True)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a window cost.
+
+    Attributes:
+        seconds: its length.
+        own_cpu_s: CPU time of this process.
+        children_cpu_s: CPU time of the processes below it.
+        other_load: share of the pinned cores that processes of nobody here used: a window with much of it measured
+            the neighbours.
+    """
+
+    seconds: float
+    own_cpu_s: float
+    children_cpu_s: float
+    other_load: float
+
+
+class Meter:
+    """Measures from its making to `read`.
+
+    Args:
+        cores: where the whole system is pinned.
+    """
+
+    def __init__(self, cores: set[int]) -> None:
+        self._cores = cores
+        self._children = descendants()
+        self._before = self._now()
+
+    @property
+    def has_children(self) -> bool:
+        """Whether there is a process below this one."""
+        return bool(self._children)
+
+    def _now(self) -> tuple[float, float, float, float]:
+        return time.perf_counter(), time.process_time(), cpu_seconds(self._children), busy_seconds(self._cores)
+
+    def read(self) -> Spent:
+        """Return what was spent since the meter was made."""
+        seconds, own, children, busy = (now - then for now, then in zip(self._now(), self._before, strict=True))
+        others = max(0.0, busy - own - children)
+        return Spent(seconds, own, children, others / (seconds * len(self._cores)))
 
 
 def touch(array: np.ndarray) -> int:
@@ -134,4 +176,18 @@ def cpu_seconds(processes: list[int]) -> float:
         except OSError:
             continue
         ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def busy_seconds(cores: set[int]) -> float:
+    """Sum the time in which the cores ran any process, or were taken away by the hypervisor; in ticks of 10 ms.
+
+    Time in interrupts is left out: what a network connection costs there belongs to the system that is measured.
+    """
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *fields = line.split()
+        if name in {f"cpu{core}" for core in cores}:
+            user, nice, system, steal = (int(fields[column]) for column in (0, 1, 2, 7))
+            ticks += user + nice + system + steal
     return ticks / os.sysconf("SC_CLK_TCK")

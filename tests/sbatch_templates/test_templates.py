@@ -1,0 +1,103 @@
+"""Every template converts, is sound shell, and is accepted by Slurm; some are run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetjob.convert import convert
+from hetjob.directives import read_directives, read_spec
+from hetjob.render import render
+
+ROOT = Path(__file__).parents[2]
+TEMPLATES = sorted((ROOT / "sbatch_templates").glob("*.sbatch"))
+HETSTREAM = Path(sys.executable).with_name("hetstream")
+PROGRAM = ROOT / "tests" / "cluster" / "programs" / "train.py"
+by_name = pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+
+# What each template's trainer keeps, and its data-worker component.
+EXPECTED = {
+    "companions-only": (("--cpus-per-task=4",), None),
+    "horovod": (("--cpus-per-task=2",), "--ntasks=4"),
+    "multi-gpu-ddp": (("--cpus-per-task=2",), "--ntasks=4"),
+    "multi-node-ddp": (("--cpus-per-task=2",), "--ntasks=4"),
+    "single-gpu": (("--cpus-per-task=2",), "--ntasks=2"),
+}
+
+
+@by_name
+def test_each_template_converts_to_sound_shell(template: Path) -> None:
+    text = template.read_text()
+    spec = read_spec(read_directives(text, template.name), template.name)
+    assert spec is not None
+    plan = convert(spec, text, template.name)
+    result = render(text, plan, ("/opt/hetstream/bin/hetstream",))
+    subprocess.run(["bash", "-n"], input=result, text=True, check=True)
+    trainer, data_workers = EXPECTED[template.stem]
+    assert plan.components[0].options == trainer
+    if data_workers is None:
+        assert len(plan.components) == 1
+        assert "#SBATCH hetjob" not in result
+    else:
+        assert plan.components[1].options == ("--partition=cpu", "--cpus-per-task=4", data_workers)
+    begin, end = result.index("# >>> hetstream >>>"), result.index("# <<< hetstream <<<\n")
+    assert result[:begin] + result[end:].removeprefix("# <<< hetstream <<<\n") == text
+
+
+def test_the_readme_names_every_template() -> None:
+    readme = (ROOT / "sbatch_templates" / "README.md").read_text()
+    assert {template.stem for template in TEMPLATES} == EXPECTED.keys()
+    assert all(f"`{template.name}`" in readme for template in TEMPLATES)
+
+
+@pytest.mark.slurm
+@by_name
+def test_slurm_accepts_each_template(template: Path, devcluster: Any) -> None:
+    done = subprocess.run(
+        [HETSTREAM, "sbatch", "--test-only", template], env=dict(devcluster.env), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [
+        ("single-gpu", ["--data-workers=1", "--data-worker-cpus=1"], 1),
+        ("companions-only", ["--data-workers=0-1", "--data-worker-cpus=1"], 1),
+        ("multi-gpu-ddp", ["--data-workers=1", "--data-worker-cpus=1", "--ntasks-per-node=2"], 2),
+    ],
+)
+def test_templates_run_on_real_slurm(
+    name: str, options: list[str], size: int, devcluster: Any, wait_until: Callable[..., None]
+) -> None:
+    directory = devcluster.out_dir / name
+    directory.mkdir()
+    shutil.copy(ROOT / "sbatch_templates" / f"{name}.sbatch", directory)
+    environ = dict(devcluster.env) | {
+        "TRAIN_PY": str(PROGRAM),
+        "MASTER_ADDR": "127.0.0.1",  # this cluster's node names do not resolve
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{devcluster.env['PATH']}",
+    }
+    words = [HETSTREAM, "sbatch", "--wait", "--parsable", *options, f"{name}.sbatch", "ledger-%r"]
+    done = subprocess.run(words, cwd=directory, env=environ, capture_output=True, text=True, timeout=150, check=False)
+    job_id = done.stdout.strip()
+    output = (directory / f"{name}-{job_id}.out").read_text() if job_id else ""
+    assert done.returncode == 0, done.stderr + output
+    lines = [line for rank in range(size) for line in (directory / f"ledger-{rank}").read_text().splitlines()]
+    for epoch in ("0", "1"):
+        ids = [int(number) for line in lines if line.startswith(f"{epoch} ") for number in line.split()[1].split(",")]
+        assert sorted(ids) == list(range(640))
+    job_directory = directory / ".hetstream" / f"job-{job_id}"
+    wait_until(lambda: not (job_directory / "dispatcher").exists(), timeout_s=60, what="the end of the job master")
+    assert (job_directory / "summary.json").exists()
+    squeue = lambda: devcluster.run(["squeue", "--noheader", "--states=all", "--format=%j %T"]).stdout  # noqa: E731
+    wait_until(lambda: "RUNNING" not in squeue() and "PENDING" not in squeue(), timeout_s=60, what="an empty queue")

@@ -250,7 +250,7 @@ def test_the_demo_on_a_cluster(tmp_path: Path) -> None:
         ("trainer", 1, 1),
         ("data_workers", 1, 0),
     ]
-    assert "removed /run/hetstream/devcluster/demo-" in done.stdout
+    assert "removed /var/lib/hetstream/devcluster/demo-" in done.stdout
 
 
 @pytest.mark.slurm
@@ -263,5 +263,5 @@ def test_an_interrupted_demo_removes_its_cluster(tmp_path: Path, number: signal.
         process.send_signal(number)
         said += process.stdout.readlines()
         assert process.wait(60) == 130, said
-    assert f"removed /run/hetstream/devcluster/demo-{process.pid}" in "".join(said)
-    assert not os.path.exists(f"/run/hetstream/devcluster/demo-{process.pid}")
+    assert f"removed /var/lib/hetstream/devcluster/demo-{process.pid}" in "".join(said)
+    assert not os.path.exists(f"/var/lib/hetstream/devcluster/demo-{process.pid}")

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -135,24 +134,24 @@ def _note(text: str) -> None:
 
 
 def _print_json(facts: dict[str, Any]) -> None:
-    print(json.dumps({"meta": {"hetstream": version("hetstream")}, **facts}, indent=1))
+    print(json.dumps({"meta": {"version": 1}, **facts}, indent=1))
 
 
 def _install(args: argparse.Namespace) -> int:
-    needs = _needs(args)
+    missing, would = _needs(args)
     if args.dry_run:
         if args.json:
-            _print_json({"missing": list(needs)})
+            _print_json({"missing": missing, "would": would})
         else:
-            print("\n".join(needs) or "nothing to install")
+            print(would or "nothing to install")
         return 0
     if not _from_root(args):
         install.install(_note)
     programs = _programs(args)
     if args.json:
-        _print_json({"changed": bool(needs), "slurm_version": programs.version})
+        _print_json({"changed": bool(missing), "slurm_version": programs.version})
     else:
-        print(f"Slurm {programs.version} {'was installed' if needs else 'is there already'}")
+        print(f"Slurm {programs.version} {'was installed' if missing else 'is there already'}")
     return 0
 
 
@@ -170,13 +169,17 @@ def _programs(args: argparse.Namespace) -> SlurmPrograms:
     return host_programs()
 
 
-def _needs(args: argparse.Namespace) -> list[str]:
-    """What installing would do, one line each."""
+def _needs(args: argparse.Namespace) -> tuple[list[str], str]:
+    """What the wanted Slurm lacks, and what installing would do about it."""
     if _from_root(args):
         root = root_of(args.slurm, args.cache_dir.absolute())
-        return [] if root.directory.exists() else [f"would unpack Slurm {args.slurm} for Debian into {root.directory}"]
+        if root.directory.exists():
+            return [], ""
+        return [str(root.directory)], f"would unpack Slurm {args.slurm} for Debian into {root.directory}"
     missing = missing_programs()
-    return [f"not found: {', '.join(missing)}; would run: {' '.join(install.INSTALL_ARGV)}"] if missing else []
+    if not missing:
+        return [], ""
+    return missing, f"not found: {', '.join(missing)}; would run: {' '.join(install.INSTALL_ARGV)}"
 
 
 def _up(args: argparse.Namespace) -> int:
@@ -216,12 +219,12 @@ def _up_dry_run(request: BootRequest, args: argparse.Namespace) -> int:
     root = root_of(args.slurm, args.cache_dir.absolute()) if _from_root(args) else None
     spec = plan_cluster(request, plugin_dir(root.directory) if root is not None and root.directory.exists() else None)
     texts = {"slurm.conf": render.slurm_conf(spec), "gres.conf": render.gres_conf(spec)}
-    needs = _needs(args)
+    missing, would = _needs(args)
     if args.json:
-        _print_json({"state_dir": str(spec.state_dir), "nodes": spec.nodes, "missing": needs, "files": texts})
+        _print_json({"state_dir": str(spec.state_dir), "nodes": spec.nodes, "missing": missing, "files": texts})
         return 0
-    for need in needs:
-        print(f"# {need}")
+    if would:
+        print(f"# {would}")
     print(f"# would start munged, slurmctld and {len(spec.nodes)} slurmd in {spec.state_dir}")
     for name, text in texts.items():
         print(f"# {spec.state_dir}/{name}")

@@ -25,6 +25,7 @@ from typing import Any
 from hetjob.errors import SlurmCommandError
 from slurm_plugin.devcluster import render
 from slurm_plugin.devcluster.lock import MACHINE, locked
+from slurm_plugin.devcluster.processes import cluster_processes
 from slurm_plugin.devcluster.programs import SYSTEM_PATH, SlurmPrograms
 from slurm_plugin.devcluster.record import (
     MARKER_VARIABLE,
@@ -138,16 +139,22 @@ def _check_can_boot(request: BootRequest) -> None:
             "Run it as root, for example with sudo"
         )
     record = read_record(request.state_dir)
-    if record is not None and record.ready:
-        raise ClusterExists(
-            f"cluster {record.name} is up in {request.state_dir}. Use it, run "
-            f"`hetstream devcluster down --state-dir {request.state_dir}` first, or give another --name"
-        )
     if record is not None:
+        if record.ready and cluster_processes(record.cluster_name):
+            raise ClusterExists(
+                f"cluster {record.name} is up in {request.state_dir}. Use it, run "
+                f"`hetstream devcluster down --state-dir {request.state_dir}` first, or give another --name"
+            )
+        # What a reboot or an `up` that was killed left behind.
         tear_down(request.state_dir)
     elif request.state_dir.exists() and any(request.state_dir.iterdir()):
         raise ClusterExists(
-            f"--state-dir={request.state_dir} holds files that are no cluster's: give an empty directory"
+            f"--state-dir={request.state_dir} holds files that are no cluster's: give an empty directory or a new one"
+        )
+    existing = next(path for path in (request.state_dir, *request.state_dir.parents) if path.exists())
+    if os.statvfs(existing).f_flag & os.ST_NOEXEC:
+        raise BootFailed(
+            f"{existing} is mounted noexec, but slurmd starts batch scripts from there. Give another --state-dir"
         )
 
 

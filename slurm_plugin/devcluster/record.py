@@ -1,7 +1,7 @@
 """The files by which a cluster is found again: `cluster.json` (what it is) and `daemons.json` (what runs).
 
 Called by boot.py, supervisor.py, teardown.py and the command line. A directory without `cluster.json` is not a
-cluster's and is never removed. Only the standard library is imported: the supervisor stays small.
+cluster's and is never removed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from slurm_plugin.errors import DevclusterError
 
 RECORD_FILE = "cluster.json"
 DAEMONS_FILE = "daemons.json"
@@ -87,9 +89,12 @@ def read_record(state_dir: Path) -> ClusterRecord | None:
     fields = _read_json(state_dir / RECORD_FILE)
     if fields is None:
         return None
-    fields["nodes"] = tuple(fields["nodes"])
-    fields["partitions"] = tuple(fields["partitions"])
-    return ClusterRecord(**fields)
+    try:
+        fields["nodes"] = tuple(fields["nodes"])
+        fields["partitions"] = tuple(fields["partitions"])
+        return ClusterRecord(**fields)
+    except (KeyError, TypeError) as exc:
+        raise _damaged(state_dir / RECORD_FILE, exc) from exc
 
 
 def write_daemons(state_dir: Path, daemons: list[DaemonState]) -> None:
@@ -114,4 +119,13 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         fields: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         return None
+    except ValueError as exc:
+        raise _damaged(path, exc) from exc
     return fields
+
+
+def _damaged(path: Path, exc: Exception) -> DevclusterError:
+    return DevclusterError(
+        f"{path} is damaged or of another version of hetstream ({exc!r}). End the processes that name "
+        f"{path.parent} in `ps -ef` and remove that directory"
+    )

@@ -23,7 +23,8 @@ MAX_CPUS_PER_NODE = 512
 # What Slurm is told, not what is there: it schedules by these numbers and enforces none of them.
 NODE_MEMORY_MB = 64000
 
-DEFAULT_STATE_ROOT = Path("/run/hetstream/devcluster")
+# Not below /run: Debian mounts that noexec, and batch scripts are started from the cluster's directory.
+DEFAULT_STATE_ROOT = Path("/var/lib/hetstream/devcluster")
 DEFAULT_NAME = "default"
 
 

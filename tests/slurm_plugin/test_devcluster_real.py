@@ -44,11 +44,11 @@ def hetstream(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def footprint() -> dict[str, set[str]]:
-    """What a cluster could leave on the machine; /run/hetstream may hold clusters of others."""
+    """What a cluster could leave on the machine; /var/lib/hetstream may hold clusters of others."""
     directories = ("/run", "/run/lock", "/dev", "/dev/shm", "/var/lib", "/var/log", "/etc")
     return {
         "mounts": set(Path("/proc/self/mountinfo").read_text().splitlines()),
-        "entries": {str(path) for parent in directories for path in Path(parent).iterdir()} - {"/run/hetstream"},
+        "entries": {str(path) for parent in directories for path in Path(parent).iterdir()} - {"/var/lib/hetstream"},
     }
 
 
@@ -247,6 +247,24 @@ def test_up_after_an_up_that_was_killed(place: str, wait_until: Any) -> None:
     assert first is not None
     assert hetstream("up", "--name", place, *SMALL).returncode == 0
     assert cluster_processes(first.cluster_name) == []
+
+
+def test_up_after_a_reboot(place: str) -> None:
+    record = boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(1, 1, 1, 1)), host_programs(), print)
+    for process in cluster_processes(record.cluster_name):
+        os.kill(process.pid, signal.SIGKILL)
+    assert hetstream("up", "--name", place, *SMALL).returncode == 0
+    assert hetstream("status", "--name", place).returncode == 0
+
+
+def test_a_place_that_forbids_to_start_programs_is_refused(tmp_path: Path) -> None:
+    mounted = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o noexec tmpfs "$1" && shift && exec "$@"', "_"]
+    up = [*HETSTREAM, "devcluster", "up", "--state-dir", str(tmp_path / "below")]
+    done = subprocess.run([*mounted, str(tmp_path), *up], capture_output=True, text=True, timeout=60)
+    if "unshare failed" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"mounting is not allowed here: {done.stderr}")
+    assert done.returncode == 1
+    assert f"{tmp_path} is mounted noexec" in done.stderr
 
 
 def test_a_daemon_that_ends_fails_the_boot_with_its_log(place: str) -> None:

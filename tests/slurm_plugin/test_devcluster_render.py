@@ -12,7 +12,7 @@ from slurm_plugin.devcluster.roots import mirror_from, wrapper
 from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "devcluster"
-HERE = Path("/run/hetstream/devcluster/default")
+HERE = Path("/var/lib/hetstream/devcluster/default")
 
 
 def spec_of(shape: ClusterShape | None = None, **fields: object) -> ClusterSpec:

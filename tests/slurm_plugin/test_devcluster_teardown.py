@@ -52,6 +52,14 @@ def test_record_round_trips(record: ClusterRecord) -> None:
     assert read_record(Path(record.state_dir)) == record
 
 
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"name": "x", "nodes": [], "partitions": []}', "[1]"])
+def test_a_damaged_record_is_an_error_that_names_it_and_removes_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cluster.json").write_text(text)
+    with pytest.raises(DevclusterError, match=r"cluster\.json is damaged.*ps -ef"):
+        tear_down(tmp_path)
+    assert (tmp_path / "cluster.json").exists()
+
+
 @pytest.mark.parametrize("variable", [MARKER_VARIABLE, "SLURM_CLUSTER_NAME"])
 def test_kills_what_carries_the_clusters_name_and_nothing_else(record: ClusterRecord, variable: str) -> None:
     other = record_of(Path(record.state_dir).with_name("other"))

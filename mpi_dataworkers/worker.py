@@ -380,12 +380,15 @@ def _child_main(service: ServiceAddress, worker_id: str, replaces: str, parent: 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1
+    # Until it is connected a signal simply ends it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     use_one_thread()
     try:
         worker = DataWorker(service, worker_id, replaces)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: worker.stop())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
         worker.run()
     except HetstreamError as error:
         sys.stderr.write(f"hetstream worker: {type(error).__name__}: {error}\n")

@@ -147,7 +147,7 @@ class _ZmqControl:
             self._connect(service.address, timeout_s)
         except ServiceError:
             self._control.linger = 0
-            self.close()
+            self._close_control()
             raise
 
     def _connect(self, address: str, timeout_s: float) -> None:
@@ -180,6 +180,7 @@ class _ZmqControl:
                 accepted += event == zmq.EVENT_CONNECTED
         finally:
             self._control.disable_monitor()
+            monitor.close(0)
 
     def send(self, message: Message) -> None:
         self._control.send(encode(message))
@@ -202,10 +203,13 @@ class _ZmqControl:
                 break
         return messages
 
-    def close(self) -> None:
+    def _close_control(self) -> None:
         self._control.close()
         self._context.term()
         os.close(self._waker)
+
+    def close(self) -> None:
+        self._close_control()
 
 
 class ZmqWorkerEndpoint(_ZmqControl):
@@ -296,7 +300,7 @@ class ZmqLoaderEndpoint(_ZmqControl):
 
     def close(self) -> None:
         self._batches.close()
-        super().close()
+        self._close_control()
 
 
 class ZmqBatchSender:

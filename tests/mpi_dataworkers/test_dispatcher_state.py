@@ -1,4 +1,4 @@
-"""The dispatcher's decisions, without sockets, clocks or disks: leases, fencing, loss, recovery, and a fuzzed ledger."""
+"""The dispatcher's decisions, without sockets, clocks or disks: leases, fencing, loss, recovery, a fuzzed ledger."""
 
 from __future__ import annotations
 

@@ -1,0 +1,7 @@
+"""`python -m slurm_plugin.cli`: the `hetstream` command where the console script is not on the path."""
+
+import sys
+
+from slurm_plugin.cli import main
+
+sys.exit(main())

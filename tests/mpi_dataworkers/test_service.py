@@ -1,0 +1,492 @@
+"""The data plane with real processes and real signals: exactly once, in order, the same bytes, through every death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sample_datasets as datasets
+import torch
+
+from mpi_dataworkers import DataLoader
+from mpi_dataworkers.errors import (
+    AuthenticationError,
+    PipelineError,
+    ServiceError,
+    ServiceUnavailable,
+    StateError,
+)
+from mpi_dataworkers.hook import environment
+from mpi_dataworkers.transports.zmq import new_keys
+
+RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def as_bytes(loader: Any) -> list[tuple[bytes, list[int]]]:
+    """One epoch as comparable values: the bytes and the sample ids of each batch."""
+    return [(values.numpy().tobytes(), ids.tolist()) for values, ids in loader]
+
+
+def ids_of(batches: list[tuple[bytes, list[int]]]) -> list[int]:
+    return [index for _, ids in batches for index in ids]
+
+
+@pytest.fixture
+def loaders() -> Iterator[Callable[..., DataLoader]]:
+    """Make loaders that are closed after the test."""
+    made: list[DataLoader] = []
+
+    def make(dataset: Any, **options: Any) -> DataLoader:
+        made.append(DataLoader(dataset, **{"batch_size": 8, "shuffle": True, "seed": 5} | options))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_streamed_epochs_equal_local_epochs_byte_for_byte(service: Any, loaders: Any, processes: int) -> None:
+    service.start_workers(processes)
+    streamed = loaders(datasets.Augmented(203), service=service.name)
+    local = loaders(datasets.Augmented(203))
+    for _ in range(2):
+        batches = as_bytes(streamed)
+        assert batches == as_bytes(local)
+        assert sorted(ids_of(batches)) == list(range(203))
+    assert streamed.stats()["samples"] == 406
+    assert len(streamed) == len(batches)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 16, "drop_last": True},
+        {"shuffle": False},
+        {"sampler": [3, 1, 2, 3, 0]},
+        {"batch_sampler": [[4, 5], [9], [1, 2, 3]], "batch_size": 1, "shuffle": None},
+        {"batch_size": None, "shuffle": None, "sampler": range(20)},
+        {"generator": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_torchs_keywords_mean_what_they_mean(service: Any, loaders: Any, options: dict[str, Any]) -> None:
+    service.start_workers()
+    for key in ("sampler",):
+        if key in options:
+            options = {"shuffle": None} | options
+
+    def generator() -> dict[str, Any]:
+        return {"generator": torch.Generator().manual_seed(9)} if "generator" in options else {}
+
+    streamed = loaders(datasets.Augmented(100), service=service.name, **(options | generator()))
+    local = loaders(datasets.Augmented(100), **(options | generator()))
+    if options.get("batch_size", 1) is None:
+        assert [(v.tolist(), i) for v, i in streamed] == [(v.tolist(), i) for v, i in local]
+    else:
+        assert as_bytes(streamed) == as_bytes(local)
+        assert len(streamed) == len(local)
+
+
+def test_a_dataset_that_reads_batches_at_once(service: Any, loaders: Any) -> None:
+    service.start_workers()
+    assert as_bytes(loaders(datasets.InBatches(50), service=service.name)) == as_bytes(loaders(datasets.InBatches(50)))
+
+
+@pytest.mark.parametrize("length", [0, 1, 7])
+def test_tiny_datasets_end(service: Any, loaders: Any, length: int) -> None:
+    service.start_workers(2)
+    loader = loaders(datasets.Augmented(length), service=service.name, shuffle=False)
+    for _ in range(3):
+        assert ids_of(as_bytes(loader)) == list(range(length))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_data_worker_lost_in_mid_epoch_costs_nothing(
+    service: Any, loaders: Any, tmp_path: Path, number: signal.Signals
+) -> None:
+    flag = tmp_path / "struck"
+    service.start_workers(2)
+    loader = loaders(datasets.Striking(400, 77, flag, number), service=service.name)
+    reference = loaders(datasets.Augmented(400))
+    assert as_bytes(loader) == as_bytes(reference)
+    assert flag.exists(), "no data worker came to the sample"
+    if number == signal.SIGSTOP:
+        os.kill(int(flag.read_text()), signal.SIGCONT)
+    assert as_bytes(loader) == as_bytes(reference), "the next epoch, with the worker back or replaced"
+
+
+def test_a_dispatcher_killed_in_mid_epoch_comes_back_where_it_was(service: Any, loaders: Any) -> None:
+    service.start_workers(2)
+    loader = loaders(datasets.Augmented(800), service=service.name)
+    seen = []
+    for values, ids in loader:
+        seen.append((values.numpy().tobytes(), ids.tolist()))
+        if len(seen) == 20:
+            address = service.address_file.read_text()
+            service.kill_dispatcher()
+            service.start_dispatcher()
+    assert seen == as_bytes(loaders(datasets.Augmented(800)))
+    assert service.address_file.read_text() == address
+    assert "incarnation=2" in service.log("dispatcher")
+    assert loader.stats()["local_steps"] == 0
+
+
+def test_without_data_workers_the_trainer_goes_on_and_says_so(
+    service: Any, loaders: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = loaders(datasets.Where(40), service=service.name, shuffle=False)
+    places = {int(pid) for _, pids, _ in loader for pid in pids}
+    assert places == {os.getpid()}
+    assert loader.stats()["local_steps"] == 5
+    assert sum("working locally, because no data worker is there" in line for line in caplog.messages) == 1
+
+
+def test_workers_that_come_later_take_over(service: Any, loaders: Any) -> None:
+    loader = loaders(datasets.Where(20_000), service=service.name, shuffle=False)
+    places, ids = [], []
+    for index, pids, numbers in loader:
+        ids += index.tolist()
+        places += list(zip(pids.tolist(), numbers.tolist(), strict=True))
+        if len(ids) == 16:
+            service.start_workers(1)
+        if any(pid != os.getpid() for pid, _ in places):
+            break
+    assert ids == list(range(len(ids)))
+    assert places[-1][1] == 0, "get_worker_info() in the data worker"
+
+
+def test_leaving_the_loop_early_and_iterating_again(service: Any, loaders: Any) -> None:
+    service.start_workers(2)
+    loader = loaders(datasets.Augmented(400), service=service.name)
+    first = next(iter(loader))
+    loader.set_epoch(0)
+    assert torch.equal(first[0], next(iter(loader))[0])
+    loader.set_epoch(3)
+    assert sorted(ids_of(as_bytes(loader))) == list(range(400))
+
+
+def test_two_iterators_of_one_loader_are_independent(service: Any, loaders: Any) -> None:
+    service.start_workers(2)
+    loader = loaders(datasets.Augmented(64), service=service.name)
+    pairs = list(zip(loader, loader, strict=True))
+    first, second = ([i for pair in pairs for i in pair[side][1].tolist()] for side in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(64))
+    assert first != second
+
+
+# --- state ----------------------------------------------------------------------------------------------------------
+
+
+def test_state_taken_in_mid_epoch_continues_there_with_other_workers(service: Any, loaders: Any) -> None:
+    service.start_workers(1)
+    whole = as_bytes(loaders(datasets.Augmented(200)))
+    loader = loaders(datasets.Augmented(200), service=service.name)
+    passing = iter(loader)
+    begin = [next(passing) for _ in range(11)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert len(begin) == 11
+    loader.close()
+    service.start_workers(2)
+    resumed = loaders(datasets.Augmented(200), service=service.name)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(0)
+    assert as_bytes(resumed) == whole[11:]
+    assert ids_of(as_bytes(resumed)) != ids_of(whole), "then comes the next epoch, whole"
+
+
+def test_state_at_the_end_of_an_epoch_begins_the_next() -> None:
+    loader, other = (DataLoader(datasets.Augmented(40), batch_size=8, shuffle=True) for _ in range(2))
+    as_bytes(loader)
+    other.load_state_dict(loader.state_dict())
+    assert as_bytes(other) == as_bytes(loader)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"step": 10_000}, "step 10000 of epoch 0"),
+        ({"world_size": 4}, "world_size: 4 in the state, 1 here"),
+        ({"pipeline": {}}, "dataset: None in the state"),
+        ({"epoch": "x"}, "no state of a hetstream DataLoader"),
+    ],
+)
+def test_foreign_states_are_refused(change: dict[str, Any], says: str) -> None:
+    loader = DataLoader(datasets.Augmented(40), batch_size=8)
+    with pytest.raises(StateError, match=says):
+        loader.load_state_dict(loader.state_dict() | change)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_in_user_code_keeps_its_type_and_names_the_sample(service: Any, loaders: Any) -> None:
+    service.start_workers()
+    loader = loaders(datasets.Poisoned(100), service=service.name, shuffle=False)
+    passing = iter(loader)
+    before = [next(passing)[1].tolist() for _ in range(4)]
+    assert before == [list(range(first, first + 8)) for first in (0, 8, 16, 24)]
+    with pytest.raises(datasets.UserError, match=r"sample 37 is bad\n\nin a data worker, sample 37:\n.*Traceback"):
+        next(passing)
+
+
+def test_an_unpicklable_dataset_is_named(service: Any) -> None:
+    with pytest.raises(PipelineError, match=r"dataset\.transform\['crop'\]\.lock \(_thread\.lock\) cannot be pickled"):
+        DataLoader(datasets.Holding(10), service=service.name)
+
+
+def test_a_dataset_whose_length_changes_is_refused(service: Any, loaders: Any, tmp_path: Path) -> None:
+    file = tmp_path / "length"
+    file.write_bytes(b"x" * 40)
+    service.start_workers()
+    loader = loaders(datasets.Growing(file), service=service.name)
+    assert len([index for batch in loader for index in batch.tolist()]) == 40
+    file.write_bytes(b"x" * 41)
+    with pytest.raises(PipelineError, match="had 40 samples when this loader started and has 41 now"):
+        iter(loader)
+
+
+def test_a_dataset_of_another_length_in_the_data_worker_is_refused(service: Any, loaders: Any, tmp_path: Path) -> None:
+    file = tmp_path / "length"
+    file.write_bytes(b"x" * 40)
+    loader = loaders(datasets.Growing(file), service=service.name)
+    passing = iter(loader)
+    file.write_bytes(b"x" * 30)
+    service.start_workers()
+    with pytest.raises(PipelineError, match="30 samples in a data worker and 40 in the trainer"):
+        list(passing)
+
+
+def test_iterable_datasets_and_foreign_processes_are_refused_by_name() -> None:
+    class Endless(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(PipelineError, match="Endless is an IterableDataset"):
+        DataLoader(Endless())
+    with pytest.raises(PipelineError, match="multiprocessing_context"):
+        DataLoader(datasets.Augmented(3), num_workers=1, multiprocessing_context="spawn")
+
+
+def test_one_job_name_with_two_datasets_is_refused(service: Any, run_program: RunProgram) -> None:
+    program = """
+import sys, subprocess
+from mpi_dataworkers import DataLoader
+from sample_datasets import Augmented
+with DataLoader(Augmented(int(sys.argv[1])), batch_size=8, job_name="mine"):
+    if sys.argv[1] == "40":
+        sys.exit(subprocess.run([sys.executable, __file__, "41"]).returncode)
+"""
+    result = run_program(program, service.directory, "40", HETSTREAM_SERVICE=service.name)
+    assert "JobNameConflict: job name 'mine' is in use by process" in result.stderr
+    assert "length: 40 there, 41 here" in result.stderr
+    assert result.returncode == 1
+
+
+def test_a_rank_that_is_started_twice_goes_on_in_the_newer_process(service: Any, run_program: RunProgram) -> None:
+    program = """
+import sys, subprocess
+from mpi_dataworkers import DataLoader
+from sample_datasets import Augmented
+loader = DataLoader(Augmented(4000), batch_size=8, job_name="mine")
+passing = iter(loader)
+next(passing)
+if len(sys.argv) == 1:
+    print(subprocess.run([sys.executable, __file__, "again"], capture_output=True, text=True).stdout, end="")
+    for _ in passing:
+        pass
+else:
+    print("newer:", sum(len(ids) for _, ids in passing) + 8)
+"""
+    service.start_workers()
+    result = run_program(program, service.directory, HETSTREAM_SERVICE=service.name)
+    assert result.stdout == "newer: 4000\n"
+    assert "Superseded: rank 0 of job 'mine' was registered again by process" in result.stderr
+
+
+def test_a_wrong_key_is_refused_on_both_sides(service: Any, tmp_path: Path, wait_until: Any) -> None:
+    wait_until(service.address_file.exists)
+    fields = json.loads(service.address_file.read_text())
+    foreign = tmp_path / "foreign"
+    public, secret = new_keys()
+    changes = {"client_public_key": public, "client_secret_key": secret}
+    foreign.write_text(json.dumps(fields | changes))
+    foreign.chmod(0o600)
+    with pytest.raises(AuthenticationError, match="refused the key in the address file"):
+        DataLoader(datasets.Augmented(3), service=f"file:{foreign}")
+    command = [sys.executable, "-m", "slurm_plugin.cli", "worker", "--service", f"file:{foreign}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "AuthenticationError" in result.stderr
+
+
+def test_an_address_file_that_others_can_read_is_refused(service: Any, wait_until: Any) -> None:
+    wait_until(service.address_file.exists)
+    assert stat.S_IMODE(service.address_file.stat().st_mode) == 0o600
+    service.address_file.chmod(0o640)
+    with pytest.raises(ServiceError, match=r"mode 0640.*must be yours with mode 0600"):
+        DataLoader(datasets.Augmented(3), service=service.name)
+
+
+def test_a_second_dispatcher_on_one_directory_is_refused(service: Any, wait_until: Any) -> None:
+    wait_until(service.address_file.exists)
+    first = service.dispatcher
+    service.start_dispatcher()
+    assert service.dispatcher.wait(timeout=20) == 1
+    service.dispatcher = first
+    assert f"is in use by the dispatcher with process id {first.pid}" in service.log("dispatcher")
+
+
+def test_damaged_state_is_refused_and_named(service: Any, wait_until: Any) -> None:
+    wait_until(service.address_file.exists)
+    service.kill_dispatcher()
+    for path in (service.directory / "work").glob("journal.sqlite*"):
+        path.write_bytes(b"not a database, but long enough to look at" * 30)
+    service.start_dispatcher()
+    assert service.dispatcher.wait(timeout=20) == 1
+    assert "journal.sqlite is damaged" in service.log("dispatcher")
+
+
+# --- programs -------------------------------------------------------------------------------------------------------
+
+UNMODIFIED = """
+import hashlib, json, torch
+from torch.utils.data import DataLoader, IterableDataset
+from sample_datasets import Augmented
+
+class Mine(Augmented):
+    def __getitem__(self, index):
+        values, index = super().__getitem__(index)
+        return {"values": values.to(torch.bfloat16), "id": index, "name": f"sample {index}"}
+
+class Counting(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+if __name__ == "__main__":
+    torch.manual_seed(7)
+    loader = DataLoader(Mine(203), batch_size=8, shuffle=True, num_workers=2)
+    stream = DataLoader(Counting())
+    for epoch in range(2):
+        digest, ids = hashlib.sha256(), []
+        for batch in loader:
+            digest.update(batch["values"].float().numpy().tobytes())
+            digest.update("".join(batch["name"]).encode())
+            ids += batch["id"].tolist()
+        rng, n = torch.rand(1).item(), len(list(stream))
+        print(json.dumps({"bytes": digest.hexdigest(), "ids": ids, "rng": rng, "n": n}))
+"""
+
+
+def test_an_unmodified_program_streams_in_the_order_it_has_without_hetstream(
+    service: Any, run_program: RunProgram
+) -> None:
+    service.start_workers(2)
+    plain = run_program(UNMODIFIED, service.directory)
+    local = run_program(UNMODIFIED, service.directory, **environment(None, {}))
+    streamed = run_program(UNMODIFIED, service.directory, **environment(service.name, {}))
+    assert plain.returncode == local.returncode == streamed.returncode == 0, streamed.stderr
+    without, here, remote = ([json.loads(line) for line in one.stdout.splitlines()] for one in (plain, local, streamed))
+    assert remote == here, "the same bytes as in process"
+    for with_hook, plain_epoch in zip(remote, without, strict=True):
+        assert {**with_hook, "bytes": ""} == {**plain_epoch, "bytes": ""}, "order and the program's own random numbers"
+    reason = "a DataLoader over Counting stays local: Counting is an IterableDataset"
+    assert streamed.stderr.count(reason) == 1
+    assert service.log("dispatcher").count("opened") == 2
+
+
+def test_the_hook_hides_no_sitecustomize_and_is_quiet_elsewhere(tmp_path: Path, run_program: RunProgram) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('the site ran')")
+    variables = environment(None, {"PYTHONPATH": str(tmp_path / "site")})
+    result = run_program("import sys; print('torch' in sys.modules, 'zmq' in sys.modules)", tmp_path, **variables)
+    assert result.stdout == "the site ran\nFalse False\n"
+    assert result.stderr == ""
+
+
+def test_a_program_that_does_not_close_its_loader_ends_at_once(service: Any, run_program: RunProgram) -> None:
+    program = """
+import time
+from mpi_dataworkers import DataLoader
+from sample_datasets import Augmented
+loader = DataLoader(Augmented(4000), batch_size=8)
+passing = iter(loader)
+next(passing)
+import atexit
+started = time.monotonic()
+import mpi_dataworkers.loader.stream as stream
+atexit.unregister(stream._close_streams)
+atexit.register(lambda: print("ended in", time.monotonic() - started < 2))
+atexit.register(stream._close_streams)
+"""
+    service.start_workers()
+    result = run_program(program, service.directory, HETSTREAM_SERVICE=service.name)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "ended in True\n", "")
+
+
+def test_no_dispatcher_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpi_dataworkers.client.CONNECT_TIMEOUT_S", 0.2)
+    with pytest.raises(ServiceUnavailable, match=r"nowhere did not appear within 0\.2 s\. Is the dispatcher running"):
+        DataLoader(datasets.Augmented(3), service=f"file:{tmp_path / 'nowhere'}")
+
+
+def test_the_summary_holds_what_every_loader_delivered(service: Any, loaders: Any) -> None:
+    service.start_workers()
+    loader = loaders(datasets.Augmented(40), service=service.name)
+    as_bytes(loader)
+    loader.close()
+    service.stop()
+    summary = json.loads((service.directory / "work" / "summary.json").read_text())
+    (row,) = summary["loaders"]
+    assert (row["epochs"], row["steps"], row["samples"], row["local_steps"]) == (1, 5, 40, 0)
+    assert 0 < row["wait_s"] <= row["elapsed_s"]
+    assert summary["data_workers_seen"] == 1
+
+
+DISTRIBUTED = """
+import json, os, sys, torch
+import torch.distributed as dist
+from mpi_dataworkers import DataLoader
+from sample_datasets import Augmented
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(12, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+loader = DataLoader(Augmented(101), batch_size=8, shuffle=True, seed=2)
+epochs = []
+for epoch in range(2):
+    ids = []
+    for values, batch in loader:
+        optimizer.zero_grad()
+        model(values.flatten(1)).mean().backward()  # a rank that is short of a batch would hang here
+        optimizer.step()
+        ids.append(batch.tolist())
+    epochs.append(ids)
+json.dump(epochs, open(f"ledger.{dist.get_rank()}", "w"))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ddp_ranks_share_each_epoch_and_end_together(service: Any, run_program: RunProgram, ranks: int) -> None:
+    service.start_workers(2)
+    launcher = (
+        "import sys; from torch.distributed.run import main\n"
+        f"open('ddp.py', 'w').write({DISTRIBUTED!r})\n"
+        f"main(['--standalone', '--nproc-per-node={ranks}', 'ddp.py'])\n"
+    )
+    result = run_program(launcher, service.directory, HETSTREAM_SERVICE=service.name, OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+    ledgers = [json.loads((service.directory / f"ledger.{rank}").read_text()) for rank in range(ranks)]
+    for epoch in range(2):
+        assert len({len(ledger[epoch]) for ledger in ledgers}) == 1, "every rank the same number of steps"
+        assert sorted(i for ledger in ledgers for step in ledger[epoch] for i in step) == list(range(101))

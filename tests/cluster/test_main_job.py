@@ -57,7 +57,8 @@ def test_an_unmodified_job_streams_and_survives_a_killed_data_worker(
     cluster = devclusters(release)
     directory = cluster.out_dir / "main job"  # type: ignore[attr-defined]
     directory.mkdir()
-    (directory / "train.sbatch").write_text(SCRIPT)
+    # A login shell resets PATH, and the newer releases' commands are nowhere but there.
+    (directory / "train.sbatch").write_text(SCRIPT if release == "host" else SCRIPT.replace("bash -l", "bash"))
     environ = dict(cluster.env)  # type: ignore[attr-defined]
 
     def run(*argv: str) -> str:
@@ -74,9 +75,12 @@ def test_an_unmodified_job_streams_and_survives_a_killed_data_worker(
         job_id = submitted.stdout.readline().strip()
         assert job_id.isdigit()
         ledger = directory / "ledger"
-        wait_until(
-            lambda: ledger.exists() and len(ledger.read_text().splitlines()) >= 10, timeout_s=90, what="mid-epoch"
-        )
+
+        def mid_epoch() -> bool:
+            assert submitted.poll() is None, "the job ended early"
+            return ledger.exists() and ledger.read_text().count("\n") >= 10
+
+        wait_until(mid_epoch, timeout_s=90, what="mid-epoch")
         nodes = dict(
             re.findall(r"HetJobOffset=(\d).*?\n\s+NodeList=(\S+)", run("scontrol", "show", "job", job_id), re.S)
         )

@@ -1,0 +1,143 @@
+"""The local backend with the real dispatcher and data workers: exit codes, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hetjob.errors import ProgramNotFound
+from hetjob.local import LocalConfig, LocalResult, run_local
+from mpi_dataworkers.errors import ConfigError
+
+HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
+STAND_IN = (sys.executable, str(Path(__file__).parent / "programs" / "hetstream.py"))
+WaitUntil = Callable[..., None]
+
+
+def hook(service: str | None, _environ: object) -> dict[str, str]:
+    return {"SERVICE": service or "none"}
+
+
+def shell(text: str, data_workers: int = 1) -> LocalResult:
+    return run_local(LocalConfig(STAND_IN, ("sh", "-c", text), data_workers), os.environ, hook)
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.mark.parametrize(("text", "returncode"), [("exit 5", 5), ("true", 0), ("kill -TERM $$", 143)])
+def test_the_exit_code_is_the_programs(text: str, returncode: int) -> None:
+    assert shell(text).returncode == returncode
+
+
+def test_the_program_sees_the_service_and_the_summary_comes_back(tmp_path: Path) -> None:
+    result = shell('test -e "${SERVICE#file:}" && echo "$SERVICE" > service')
+    assert result == LocalResult(0, {"loaders": [{"steps": 7}], "data_workers_seen": 2})
+    assert not list(tmp_path.glob("hetstream-*"))
+    assert (tmp_path / "service").read_text().startswith("file:/")
+
+
+def test_without_data_workers_there_is_no_service() -> None:
+    assert shell('test "$SERVICE" = none', data_workers=0) == LocalResult(0)
+    assert not Path("started").exists()
+
+
+def test_unusable_programs_and_counts() -> None:
+    with pytest.raises(ProgramNotFound, match="'no-such-program' is not a program on PATH"):
+        run_local(LocalConfig(STAND_IN, ("no-such-program",), 1), os.environ, hook)
+    with pytest.raises(ConfigError, match=r"--data-workers=-1: at least 0; --worker-processes=0.*; no program"):
+        LocalConfig(STAND_IN, (), -1, 0)
+
+
+class Run:
+    """`hetstream run` around a program that says what signals it gets."""
+
+    PROGRAM = """
+import os, signal, sys, time
+def note(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    sys.exit(9)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, note)
+print(os.getpid(), flush=True)
+while True: time.sleep(60)
+"""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [HETSTREAM, "run", "--data-workers", "1", "--", sys.executable, "-c", self.PROGRAM],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.program = int(self.process.stdout.readline())
+
+    def descendants(self) -> list[int]:
+        return [pid for pid in self._below(self.process.pid) if is_alive(pid)]
+
+    def _below(self, pid: int) -> Iterator[int]:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, task.read_text().split()):
+                yield child
+                yield from self._below(child)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def running() -> Iterator[Run]:
+    run = Run()
+    yield run
+    run.process.kill()
+    run.process.communicate()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_signals_reach_the_program(running: Run, name: str, wait_until: WaitUntil) -> None:
+    family = running.descendants()
+    assert len(family) >= 3
+    running.process.send_signal(signal.Signals[name])
+    out, err = running.process.communicate(timeout=60)
+    assert (out, running.process.returncode) == (f"{name}\n", 9)
+    assert "hetstream: no loader connected" in err
+    wait_until(lambda: not any(map(is_alive, family)), what="the end of every process")
+
+
+def test_nothing_outlives_a_killed_runner(running: Run, wait_until: WaitUntil) -> None:
+    family = running.descendants()
+    assert len(family) >= 3
+    running.process.kill()
+    wait_until(lambda: not any(map(is_alive, family)), timeout_s=30, what="the end of every process")
+
+
+def test_a_real_program_streams(tmp_path: Path) -> None:
+    program = Path(__file__).parents[1] / "cluster" / "programs" / "train.py"
+    words = [HETSTREAM, "run", "--data-workers", "2", "--json", "summary.json", sys.executable, program]
+    done = subprocess.run([*words, "streamed"], capture_output=True, text=True, check=True, timeout=120)
+    words[3] = "0"
+    subprocess.run([*words, "local"], capture_output=True, check=True, timeout=120)
+    assert (tmp_path / "streamed").read_text() == (tmp_path / "local").read_text()
+    assert "1 loader(s), 80 steps, 1280 samples, 0 steps made in the trainer" in done.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["returncode"] == 0
+
+
+def test_a_dry_run_prints_the_commands() -> None:
+    words = [HETSTREAM, "run", "--data-workers", "2", "--dry-run", "python", "train.py"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines[:3]] == ["dispatcher", "worker", "worker"]
+    assert lines[3].endswith("python train.py")

@@ -1,0 +1,215 @@
+"""`hetstream sbatch` and `hetstream convert` with a recording sbatch: what it is given, and what the user sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_plugin.cli import main
+
+SCRIPT = """#!/bin/bash
+#SBATCH --gres=gpu:1 --cpus-per-task=16
+#HETSTREAM --data-workers=2 --data-worker-partition=cpu
+srun python train.py
+"""
+SBATCH = f"""#!{sys.executable}
+import json, os, sys
+words = sys.argv[1:]
+script = next((word for word in words if os.path.isfile(word)), None)
+record = {{"words": words, "script": open(script).read() if script else sys.stdin.read(),
+          "partition": os.environ.get("SBATCH_PARTITION")}}
+json.dump(record, open(os.environ["RECORD"], "w"))
+print("Submitted batch job 17")
+print("sbatch: a warning", file=sys.stderr)
+sys.exit(int(os.environ.get("SBATCH_RC", 0)))
+"""
+SINFO = '#!/bin/sh\nprintf "gpu*\\ncpu\\n"\n'
+SCONTROL = '#!/bin/sh\necho "SchedulerType           = ${SCHEDULER:-sched/backfill}"\n'
+
+
+class Shell:
+    """A directory with a script, and a PATH whose Slurm only records."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.record = directory / "record.json"
+        tools = directory / "tools"
+        tools.mkdir()
+        for name, text in (("sbatch", SBATCH), ("sinfo", SINFO), ("scontrol", SCONTROL)):
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+        (directory / "train.sbatch").write_text(SCRIPT)
+        self.environ = {"PATH": f"{tools}:/usr/bin:/bin", "RECORD": str(self.record)}
+
+    def run(self, *words: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+        program = Path(sys.executable).with_name("hetstream")
+        return subprocess.run(
+            [program, *words], cwd=self.directory, env=self.environ | environ, input=stdin, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+
+    def given(self) -> dict[str, object]:
+        given: dict[str, object] = json.loads(self.record.read_text())
+        return given
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+def test_a_script_with_directives_is_converted(shell: Shell) -> None:
+    done = shell.run("sbatch", "-c", "12", "--parsable", "train.sbatch", "--epochs", "3", "-c", "x")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Submitted batch job 17\n", "sbatch: a warning\n")
+    given = shell.given()
+    words, script = given["words"], given["script"]
+    assert isinstance(words, list)
+    assert words[:4] == ["-c", "12", "--parsable", "--cpus-per-task=2"]
+    assert os.path.basename(words[4]) == "train.sbatch"
+    assert not os.path.exists(words[4])
+    assert words[5:] == ["--epochs", "3", "-c", "x"]
+    assert "#SBATCH hetjob\n#SBATCH --partition=cpu --cpus-per-task=4 --ntasks=2\n" in str(script)
+    assert f"{Path(sys.executable).with_name('hetstream')} master start" in str(script)
+
+
+def test_the_exit_code_is_sbatchs(shell: Shell) -> None:
+    assert shell.run("sbatch", "--wait", "train.sbatch", SBATCH_RC="7").returncode == 7
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plain.sbatch"],
+        ["-p", "gpu", "--wait", "plain.sbatch", "argument", "--data-workers=2"],
+        ["--wrap=hostname"],
+        ["no-such-file"],
+        ["--of-a-site", "plain.sbatch"],
+        ["-N1", ":", "-N2", "plain.sbatch"],
+    ],
+)
+def test_everything_else_goes_to_sbatch_untouched(shell: Shell, words: list[str]) -> None:
+    text = SCRIPT.replace("#HETSTREAM", "# HETSTREAM")
+    (shell.directory / "plain.sbatch").write_text(text)
+    done = shell.run("sbatch", *words, SBATCH_RC="3", SBATCH_PARTITION="gpu")
+    assert done.returncode == 3
+    assert shell.given()["words"] == words
+    assert shell.given()["partition"] == "gpu"
+    assert done.stderr == "sbatch: a warning\n"
+
+
+def test_a_script_from_standard_input(shell: Shell) -> None:
+    assert shell.run("sbatch", "-Jx", stdin=SCRIPT).returncode == 0
+    words = shell.given()["words"]
+    assert isinstance(words, list)
+    assert words[0] == "-Jx"
+    assert os.path.basename(words[-1]) == "sbatch"
+    assert "hetjob" in str(shell.given()["script"])
+
+
+def test_variables_for_every_component_become_options_of_the_trainer(shell: Shell) -> None:
+    assert shell.run("sbatch", "train.sbatch", SBATCH_PARTITION="gpu").returncode == 0
+    words = shell.given()["words"]
+    assert isinstance(words, list)
+    assert words[0] == "--partition=gpu"
+    assert shell.given()["partition"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "said"),
+    [
+        (
+            ["--data-worker=3", "train.sbatch"],
+            {},
+            "DirectiveError: train.sbatch command line: --data-worker is unknown",
+        ),
+        (["--data-worker-partition=big", "train.sbatch"], {}, "MissingPartition: --data-worker-partition=big"),
+        (["train.sbatch"], {"SCHEDULER": "sched/builtin"}, "NeedsBackfill: "),
+        (["-a", "0-3", "train.sbatch"], {}, "JobArrayNotSupported: train.sbatch command line: --array=0-3"),
+        (["train.sbatch"], {"SBATCH_ARRAY_INX": "1-2"}, "JobArrayNotSupported: train.sbatch SBATCH_ARRAY_INX"),
+        (["-N1", ":", "-N2", "train.sbatch"], {}, "AlreadyHeterogeneous: ':' on the command line"),
+        (["--data-workers=2", "--wrap=hostname"], {}, "WrappedCommand: "),
+        (["--data-workers=2", "no-such-file"], {}, "UsageError: no-such-file cannot be read"),
+        (["train.sbatch", "-J"], {}, None),
+        (["-J"], {}, "UsageError: command line: option -J needs a value"),
+    ],
+)
+def test_errors_are_one_line_and_exit_with_2(
+    shell: Shell, words: list[str], environ: dict[str, str], said: str | None
+) -> None:
+    done = shell.run("sbatch", *words, **environ)
+    if said is None:  # an argument of the script
+        assert done.returncode == 0
+        return
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"hetstream sbatch: {said}")
+    assert done.stderr.count("\n") == 1
+    assert not shell.record.exists()
+
+
+def test_dos_line_ends(shell: Shell) -> None:
+    (shell.directory / "dos.sbatch").write_bytes(SCRIPT.replace("\n", "\r\n").encode())
+    done = shell.run("sbatch", "dos.sbatch")
+    assert done.returncode == 2
+    assert "CR LF" in done.stderr
+
+
+def test_a_dry_run_submits_nothing(shell: Shell) -> None:
+    done = shell.run("sbatch", "--dry-run", "--time=5", "train.sbatch", "x")
+    assert done.returncode == 0
+    assert not shell.record.exists()
+    assert "#SBATCH hetjob" in done.stdout
+    assert done.stderr == "would run, on the script above: sbatch --time=5 train.sbatch x\n"
+
+
+def test_directives_that_come_too_late_are_noted(shell: Shell) -> None:
+    (shell.directory / "late.sbatch").write_text("#!/bin/bash\nset -e\n#HETSTREAM --data-workers=2\n")
+    done = shell.run("sbatch", "late.sbatch")
+    assert done.returncode == 0
+    assert "hetstream: late.sbatch line 3: a #HETSTREAM line after the first command has no effect" in done.stderr
+
+
+def test_help_lists_the_options(shell: Shell) -> None:
+    done = shell.run("sbatch", "--help")
+    assert done.returncode == 0
+    assert "--data-worker-partition=NAME" in done.stdout
+
+
+def test_convert_prints_the_script_and_says_why(shell: Shell) -> None:
+    done = shell.run("convert", "train.sbatch", "--", "--data-workers=4")
+    assert done.returncode == 0
+    assert "--ntasks=4" in done.stdout
+    assert "trainer: --cpus-per-task=2 (was 16, line 2)\n    because data workers do the preprocessing" in done.stderr
+
+
+def test_convert_as_json(shell: Shell) -> None:
+    report = json.loads(shell.run("convert", "--json", "train.sbatch").stdout)
+    assert report["meta"] == {"version": 1}
+    assert [component["role"] for component in report["components"]] == ["trainer", "data_workers"]
+    assert report["components"][1]["options"] == ["--partition=cpu", "--cpus-per-task=4", "--ntasks=2"]
+    assert "#SBATCH hetjob" in report["script"]
+
+
+def test_convert_leaves_a_plain_script_byte_for_byte(shell: Shell) -> None:
+    text = b"#!/bin/sh\n# caf\xe9\r\nhostname"
+    (shell.directory / "plain.sbatch").write_bytes(text)
+    program = Path(sys.executable).with_name("hetstream")
+    done = subprocess.run([program, "convert", "plain.sbatch"], cwd=shell.directory, capture_output=True, check=True)
+    assert done.stdout == text
+    assert b"unchanged" in done.stderr
+
+
+def test_convert_works_without_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = tmp_path / "train.sbatch"
+    path.write_text(SCRIPT)
+    assert main(["convert", str(path)]) == 0
+    path.write_text(SCRIPT.replace(" --data-worker-partition=cpu", ""))
+    assert main(["convert", str(path)]) == 2
+    assert "MissingPartition" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""The Slurm client: its parsing on recorded output, its commands on a real cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetjob.errors import SlurmCommandError
+from hetjob.sbatch_options import LETTERS, TAKES_VALUE
+from slurm_plugin.client.slurm import CommandSlurm, run_sbatch
+
+
+def tool(directory: Path, name: str, text: str) -> None:
+    path = directory / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def client(directory: Path, **environ: str) -> CommandSlurm:
+    return CommandSlurm({"PATH": f"{directory}:/usr/bin:/bin", **environ})
+
+
+def test_the_environment_of_a_step_does_not_inherit_the_batch_scripts_options(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    tool(tmp_path, "srun", 'echo "$@"; env | sort')
+    slurm = client(
+        tmp_path, SLURM_JOB_ID="7", SLURM_HET_SIZE="2", SLURM_JOB_ID_HET_GROUP_1="8", SLURM_CONF="/x", HOME="/root",
+        SLURM_NTASKS="4", SLURM_CPUS_PER_TASK="2", SLURM_EXPORT_ENV="NONE", SRUN_CPUS_PER_TASK="2", SLURM_STEP_ID="0",
+    )  # fmt: skip
+    log = tmp_path / "log"
+    step = slurm.start_step(["--exact"], ["program", "an argument"], log)
+    wait_until(lambda: step.poll() is not None)
+    lines = log.read_text().splitlines()
+    assert lines[0] == "--exact program an argument"
+    names = {line.split("=")[0] for line in lines[1:]}
+    assert {"SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_JOB_ID_HET_GROUP_1", "SLURM_CONF", "HOME"} <= names
+    assert not names & {
+        "SLURM_NTASKS",
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_EXPORT_ENV",
+        "SRUN_CPUS_PER_TASK",
+        "SLURM_STEP_ID",
+    }
+
+
+def test_odd_answers_are_errors_with_their_text(tmp_path: Path) -> None:
+    tool(tmp_path, "sbatch", "echo queued")
+    tool(tmp_path, "scontrol", "echo NodeName=x")
+    with pytest.raises(SlurmCommandError, match=r"queued.*no job id"):
+        client(tmp_path).submit("#!/bin/sh\n", [])
+    with pytest.raises(SlurmCommandError, match="no NodeAddr"):
+        client(tmp_path).node_address("x")
+
+
+def test_missing_commands_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SlurmCommandError, match="srun"):
+        CommandSlurm({"PATH": str(tmp_path)}).start_step([], ["x"], tmp_path / "log")
+    with pytest.raises(SlurmCommandError, match="sbatch"):
+        run_sbatch([], os.environ)
+
+
+def test_a_signal_that_ends_sbatch_is_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool(tmp_path, "sbatch", "kill -TERM $$")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert run_sbatch([], os.environ) == 143
+
+
+@pytest.mark.slurm
+def test_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> None:
+    slurm = CommandSlurm(devcluster.env)
+    cluster = slurm.cluster()
+    assert (cluster.partitions, cluster.default_partition, cluster.scheduler) == (
+        {"gpu", "cpu"}, "gpu", "sched/backfill",
+    )  # fmt: skip
+    assert slurm.node_address("cpu0") == "127.0.0.1"
+    job_id = slurm.submit("#!/bin/sh\nsleep 300\n", ["--partition=cpu", "--array=0-1", "--output=/dev/null"])
+    slurm.cancel(job_id)
+    wait_until(
+        lambda: not devcluster.run(["squeue", "--noheader", f"--jobs={job_id}", "--states=PD,R,CG"]).stdout.strip(),
+        timeout_s=30,
+    )
+    slurm.cancel(job_id)
+    with pytest.raises(SlurmCommandError, match="no-such-node"):
+        slurm.node_address("no-such-node")
+
+
+@pytest.mark.slurm
+def test_every_option_of_this_sbatch_is_known(devcluster: Any) -> None:
+    text = subprocess.run(["sbatch", "--help"], env=dict(devcluster.env), capture_output=True, text=True, check=True)
+    found = re.findall(r"^\s+(?:-(\w), )?--([a-z0-9-]+)(\[?=)?", text.stdout, re.MULTILINE)
+    assert len(found) > 90
+    for letter, name, equals in found:
+        assert TAKES_VALUE[name] == (equals == "="), name
+        assert not letter or LETTERS[letter] == name

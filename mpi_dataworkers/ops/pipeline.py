@@ -59,6 +59,9 @@ class Pipeline:
     def make_batch(self, indices: Indices, seed: int, epoch: int) -> Any:
         """Read, transform and collate the samples of one step.
 
+        A dataset with `read_samples(indices)` and `transform` (hetstream's sources) is read once for the batch and
+        transformed with a seed for each sample; one with `__getitems__` has one seed for the batch.
+
         Args:
             indices: int64 array; one index when not batched.
             seed: base of the random state.
@@ -71,14 +74,29 @@ class Pipeline:
         if not self.batched:
             sample = self._read(wanted[0], seed, epoch)
             return self._collate(sample)
-        if callable(getattr(self.dataset, "__getitems__", None)):
-            seed_generators(derive_seed(seed, epoch, wanted[0]))
-            try:
-                samples = self.dataset.__getitems__(wanted)
-            except Exception as error:
-                raise SampleError(-1) from error
+        if callable(getattr(self.dataset, "read_samples", None)):
+            samples = self._read_together(self.dataset.read_samples, wanted, seed, epoch)
+            if self.dataset.transform is not None:
+                samples = [self._transform(i, raw, seed, epoch) for i, raw in zip(wanted, samples, strict=True)]
             return self._collate(samples)
+        if callable(getattr(self.dataset, "__getitems__", None)):
+            return self._collate(self._read_together(self.dataset.__getitems__, wanted, seed, epoch))
         return self._collate([self._read(index, seed, epoch) for index in wanted])
+
+    def _read_together(self, read: Callable[[list[int]], list[Any]], wanted: list[int], seed: int, epoch: int) -> Any:
+        # One seed for the batch: the dataset does not say where one sample's random numbers begin.
+        seed_generators(derive_seed(seed, epoch, wanted[0]))
+        try:
+            return read(wanted)
+        except Exception as error:
+            raise SampleError(-1) from error
+
+    def _transform(self, index: int, raw: Any, seed: int, epoch: int) -> Any:
+        seed_generators(derive_seed(seed, epoch, index))
+        try:
+            return self.dataset.transform(raw)
+        except Exception as error:
+            raise SampleError(index) from error
 
     def _read(self, index: int, seed: int, epoch: int) -> Any:
         seed_generators(derive_seed(seed, epoch, index))

@@ -1,0 +1,52 @@
+"""Settings from the environment: who this trainer is, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpi_dataworkers.config import buffer_bytes_from_environment, identity_from_environment, service_from_environment
+from mpi_dataworkers.errors import ConfigError
+
+STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+def test_rank_comes_from_torch_then_torchrun_then_slurm() -> None:
+    torchrun = {"RANK": "2", "WORLD_SIZE": "3"}
+    assert identity_from_environment((5, 6), None, STEP | torchrun).rank == 5
+    assert identity_from_environment(None, None, STEP | torchrun).world_size == 3
+    identity = identity_from_environment(None, None, STEP)
+    assert (identity.rank, identity.world_size, identity.job_name) == (1, 4, "12.0")
+
+
+def test_a_batch_script_is_one_process_whatever_the_job_has() -> None:
+    batch = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    identity = identity_from_environment(None, None, batch)
+    assert identity.world_size == 1
+    assert identity.job_name.startswith("12.")
+
+
+def test_single_processes_never_share_a_name_by_accident() -> None:
+    assert identity_from_environment(None, None, {}).job_name != identity_from_environment(None, None, {}).job_name
+    given = identity_from_environment(None, "mine", {"HETSTREAM_JOB_NAME": "other"})
+    assert (given.job_name, given.is_named) == ("mine", True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': must be a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of world size 2"),
+        ({"HETSTREAM_JOB_NAME": ""}, "job name ''"),
+        ({"HETSTREAM_JOB_NAME": "a\nb"}, "must be non-empty printable text"),
+    ],
+)
+def test_bad_values_are_named(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        identity_from_environment(None, None, environ)
+
+
+def test_buffer_and_service() -> None:
+    assert buffer_bytes_from_environment({"HETSTREAM_BUFFER_BYTES": "1000"}) == 1000
+    with pytest.raises(ConfigError, match="must be positive"):
+        buffer_bytes_from_environment({"HETSTREAM_BUFFER_BYTES": "0"})
+    assert service_from_environment({"HETSTREAM_SERVICE": ""}) is None

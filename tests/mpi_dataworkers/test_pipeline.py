@@ -1,0 +1,106 @@
+"""From indices to a batch: the same bytes whoever makes it, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import sample_datasets as datasets
+import torch
+from torch.utils.data import default_collate
+
+from mpi_dataworkers.errors import PipelineError
+from mpi_dataworkers.ops.pipeline import (
+    Pipeline,
+    SampleError,
+    define,
+    find_unpicklable,
+    generators_kept,
+    load_pipeline,
+)
+from mpi_dataworkers.sources.hdf5 import Hdf5Dataset
+
+
+def pipeline_of(dataset: Any, **options: Any) -> Pipeline:
+    return Pipeline(dataset, default_collate, len(dataset), **options)
+
+
+def test_a_sample_is_the_same_in_any_batch_and_differs_by_epoch_and_seed() -> None:
+    pipeline = pipeline_of(datasets.Augmented(50))
+    alone = pipeline.make_batch(np.array([7]), 1, 2)[0][0]
+    among = pipeline.make_batch(np.array([3, 7, 9]), 1, 2)[0][1]
+    assert torch.equal(alone, among)
+    assert not torch.equal(alone, pipeline.make_batch(np.array([7]), 1, 3)[0][0])
+    assert not torch.equal(alone, pipeline.make_batch(np.array([7]), 2, 2)[0][0])
+
+
+def add_noise(row: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return row + np.float32(random.random())
+
+
+def test_a_source_is_read_for_the_batch_and_seeded_for_each_sample(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["rows"] = np.arange(40, dtype=np.float32).reshape(20, 2)
+    dataset = Hdf5Dataset(tmp_path / "rows.h5", "rows", transform=add_noise)
+    pipeline = pipeline_of(dataset)
+    alone = pipeline.make_batch(np.array([7]), 1, 2)[0]
+    assert torch.equal(alone, pipeline.make_batch(np.array([3, 7, 9]), 1, 2)[1])
+    dataset.close()
+
+
+def test_the_trainers_own_random_state_is_kept() -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with generators_kept():
+        pipeline_of(datasets.Augmented(5)).make_batch(np.array([1, 2]), 0, 0)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+def test_user_errors_name_the_sample() -> None:
+    with pytest.raises(SampleError) as caught:
+        pipeline_of(datasets.Poisoned(50)).make_batch(np.array([36, 37]), 0, 0)
+    assert caught.value.sample_index == 37
+    assert isinstance(caught.value.user_error(), datasets.UserError)
+    with pytest.raises(SampleError) as caught:
+        Pipeline(datasets.Augmented(5), lambda _: 1 / 0, 5).make_batch(np.array([1]), 0, 0)
+    assert (caught.value.sample_index, type(caught.value.user_error())) == (-1, ZeroDivisionError)
+
+
+def test_definition_travels_by_value_and_checks_the_length() -> None:
+    pipeline = Pipeline(datasets.Augmented(5), lambda samples: [index for _, index in samples], 5)
+    definition = define(pipeline)
+    assert definition.working_dir
+    loaded = load_pipeline(definition)
+    assert loaded.make_batch(np.array([4, 2]), 0, 0) == [4, 2]
+    wrong = define(Pipeline(datasets.Augmented(5), default_collate, 6))
+    with pytest.raises(PipelineError, match="has 5 samples in a data worker and 6 in the trainer"):
+        load_pipeline(wrong)
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+    cases: list[tuple[Any, str]] = [
+        (Pipeline([lock], default_collate, 1), "dataset[0] (_thread.lock)"),
+        (Pipeline({"a": {"b": lock}}, default_collate, 1), "dataset['a']['b'] (_thread.lock)"),
+        (Pipeline([1], lambda _: lock, 1), "collate_fn.<closure>.lock (_thread.lock)"),
+        (Pipeline(datasets.Holding(3), default_collate, 3), "dataset.transform['crop'].lock (_thread.lock)"),
+    ]
+    for pipeline, name in cases:
+        assert find_unpicklable(pipeline) == name
+        with pytest.raises(PipelineError, match="cannot be sent to data workers"):
+            define(pipeline)
+
+
+def test_description_tells_pipelines_apart() -> None:
+    assert pipeline_of(datasets.Augmented(5)).description() == {
+        "dataset": "sample_datasets.Augmented",
+        "length": "5",
+        "collate_fn": "torch.utils.data._utils.collate.default_collate",
+        "batched": "True",
+    }

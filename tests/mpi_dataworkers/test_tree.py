@@ -1,0 +1,102 @@
+"""Batches of every shape and type make the way through frames bit for bit."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpi_dataworkers.codec import fuse, split
+from mpi_dataworkers.errors import ProtocolError
+from mpi_dataworkers.ops.tree import flatten, unflatten
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Record:
+    """A class of the user's own."""
+
+    name: str
+    value: float
+
+
+def travel(batch: Any) -> Any:
+    spec, buffers = flatten(batch)
+    frames, places = fuse(buffers)
+    return unflatten(spec, split([bytearray(frame) for frame in frames], places))
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4), (70_000,)], ids=str)
+def test_tensors_of_every_type_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) * 100).to(dtype)
+    came = travel(tensor)
+    assert (came.dtype, came.shape) == (dtype, tensor.shape)
+    assert came.reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array(3.5), np.zeros((0, 4), np.int16), np.arange(6, dtype=">i4").reshape(2, 3), np.array([True, False])],
+    ids=lambda array: f"{array.dtype.str}{array.shape}",
+)
+def test_arrays(array: Any) -> None:
+    came = travel(array)
+    assert (came.dtype, came.shape) == (array.dtype, array.shape)
+    assert came.tobytes() == array.tobytes()
+
+
+def test_views_come_as_what_they_show() -> None:
+    base = torch.arange(24).reshape(4, 6)
+    for view in (base.t(), base[:, ::2], base[1:3, 2], base.expand(2, 4, 6), torch.rand(3, dtype=torch.cfloat).conj()):
+        assert torch.equal(travel(view), view)
+    parameter = torch.nn.Parameter(torch.rand(3))
+    assert torch.equal(travel(parameter.detach()), parameter)
+
+
+def test_nested_structures_keep_their_types() -> None:
+    batch = {
+        "tuple": (torch.ones(2), [torch.zeros(1), "text", None]),
+        "named": Pair(torch.arange(3), {"deep": 1.5}),
+        3: True,
+        "large": 2**80,
+        "bytes": b"\0\1",
+        "record": Record("a", 1.0),
+        "text array": np.array(["a", "b"]),
+    }
+    came = travel(batch)
+    assert list(came) == list(batch)
+    assert isinstance(came["named"], Pair)
+    assert came["tuple"][1][1:] == ["text", None]
+    assert (came[3], came["large"], came["bytes"], came["record"]) == (True, 2**80, b"\0\1", Record("a", 1.0))
+    assert came["text array"].tolist() == ["a", "b"]
+
+
+def test_sparse_tensors() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(travel(sparse).to_dense(), torch.eye(3))
+
+
+def test_what_arrives_may_be_changed_in_place() -> None:
+    came = travel(torch.zeros(5))
+    came += 1
+    assert came.sum() == 5
+
+
+def test_a_spec_that_does_not_fit_is_refused() -> None:
+    spec, buffers = flatten([torch.ones(4), torch.ones(2)])
+    views = [memoryview(buffer) for buffer in buffers]
+    for bad_spec, bad_views in ((spec, views[:1]), (spec[:-3], views), (b"", views), (b"\x91\xa1z", views)):
+        with pytest.raises(ProtocolError):
+            unflatten(bad_spec, bad_views)

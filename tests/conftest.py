@@ -18,9 +18,9 @@ import pytest
 
 from slurm_plugin.client.run import CompletedCommand, run_slurm
 from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.programs import host_programs, missing_programs
+from slurm_plugin.devcluster.programs import missing_programs
 from slurm_plugin.devcluster.record import ClusterRecord
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, prepare_root
+from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from slurm_plugin.devcluster.teardown import tear_down
 
@@ -85,9 +85,7 @@ def devclusters() -> Iterator[Callable[[str], Devcluster]]:
 
         @functools.cache
         def cluster(release: str) -> Devcluster:
-            programs = (
-                host_programs() if release == "host" else prepare_root(release, DEFAULT_CACHE_DIR, print).programs()
-            )
+            programs = choose_programs(release, DEFAULT_CACHE_DIR, print)
             name = f"pytest-{os.getpid()}-{release.replace('.', '')}"
             record = boot(BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape()), programs, print)
             undo.callback(tear_down, Path(record.state_dir))
@@ -103,7 +101,7 @@ def devclusters() -> Iterator[Callable[[str], Devcluster]]:
 @pytest.fixture(scope="session")
 def devcluster(devclusters: Callable[[str], Devcluster]) -> Devcluster:
     """The session's cluster of the host's Slurm: 2 GPU nodes with 4 fake GPUs, 4 CPU nodes, partitions gpu and cpu."""
-    return devclusters("host")
+    return devclusters(HOST)
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,21 @@ from mpi_dataworkers.errors import ConfigError
 from slurm_plugin.client.run import become
 from slurm_plugin.devcluster import install, render
 from slurm_plugin.devcluster.boot import BootRequest, boot, plan_cluster
-from slurm_plugin.devcluster.programs import SlurmPrograms, host_programs, missing_programs
+from slurm_plugin.devcluster.programs import missing_programs
 from slurm_plugin.devcluster.record import ClusterRecord, read_record
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, RELEASES, plugin_dir, prepare_root, root_of
+from slurm_plugin.devcluster.roots import (
+    DEFAULT_CACHE_DIR,
+    HOST,
+    RELEASES,
+    choose_programs,
+    needs_root,
+    plugin_dir,
+    root_of,
+)
 from slurm_plugin.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
 from slurm_plugin.devcluster.status import observe
 from slurm_plugin.devcluster.teardown import plan_teardown, tear_down
 from slurm_plugin.errors import NoCluster
-
-HOST = "host"
 
 EPILOG = """\
 examples:
@@ -145,9 +151,9 @@ def _install(args: argparse.Namespace) -> int:
         else:
             print(would or "nothing to install")
         return 0
-    if not _from_root(args):
+    if not needs_root(args.slurm):
         install.install(_note)
-    programs = _programs(args)
+    programs = choose_programs(args.slurm, args.cache_dir.absolute(), _note)
     if args.json:
         _print_json({"changed": bool(missing), "slurm_version": programs.version})
     else:
@@ -155,23 +161,9 @@ def _install(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_root(args: argparse.Namespace) -> bool:
-    """Whether the wanted Slurm comes from a Debian root: it was asked for, and the host has another or none."""
-    if args.slurm == HOST:
-        return False
-    return bool(missing_programs()) or not host_programs().version.startswith(args.slurm)
-
-
-def _programs(args: argparse.Namespace) -> SlurmPrograms:
-    """The Slurm to boot; a Debian root is made if it is wanted and not there."""
-    if _from_root(args):
-        return prepare_root(args.slurm, args.cache_dir.absolute(), _note).programs()
-    return host_programs()
-
-
 def _needs(args: argparse.Namespace) -> tuple[list[str], str]:
     """What the wanted Slurm lacks, and what installing would do about it."""
-    if _from_root(args):
+    if needs_root(args.slurm):
         root = root_of(args.slurm, args.cache_dir.absolute())
         if root.directory.exists():
             return [], ""
@@ -191,9 +183,9 @@ def _up(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         return _up_dry_run(request, args)
-    if args.install and not _from_root(args):
+    if args.install and not needs_root(args.slurm):
         install.install(_note)
-    record = boot(request, _programs(args), _note)
+    record = boot(request, choose_programs(args.slurm, args.cache_dir.absolute(), _note), _note)
     if args.json:
         _print_json(_facts(record))
         return 0
@@ -216,7 +208,7 @@ def _place_options(args: argparse.Namespace) -> str:
 
 
 def _up_dry_run(request: BootRequest, args: argparse.Namespace) -> int:
-    root = root_of(args.slurm, args.cache_dir.absolute()) if _from_root(args) else None
+    root = root_of(args.slurm, args.cache_dir.absolute()) if needs_root(args.slurm) else None
     spec = plan_cluster(request, plugin_dir(root.directory) if root is not None and root.directory.exists() else None)
     texts = {"slurm.conf": render.slurm_conf(spec), "gres.conf": render.gres_conf(spec)}
     missing, would = _needs(args)

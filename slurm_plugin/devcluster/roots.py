@@ -22,11 +22,14 @@ from pathlib import Path
 from slurm_plugin.devcluster.apt import has_apt, run_apt
 from slurm_plugin.devcluster.install import PACKAGES
 from slurm_plugin.devcluster.lock import locked
-from slurm_plugin.devcluster.programs import SlurmPrograms, slurm_version
+from slurm_plugin.devcluster.programs import SlurmPrograms, host_programs, missing_programs, slurm_version
 from slurm_plugin.devcluster.umask import readable_by_all
 from slurm_plugin.errors import InstallFailed, SlurmMissing
 
 DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")
+
+# What `--slurm` calls the Slurm that is installed on the machine.
+HOST = "host"
 
 # Which Debian release carries which Slurm.
 RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
@@ -84,6 +87,27 @@ class SlurmRoot:
         )
 
 
+def needs_root(release: str) -> bool:
+    """Whether a release comes from a Debian root: it was asked for by number, and the host has another or none."""
+    if release == HOST:
+        return False
+    return bool(missing_programs()) or not host_programs().version.startswith(release)
+
+
+def choose_programs(release: str, cache_dir: Path, progress: Progress) -> SlurmPrograms:
+    """The Slurm to boot: the host's own if it will do, else a Debian root's, which is made if it is not there.
+
+    Args:
+        release: a key of RELEASES, or HOST.
+        cache_dir: where roots are.
+        progress: told what takes long.
+
+    Raises:
+        SlurmMissing, InstallFailed: see `host_programs` and `prepare_root`.
+    """
+    return prepare_root(release, cache_dir, progress).programs() if needs_root(release) else host_programs()
+
+
 def root_of(version: str, cache_dir: Path) -> SlurmRoot:
     """Where the root of a release is, or would be."""
     return SlurmRoot(version, cache_dir / f"slurm-{version}-{RELEASES[version]}")
@@ -134,6 +158,11 @@ def _build(root: SlurmRoot, scratch: Path, keyring: Path, progress: Progress) ->
     run_apt(["apt-get", *options, "install", "-y", "--no-install-recommends", "--download-only", *ROOT_PACKAGES])
     for archive in sorted((apt_dir / "archives").glob("*.deb")):
         run_apt(["dpkg-deb", "-x", str(archive), str(unpacked)])
+    # The packages of Debian 12 still hold both /lib and /usr/lib, which are one on every machine.
+    for name in ("bin", "lib", "lib64", "sbin"):
+        if (unpacked / name).exists():
+            shutil.copytree(unpacked / name, unpacked / "usr" / name, symlinks=True, dirs_exist_ok=True)
+            shutil.rmtree(unpacked / name)
     for unused in ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/perl", "usr/lib/systemd"):
         shutil.rmtree(unpacked / unused, ignore_errors=True)
     version = slurm_version(_start_argv(_find_program(unpacked, "slurmctld"), loader(unpacked)))
@@ -186,7 +215,7 @@ def loader(directory: Path) -> Path:
     """The dynamic loader of the root in `directory`."""
     found = sorted(directory.glob("usr/lib/*/ld-linux*.so.*"))
     if not found:
-        raise InstallFailed(f"{directory} holds no dynamic loader (usr/lib/*/ld-linux*.so.*): remove it and try again")
+        raise InstallFailed(f"the packages in {directory} hold no dynamic loader (usr/lib/*/ld-linux*.so.*)")
     return found[0]
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from slurm_plugin.devcluster.boot import BootRequest, boot
 from slurm_plugin.devcluster.processes import cluster_processes
 from slurm_plugin.devcluster.programs import host_programs
 from slurm_plugin.devcluster.record import ClusterRecord, read_daemons, read_record
+from slurm_plugin.devcluster.roots import prepare_root
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from slurm_plugin.devcluster.teardown import tear_down
 from slurm_plugin.errors import BootFailed, ClusterExists
@@ -339,3 +341,19 @@ class TestNewerSlurm:
         assert hetstream(*words, input="#!/bin/sh\nsrun sleep 600\n").returncode == 0
         assert hetstream("down", "--name", place).returncode == 0
         assert_nothing_left(record, before, wait_until)
+
+
+@pytest.mark.slow
+def test_a_root_is_made_from_nothing_and_boots(place: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as cache:
+        Path(cache).chmod(0o755)
+        # Debian 12's packages hold /lib and /usr/lib, later ones /usr/lib alone.
+        root = prepare_root("22.05", Path(cache), print)
+        assert os.listdir(cache) == [root.directory.name]
+        record = boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(1, 1, 1, 1)), root.programs(), print)
+        try:
+            drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+            shown = hetstream("exec", "--name", place, "--", *drop, "srun", "sinfo", "--version", cwd="/tmp")
+            assert "22.05" in shown.stdout, shown.stderr
+        finally:
+            tear_down(Path(record.state_dir))

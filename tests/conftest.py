@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import shutil
 import threading
 import time
@@ -121,7 +122,7 @@ class _Holdings:
                 ("threads", self.threads - before.threads),
                 ("child processes", self.children - before.children),
                 ("file descriptors", self.descriptors - before.descriptors),
-                ("/dev/shm", self.shared_memory - before.shared_memory),
+                ("/dev/shm", {name for name in self.shared_memory - before.shared_memory if not _is_foreign(name)}),
             )
             if extra
         ]
@@ -156,17 +157,33 @@ def _descriptors() -> Iterator[str]:
             yield f"{number} -> {target}"
 
 
-def _mapped_elsewhere(name: str) -> bool:
-    """Whether another process on the machine uses this shared memory: then it is not this test's leak."""
-    path = f"/dev/shm/{name}"
+def _is_foreign(name: str) -> bool:
+    """Whether shared memory belongs to another program on the machine: then it is not this test's leak."""
+    maker = re.match(r"torch_(\d+)_", name)
+    if maker:
+        return _is_elsewhere(int(maker[1]))
+    return any(f"/dev/shm/{name}" in maps for maps in _maps_elsewhere())
+
+
+def _is_elsewhere(pid: int) -> bool:
+    """Whether a process lives and does not descend from this one."""
+    while pid > 1:
+        if pid == os.getpid():
+            return False
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return True
+
+
+def _maps_elsewhere() -> Iterator[str]:
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
+        if entry.isdigit() and _is_elsewhere(int(entry)):
             try:
-                if path in Path(f"/proc/{entry}/maps").read_text(errors="replace"):
-                    return True
+                yield Path(f"/proc/{entry}/maps").read_text(errors="replace")
             except OSError:
                 continue
-    return False
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -187,8 +204,5 @@ def _no_leaks(_resource_tracker: None) -> Iterator[None]:
     while leaked and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL_S)
         leaked = _holdings().beyond(before)
-    new_memory = _holdings().shared_memory - before.shared_memory
-    if len(leaked) == 1 and new_memory and all(_mapped_elsewhere(name) for name in new_memory):
-        leaked = []
     if leaked:
         pytest.fail("the test left behind " + "; ".join(leaked))

@@ -36,7 +36,7 @@ from slurm_plugin.devcluster.record import (
 )
 from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec
 from slurm_plugin.devcluster.status import is_live, list_nodes
-from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, tear_down
+from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
 from slurm_plugin.devcluster.umask import readable_by_all
 from slurm_plugin.errors import BootFailed, ClusterExists
 
@@ -95,10 +95,11 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
         BootFailed: a daemon ended or the nodes were not idle in time; nothing is left behind.
     """
     began = time.monotonic()
-    _check_can_boot(request)
-    _warn(request, progress)
     with _interrupts_raise(), readable_by_all(), ExitStack() as undo:
+        # Held until the daemons listen: nobody else finds their ports free, or this place half used.
         with locked(MACHINE, LOCK_TIMEOUT_S, f"starting cluster {request.name}"):
+            _check_can_boot(request)
+            _warn(request, progress)
             spec = plan_cluster(request, programs.plugin_dir)
             record = _new_record(spec, programs)
             undo.callback(tear_down, spec.state_dir)
@@ -106,8 +107,8 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
             progress(f"starting munged, slurmctld {programs.version} and {len(spec.nodes)} slurmd in {spec.state_dir}")
             _start_supervisor(spec, programs)
             _wait_until_idle(spec, record, progress)
-        record = replace(record, ready=True, boot_s=round(time.monotonic() - began, 2))
-        write_record(record)
+            record = replace(record, ready=True, boot_s=round(time.monotonic() - began, 2))
+            write_record(record)
         undo.pop_all()
     return record
 
@@ -146,7 +147,7 @@ def _check_can_boot(request: BootRequest) -> None:
                 f"`hetstream devcluster down --state-dir {request.state_dir}` first, or give another --name"
             )
         # What a reboot or an `up` that was killed left behind.
-        tear_down(request.state_dir)
+        remove_cluster(request.state_dir)
     elif request.state_dir.exists() and any(request.state_dir.iterdir()):
         raise ClusterExists(
             f"--state-dir={request.state_dir} holds files that are no cluster's: give an empty directory or a new one"

@@ -51,7 +51,7 @@ def plan_teardown(state_dir: Path) -> TeardownPlan | None:
 
 
 def tear_down(state_dir: Path) -> TeardownPlan | None:
-    """Kill every process of the cluster and remove its directory.
+    """Remove the cluster and, if it was the last one there, the default place of clusters.
 
     Returns:
         what was there, or None if there was no cluster.
@@ -59,6 +59,17 @@ def tear_down(state_dir: Path) -> TeardownPlan | None:
     Raises:
         TeardownFailed: a process outlived SIGKILL; the directory stays, so that `down` can be run again.
     """
+    plan = remove_cluster(state_dir)
+    if plan is not None and state_dir.parent == DEFAULT_STATE_ROOT:
+        # An `up` may be making its directory there.
+        with locked(MACHINE, LOCK_TIMEOUT_S, f"removing {state_dir}"):
+            for parent in (DEFAULT_STATE_ROOT, DEFAULT_STATE_ROOT.parent):
+                _remove_if_empty(parent)
+    return plan
+
+
+def remove_cluster(state_dir: Path) -> TeardownPlan | None:
+    """Kill every process of the cluster and remove its directory; see `tear_down`."""
     plan = plan_teardown(state_dir)
     record = read_record(state_dir)
     if plan is None or record is None:
@@ -96,14 +107,10 @@ def _remove_files(state_dir: Path) -> None:
         else:
             entry.unlink()
     shutil.rmtree(state_dir)
-    if state_dir.parent == DEFAULT_STATE_ROOT:
-        with locked(MACHINE, LOCK_TIMEOUT_S, f"removing {state_dir}"):
-            for parent in (DEFAULT_STATE_ROOT, DEFAULT_STATE_ROOT.parent):
-                _remove_if_empty(parent)
 
 
 def _remove_if_empty(directory: Path) -> None:
-    if not any(directory.iterdir()):
+    if directory.exists() and not any(directory.iterdir()):
         directory.rmdir()
 
 

@@ -47,7 +47,7 @@ def hetstream(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def footprint() -> dict[str, set[str]]:
     """What a cluster could leave on the machine; /var/lib/hetstream may hold clusters of others."""
-    directories = ("/run", "/run/lock", "/dev", "/dev/shm", "/var/lib", "/var/log", "/etc")
+    directories = ("/run", "/run/lock", "/dev", "/var/lib", "/var/log", "/etc")
     return {
         "mounts": set(Path("/proc/self/mountinfo").read_text().splitlines()),
         "entries": {str(path) for parent in directories for path in Path(parent).iterdir()} - {"/var/lib/hetstream"},
@@ -249,6 +249,15 @@ def test_up_after_an_up_that_was_killed(place: str, wait_until: Any) -> None:
     assert first is not None
     assert hetstream("up", "--name", place, *SMALL).returncode == 0
     assert cluster_processes(first.cluster_name) == []
+
+
+def test_two_ups_at_the_same_place_at_once(place: str) -> None:
+    argv = [*HETSTREAM, "devcluster", "up", "--name", place, *SMALL]
+    ups = [subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [up.communicate(timeout=60)[1] for up in ups]
+    assert sorted(up.returncode for up in ups) == [0, 1]
+    assert any("ClusterExists" in text for text in said)
+    assert hetstream("status", "--name", place).returncode == 0
 
 
 def test_up_after_a_reboot(place: str) -> None:

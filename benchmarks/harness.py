@@ -31,7 +31,7 @@ TEARDOWN_GRACE_S = 5.0
 
 # A window in which others used more of the pinned cores than this is measured again, so many times in all.
 QUIET_LOAD = 0.05
-MAX_TRIES = 3
+MAX_TRIES = 2
 
 Sample = Mapping[str, float]
 """What one client measured for one case in one repeat: metric name -> value."""

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import overhead
+from benchmarks.clients.images import file_class
+from mpi_dataworkers.sources.images import ImageFolder
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,3 +32,25 @@ def test_transport_limits_and_peers(tmp_path: Path, systems: str) -> None:
     rows = run("transport", tmp_path, systems)
     assert rows
     assert all(row["value"] is not None for row in rows.values()), rows
+
+
+def test_transport_of_hetstream_itself(tmp_path: Path) -> None:
+    rows = run("transport", tmp_path, "hetstream,raw TCP")
+    assert rows["hetstream"]["value"] is not None, rows
+    assert rows["hetstream"]["note"] == ""
+
+
+def test_overhead(tmp_path: Path) -> None:
+    rows = run("overhead", tmp_path, "in-process,hetstream")
+    assert {"in-process loop", "hetstream", "hetstream / in-process loop"} <= set(rows)
+    assert all(row["value"] is not None for row in rows.values()), rows
+
+
+def test_synthetic_photographs_can_be_read(tmp_path: Path) -> None:
+    overhead.write_synthetic(tmp_path / "jpeg", 5)
+    source = ImageFolder(tmp_path / "jpeg", label_of=file_class)
+    assert len(source) == 5
+    assert len(source.classes) == 4
+    image, _ = source[0]
+    assert image.shape == (375, 500, 3)
+    assert image.std() > 10, "a picture without detail is no stand-in for a photograph"

@@ -61,12 +61,15 @@ class SlurmClient(Protocol):
     def node_address(self, node: str) -> str:
         """The address (`NodeAddr`) under which other nodes reach this one."""
 
-    def start_step(self, options: Sequence[str], command: Sequence[str], log: Path, *, outlive: bool = False) -> Child:
+    def start_step(
+        self, options: Sequence[str], command: Sequence[str], log: Path, *, in_background: bool = False
+    ) -> Child:
         """Start a step of the job that this process belongs to, and return without waiting for it.
 
         Args:
             options: of srun. What the surrounding batch script or step asked for does not count here.
             command: the program and its arguments.
             log: file that its output is appended to.
-            outlive: let the step live on when this process ends; otherwise it is ended too.
+            in_background: the step takes nothing from the job's other steps, and lives on when this process ends;
+                otherwise it is ended with this process.
         """

@@ -88,11 +88,10 @@ def start(
             "can write to and that all hosts share"
         ) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
-    # --overlap: the step takes nothing from the steps of the user's script.
-    options += ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
+    options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
     options += ["--gres=none", "--job-name=hetstream"]
     step = client.start_step(
-        options, [*config.program, "master", "serve", *config.words()], job.master_log, outlive=True
+        options, [*config.program, "master", "serve", *config.words()], job.master_log, in_background=True
     )
     deadline = time.monotonic() + limit_s
     while not job.address_file.exists():

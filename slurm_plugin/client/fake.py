@@ -71,10 +71,12 @@ class FakeSlurm:
             raise SlurmCommandError(["scontrol", "show", "node", node], 1, f"Node {node} not found", "")
         return self.addresses[node]
 
-    def start_step(self, options: Sequence[str], command: Sequence[str], log: Path, *, outlive: bool = False) -> Child:
+    def start_step(
+        self, options: Sequence[str], command: Sequence[str], log: Path, *, in_background: bool = False
+    ) -> Child:
         """Start the command as a process."""
         self._record("start_step", "srun", [*options, *command])
-        return start_child(command, env=self.environ, log=log, death_signal=None if outlive else SIGTERM)
+        return start_child(command, env=self.environ, log=log, death_signal=None if in_background else SIGTERM)
 
     def _record(self, method: str, program: str, words: Sequence[str]) -> None:
         self.calls.append((method, tuple(words)))

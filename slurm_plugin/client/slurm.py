@@ -69,15 +69,31 @@ class CommandSlurm:
             raise SlurmCommandError(argv, 0, shown.stdout, shown.stderr, "It shows no NodeAddr. Check: sinfo -N")
         return address[1]
 
-    def start_step(self, options: Sequence[str], command: Sequence[str], log: Path, *, outlive: bool = False) -> Child:
+    def start_step(
+        self, options: Sequence[str], command: Sequence[str], log: Path, *, in_background: bool = False
+    ) -> Child:
         """Start `srun` with its output appended to `log`."""
-        argv = ["srun", *options, *command]
+        beside = [self._background_option()] if in_background else []
+        argv = ["srun", *beside, *options, *command]
         try:
-            death_signal = None if outlive else signal.SIGTERM
+            death_signal = None if in_background else signal.SIGTERM
             return start_child(argv, env=_outside_of_steps(self._environ), log=log, death_signal=death_signal)
         except OSError as exc:
             reason = exc.strerror or str(exc)
             raise SlurmCommandError(argv, EXIT_NOT_FOUND, "", reason, "Check PATH inside the job") from exc
+
+    def _background_option(self) -> str:
+        """The option for a step that leaves everything to the others.
+
+        From 23.11 on, an `srun` that names no number of tasks waits for a node without any step, and `--overlap` does
+        not help (seen on 24.11 and 26.05). Steps of an external launcher, such as the daemons that mpirun starts, do
+        not count; that option came with the same release.
+        """
+        said = run_slurm(["srun", "--version"], env=self._environ).stdout
+        version = re.search(r"(\d+)\.(\d+)", said)
+        if version and (int(version[1]), int(version[2])) >= (23, 11):
+            return "--external-launcher"
+        return "--overlap"
 
 
 def run_sbatch(words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -82,7 +82,7 @@ def test_a_job_from_start_to_end(job: Job, wait_until: WaitUntil) -> None:
     assert stat.S_IMODE(job.directory.stat().st_mode) == 0o700
     wait_until(lambda: len(job.started("worker")) == 2, what="two data workers")
     step = next(words for method, words in job.slurm.calls if method == "start_step")
-    assert step[:3] == ("--het-group=0", "--overlap", "--nodes=1")
+    assert step[:3] == ("--het-group=0", "--nodes=1", "--ntasks=1")
     assert "--nodelist=gpu0" in step
     job.steps[0].terminate()
     wait_until(lambda: job.steps[0].poll() is not None, what="the end of the master")

@@ -50,6 +50,19 @@ def test_the_environment_of_a_step_does_not_inherit_the_batch_scripts_options(
     }
 
 
+@pytest.mark.parametrize(
+    ("version", "option"),
+    [("slurm-wlm 22.05.8", "--overlap"), ("slurm 23.02.1", "--overlap"), ("slurm 24.11.5", "--external-launcher")],
+)
+def test_a_background_step_leaves_the_others_alone(
+    tmp_path: Path, wait_until: Callable[..., None], version: str, option: str
+) -> None:
+    tool(tmp_path, "srun", f'[ "$1" = --version ] && echo "{version}" || echo "$@"')
+    step = client(tmp_path).start_step(["-n1"], ["program"], tmp_path / "log", in_background=True)
+    wait_until(lambda: step.poll() is not None)
+    assert (tmp_path / "log").read_text() == f"{option} -n1 program\n"
+
+
 def test_odd_answers_are_errors_with_their_text(tmp_path: Path) -> None:
     tool(tmp_path, "sbatch", "echo queued")
     tool(tmp_path, "scontrol", "echo NodeName=x")

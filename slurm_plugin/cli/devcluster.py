@@ -23,7 +23,6 @@ from slurm_plugin.devcluster.roots import (
     RELEASES,
     choose_programs,
     needs_root,
-    plugin_dir,
     root_of,
 )
 from slurm_plugin.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
@@ -208,8 +207,8 @@ def _place_options(args: argparse.Namespace) -> str:
 
 
 def _up_dry_run(request: BootRequest, args: argparse.Namespace) -> int:
-    root = root_of(args.slurm, args.cache_dir.absolute()) if needs_root(args.slurm) else None
-    spec = plan_cluster(request, plugin_dir(root.directory) if root is not None and root.directory.exists() else None)
+    root = root_of(args.slurm, args.cache_dir.absolute()).paths if needs_root(args.slurm) else None
+    spec = plan_cluster(request, root)
     texts = {"slurm.conf": render.slurm_conf(spec), "gres.conf": render.gres_conf(spec)}
     missing, would = _needs(args)
     if args.json:

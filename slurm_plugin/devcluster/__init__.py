@@ -3,7 +3,7 @@
     spec.py        what a cluster is: shape, ports, paths (pure)
     render.py      slurm.conf, gres.conf, cgroup.conf as text (pure)
     programs.py    where Slurm's programs are: on the host, or in a Debian root
-    apt.py         apt-get without questions
+    apt.py         apt-get and its like, without questions
     lock.py        one `up` at a time
     umask.py       files that every user may read
     install.py     Debian's packages on the host

@@ -1,4 +1,4 @@
-"""Run apt-get. Called by install.py and roots.py; it decides nothing."""
+"""Run apt-get, dpkg-deb and patchelf. Called by install.py and roots.py; it decides nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def has_apt() -> bool:
     return shutil.which("apt-get") is not None
 
 
-def run_apt(argv: Sequence[str]) -> str:
-    """Run an apt or dpkg command without questions and return what it printed.
+def run_quietly(argv: Sequence[str]) -> str:
+    """Run a packaging command without questions and return what it printed.
 
     Raises:
         InstallFailed: it exited with anything but 0; the message holds the end of its output.

@@ -34,7 +34,7 @@ from slurm_plugin.devcluster.record import (
     read_record,
     write_record,
 )
-from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec
+from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths
 from slurm_plugin.devcluster.status import is_live, list_nodes
 from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
 from slurm_plugin.devcluster.umask import readable_by_all
@@ -74,7 +74,7 @@ class BootRequest:
     tuned_scheduler: bool = True
 
 
-def plan_cluster(request: BootRequest, plugin_dir: Path | None = None) -> ClusterSpec:
+def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
     """Find free ports and give the cluster a name that no other has."""
     return ClusterSpec(
         name=request.name,
@@ -83,7 +83,7 @@ def plan_cluster(request: BootRequest, plugin_dir: Path | None = None) -> Cluste
         base_port=_free_ports(1 + request.shape.num_nodes),
         shape=request.shape,
         tuned_scheduler=request.tuned_scheduler,
-        plugin_dir=plugin_dir,
+        root=root,
     )
 
 
@@ -100,7 +100,7 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
         with locked(MACHINE, LOCK_TIMEOUT_S, f"starting cluster {request.name}"):
             _check_can_boot(request)
             _warn(request, progress)
-            spec = plan_cluster(request, programs.plugin_dir)
+            spec = plan_cluster(request, programs.root)
             record = _new_record(spec, programs)
             undo.callback(tear_down, spec.state_dir)
             _make_files(spec, programs, record)
@@ -167,7 +167,7 @@ def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
         slurm_version=programs.version,
         nodes=spec.nodes,
         partitions=tuple(group.name for group in spec.groups),
-        path_prefix=programs.path_prefix,
+        path_prefix=str(programs.root.commands_dir) if programs.root else "",
         ready=False,
         created_s=time.time(),
         boot_s=0.0,
@@ -192,6 +192,9 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
     cgroup_conf = render.cgroup_conf(programs.version)
     if cgroup_conf is not None:
         (directory / "cgroup.conf").write_text(cgroup_conf)
+    if spec.root is not None:
+        spec.task_prolog.write_text(render.task_prolog(spec.root.commands_dir))
+        spec.task_prolog.chmod(0o755)
     key = os.open(directory / "run" / "munge.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(key, "wb") as stream:
         stream.write(secrets.token_bytes(1024))
@@ -256,8 +259,8 @@ def _daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[dict[str, A
     yield _daemon("munged", munged, log, ready_file=str(spec.munge_socket))
     yield _daemon("slurmctld", [str(programs.slurmctld), "-D", "-f", str(spec.slurm_conf)], log)
     slurmd = [str(programs.slurmd), "-D", "-f", str(spec.slurm_conf)]
-    if programs.slurmstepd is not None:
-        slurmd += ["-d", str(programs.slurmstepd)]
+    if programs.root is not None:
+        slurmd += ["-d", str(programs.root.commands_dir / "slurmstepd")]
     for node in spec.nodes:
         yield _daemon(f"slurmd {node}", [*slurmd, "-N", node], log)
 

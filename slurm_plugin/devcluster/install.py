@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slurm_plugin.devcluster.apt import has_apt, run_apt
+from slurm_plugin.devcluster.apt import has_apt, run_quietly
 from slurm_plugin.devcluster.lock import MACHINE, locked
 from slurm_plugin.devcluster.programs import missing_programs
 from slurm_plugin.errors import InstallFailed, SlurmMissing
@@ -67,12 +67,12 @@ def install(progress: Progress) -> bool:
             return True
         progress(f"installing {', '.join(PACKAGES)}")
         try:
-            run_apt(INSTALL_ARGV)
+            run_quietly(INSTALL_ARGV)
         except InstallFailed:
             # No package lists yet, or lists so old that their packages are gone.
             progress("updating apt's package lists")
-            run_apt(UPDATE_ARGV)
-            run_apt(INSTALL_ARGV)
+            run_quietly(UPDATE_ARGV)
+            run_quietly(INSTALL_ARGV)
     missing = missing_programs()
     if missing:
         raise InstallFailed(f"apt installed {', '.join(PACKAGES)}, but {', '.join(missing)} is still not on PATH")

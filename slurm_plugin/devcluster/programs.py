@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_plugin.client.run import run_slurm
+from slurm_plugin.devcluster.spec import RootPaths
 from slurm_plugin.errors import SlurmMissing
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -24,18 +25,14 @@ class SlurmPrograms:
     Attributes:
         version: for example `22.05.8`.
         munged, slurmctld, slurmd: the daemons.
-        slurmstepd: what slurmd shall start for a job step; None is its own default.
-        plugin_dir: where the plugins are; None is the programs' own default.
-        path_prefix: the directory that the user's PATH needs in front to find this Slurm's commands, empty if none.
+        root: the Debian root they belong to; None is the machine's own Slurm.
     """
 
     version: str
     munged: Path
     slurmctld: Path
     slurmd: Path
-    slurmstepd: Path | None = None
-    plugin_dir: Path | None = None
-    path_prefix: str = ""
+    root: RootPaths | None = None
 
 
 def search_path() -> str:

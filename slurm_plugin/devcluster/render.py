@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from slurm_plugin.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
 
@@ -41,6 +42,21 @@ def cgroup_conf(version: str) -> str | None:
     return "CgroupPlugin=disabled\n" if version_tuple(version) >= (24, 11) else None
 
 
+def task_prolog(commands_dir: Path) -> str:
+    """The script that puts a Debian root's commands into the PATH of every batch script and step.
+
+    Slurm runs it before each; what it prints changes their environment (slurm.conf(5), TaskProlog). Most jobs have the
+    directory in PATH from their submitter already; those of `sbatch --export=NONE` do not.
+    """
+    return (
+        "#!/bin/sh\n"
+        'case ":$PATH:" in\n'
+        f"  *:{commands_dir}:*) ;;\n"
+        f'  *) echo "export PATH={commands_dir}:${{PATH:-/usr/local/bin:/usr/bin:/bin}}" ;;\n'
+        "esac\n"
+    )
+
+
 def version_tuple(version: str) -> tuple[int, ...]:
     """`24.11.5` as (24, 11, 5); what follows the numbers is dropped."""
     numbers = re.match(r"\d+(\.\d+)*", version)
@@ -69,8 +85,9 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     yield f"SlurmdPidFile={directory}/run/slurmd-%n.pid"
     yield f"SlurmctldLogFile={spec.log_dir}/slurmctld.log"
     yield f"SlurmdLogFile={spec.log_dir}/slurmd-%n.log"
-    if spec.plugin_dir is not None:
-        yield f"PluginDir={spec.plugin_dir}"
+    if spec.root is not None:
+        yield f"PluginDir={spec.root.plugin_dir}"
+        yield f"TaskProlog={spec.task_prolog}"
     yield "MailProg=/bin/true"
     yield "ProctrackType=proctrack/linuxproc"
     yield "TaskPlugin=task/none"

@@ -1,9 +1,9 @@
 """Debian roots: another release's Slurm with its own libraries, made once and cached.
 
 Called by the command line for `--slurm VERSION`. A root is a directory of unpacked Debian packages. Nothing is ever
-run "inside" it: a small script in front of each program starts it with the root's own dynamic loader and libraries, on
-the host's file system. Jobs therefore see the host as it is, with the user's Python and files at their own paths, and
-there is no chroot, no namespace and no mount that could be left behind. Host and root must have one architecture.
+run "inside" it: patchelf makes each Slurm program name the root's own dynamic loader and libraries, and it then runs on
+the host's file system like any other. Jobs therefore see the host as it is, with the user's Python and files at their
+own paths, and there is no chroot, no namespace and no mount that could be left behind.
 
 It changes nothing outside the cache directory: apt works on lists, archives and a package database of its own, and no
 package script runs.
@@ -19,10 +19,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_plugin.devcluster.apt import has_apt, run_apt
+from slurm_plugin.devcluster.apt import has_apt, run_quietly
 from slurm_plugin.devcluster.install import PACKAGES
 from slurm_plugin.devcluster.lock import locked
 from slurm_plugin.devcluster.programs import SlurmPrograms, host_programs, missing_programs, slurm_version
+from slurm_plugin.devcluster.spec import RootPaths
 from slurm_plugin.devcluster.umask import readable_by_all
 from slurm_plugin.errors import InstallFailed, SlurmMissing
 
@@ -34,8 +35,8 @@ HOST = "host"
 # Which Debian release carries which Slurm.
 RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
 
-# job_submit and cli_filter plugins in Lua need it, but nothing depends on it.
-ROOT_PACKAGES = (*PACKAGES, "liblua5.1-0")
+# job_submit and cli_filter plugins in Lua need liblua, but nothing depends on it.
+ROOT_PACKAGES = (*PACKAGES, "liblua5.1-0", "patchelf")
 
 DEFAULT_MIRROR = "http://deb.debian.org/debian"
 # The first name is Debian 13's.
@@ -45,7 +46,8 @@ KEYRINGS = (
 )
 LOCK_TIMEOUT_S = 300.0
 
-WRAPPERS = "wrappers"
+COMMANDS = "commands"
+PLUGINS = "plugins"
 PROGRAMS = (
     *("munged", "slurmctld", "slurmd", "slurmstepd"),
     *("munge", "sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo"),
@@ -69,21 +71,19 @@ class SlurmRoot:
     directory: Path
 
     @property
-    def wrappers(self) -> Path:
-        """Where the scripts are that start the root's programs."""
-        return self.directory / WRAPPERS
+    def paths(self) -> RootPaths:
+        """What a cluster's files need to know of it."""
+        return RootPaths(plugin_dir=self.directory / PLUGINS, commands_dir=self.directory / COMMANDS)
 
     def programs(self) -> SlurmPrograms:
         """The root's Slurm, to be booted."""
-        slurmctld = self.wrappers / "slurmctld"
+        commands = self.paths.commands_dir
         return SlurmPrograms(
-            version=slurm_version([str(slurmctld)]),
-            munged=self.wrappers / "munged",
-            slurmctld=slurmctld,
-            slurmd=self.wrappers / "slurmd",
-            slurmstepd=self.wrappers / "slurmstepd",
-            plugin_dir=plugin_dir(self.directory),
-            path_prefix=str(self.wrappers),
+            version=slurm_version([str(commands / "slurmctld")]),
+            munged=commands / "munged",
+            slurmctld=commands / "slurmctld",
+            slurmd=commands / "slurmd",
+            root=self.paths,
         )
 
 
@@ -110,7 +110,7 @@ def choose_programs(release: str, cache_dir: Path, progress: Progress) -> SlurmP
 
 def root_of(version: str, cache_dir: Path) -> SlurmRoot:
     """Where the root of a release is, or would be."""
-    return SlurmRoot(version, cache_dir / f"slurm-{version}-{RELEASES[version]}")
+    return SlurmRoot(version, cache_dir / f"debian-{RELEASES[version]}-slurm-{version}")
 
 
 def prepare_root(version: str, cache_dir: Path, progress: Progress) -> SlurmRoot:
@@ -154,10 +154,10 @@ def _build(root: SlurmRoot, scratch: Path, keyring: Path, progress: Progress) ->
     (apt_dir / "status").touch()
     (apt_dir / "sources.list").write_text(f"deb [signed-by={keyring}] {_mirror()} {release} main\n")
     options = _apt_options(apt_dir)
-    run_apt(["apt-get", *options, "update"])
-    run_apt(["apt-get", *options, "install", "-y", "--no-install-recommends", "--download-only", *ROOT_PACKAGES])
+    run_quietly(["apt-get", *options, "update"])
+    run_quietly(["apt-get", *options, "install", "-y", "--no-install-recommends", "--download-only", *ROOT_PACKAGES])
     for archive in sorted((apt_dir / "archives").glob("*.deb")):
-        run_apt(["dpkg-deb", "-x", str(archive), str(unpacked)])
+        run_quietly(["dpkg-deb", "-x", str(archive), str(unpacked)])
     # The packages of Debian 12 still hold both /lib and /usr/lib, which are one on every machine.
     for name in ("bin", "lib", "lib64", "sbin"):
         if (unpacked / name).exists():
@@ -165,13 +165,15 @@ def _build(root: SlurmRoot, scratch: Path, keyring: Path, progress: Progress) ->
             shutil.rmtree(unpacked / name)
     for unused in ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/perl", "usr/lib/systemd"):
         shutil.rmtree(unpacked / unused, ignore_errors=True)
-    version = slurm_version(_start_argv(_find_program(unpacked, "slurmctld"), loader(unpacked)))
+    version = slurm_version(_start_argv(_find_program(unpacked, "slurmctld")))
     if not version.startswith(root.version):
         raise InstallFailed(
             f"Debian {release} carries Slurm {version} by now, not {root.version}. "
             "Use another --slurm version, or the host's own"
         )
-    _write_wrappers(unpacked, root)
+    _adapt_programs(unpacked, root)
+    # Debian puts Slurm's plugins beside the C library.
+    (unpacked / PLUGINS).symlink_to(loader(unpacked).parent.relative_to(unpacked) / "slurm-wlm")
     # mkdtemp makes directories that only root may enter.
     unpacked.chmod(0o755)
     os.rename(unpacked, root.directory)
@@ -198,7 +200,7 @@ def _apt_options(apt_dir: Path) -> list[str]:
 
 def _mirror() -> str:
     """The Debian mirror of the host's own apt sources, or Debian's default one."""
-    lines = run_apt(["apt-get", "indextargets", "--format", "$(ORIGIN)|$(REPO_URI)|$(RELEASE)|$(COMPONENT)"])
+    lines = run_quietly(["apt-get", "indextargets", "--format", "$(ORIGIN)|$(REPO_URI)|$(RELEASE)|$(COMPONENT)"])
     return mirror_from(lines)
 
 
@@ -219,35 +221,35 @@ def loader(directory: Path) -> Path:
     return found[0]
 
 
-def plugin_dir(directory: Path) -> Path:
-    """Where Debian puts Slurm's plugins."""
-    return loader(directory).parent / "slurm-wlm"
+def _start_argv(program: Path) -> list[str]:
+    """How to run a program of a root that has not been adapted yet."""
+    unpacked = program.parents[2]
+    return [str(loader(unpacked)), "--library-path", library_path(loader(unpacked)), str(program)]
 
 
-def wrapper(program: Path, loader_path: Path) -> str:
-    """The script that starts a program of the root.
+def library_path(loader_path: Path) -> str:
+    """Where the root's libraries are: beside its loader, and Slurm's own one in the directory of the plugins."""
+    return f"{loader_path.parent}:{loader_path.parent}/slurm-wlm"
 
-    `--argv0` lets a program that starts itself anew (scontrol reconfigure) find this script. The library path goes to
-    this one process only: a job's own programs run with the host's libraries.
+
+def _adapt_programs(unpacked: Path, root: SlurmRoot) -> None:
+    """Make Slurm's programs use the root's loader and libraries at the final place, and link them by plain names.
+
+    The search path goes into the programs alone (DT_RPATH, which their libraries and plugins inherit): a job's own
+    programs run with the host's libraries.
     """
-    start, *rest = _start_argv(program, loader_path)
-    return f'#!/bin/sh\nexec {start} --argv0 "$0" {" ".join(rest)} "$@"\n'
-
-
-def _start_argv(program: Path, loader_path: Path) -> list[str]:
-    libraries = f"{loader_path.parent}:{loader_path.parent}/slurm-wlm"
-    return [str(loader_path), "--library-path", libraries, str(program)]
-
-
-def _write_wrappers(unpacked: Path, root: SlurmRoot) -> None:
-    """A wrapper for each program of Slurm and munge, under its plain name."""
+    patchelf = _start_argv(unpacked / "usr/bin/patchelf")
     final_loader = root.directory / loader(unpacked).relative_to(unpacked)
-    (unpacked / WRAPPERS).mkdir()
+    for plugin in (loader(unpacked).parent / "slurm-wlm").glob("*.so"):
+        if not plugin.is_symlink():
+            # A search path of its own would be the host's, and hide the program's.
+            run_quietly([*patchelf, "--remove-rpath", str(plugin)])
+    (unpacked / COMMANDS).mkdir()
     for name in PROGRAMS:
         program = _find_program(unpacked, name)
-        script = unpacked / WRAPPERS / name
-        script.write_text(wrapper(root.directory / program.relative_to(unpacked), final_loader))
-        script.chmod(0o755)
+        adapt = ["--set-interpreter", str(final_loader), "--force-rpath", "--set-rpath", library_path(final_loader)]
+        run_quietly([*patchelf, *adapt, str(program)])
+        (unpacked / COMMANDS / name).symlink_to(Path("..") / program.relative_to(unpacked))
 
 
 def _find_program(unpacked: Path, name: str) -> Path:

@@ -82,6 +82,19 @@ class NodeGroup:
 
 
 @dataclass(frozen=True)
+class RootPaths:
+    """Parts of a Debian root that a cluster's files name.
+
+    Attributes:
+        plugin_dir: Slurm's plugins.
+        commands_dir: Slurm's programs under their plain names, for PATH.
+    """
+
+    plugin_dir: Path
+    commands_dir: Path
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     """Everything that decides the cluster's files and processes.
 
@@ -93,7 +106,7 @@ class ClusterSpec:
         base_port: slurmctld's port; the slurmds' ports follow it.
         shape: the nodes.
         tuned_scheduler: let heterogeneous jobs start within a second instead of Slurm's default half minute.
-        plugin_dir: Slurm's plugins when they are not where its programs expect them.
+        root: where Slurm is when it is not the machine's own.
     """
 
     name: str
@@ -102,7 +115,7 @@ class ClusterSpec:
     base_port: int
     shape: ClusterShape = field(default_factory=ClusterShape)
     tuned_scheduler: bool = True
-    plugin_dir: Path | None = None
+    root: RootPaths | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -146,9 +159,8 @@ class ClusterSpec:
         return self.state_dir / "log"
 
     @property
-    def bin_dir(self) -> Path:
-        """Wrappers of Slurm's commands, for a Slurm that lives in a Debian root."""
-        return self.state_dir / "bin"
+    def task_prolog(self) -> Path:
+        return self.state_dir / "task_prolog.sh"
 
     def gpu_device(self, number: int) -> Path:
         return self.state_dir / "dev" / f"gpu{number}"

@@ -331,6 +331,15 @@ class TestNewerSlurm:
     def test_an_ordinary_user_runs_jobs(self, release: str, devclusters: Callable[[str], Any], wait_until: Any) -> None:
         test_an_ordinary_user_runs_jobs(devclusters(release), wait_until)
 
+    def test_a_job_with_an_empty_environment_finds_the_same_commands(
+        self, release: str, devclusters: Callable[[str], Any], wait_until: Any
+    ) -> None:
+        cluster = devclusters(release)
+        out = cluster.out_dir / "none.out"
+        script = "#!/bin/sh\nsinfo --version\nsrun /bin/sh -c 'sinfo --version'\n"
+        cluster.run(["sbatch", "--export=NONE", f"--output={out}"], stdin=script)
+        wait_until(lambda: out.exists() and out.read_text().count(f"slurm-wlm {release}") == 2, 15, f"two {release}")
+
     def test_reconfigure_keeps_the_daemons(
         self, release: str, devclusters: Callable[[str], Any], wait_until: Any
     ) -> None:

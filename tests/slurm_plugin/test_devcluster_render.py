@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from mpi_dataworkers.errors import ConfigError
-from slurm_plugin.devcluster.render import cgroup_conf, gres_conf, hostlist, slurm_conf, version_tuple
-from slurm_plugin.devcluster.roots import mirror_from, wrapper
-from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec
+from slurm_plugin.devcluster.render import cgroup_conf, gres_conf, hostlist, slurm_conf, task_prolog, version_tuple
+from slurm_plugin.devcluster.roots import mirror_from
+from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "devcluster"
 HERE = Path("/var/lib/hetstream/devcluster/default")
@@ -27,7 +28,9 @@ def test_default_cluster() -> None:
 
 
 def test_one_node_of_each_kind_from_a_root_with_slurms_own_scheduler() -> None:
-    spec = spec_of(ClusterShape(1, 1, 1, 3), tuned_scheduler=False, plugin_dir=Path("/cache/plugins"))
+    spec = spec_of(
+        ClusterShape(1, 1, 1, 3), tuned_scheduler=False, root=RootPaths(Path("/cache/plugins"), Path("/cache/commands"))
+    )
     assert slurm_conf(spec) == (GOLDEN / "small.slurm.conf").read_text()
     assert gres_conf(spec) == f"NodeName=gpu0 Name=gpu File={HERE}/dev/gpu0\n"
 
@@ -128,11 +131,20 @@ def test_mirror_is_the_hosts_own_if_that_is_debian(targets: str, mirror: str) ->
     assert mirror_from(targets) == mirror
 
 
-def test_wrapper_starts_the_program_with_the_roots_own_libraries() -> None:
-    loader = Path("/cache/r/usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2")
-    assert wrapper(Path("/cache/r/usr/bin/sinfo"), loader) == (
-        "#!/bin/sh\n"
-        'exec /cache/r/usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2 --argv0 "$0" '
-        "--library-path /cache/r/usr/lib/x86_64-linux-gnu:/cache/r/usr/lib/x86_64-linux-gnu/slurm-wlm "
-        '/cache/r/usr/bin/sinfo "$@"\n'
-    )
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "export PATH=/cache/w:/usr/local/bin:/usr/bin:/bin\n"),
+        ({"PATH": "/home/x/bin:/bin"}, "export PATH=/cache/w:/home/x/bin:/bin\n"),
+        ({"PATH": "/venv/bin:/cache/w:/bin"}, ""),
+    ],
+)
+def test_task_prolog_puts_the_roots_commands_first_unless_they_are_there(
+    tmp_path: Path, environment: dict[str, str], said: str
+) -> None:
+    script = tmp_path / "task_prolog.sh"
+    script.write_text(task_prolog(Path("/cache/w")))
+    script.chmod(0o755)
+    # dash gives itself a PATH when it has none, without exporting it: Slurm's tasks have one either way.
+    done = subprocess.run([script], env={"PATH": "", **environment}, capture_output=True, text=True, check=True)
+    assert done.stdout == said

@@ -191,8 +191,7 @@ class DataWorker:
     def _pipeline(self, definition_id: str) -> Pipeline:
         if definition_id not in self._pipelines:
             pipeline = load_pipeline(self._fetch(definition_id))
-            enter_data_worker(pipeline, self._number, self._number + 1)
-            self._pipelines[definition_id] = pipeline
+            self._pipelines[definition_id] = enter_data_worker(pipeline, self._number, self._number + 1)
         return self._pipelines[definition_id]
 
     def _fetch(self, definition_id: str) -> Definition:

@@ -14,7 +14,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
@@ -232,13 +232,36 @@ def find_unpicklable(value: Any, path: str = "", depth: int = 0) -> str:
     return f"{path.lstrip('.') or 'it'} ({type(value).__module__}.{type(value).__qualname__})"
 
 
-def enter_data_worker(pipeline: Pipeline, number: int, num_workers: int) -> None:
-    """Make `torch.utils.data.get_worker_info()` and `worker_init_fn` work as they do in torch's own workers."""
+def enter_data_worker(pipeline: Pipeline, number: int, num_workers: int) -> Pipeline:
+    """Make `torch.utils.data.get_worker_info()` and `worker_init_fn` work as they do in torch's own workers.
+
+    Returns:
+        The pipeline to run here.
+    """
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=num_workers, seed=torch.initial_seed(), dataset=pipeline.dataset
     )
     if pipeline.worker_init_fn is not None:
         pipeline.worker_init_fn(number)
+    return replace(pipeline, collate_fn=_PrivateCollate(pipeline.collate_fn))
+
+
+@dataclass(frozen=True)
+class _PrivateCollate:
+    """A collate function that does not see `get_worker_info()`.
+
+    Where torch sees it, `default_collate` puts each batch into a new shared-memory segment, for a parent process that
+    a data worker does not have; that costs several times what collating into private memory does.
+    """
+
+    collate_fn: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> Any:
+        info, torch_worker._worker_info = torch_worker._worker_info, None
+        try:
+            return self.collate_fn(samples)
+        finally:
+            torch_worker._worker_info = info
 
 
 def use_one_thread() -> None:

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import sample_datasets as datasets
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.ops.pipeline import (
     Pipeline,
     SampleError,
     define,
+    enter_data_worker,
     find_unpicklable,
     generators_kept,
     load_pipeline,
@@ -104,3 +106,21 @@ def test_description_tells_pipelines_apart() -> None:
         "collate_fn": "torch.utils.data._utils.collate.default_collate",
         "batched": "True",
     }
+
+
+def number_of_worker(_: int) -> None:
+    """Stands for the user's worker_init_fn."""
+    seen.append(get_worker_info().id)
+
+
+seen: list[int] = []
+
+
+def test_in_a_data_worker_batches_are_private_memory_and_samples_know_their_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_worker, "_worker_info", None)
+    pipeline = enter_data_worker(pipeline_of(datasets.Where(9), worker_init_fn=number_of_worker), 3, 4)
+    _, _, numbers = pipeline.make_batch(np.array([1, 2]), 0, 0)
+    assert (numbers.tolist(), seen) == ([3, 3], [3])
+    assert not numbers.is_shared(), "a shared-memory segment for each batch costs more than the transport"

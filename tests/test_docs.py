@@ -1,0 +1,47 @@
+"""The documents: links lead somewhere, commands exist with the options that are shown, the sessions by hand work."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm_plugin.cli import VERBS, build_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("sbatch_templates/**/*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+
+def commands(path: Path) -> Iterator[list[str]]:
+    """Every `hetstream ...` command line of the document's code blocks, without prompt, comment and output."""
+    for block in re.findall(r"```(?:console|bash)\n(.*?)```", path.read_text(), re.DOTALL):
+        for line in block.splitlines():
+            text = re.sub(r"^[$#] ", "", line)
+            if re.match(r"hetstream \w", text):
+                yield shlex.split(text, comments=True)[1:]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_commands_exist_as_shown(path: Path) -> None:
+    for words in commands(path):
+        assert words[0] in VERBS, f"hetstream {words[0]}"
+        build_parser(words[0]).parse_known_args(words)  # exits with 2 on a wrong option
+
+
+def test_the_tests_that_failure_modes_names_exist() -> None:
+    text = (ROOT / "docs/failure-modes.md").read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+?)(?:\[\w+\])?`", text):
+        assert f"def {name}(" in tests, name
+    for path in re.findall(r"`(tests/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path

@@ -141,7 +141,7 @@ def _check_can_boot(request: BootRequest) -> None:
         )
     record = read_record(request.state_dir)
     if record is not None:
-        if record.ready and cluster_processes(record.cluster_name):
+        if record.ready and cluster_processes(record):
             raise ClusterExists(
                 f"cluster {record.name} is up in {request.state_dir}. Use it, run "
                 f"`hetstream devcluster down --state-dir {request.state_dir}` first, or give another --name"

@@ -2,7 +2,8 @@
 
 A process belongs to a cluster if its environment names the cluster (daemons carry HETSTREAM_DEVCLUSTER, everything
 that runs in a job carries SLURM_CLUSTER_NAME), or if one of its ancestors does. The supervisor adopts orphans, so a
-task that detached itself and emptied its environment is still found below it.
+task that detached itself and emptied its environment is still found below it. Slurm's own commands that talk to the
+cluster belong to it too: an `sbatch --wait` would wait forever. A shell with SLURM_CONF in its environment does not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_plugin.devcluster.record import MARKER_VARIABLE
+from slurm_plugin.devcluster.programs import COMMANDS
+from slurm_plugin.devcluster.record import MARKER_VARIABLE, ClusterRecord
 
 PROC = Path("/proc")
 
@@ -41,10 +43,11 @@ def start_ticks(pid: int) -> int | None:
     return None if fields is None or fields[0] == "Z" else int(fields[19])
 
 
-def cluster_processes(cluster_name: str) -> list[Process]:
+def cluster_processes(record: ClusterRecord) -> list[Process]:
     """Every live process of the cluster, except this one and its ancestors."""
-    daemon_mark = f"{MARKER_VARIABLE}={cluster_name}".encode()
-    job_mark = f"SLURM_CLUSTER_NAME={cluster_name}".encode()
+    daemon_mark = f"{MARKER_VARIABLE}={record.cluster_name}".encode()
+    job_mark = f"SLURM_CLUSTER_NAME={record.cluster_name}".encode()
+    client_mark = f"SLURM_CONF={record.slurm_conf}".encode()
     own = _own_lineage()
     parents: dict[int, tuple[int, int]] = {}
     marked: dict[int, bool] = {}
@@ -59,7 +62,7 @@ def cluster_processes(cluster_name: str) -> list[Process]:
         environment = _environment(pid)
         if daemon_mark in environment:
             marked[pid] = True
-        elif job_mark in environment:
+        elif job_mark in environment or (client_mark in environment and _program(pid) in COMMANDS):
             marked[pid] = False
     found = []
     for pid, (parent, ticks) in parents.items():
@@ -101,6 +104,14 @@ def _environment(pid: int) -> set[bytes]:
         return set((PROC / str(pid) / "environ").read_bytes().split(b"\0"))
     except OSError:
         return set()
+
+
+def _program(pid: int) -> str:
+    """The name of the program that runs, whatever it calls itself."""
+    try:
+        return os.path.basename(os.readlink(PROC / str(pid) / "exe"))
+    except OSError:
+        return ""
 
 
 def _command(pid: int) -> str:

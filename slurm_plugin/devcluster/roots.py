@@ -174,8 +174,6 @@ def _build(root: SlurmRoot, scratch: Path, keyring: Path, progress: Progress) ->
     _adapt_programs(unpacked, root)
     # Debian puts Slurm's plugins beside the C library.
     (unpacked / PLUGINS).symlink_to(loader(unpacked).parent.relative_to(unpacked) / "slurm-wlm")
-    # mkdtemp makes directories that only root may enter.
-    unpacked.chmod(0o755)
     os.rename(unpacked, root.directory)
 
 

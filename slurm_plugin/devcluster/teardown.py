@@ -47,7 +47,7 @@ def plan_teardown(state_dir: Path) -> TeardownPlan | None:
     record = read_record(state_dir)
     if record is None:
         return None
-    return TeardownPlan(state_dir, tuple(cluster_processes(record.cluster_name)))
+    return TeardownPlan(state_dir, tuple(cluster_processes(record)))
 
 
 def tear_down(state_dir: Path) -> TeardownPlan | None:
@@ -83,7 +83,7 @@ def remove_cluster(state_dir: Path) -> TeardownPlan | None:
     _signal(programs, signal.SIGTERM)
     _wait_until_gone(programs, TERM_GRACE_S)
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while left := cluster_processes(record.cluster_name):
+    while left := cluster_processes(record):
         if time.monotonic() > deadline:
             raise TeardownFailed(
                 f"processes of {state_dir} outlived SIGKILL for {KILL_TIMEOUT_S:g} s: "

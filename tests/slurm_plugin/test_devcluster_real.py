@@ -58,7 +58,7 @@ def assert_nothing_left(record: ClusterRecord | None, before: dict[str, set[str]
     """No process, mount, file or device node of the cluster, and the machine as it was."""
     assert record is not None
     assert not Path(record.state_dir).exists()
-    assert cluster_processes(record.cluster_name) == []
+    assert cluster_processes(record) == []
     wait_until(lambda: not naming(record.state_dir), 10, f"the end of processes that name {record.state_dir}")
     after = footprint()
     assert {kind: after[kind] - before[kind] for kind in before} == {"mounts": set(), "entries": set()}
@@ -197,12 +197,28 @@ def test_down_leaves_nothing(place: str, wait_until: Any, tmp_path: Path) -> Non
     hidden = int(pid_file.read_text())
     dry = hetstream("down", "--name", place, "--dry-run")
     assert f"would kill {hidden} sleep 600" in dry.stdout
-    assert hidden in {process.pid for process in cluster_processes(record.cluster_name)}
+    assert hidden in {process.pid for process in cluster_processes(record)}
     down = hetstream("down", "--name", place)
     assert down.returncode == 0, down.stderr
     wait_until(lambda: not Path(f"/proc/{hidden}").exists(), 10, "the end of the hidden process")
     assert_nothing_left(record, before, wait_until)
     assert "nothing to do" in hetstream("down", "--name", place).stdout
+
+
+def test_down_ends_commands_that_wait_for_the_cluster_but_no_shell(place: str, wait_until: Any) -> None:
+    record = boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(1, 1, 1, 4)), host_programs(), print)
+    env = record.environment(os.environ)
+    submit = ["sbatch", "--wait", "--output=/dev/null", "--wrap", "sleep 600"]
+    with (
+        subprocess.Popen(submit, env=env, stdout=subprocess.PIPE, text=True) as waiting,
+        subprocess.Popen(["sh", "-c", "read line"], env=env, stdin=subprocess.PIPE) as shell,
+    ):
+        assert waiting.stdout is not None
+        waiting.stdout.readline()
+        tear_down(Path(record.state_dir))
+        assert waiting.wait(10) != 0
+        assert shell.poll() is None
+        shell.communicate(b"end\n")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +264,7 @@ def test_up_after_an_up_that_was_killed(place: str, wait_until: Any) -> None:
     first = read_record(state_dir)
     assert first is not None
     assert hetstream("up", "--name", place, *SMALL).returncode == 0
-    assert cluster_processes(first.cluster_name) == []
+    assert cluster_processes(first) == []
 
 
 def test_two_ups_at_the_same_place_at_once(place: str) -> None:
@@ -262,7 +278,7 @@ def test_two_ups_at_the_same_place_at_once(place: str) -> None:
 
 def test_up_after_a_reboot(place: str) -> None:
     record = boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(1, 1, 1, 1)), host_programs(), print)
-    for process in cluster_processes(record.cluster_name):
+    for process in cluster_processes(record):
         os.kill(process.pid, signal.SIGKILL)
     assert hetstream("up", "--name", place, *SMALL).returncode == 0
     assert hetstream("status", "--name", place).returncode == 0

@@ -80,7 +80,7 @@ def test_finds_a_descendant_that_emptied_its_environment(record: ClusterRecord) 
     with start(record, [sys.executable, "-c", script], "SLURM_CLUSTER_NAME") as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        assert {process.pid for process in cluster_processes(record.cluster_name)} == {parent.pid, child}
+        assert {process.pid for process in cluster_processes(record)} == {parent.pid, child}
         tear_down(Path(record.state_dir))
         assert start_ticks(child) is None
 

@@ -30,6 +30,9 @@ class Peers:
     versions: dict[str, str]
 
 
+NONE = Peers(None, "not asked for", {})
+
+
 def environment(*, make: bool = True) -> Peers:
     """Return the environment of the peers, made if need be. Never raises: a missing peer is a row, not an error.
 

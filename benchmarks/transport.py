@@ -71,8 +71,9 @@ def describe(case: str, sample: harness.Sample) -> str:
 def main() -> int:
     """Run the benchmark."""
     args = harness.parser("Transport: one data worker to one trainer.", repeats=5).parse_args()
-    found = peers.environment(make=not args.quick)
-    taking_part = harness.chosen(systems(found), args.systems)
+    wanted = {system.name for system in harness.chosen(systems(peers.NONE), args.systems)}
+    found = peers.environment(make=not args.quick) if TF in wanted else peers.NONE
+    taking_part = [system for system in systems(found) if system.name in wanted]
     client_core, producer_core = harness.two_cores()
     described = harness.machine(client=[client_core], producer=[producer_core])
     request = {

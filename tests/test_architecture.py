@@ -50,5 +50,6 @@ def test_imports_point_down_and_libraries_stay_home(path: Path) -> None:
         assert top != "tests", f"{relative} imports {name}"
         homes = HOMES.get(top)
         if homes:
-            at_home = any(str(relative) == home or (home.endswith("/") and str(relative).startswith(home)) for home in homes)
+            place = str(relative)
+            at_home = any(place == home or (home.endswith("/") and place.startswith(home)) for home in homes)
             assert at_home, f"{relative} imports {name}: its home is {', '.join(homes)}"

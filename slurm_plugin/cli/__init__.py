@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -56,11 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream=sys.stderr,
     )
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except HetstreamError as error:
         if args.verbose:
             logging.getLogger(__name__).exception("hetstream %s failed", verb)
         print(f"hetstream {verb}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) has enough. Nothing more may be written, not even by Python at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130

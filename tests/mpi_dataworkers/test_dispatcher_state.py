@@ -335,3 +335,19 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
     assert ledger == Counter(range(steps)), f"not finished: {buffer.position} of {steps}\n" + "\n".join(state.story)
     state.handle(LOADER, CloseEpoch("s", steps, STATS), now)
     assert not state.leases
+
+
+def test_a_grant_that_never_reached_its_worker_is_given_again() -> None:
+    state = ready_state(steps=1)
+    (lost,) = state.leases.values()
+    assert not sent(state.handle("w0", WorkerHeartbeat([]), 0.5), RevokeLease), "it may still be on its way"
+    out = state.handle("w0", WorkerHeartbeat([]), 2 * rules.HEARTBEAT_S + 0.1)
+    assert sent(out, LeaseRevoked) == [(LOADER, LeaseRevoked("s", lost.token))]
+    assert leased_steps(state) == [0]
+    state.validate()
+
+
+def test_a_worker_that_reports_a_revoked_lease_is_told() -> None:
+    state = ready_state(steps=1)
+    out = state.handle("w0", WorkerHeartbeat([*state.workers["w0"].tokens, 99]), 0.5)
+    assert sent(out, RevokeLease) == [("w0", RevokeLease(99, "", False, "leased to another data worker"))]

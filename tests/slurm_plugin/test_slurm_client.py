@@ -109,7 +109,8 @@ def test_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> 
 def test_every_option_of_this_sbatch_is_known(devcluster: Any) -> None:
     text = subprocess.run(["sbatch", "--help"], env=dict(devcluster.env), capture_output=True, text=True, check=True)
     found = re.findall(r"^\s+(?:-(\w), )?--([a-z0-9-]+)(\[?=)?", text.stdout, re.MULTILINE)
+    badly_documented = {"container", "export", "wrap"}  # they take a value, which the help of 22.05 does not say
     assert len(found) > 90
     for letter, name, equals in found:
-        assert TAKES_VALUE[name] == (equals == "="), name
+        assert TAKES_VALUE[name] == (equals == "=" or name in badly_documented), name
         assert not letter or LETTERS[letter] == name

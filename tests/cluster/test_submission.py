@@ -1,0 +1,69 @@
+"""Submission on real Slurm: what the user sees, and what is left after a job that is cancelled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HETSTREAM = Path(sys.executable).with_name("hetstream")
+DIRECTIVE = "#HETSTREAM --data-workers=1-2 --data-worker-cpus=1 --data-worker-partition=cpu\n"
+pytestmark = pytest.mark.slurm
+
+
+def submit(devcluster: Any, directory: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir()
+    (directory / "job.sbatch").write_text(script)
+    return subprocess.run(
+        [HETSTREAM, "sbatch", *options, "job.sbatch"], cwd=directory, env=dict(devcluster.env), capture_output=True,
+        text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+def test_wait_returns_the_scripts_exit_code(devcluster: Any) -> None:
+    directory = devcluster.out_dir / "wait"
+    done = submit(devcluster, directory, f'#!/bin/bash\n{DIRECTIVE}echo "$HETSTREAM_SERVICE"\nexit 7\n', "--wait")
+    assert done.returncode == 7
+    assert done.stderr == ""
+    job_id = done.stdout.removeprefix("Submitted batch job ").strip()
+    output = (directory / f"slurm-{job_id}.out").read_text()
+    assert output == f"file:{directory}/.hetstream/job-{job_id}/address\n"
+    assert "JobName=job.sbatch" in devcluster.run(["scontrol", "show", "job", job_id]).stdout
+
+
+@pytest.mark.parametrize("directive", ["", DIRECTIVE])
+def test_what_slurm_refuses_is_refused_in_its_words(devcluster: Any, directive: str) -> None:
+    directory = devcluster.out_dir / f"refused-{len(directive)}"
+    done = submit(devcluster, directory, f"#!/bin/bash\n{directive}hostname\n", "--partition=no-such-partition")
+    assert done.returncode == 1
+    assert "invalid partition specified: no-such-partition" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_job_with_an_export_list_still_streams(devcluster: Any, wait_until: Callable[..., None]) -> None:
+    directory = devcluster.out_dir / "export"
+    script = f"#!/bin/bash\n#SBATCH --ntasks=1\n{DIRECTIVE}srun bash -c 'echo service=$HETSTREAM_SERVICE'\n"
+    done = submit(devcluster, directory, script, "--export=HOME,PATH,SLURM_CONF", "--parsable")
+    output = directory / f"slurm-{done.stdout.strip()}.out"
+    wait_until(lambda: output.exists() and "service=" in output.read_text(), timeout_s=60, what="the job's output")
+    assert "service=file:/" in output.read_text()
+
+
+def test_nothing_is_left_of_a_cancelled_job(devcluster: Any, wait_until: Callable[..., None]) -> None:
+    directory = devcluster.out_dir / "cancelled"
+    done = submit(devcluster, directory, f"#!/bin/bash\n{DIRECTIVE}sleep 600\n", "--parsable")
+    job_id = done.stdout.strip()
+    job_directory = directory / ".hetstream" / f"job-{job_id}"
+    log = job_directory / "master.log"
+    wait_until(lambda: log.exists() and "companions=1 submitted" in log.read_text(), timeout_s=60, what="the companion")
+    devcluster.run(["scancel", job_id])
+    active = ["squeue", "--noheader", "--states=PD,R,CG"]
+    wait_until(lambda: not devcluster.run(active).stdout, timeout_s=90, what="an empty queue")
+    wait_until(lambda: not (job_directory / "address").exists(), timeout_s=30, what="the removal of the keys")
+    assert not (job_directory / "dispatcher").exists()
+    arguments = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(str(job_directory).encode() in words for words in arguments)

@@ -108,7 +108,7 @@ def test_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> 
 @pytest.mark.slurm
 def test_every_option_of_this_sbatch_is_known(devcluster: Any) -> None:
     text = subprocess.run(["sbatch", "--help"], env=dict(devcluster.env), capture_output=True, text=True, check=True)
-    found = re.findall(r"^\s+(?:-(\w), )?--([a-z0-9-]+)(\[?=)?", text.stdout, re.MULTILINE)
+    found = re.findall(r"^ {2,8}(?:-(\w), )?--([a-z0-9-]+)(\[?=)?", text.stdout, re.MULTILINE)
     badly_documented = {"container", "export", "wrap"}  # they take a value, which the help of 22.05 does not say
     assert len(found) > 90
     for letter, name, equals in found:

@@ -69,7 +69,8 @@ CONNECT_TIMEOUT_S = 30.0
 GIVE_UP_S = 60.0
 # Time for the last batches to leave at an orderly end.
 _LINGER_S = 2.0
-_DEFINITION_TIMEOUT_S = 30.0
+# A dispatcher that was restarted does not know who waits for a definition: ask again this often.
+_ASK_AGAIN_S = 1.0
 # A process that dies again and again this soon after its start has a cause that a restart does not cure.
 _EARLY_DEATH_S = 10.0
 _MAX_EARLY_DEATHS = 5
@@ -96,6 +97,10 @@ def wait_for_address_file(path: Path, timeout_s: float) -> ServiceAddress:
             time.sleep(0.05)
 
 
+class _LeaseGone(Exception):
+    """The lease was revoked, or the worker is to stop, while it waited: nobody is to hear of it."""
+
+
 class DataWorker:
     """One data worker process.
 
@@ -117,7 +122,7 @@ class DataWorker:
         self._definition_came = threading.Condition(self._lock)
         self._outbox: collections.deque[Message] = collections.deque()
         self._leases: queue.SimpleQueue[GrantLease | None] = queue.SimpleQueue()
-        self._pipelines: dict[str, Pipeline] = {}
+        self._pipelines: dict[str, Pipeline | Exception] = {}
         self._failure: BaseException | None = None
         self._stopping = threading.Event()
         self._control = threading.Thread(target=self._run_control, name="hetstream-control", daemon=True)
@@ -160,11 +165,13 @@ class DataWorker:
             with self._lock:
                 if lease.token not in self._held or self._stopping.is_set():
                     return
-            header, frames = self._make(lease, step)
             try:
+                header, frames = self._make(lease, step)
                 self._sender.send(session.receiver, header, frames)
             except PeerUnreachable as error:
                 self._settle(lease.token, FailLease(lease.token, str(error)))
+                return
+            except _LeaseGone:
                 return
         self._settle(lease.token, FinishLease(lease.token, time.monotonic() - started))
 
@@ -178,31 +185,41 @@ class DataWorker:
     def _make(self, lease: GrantLease, step: int) -> tuple[Batch | BatchFailed, list[bytes | bytearray | memoryview]]:
         session = lease.session
         try:
-            pipeline = self._pipeline(session.definition_id)
+            pipeline = self._pipeline(lease)
             indices = indices_of(lease, step)
             batch = pipeline.make_batch(indices, session.seed, session.epoch)
             spec, buffers = flatten(batch)
+        except _LeaseGone:
+            raise
         except Exception as error:  # noqa: BLE001, user code may raise anything; it travels in the batch's place
             _log.info("session=%s step=%d failed: %r", session.session_id, step, error)
             return describe_failure(error, session.session_id, step, lease.token), []
         frames, places = fuse(buffers)
         return Batch(session.session_id, step, lease.token, len(indices), spec, places), frames
 
-    def _pipeline(self, definition_id: str) -> Pipeline:
+    def _pipeline(self, lease: GrantLease) -> Pipeline:
+        definition_id = lease.session.definition_id
         if definition_id not in self._pipelines:
-            pipeline = load_pipeline(self._fetch(definition_id))
-            self._pipelines[definition_id] = enter_data_worker(pipeline, self._number, self._number + 1)
-        return self._pipelines[definition_id]
+            definition = self._fetch(definition_id, lease.token)
+            try:
+                pipeline = load_pipeline(definition)
+                self._pipelines[definition_id] = enter_data_worker(pipeline, self._number, self._number + 1)
+            except Exception as error:  # noqa: BLE001, user code again; every step of this pipeline fails alike
+                self._pipelines[definition_id] = error
+        pipeline_or_error = self._pipelines[definition_id]
+        if isinstance(pipeline_or_error, Exception):
+            raise pipeline_or_error
+        return pipeline_or_error
 
-    def _fetch(self, definition_id: str) -> Definition:
-        self._outbox.append(FetchDefinition(definition_id))
-        self._endpoint.wake()
-        with self._definition_came:
-            if not self._definition_came.wait_for(lambda: definition_id in self._definitions, _DEFINITION_TIMEOUT_S):
-                raise PipelineError(
-                    f"the dispatcher did not send pipeline {definition_id} within {_DEFINITION_TIMEOUT_S:g} s"
-                )
-            return self._definitions.pop(definition_id)
+    def _fetch(self, definition_id: str, token: int) -> Definition:
+        while True:
+            self._outbox.append(FetchDefinition(definition_id))
+            self._endpoint.wake()
+            with self._definition_came:
+                if self._definition_came.wait_for(lambda: definition_id in self._definitions, _ASK_AGAIN_S):
+                    return self._definitions.pop(definition_id)
+                if token not in self._held or self._stopping.is_set():
+                    raise _LeaseGone
 
     # --- control thread: the dispatcher -----------------------------------------------------------------------------
 

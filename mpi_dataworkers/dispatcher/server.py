@@ -18,7 +18,7 @@ from mpi_dataworkers.dispatcher.journal import Journal
 from mpi_dataworkers.dispatcher.state import DispatcherState, Instruction, RememberDefinition, RememberStats, Send
 from mpi_dataworkers.errors import ProtocolError
 from mpi_dataworkers.messages import Refused, ShutDown, ToDispatcher
-from mpi_dataworkers.transports.base import DispatcherEndpoint, Received
+from mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received
 from mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
 
 _log = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ def _loop(
 
 def _decide(state: DispatcherState, received: Received, now: float) -> list[Instruction]:
     message = received.message
+    if isinstance(message, Disconnected):
+        return state.peer_gone(received.peer, now)
     if isinstance(message, ProtocolError):
         _log.warning("refused a message of peer %s: %s", received.peer[:8], message)
         return [Send(received.peer, Refused("ProtocolError", str(message)))]

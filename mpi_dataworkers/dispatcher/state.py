@@ -246,6 +246,16 @@ class DispatcherState:
             return [Send(peer, UnknownPeer())]
         return _HANDLERS[type(message)](self, peer, message, now) + self._assign(now)
 
+    def peer_gone(self, peer: str, now: float) -> list[Instruction]:
+        """A peer's connection closed. If only the network blinked, the peer registers again and says what it has."""
+        out: list[Instruction] = []
+        if peer in self.workers:
+            out = self._lose_worker(peer, now, "its connection closed")
+        elif peer in self.consumers:
+            self._tell(f"loader rank={self.consumers[peer].registration.rank} lost: its connection closed")
+            out = self._drop_consumer(peer)
+        return out + self._assign(now)
+
     def tick(self, now: float) -> list[Instruction]:
         """Let time pass: find the silent and the undelivered, lease their steps again."""
         out: list[Instruction] = []
@@ -369,15 +379,16 @@ class DispatcherState:
         return [RememberStats(consumer.registration, message.stats), *self._end_session(message.session_id)]
 
     def _leave_consumer(self, peer: str, message: LeaveConsumer, _: float) -> list[Instruction]:
-        consumer = self.consumers[peer]
-        return [RememberStats(consumer.registration, message.stats), *self._drop_consumer(peer)]
+        self.consumers[peer].stats = message.stats
+        return self._drop_consumer(peer)
 
     def _drop_consumer(self, peer: str) -> list[Instruction]:
-        del self.consumers[peer]
+        consumer = self.consumers.pop(peer)
+        out: list[Instruction] = [RememberStats(consumer.registration, consumer.stats)]
         for worker in self.workers.values():
             worker.unreachable.pop(peer, None)
         ended = [key for key, record in self.sessions.items() if record.consumer == peer]
-        return [instruction for key in ended for instruction in self._end_session(key)]
+        return out + [instruction for key in ended for instruction in self._end_session(key)]
 
     def _end_session(self, session_id: str) -> list[Instruction]:
         record = self.sessions.pop(session_id, None)

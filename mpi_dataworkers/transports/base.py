@@ -20,11 +20,16 @@ class PeerUnreachable(HetstreamError):
 
 
 @dataclass(frozen=True)
+class Disconnected:
+    """A peer's connection closed: its process ended, or the network between was cut."""
+
+
+@dataclass(frozen=True)
 class Received:
-    """A message and who sent it; `message` is a ProtocolError where the bytes were none."""
+    """What came from a peer: a message, a ProtocolError where the bytes were none, or the end of its connection."""
 
     peer: str
-    message: Message | ProtocolError
+    message: Message | ProtocolError | Disconnected
 
 
 @dataclass(frozen=True)

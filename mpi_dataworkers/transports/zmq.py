@@ -22,7 +22,7 @@ from mpi_dataworkers.address import ServiceAddress
 from mpi_dataworkers.codec import Buffer, decode, encode
 from mpi_dataworkers.errors import AuthenticationError, ProtocolError, ServiceError, ServiceUnavailable
 from mpi_dataworkers.messages import Batch, BatchFailed, Challenge, Hello, Message, Proof
-from mpi_dataworkers.transports.base import PeerUnreachable, Received, ReceivedBatch
+from mpi_dataworkers.transports.base import Disconnected, PeerUnreachable, Received, ReceivedBatch
 from mpi_dataworkers.transports.proof import is_proof, new_nonce, prove
 
 # Messages taken in one go before replies leave: bounds the delay of the first reply under load.
@@ -90,10 +90,16 @@ class ZmqDispatcherEndpoint:
         try:
             self._socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
         except zmq.ZMQError as error:
-            self.close()
+            self._close_socket()
             raise ServiceError(
                 f"dispatcher cannot bind {bind}: {error}. Another process may hold the port: ss -ltnp | grep {port}"
             ) from error
+        # The connection that each peer's last message came by: the monitor names a closed one by its descriptor.
+        self._peer_by_descriptor: dict[int, str] = {}
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self._host = host
 
@@ -102,25 +108,41 @@ class ZmqDispatcherEndpoint:
         return f"tcp://{self._host}:{self._port}"
 
     def poll(self, timeout_s: float) -> list[Received]:
+        self._poller.poll(int(timeout_s * 1000))
+        closed = self._read_closed()
         received: list[Received] = []
-        if not self._socket.poll(int(timeout_s * 1000)):
-            return received
         for _ in range(_BURST):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            peer = frames[0].bytes.hex()
+            self._peer_by_descriptor[int(frames[0].get(zmq.SRCFD))] = peer
             try:
-                message: Message | ProtocolError = decode(frames[1] if len(frames) == 2 else b"")
+                message: Message | ProtocolError = decode(frames[1].buffer if len(frames) == 2 else b"")
             except ProtocolError as error:
                 message = error
-            received.append(Received(frames[0].hex(), message))
-        return received
+            received.append(Received(peer, message))
+        return received + closed
+
+    def _read_closed(self) -> list[Received]:
+        """Connections that closed. Reported after the messages that they still brought."""
+        closed: list[Received] = []
+        while self._monitor.poll(0):
+            peer = self._peer_by_descriptor.pop(recv_monitor_message(self._monitor)["value"], None)
+            if peer is not None:
+                closed.append(Received(peer, Disconnected()))
+        return closed
 
     def send(self, peer: str, message: Message) -> None:
         self._socket.send_multipart([bytes.fromhex(peer), encode(message)])
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         self._socket.close()
         self._gate.stop()
         self._context.term()

@@ -8,7 +8,14 @@ from collections import Counter
 import pytest
 
 from mpi_dataworkers.dispatcher import state as rules
-from mpi_dataworkers.dispatcher.state import DispatcherState, Instruction, LeaseStatus, RememberDefinition, Send
+from mpi_dataworkers.dispatcher.state import (
+    DispatcherState,
+    Instruction,
+    LeaseStatus,
+    RememberDefinition,
+    RememberStats,
+    Send,
+)
 from mpi_dataworkers.messages import (
     CloseEpoch,
     CloseSession,
@@ -351,3 +358,15 @@ def test_a_worker_that_reports_a_revoked_lease_is_told() -> None:
     state = ready_state(steps=1)
     out = state.handle("w0", WorkerHeartbeat([*state.workers["w0"].tokens, 99]), 0.5)
     assert sent(out, RevokeLease) == [("w0", RevokeLease(99, "", False, "leased to another data worker"))]
+
+
+def test_a_closed_connection_frees_what_its_peer_had() -> None:
+    state = ready_state(steps=2, workers=2)
+    out = state.peer_gone("w0", 1.0)
+    assert leased_steps(state) == [0, 1]
+    assert all(lease.worker == "w1" for lease in state.leases.values())
+    assert sent(out, Membership) == [(LOADER, Membership(1))]
+    out = state.peer_gone(LOADER, 1.0)
+    assert RememberStats(consumer(), STATS) in out
+    assert (state.sessions, state.leases) == ({}, {})
+    assert state.peer_gone("nobody", 1.0) == []

@@ -124,6 +124,23 @@ def test_a_data_worker_lost_in_mid_epoch_costs_nothing(
     assert as_bytes(loader) == as_bytes(reference), "the next epoch, with the worker back or replaced"
 
 
+def test_the_death_of_a_whole_data_worker_is_seen_at_once(service: Any, loaders: Any) -> None:
+    service.start_workers(1)
+    victim = service.start_workers(2)
+    loader = loaders(datasets.Augmented(800), service=service.name)
+    seen = []
+    for values, ids in loader:
+        seen.append((values.numpy().tobytes(), ids.tolist()))
+        if len(seen) == 20:
+            victim.kill()
+            victim.wait()
+    assert seen == as_bytes(loaders(datasets.Augmented(800)))
+    service.stop()
+    log = service.log("dispatcher")
+    assert log.count("lost: its connection closed") >= 2
+    assert "silent" not in log
+
+
 def test_a_dispatcher_killed_in_mid_epoch_comes_back_where_it_was(service: Any, loaders: Any) -> None:
     service.start_workers(2)
     loader = loaders(datasets.Augmented(800), service=service.name)

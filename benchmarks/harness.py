@@ -336,7 +336,7 @@ def _measured(results: Results, system: System, metric: Metric, case: str) -> Ro
     if not values:
         reason = system.missing or results.failures.get(system.name, "its client printed no sample of this case")
         return Row(case, system.name, None, metric.unit, note=reason)
-    note = f"failed later: {results.failures[system.name]}" if system.name in results.failures else ""
+    note = "failed in a later repeat" if system.name in results.failures else ""
     spread = (min(values), max(values))
     return Row(case, system.name, statistics.median(values), metric.unit, spread, note=note, samples=values)
 
@@ -495,6 +495,8 @@ def finish(
     not_compared = [row for row in goals if row.met is None]
     print(f"{len(goals) - len(lost) - len(not_compared)} of {len(goals)} targets met", end="")
     print(f", {len(not_compared)} not compared" if not_compared else "")
+    for system, reason in failures.items():
+        print(f"FAILED: {system}: {reason}")
     for row in lost:
         print(f"LOST: {row.case}: {row.system} is {_figure(row.value or 0.0)} x, target {row.target}")
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path

@@ -23,6 +23,7 @@ from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.config import Identity
 from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, ProtocolError, ServiceError
+from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.messages import (
     Alive,
     Batch,
@@ -139,6 +140,7 @@ class ServiceClient:
         prepare: Callable[[Batch, Sequence[Buffer]], Any],
         buffer_bytes: int,
     ) -> None:
+        keep_freed_memory()
         service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
         self._definition = definition
         self._prepare = prepare
@@ -276,11 +278,11 @@ class ServiceClient:
         return item
 
     def _reason_to_work_locally(self, now: float, waiting_since: float) -> str:
-        if self._num_workers == 0 and now - max(self._no_workers_since, waiting_since) > LOCAL_AFTER_S:
+        # Once it works locally it does not wait anew for each step.
+        patient = now - max(self._no_workers_since, waiting_since) > LOCAL_AFTER_S
+        if self._num_workers == 0 and (patient or self._local):
             return "no data worker is there"
-        if self._num_workers == 0 and self._local:
-            return "no data worker is there"
-        if now - self._last_heard > DISPATCHER_SILENCE_S and now - waiting_since > LOCAL_AFTER_S:
+        if now - self._last_heard > DISPATCHER_SILENCE_S and (patient or self._local):
             return f"the dispatcher has been silent for {now - self._last_heard:.0f} s"
         if now - waiting_since > LATE_STEP_S:
             return f"{self._num_workers} data workers did not deliver it within {LATE_STEP_S:g} s"
@@ -294,7 +296,8 @@ class ServiceClient:
 
     def say_streaming(self) -> None:
         """Log, once for each change, that data workers deliver again."""
-        if self._local and self._num_workers > 0:
+        heard = time.monotonic() - self._last_heard < DISPATCHER_SILENCE_S
+        if self._local and heard and self._num_workers > 0:
             _log.warning("hetstream: %d data workers deliver again", self._num_workers)
             self._local = False
 

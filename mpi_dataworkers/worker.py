@@ -27,6 +27,7 @@ from mpi_dataworkers.address import ServiceAddress, read_address_file
 from mpi_dataworkers.codec import fuse
 from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
+from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.messages import (
     Alive,
     Batch,
@@ -124,13 +125,15 @@ class DataWorker:
         self._leases: queue.SimpleQueue[GrantLease | None] = queue.SimpleQueue()
         self._pipelines: dict[str, Pipeline | Exception] = {}
         self._failure: BaseException | None = None
-        self._stopping = threading.Event()
+        # A plain flag, because `stop` runs in signal handlers, where a second signal may come inside the first:
+        # the lock of an Event would then wait for itself.
+        self._stopping = False
         self._control = threading.Thread(target=self._run_control, name="hetstream-control", daemon=True)
 
     def stop(self) -> None:
         """Ask the worker to leave after the step it is making; safe in a signal handler."""
-        self._stopping.set()
-        self._leases.put(None)
+        self._stopping = True
+        self._leases.put(None)  # SimpleQueue.put may be interrupted by itself
 
     def run(self) -> None:
         """Work until the dispatcher ends the service or `stop` is called.
@@ -140,10 +143,10 @@ class DataWorker:
         """
         self._control.start()
         try:
-            while (lease := self._leases.get()) is not None and not self._stopping.is_set():
+            while (lease := self._leases.get()) is not None and not self._stopping:
                 self._work_on(lease)
         finally:
-            self._stopping.set()
+            self._stopping = True
             self._endpoint.wake()
             self._control.join()
             self._endpoint.close()
@@ -163,7 +166,7 @@ class DataWorker:
         started = time.monotonic()
         for step in range(lease.first_step, lease.stop_step):
             with self._lock:
-                if lease.token not in self._held or self._stopping.is_set():
+                if lease.token not in self._held or self._stopping:
                     return
             try:
                 header, frames = self._make(lease, step)
@@ -218,7 +221,7 @@ class DataWorker:
             with self._definition_came:
                 if self._definition_came.wait_for(lambda: definition_id in self._definitions, _ASK_AGAIN_S):
                     return self._definitions.pop(definition_id)
-                if token not in self._held or self._stopping.is_set():
+                if token not in self._held or self._stopping:
                     raise _LeaseGone
 
     # --- control thread: the dispatcher -----------------------------------------------------------------------------
@@ -235,7 +238,7 @@ class DataWorker:
         self._endpoint.send(self._registration)
         next_heartbeat = time.monotonic() + HEARTBEAT_S
         last_heard = time.monotonic()
-        while not self._stopping.is_set():
+        while not self._stopping:
             messages = self._endpoint.poll(max(0.0, next_heartbeat - time.monotonic()))
             now = time.monotonic()
             for message in messages:
@@ -286,7 +289,7 @@ class DataWorker:
                 ]
             self._endpoint.send(RegisterWorker(self._registration.host, self._registration.pid, "", held))
         elif isinstance(message, ShutDown):
-            self._stopping.set()
+            self._stopping = True
         elif isinstance(message, Refused):
             raise HetstreamError(f"the dispatcher refused this data worker: {message.text}")
         elif not isinstance(message, Alive):
@@ -401,6 +404,7 @@ def _child_main(service: ServiceAddress, worker_id: str, replaces: str, parent: 
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     use_one_thread()
+    keep_freed_memory()
     try:
         worker = DataWorker(service, worker_id, replaces)
         for number in (signal.SIGTERM, signal.SIGINT):

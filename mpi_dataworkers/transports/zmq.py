@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-import zmq.auth.thread
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from mpi_dataworkers.address import ServiceAddress
@@ -51,14 +51,28 @@ def local_address_towards(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-class _OneKey:
-    """Credentials provider of the ZAP handler: the job's client key and no other."""
+class _Gate:
+    """Lets in the job's client key and no other: answers libzmq's questions (ZAP 1.0, https://rfc.zeromq.org/spec/27/).
 
-    def __init__(self, public_key: str) -> None:
-        self._public_key = public_key.encode()
+    In the dispatcher's own loop, because pyzmq's authenticator needs a thread with an event loop for the same.
+    """
 
-    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002, the interface of pyzmq
-        return secrets.compare_digest(key, self._public_key)
+    def __init__(self, context: zmq.Context[Any], client_public_key: str) -> None:
+        self._key = z85.decode(client_public_key)
+        self.socket: zmq.Socket[Any] = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        """Answer the questions that have come."""
+        while True:
+            try:
+                version, request_id, _, _, _, mechanism, *credentials = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            key = credentials[0] if mechanism == b"CURVE" and credentials else b""
+            verdict = [b"200", b"OK"] if secrets.compare_digest(key, self._key) else [b"400", b"not this job's key"]
+            self.socket.send_multipart([version, request_id, *verdict, b"", b""])
 
 
 class ZmqDispatcherEndpoint:
@@ -76,9 +90,7 @@ class ZmqDispatcherEndpoint:
 
     def __init__(self, bind: str, server_secret_key: str, server_public_key: str, client_public_key: str) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
-        self._gate = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._gate.start()
-        self._gate.configure_curve_callback(domain="*", credentials_provider=_OneKey(client_public_key))
+        self._gate = _Gate(self._context, client_public_key)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
         self._socket.curve_secretkey = server_secret_key.encode()
@@ -100,6 +112,7 @@ class ZmqDispatcherEndpoint:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._gate.socket, zmq.POLLIN)
         self._port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self._host = host
 
@@ -109,6 +122,7 @@ class ZmqDispatcherEndpoint:
 
     def poll(self, timeout_s: float) -> list[Received]:
         self._poller.poll(int(timeout_s * 1000))
+        self._gate.answer()
         closed = self._read_closed()
         received: list[Received] = []
         for _ in range(_BURST):
@@ -144,7 +158,7 @@ class ZmqDispatcherEndpoint:
 
     def _close_socket(self) -> None:
         self._socket.close()
-        self._gate.stop()
+        self._gate.socket.close()
         self._context.term()
 
 
@@ -176,12 +190,12 @@ class _ZmqControl:
         """Wait until the dispatcher has let us in, so that a wrong key is an error and not a silence."""
         monitor = self._control.get_monitor_socket()
         deadline = time.monotonic() + timeout_s
-        accepted = 0
+        closed = 0
         try:
             self._control.connect(address)
             while True:
                 if not monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-                    if accepted:
+                    if closed:
                         raise AuthenticationError(
                             f"{address} accepts connections and ends them before the key exchange is complete: the "
                             "server key in the address file is not its key. Use the address file of the running "
@@ -199,7 +213,7 @@ class _ZmqControl:
                         f"the dispatcher at {address} refused the key in the address file: it belongs to another "
                         "service or an earlier start of it. Use the address file of the running dispatcher."
                     )
-                accepted += event == zmq.EVENT_CONNECTED
+                closed += event == zmq.EVENT_DISCONNECTED
         finally:
             self._control.disable_monitor()
             monitor.close(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import threading
 from pathlib import Path
 
 from hetjob.errors import UsageError
@@ -38,8 +37,13 @@ def run(args: argparse.Namespace) -> int:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"--bind {args.bind!r}: the form is tcp://HOST:PORT, for example tcp://127.0.0.1:0")
-    stopping = threading.Event()
+    stopping = False  # not an Event: a second signal inside its lock would wait for itself
+
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        stopping = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-    serve(args.bind, args.work_dir, args.address_file, stopping.is_set)
+        signal.signal(number, stop)
+    serve(args.bind, args.work_dir, args.address_file, lambda: stopping)
     return 0

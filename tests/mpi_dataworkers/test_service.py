@@ -167,6 +167,31 @@ def test_without_data_workers_the_trainer_goes_on_and_says_so(
     assert sum("working locally, because no data worker is there" in line for line in caplog.messages) == 1
 
 
+def test_a_service_that_dies_whole_leaves_the_trainer_working(service: Any, loaders: Any) -> None:
+    worker = service.start_workers(1)
+    loader = loaders(datasets.Augmented(800), service=service.name)
+    seen = []
+    for values, ids in loader:
+        seen.append((values.numpy().tobytes(), ids.tolist()))
+        if len(seen) == 5:
+            service.kill_dispatcher()
+            worker.kill()
+            worker.wait()
+    assert seen == as_bytes(loaders(datasets.Augmented(800)))
+    assert loader.stats()["local_steps"] > 0
+
+
+def test_many_signals_end_a_process_as_one_does(service: Any) -> None:
+    worker = service.start_workers(2)
+    for _ in range(200):
+        for process in (service.dispatcher, worker):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+    assert service.dispatcher.wait(timeout=10) == 0
+    assert worker.wait(timeout=10) == 0
+    assert (service.directory / "work" / "summary.json").exists()
+
+
 def test_workers_that_come_later_take_over(service: Any, loaders: Any) -> None:
     loader = loaders(datasets.Where(20_000), service=service.name, shuffle=False)
     places, ids = [], []
@@ -344,6 +369,19 @@ def test_a_wrong_key_is_refused_on_both_sides(service: Any, tmp_path: Path, wait
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "AuthenticationError" in result.stderr
+
+
+def test_another_dispatchers_key_is_named(
+    service: Any, tmp_path: Path, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until(service.address_file.exists)
+    fields = json.loads(service.address_file.read_text())
+    foreign = tmp_path / "foreign"
+    foreign.write_text(json.dumps(fields | {"server_public_key": new_keys()[0]}))
+    foreign.chmod(0o600)
+    monkeypatch.setattr("mpi_dataworkers.client.CONNECT_TIMEOUT_S", 1.0)
+    with pytest.raises(AuthenticationError, match="the server key in the address file is not its key"):
+        DataLoader(datasets.Augmented(3), service=f"file:{foreign}")
 
 
 def test_an_address_file_that_others_can_read_is_refused(service: Any, wait_until: Any) -> None:

@@ -68,6 +68,7 @@ LOCAL_AFTER_S = 1.0
 DISPATCHER_SILENCE_S = 5.0
 # Nor does a step that is merely late hold up the trainer for ever.
 LATE_STEP_S = 60.0
+_REGISTER_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,11 @@ class ServiceClient:
         self._outbox: collections.deque[Message] = collections.deque()
         self._failure: HetstreamError | None = None
         self._registered = False
-        self._registering = False
+        # When the registration that is under way was sent; None while there is none.
+        self._asked_at: float | None = None
         self._closing = False
+        # Passes whose iterator was dropped. Its finaliser may run in any thread, also inside one of our locks.
+        self._abandoned: collections.deque[Pass] = collections.deque()
         self._num_workers = 0
         self._no_workers_since = time.monotonic()
         self._last_heard = time.monotonic()
@@ -312,14 +316,20 @@ class ServiceClient:
         if not self._closing:
             self._endpoint.wake()
 
-    def close(self) -> None:
-        """Leave the service; safe to call twice."""
-        if self._closing:
-            return
+    def abandon(self, one: Pass) -> None:
+        """End a pass from a finaliser: takes no lock, the client's thread does the rest."""
+        self._abandoned.append(one)
+        self._endpoint.wake()
+
+    def request_close(self) -> None:
+        """Leave the service soon; may be called from a finaliser."""
         self._closing = True
         self._endpoint.wake()
+
+    def close(self) -> None:
+        """Leave the service, and return when it is done; safe to call twice."""
+        self.request_close()
         self._thread.join()
-        self._endpoint.close()
 
     def _wait_until_registered(self) -> None:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
@@ -345,9 +355,11 @@ class ServiceClient:
             with self._changed:
                 self._failure = failure
                 self._changed.notify_all()
+        finally:
+            self._endpoint.close()
 
     def _talk(self) -> None:
-        self._register()
+        self._register(time.monotonic())
         next_heartbeat = time.monotonic() + HEARTBEAT_S
         while not self._closing:
             timeout_s = min(next_heartbeat - time.monotonic(), _REPORT_S if self._passes else HEARTBEAT_S)
@@ -358,6 +370,8 @@ class ServiceClient:
                 self._handle(message, now)
             if batches:
                 self._take_in(batches)
+            while self._abandoned:
+                self.close_pass(self._abandoned.popleft())
             self._send_reports(now)
             if now >= next_heartbeat:
                 self._endpoint.send(LoaderHeartbeat(self.stats))
@@ -365,8 +379,8 @@ class ServiceClient:
         self._flush()
         self._endpoint.send(LeaveConsumer(self.stats))
 
-    def _register(self) -> None:
-        self._registering = True
+    def _register(self, now: float) -> None:
+        self._asked_at = now
         self._endpoint.send(self._registration)
 
     def _handle(self, message: Message, now: float) -> None:
@@ -378,7 +392,7 @@ class ServiceClient:
                 for one in self._passes.values():
                     self._outbox.append(self._open_message(one))
                 self._set_workers(message.num_data_workers, now)
-                self._registered, self._registering = True, False
+                self._registered, self._asked_at = True, None
                 self._changed.notify_all()
         elif isinstance(message, Membership):
             with self._changed:
@@ -389,9 +403,10 @@ class ServiceClient:
                 if message.session_id in self._passes:
                     self._passes[message.session_id].buffer.revoke(message.token)
         elif isinstance(message, UnknownPeer):
-            if not self._registering:
+            # It may have died before it answered: a registration that got no answer is sent again.
+            if self._asked_at is None or now - self._asked_at > _REGISTER_AGAIN_S:
                 _log.info("the dispatcher does not know this loader (restarted?): registering again")
-                self._register()
+                self._register(now)
         elif isinstance(message, Refused):
             kind = getattr(mpi_dataworkers.errors, message.code, ServiceError)
             raise kind(message.text)
@@ -443,7 +458,8 @@ class ServiceClient:
         return window if abs(window - one.window) * 10 > one.window else one.window
 
     def _send_reports(self, now: float) -> None:
-        if not self._registered or self._registering:
+        # To a dispatcher that is away, what is said now would only be said again when it is back.
+        if not self._registered or self._asked_at is not None or now - self._last_heard > DISPATCHER_SILENCE_S:
             return
         self._flush()
         with self._lock:
@@ -458,7 +474,7 @@ class ServiceClient:
                     one.reported, one.reported_at = current, now
 
     def _flush(self) -> None:
-        if self._registered and not self._registering:
+        if self._registered and self._asked_at is None:
             while self._outbox:
                 self._endpoint.send(self._outbox.popleft())
 

@@ -99,13 +99,13 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         self._rank, self._world_size = (0, 1) if listed else (identity.rank, identity.world_size)
         self._epoch = 0
         self._start_step = 0
-        self._active: StreamIterator | LocalIterator | None = None
         self._yielded = (0, 0)  # epoch, steps taken of it
         order = {"batch_size": str(batch_size), "shuffle": str(bool(shuffle)), "seed": str(seed)}
         self._order_description = order | {"drop_last": str(drop_last), "listed": str(listed)}
         if not listed:
             self._plan(0)  # a division that cannot work is an error here, not at the first epoch
         self._stream = make_stream(self, service or service_from_environment(), identity, self._order_description)
+        self._stream.close_with(self)
 
     def _plan(self, epoch: int) -> EpochPlan:
         return EpochPlan(
@@ -130,7 +130,7 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         self._yielded = (epoch, first_step)
         order = self._new_order(epoch)
         if self._stream.client is not None:
-            passing: Iterator[Any] = StreamIterator(self._stream, order, self.seed, epoch, first_step)
+            passing: Iterator[Any] = StreamIterator(self._stream, order, self.seed, epoch, first_step, self)
         else:
             passing = LocalIterator(self._stream, order, self.seed, epoch, first_step, torch_options(self))
         return _Counting(self, passing, epoch, first_step)

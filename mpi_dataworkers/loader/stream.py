@@ -122,6 +122,11 @@ class Stream:
             self._client.close()
         _open_streams.discard(self)
 
+    def close_with(self, owner: object) -> None:
+        """Leave the service when the loader object is no more: programs make a new loader for each epoch."""
+        if self._client is not None:
+            weakref.finalize(owner, self._client.request_close).atexit = False
+
 
 @atexit.register
 def _close_streams() -> None:
@@ -130,10 +135,23 @@ def _close_streams() -> None:
 
 
 class StreamIterator(Iterator[Any]):
-    """One pass over an epoch from data workers; closes itself at the end, on `break`, and when it is dropped."""
+    """One pass over an epoch from data workers; ends at the end of the epoch, or when it is dropped (by `break`, say).
 
-    def __init__(self, stream: Stream, order: Order, seed: int, epoch: int, first_step: int = 0) -> None:
+    An exception, of user code or of the service, is raised at its step and never looks like the end: user code's is
+    raised once and the next call gives the next step, as in torch; the service's is raised again by each call.
+
+    Args:
+        stream: the loader's stream.
+        order: which samples each step has.
+        seed: base of the random state of samples.
+        epoch: the epoch.
+        first_step: where to begin.
+        owner: the loader object, kept alive for as long as it is iterated.
+    """
+
+    def __init__(self, stream: Stream, order: Order, seed: int, epoch: int, first_step: int, owner: object) -> None:
         assert stream.client is not None
+        self._owner = owner
         self._stream = stream
         self._client = stream.client
         self._order = order
@@ -141,7 +159,6 @@ class StreamIterator(Iterator[Any]):
         self._epoch = epoch
         self._started = time.monotonic()
         self._listed = first_step
-        self._taken = 0
         self._pass: Pass | None = self._client.open_pass(
             epoch, seed, order.order, first_step, order.num_steps, stream.min_window
         )
@@ -171,16 +188,16 @@ class StreamIterator(Iterator[Any]):
             self.close()
             raise StopIteration
         started = time.monotonic()
-        try:
-            item = self._take(one, started)
-        except BaseException:
-            self.close()
-            raise
+        item = self._take(one, started)
         self._order.forget(step)
+        if isinstance(item, BatchFailed):
+            raise rebuild_error(item)
+        if isinstance(item.payload, _LocalFailure):
+            raise item.payload.error
         self._stream.count(steps=1, samples=item.num_samples, bytes=item.num_bytes, wait_s=time.monotonic() - started)
         return item.payload
 
-    def _take(self, one: Pass, started: float) -> Delivered:
+    def _take(self, one: Pass, started: float) -> Delivered | BatchFailed:
         timeout_s = self._stream.timeout_s
         try:
             item = self._client.take(one, started + timeout_s if timeout_s > 0 else None)
@@ -189,12 +206,12 @@ class StreamIterator(Iterator[Any]):
         if isinstance(item, MakeItYourself):
             self._client.say_local(item.reason)
             self._stream.count(local_steps=1)
-            made = self._stream.make_locally(self._order, item.step, self._seed, self._epoch)
-            item = self._client.put_local(one, made)
-        else:
-            self._client.say_streaming()
-        if isinstance(item, BatchFailed):
-            raise rebuild_error(item)
+            try:
+                made = self._stream.make_locally(self._order, item.step, self._seed, self._epoch)
+            except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
+                made = Delivered(_LocalFailure(error), 0, 0)
+            return self._client.put_local(one, made)
+        self._client.say_streaming()
         return item
 
     def close(self) -> None:
@@ -205,8 +222,17 @@ class StreamIterator(Iterator[Any]):
             self._client.close_pass(ended)
 
     def __del__(self) -> None:
-        if getattr(self, "_pass", None) is not None:
-            self.close()
+        one = getattr(self, "_pass", None)
+        if one is not None:
+            self._stream.count(elapsed_s=time.monotonic() - self._started)
+            self._client.abandon(one)
+
+
+class _LocalFailure:
+    """In the place of a batch: user code raised while the loader made the step itself."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def rebuild_error(failed: BatchFailed) -> Exception:

@@ -51,7 +51,7 @@ def iterate(loader: Any) -> Iterator[Any]:
     order = ListedPass(loader._index_sampler, loader.batch_sampler is not None)
     seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
     if stream.client is not None:
-        return StreamIterator(stream, order, seed, epoch)
+        return StreamIterator(stream, order, seed, epoch, 0, loader)
     return LocalIterator(stream, order, seed, epoch, 0, torch_options(loader))
 
 
@@ -60,7 +60,9 @@ def _adopt(loader: Any) -> _Streamed | None:
     reason = why_not_streamable(loader)
     if reason is None:
         try:
-            return _Streamed(_make(loader, service))
+            stream = _make(loader, service)
+            stream.close_with(loader)
+            return _Streamed(stream)
         except (PipelineError, ServiceUnavailable) as error:
             reason = str(error)
     _log.warning("hetstream: a DataLoader over %s stays local: %s", type(loader.dataset).__name__, reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket as socketlib
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,6 +168,9 @@ class _ZmqControl:
 
     def __init__(self, service: ServiceAddress, peer: str, timeout_s: float) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
+        # Descriptors are reused: a wake after the close must not write to somebody else's. Reentrant, because a
+        # finaliser that runs inside `wake` may call it.
+        self._waker_lock = threading.RLock()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._control = self._context.socket(zmq.DEALER)
         self._control.identity = bytes.fromhex(peer)
@@ -174,6 +178,8 @@ class _ZmqControl:
         self._control.curve_publickey = service.client_public_key.encode()
         self._control.curve_secretkey = service.client_secret_key.encode()
         self._control.linger = _CLOSE_LINGER_MS
+        # No limit that would make a send wait for a dispatcher that is away; what queues is a few messages a second.
+        self._control.sndhwm = 0
         self._control.reconnect_ivl = 50
         self._control.reconnect_ivl_max = 500
         self._poller = zmq.Poller()
@@ -222,7 +228,9 @@ class _ZmqControl:
         self._control.send(encode(message))
 
     def wake(self) -> None:
-        os.eventfd_write(self._waker, 1)
+        with self._waker_lock:
+            if self._waker >= 0:
+                os.eventfd_write(self._waker, 1)
 
     def _poll_sockets(self, timeout_s: float) -> set[Any]:
         ready = {source for source, _ in self._poller.poll(int(timeout_s * 1000))}
@@ -242,7 +250,9 @@ class _ZmqControl:
     def _close_control(self) -> None:
         self._control.close()
         self._context.term()
-        os.close(self._waker)
+        with self._waker_lock:
+            os.close(self._waker)
+            self._waker = -1
 
     def close(self) -> None:
         self._close_control()

@@ -37,6 +37,10 @@ def run(args: argparse.Namespace) -> int:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"--bind {args.bind!r}: the form is tcp://HOST:PORT, for example tcp://127.0.0.1:0")
+    if host in ("*", "0.0.0.0"):
+        raise UsageError(
+            f"--bind {args.bind!r}: name the address that trainers and data workers reach, not all of them"
+        )
     stopping = False  # not an Event: a second signal inside its lock would wait for itself
 
     def stop(*_: object) -> None:

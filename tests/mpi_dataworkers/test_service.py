@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mpi_dataworkers.errors import (
     ServiceError,
     ServiceUnavailable,
     StateError,
+    Superseded,
 )
 from mpi_dataworkers.hook import environment
 from mpi_dataworkers.transports.zmq import new_keys
@@ -279,6 +281,38 @@ def test_an_exception_in_user_code_keeps_its_type_and_names_the_sample(service: 
     assert before == [list(range(first, first + 8)) for first in (0, 8, 16, 24)]
     with pytest.raises(datasets.UserError, match=r"sample 37 is bad\n\nin a data worker, sample 37:\n.*Traceback"):
         next(passing)
+    after = [ids.tolist() for _, ids in passing]
+    assert after[0] == list(range(40, 48)), "a program that goes on gets the next batch, not the end of the epoch"
+    assert len(after) == 8
+
+
+def test_user_errors_in_the_trainer_itself_are_raised_at_their_step(service: Any, loaders: Any) -> None:
+    passing = iter(loaders(datasets.Poisoned(64), service=service.name, shuffle=False))
+    for _ in range(4):
+        next(passing)
+    with pytest.raises(datasets.UserError, match="sample 37 is bad"):
+        next(passing)
+    assert len(list(passing)) == 3
+
+
+def test_a_lost_service_is_never_the_end_of_an_epoch(service: Any, loaders: Any) -> None:
+    loader = loaders(datasets.Augmented(800), service=service.name, job_name="mine")
+    passing = iter(loader)
+    next(passing)
+    loader._stream.client._failure = Superseded("another process took this place")
+    for _ in range(2):
+        with pytest.raises(Superseded):
+            list(passing)
+
+
+def test_a_loader_for_each_epoch_leaves_nothing_behind(service: Any, wait_until: Any) -> None:
+    service.start_workers()
+    before = threading.active_count()
+    for _ in range(3):
+        ids = [i for _, batch in DataLoader(datasets.Augmented(40), batch_size=8, service=service.name) for i in batch]
+        assert len(ids) == 40
+    next(iter(DataLoader(datasets.Augmented(40), batch_size=8, service=service.name)))
+    wait_until(lambda: threading.active_count() == before, what="the end of the loaders' threads")
 
 
 def test_an_unpicklable_dataset_is_named(service: Any) -> None:

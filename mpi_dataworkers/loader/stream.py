@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import collections
 import importlib
 import itertools
 import time
@@ -283,7 +284,6 @@ class LocalIterator(Iterator[Any]):
         self, stream: Stream, order: Order, seed: int, epoch: int, first_step: int, torch_options: dict[str, Any]
     ) -> None:
         self._stream = stream
-        self._order = order
         steps: Iterable[Any] = iter(self._steps(order, first_step))
         loader = torch.utils.data.DataLoader(
             _StepDataset(stream.pipeline, seed, epoch),
@@ -293,7 +293,7 @@ class LocalIterator(Iterator[Any]):
             generator=torch.Generator(),  # its own, so that the program's generators are not advanced
             **torch_options,
         )
-        self._sizes: list[int] = []
+        self._sizes: collections.deque[int] = collections.deque()
         self._iterator = torch_iter(loader)
         self._started = time.monotonic()
         self._open = True
@@ -316,7 +316,10 @@ class LocalIterator(Iterator[Any]):
                 self._stream.count(epochs=1)
             self.close()
             raise
-        self._stream.count(steps=1, samples=self._sizes.pop(0), local_steps=1, wait_s=time.monotonic() - started)
+        except Exception:
+            self._sizes.popleft()
+            raise
+        self._stream.count(steps=1, samples=self._sizes.popleft(), local_steps=1, wait_s=time.monotonic() - started)
         return batch
 
     def close(self) -> None:

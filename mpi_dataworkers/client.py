@@ -7,8 +7,10 @@ Used by `loader.py`. The training thread opens a pass over an epoch and takes it
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
+import queue
 import secrets
 import socket
 import threading
@@ -69,6 +71,8 @@ DISPATCHER_SILENCE_S = 5.0
 # Nor does a step that is merely late hold up the trainer for ever.
 LATE_STEP_S = 60.0
 _REGISTER_AGAIN_S = 1.0
+# The training thread looks at the clock this often while it waits.
+_LOOK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,24 @@ def pack_steps(first_step: int, steps: Sequence[bytes]) -> StepList:
     return StepList(first_step, counts, b"".join(steps))
 
 
+class _News:
+    """Wakes the training thread. Made of C code alone where that thread waits: a KeyboardInterrupt inside the Python
+    methods of a `threading.Condition` would leave its lock held for ever."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def tell(self) -> None:
+        """Something changed."""
+        if self._queue.empty():
+            self._queue.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has changed since the last wait, or after `timeout_s`."""
+        with contextlib.suppress(queue.Empty):
+            self._queue.get(timeout=timeout_s)
+
+
 class ServiceClient:
     """The connection of one loader to its service.
 
@@ -158,7 +180,7 @@ class ServiceClient:
         )
         self._endpoint: LoaderEndpoint = ZmqLoaderEndpoint(service, secrets.token_hex(16), CONNECT_TIMEOUT_S)
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._news = _News()
         self._passes: dict[str, Pass] = {}
         self._outbox: collections.deque[Message] = collections.deque()
         self._failure: HetstreamError | None = None
@@ -252,23 +274,24 @@ class ServiceClient:
             HetstreamError: the service failed for good.
         """
         started = time.monotonic()
-        with self._changed:
-            while not one.buffer.has_next():
+        while True:
+            with self._lock:
+                if one.buffer.has_next():
+                    item: Delivered | BatchFailed = self._pop(one)
+                    return item
                 if self._failure is not None:
                     raise self._failure
                 now = time.monotonic()
                 reason = self._reason_to_work_locally(now, started)
                 if reason:
                     return MakeItYourself(one.buffer.position, reason)
-                if deadline is not None and now >= deadline:
-                    raise TimeoutError
-                self._changed.wait(0.1 if deadline is None else min(0.1, deadline - now))
-            item: Delivered | BatchFailed = self._pop(one)
-        return item
+            if deadline is not None and now >= deadline:
+                raise TimeoutError
+            self._news.wait(_LOOK_AGAIN_S if deadline is None else min(_LOOK_AGAIN_S, deadline - now))
 
     def put_local(self, one: Pass, item: Delivered) -> Delivered | BatchFailed:
         """Give in the step that `take` asked to be made in process, and take it; a batch that came meanwhile wins."""
-        with self._changed:
+        with self._lock:
             if not one.buffer.has_next():
                 one.buffer.put(one.buffer.position, item)
             taken: Delivered | BatchFailed = self._pop(one)
@@ -333,16 +356,15 @@ class ServiceClient:
 
     def _wait_until_registered(self) -> None:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        with self._changed:
-            while not self._registered and self._failure is None and time.monotonic() < deadline:
-                self._changed.wait(0.1)
-            if self._failure is not None:
-                raise self._failure
-            if not self._registered:
-                raise mpi_dataworkers.errors.ServiceUnavailable(
-                    f"the dispatcher let this loader in but did not answer within {CONNECT_TIMEOUT_S:g} s; "
-                    "see the dispatcher's log"
-                )
+        while not self._registered and self._failure is None and time.monotonic() < deadline:
+            self._news.wait(_LOOK_AGAIN_S)
+        if self._failure is not None:
+            raise self._failure
+        if not self._registered:
+            raise mpi_dataworkers.errors.ServiceUnavailable(
+                f"the dispatcher let this loader in but did not answer within {CONNECT_TIMEOUT_S:g} s; "
+                "see the dispatcher's log"
+            )
 
     # --- the client's thread ----------------------------------------------------------------------------------------
 
@@ -352,9 +374,9 @@ class ServiceClient:
         except Exception as error:  # noqa: BLE001, the thread's boundary: the training thread raises it
             failure = error if isinstance(error, HetstreamError) else ServiceError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error.__cause__
-            with self._changed:
+            with self._lock:
                 self._failure = failure
-                self._changed.notify_all()
+                self._news.tell()
         finally:
             self._endpoint.close()
 
@@ -387,17 +409,17 @@ class ServiceClient:
         if isinstance(message, ConsumerRegistered):
             if message.need_definition:
                 self._endpoint.send(self._definition)
-            with self._changed:
+            with self._lock:
                 self._outbox.clear()  # all of it is said again, from the passes as they are now
                 for one in self._passes.values():
                     self._outbox.append(self._open_message(one))
                 self._set_workers(message.num_data_workers, now)
                 self._registered, self._asked_at = True, None
-                self._changed.notify_all()
+                self._news.tell()
         elif isinstance(message, Membership):
-            with self._changed:
+            with self._lock:
                 self._set_workers(message.num_data_workers, now)
-                self._changed.notify_all()
+                self._news.tell()
         elif isinstance(message, LeaseRevoked):
             with self._lock:
                 if message.session_id in self._passes:
@@ -411,9 +433,9 @@ class ServiceClient:
             kind = getattr(mpi_dataworkers.errors, message.code, ServiceError)
             raise kind(message.text)
         elif isinstance(message, ShutDown):
-            with self._changed:
+            with self._lock:
                 self._set_workers(0, now)
-                self._changed.notify_all()
+                self._news.tell()
         elif not isinstance(message, Alive):
             raise ProtocolError(f"the dispatcher sent {type(message).__name__}, which is no message for a loader")
 
@@ -444,11 +466,11 @@ class ServiceClient:
                 continue
             one.window = self._window(one, num_bytes)
             prepared.append((one, header.step, header.token, item))
-        with self._changed:
+        with self._lock:
             for one, step, token, item in prepared:
                 if one.buffer.wants(step, token):
                     one.buffer.put(step, item)
-            self._changed.notify_all()
+            self._news.tell()
 
     def _window(self, one: Pass, num_bytes: int) -> int:
         """Steps that fit the byte budget, judged by the newest batch."""

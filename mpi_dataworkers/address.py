@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,8 +41,8 @@ class ServiceAddress:
 def write_address_file(path: Path, service: ServiceAddress) -> None:
     """Write the file in one step (temporary file, rename), readable by its owner alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
         json.dump({"format": _FORMAT, **asdict(service)}, stream, indent=1)
     os.replace(temporary, path)

@@ -15,16 +15,19 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import mpi_dataworkers.errors
 from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.config import Identity
 from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
-from mpi_dataworkers.errors import HetstreamError, ProtocolError, ServiceError
+from mpi_dataworkers.errors import HetstreamError, ProtocolError, RemoteError, ServiceError
 from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.messages import (
     Alive,
@@ -95,8 +98,11 @@ class MakeItYourself:
 class Pass:
     """One pass over one epoch; made by `ServiceClient.open_pass`. Its state is guarded by the client's lock."""
 
-    def __init__(self, session: Session, first_step: int, num_steps: int, min_window: int) -> None:
+    def __init__(
+        self, session: Session, definition: ProvideDefinition, first_step: int, num_steps: int, min_window: int
+    ) -> None:
         self.session = session
+        self.definition = definition
         self.num_steps = num_steps
         self.min_window = min_window
         self.window = max(min_window, _FIRST_WINDOW_STEPS)
@@ -223,6 +229,7 @@ class ServiceClient:
 
     def open_pass(
         self,
+        definition: ProvideDefinition,
         epoch: int,
         seed: int,
         order: PlannedOrder | ListedOrder,
@@ -233,6 +240,7 @@ class ServiceClient:
         """Begin a pass; batches start to come at once.
 
         Args:
+            definition: the pipeline as it is now; sent when it is not the one that the dispatcher has.
             epoch: the epoch.
             seed: base of the random state of samples.
             order: who knows the order.
@@ -240,11 +248,16 @@ class ServiceClient:
             num_steps: total, or -1 when the sampler's end is unknown.
             min_window: steps in the window even when they are larger than the buffer.
         """
-        session = Session(
-            secrets.token_hex(8), self._definition.definition_id, epoch, seed, order, self._endpoint.receiver
-        )
-        one = Pass(session, first_step, num_steps, min_window)
+        receiver = self._endpoint.receiver
+        session = Session(secrets.token_hex(8), definition.definition_id, epoch, seed, order, receiver)
         with self._lock:
+            if definition.definition_id == self._definition.definition_id:
+                definition = self._definition
+            else:
+                self._definition = definition
+                self._registration = msgspec.structs.replace(self._registration, definition_id=definition.definition_id)
+                self._outbox.append(definition)
+            one = Pass(session, definition, first_step, num_steps, min_window)
             self._passes[session.session_id] = one
             self._outbox.append(self._open_message(one))
         self._endpoint.wake()
@@ -410,8 +423,11 @@ class ServiceClient:
             if message.need_definition:
                 self._endpoint.send(self._definition)
             with self._lock:
-                self._outbox.clear()  # all of it is said again, from the passes as they are now
+                # The rest is said again, from the passes as they are now; the end of one would be lost.
+                self._outbox = collections.deque(one for one in self._outbox if isinstance(one, CloseEpoch))
                 for one in self._passes.values():
+                    if one.definition is not self._definition:
+                        self._outbox.append(one.definition)
                     self._outbox.append(self._open_message(one))
                 self._set_workers(message.num_data_workers, now)
                 self._registered, self._asked_at = True, None
@@ -459,11 +475,22 @@ class ServiceClient:
                 prepared.append((one, header.step, header.token, header))
                 continue
             num_bytes = sum(length for _, _, length in header.buffers)
+            item: Delivered | BatchFailed
             try:
                 item = Delivered(self._prepare(header, received.frames), header.num_samples, num_bytes)
             except ProtocolError as error:
                 _log.warning("refused step %d: %s; it will be leased again", header.step, error)
                 continue
+            except Exception as error:  # noqa: BLE001, user classes are rebuilt here; the same would happen again
+                item = BatchFailed(
+                    header.session_id,
+                    header.step,
+                    header.token,
+                    (RemoteError.__module__, RemoteError.__qualname__),
+                    f"the batch cannot be rebuilt in the trainer: {error}",
+                    traceback.format_exc(),
+                    -1,
+                )
             one.window = self._window(one, num_bytes)
             prepared.append((one, header.step, header.token, item))
         with self._lock:
@@ -483,8 +510,8 @@ class ServiceClient:
         # To a dispatcher that is away, what is said now would only be said again when it is back.
         if not self._registered or self._asked_at is not None or now - self._last_heard > DISPATCHER_SILENCE_S:
             return
-        self._flush()
         with self._lock:
+            self._flush()  # inside the lock: no report of a pass may overtake its OpenEpoch
             for one in self._passes.values():
                 position, waiting = one.buffer.position, len(one.buffer)
                 current = (position, position + waiting, one.window)

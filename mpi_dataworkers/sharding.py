@@ -41,6 +41,24 @@ def derive_seed(seed: int, *parts: int) -> int:
     return value
 
 
+def sample_seeds(indices: Indices, seed: int, epoch: int, listed_step: int | None = None) -> list[int]:
+    """Seeds of the random state of a step's samples.
+
+    In a planned order from (seed, epoch, sample index), so that a sample is augmented alike in any batch and at any
+    world size. In a listed order from (seed, epoch, step, place in the step), because a program's sampler may draw an
+    index more than once in an epoch, and each time is to be augmented differently.
+
+    Args:
+        indices: int64 array.
+        seed: the loader's seed.
+        epoch: the epoch.
+        listed_step: the step, in a listed order.
+    """
+    if listed_step is None:
+        return [derive_seed(seed, epoch, index) for index in indices.tolist()]
+    return [derive_seed(seed, epoch, listed_step, place) for place in range(len(indices))]
+
+
 def _mix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

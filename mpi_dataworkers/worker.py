@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import logging
 import os
 import queue
@@ -59,7 +60,7 @@ from mpi_dataworkers.ops.pipeline import (
     use_one_thread,
 )
 from mpi_dataworkers.ops.tree import flatten
-from mpi_dataworkers.sharding import EpochPlan, Indices
+from mpi_dataworkers.sharding import EpochPlan, Indices, sample_seeds
 from mpi_dataworkers.transports.base import PeerUnreachable, WorkerEndpoint
 from mpi_dataworkers.transports.zmq import ZmqBatchSender, ZmqWorkerEndpoint
 
@@ -72,6 +73,8 @@ GIVE_UP_S = 60.0
 _LINGER_S = 2.0
 # A dispatcher that was restarted does not know who waits for a definition: ask again this often.
 _ASK_AGAIN_S = 1.0
+# A program may change its dataset for each epoch; the oldest forms are forgotten, and fetched again if need be.
+_MAX_PIPELINES = 8
 # A process that dies again and again this soon after its start has a cause that a restart does not cure.
 _EARLY_DEATH_S = 10.0
 _MAX_EARLY_DEATHS = 5
@@ -118,6 +121,7 @@ class DataWorker:
         self._lock = threading.Lock()
         self._number = 0
         self._held: dict[int, GrantLease] = {}  # guarded by _lock: leases not finished and not revoked
+        self._receivers: dict[str, str] = {}  # guarded by _lock: batch address of each session
         self._doubted: set[str] = set()  # guarded by _lock: receivers to connect to afresh
         self._definitions: dict[str, Definition] = {}  # guarded by _lock
         self._definition_came = threading.Condition(self._lock)
@@ -190,7 +194,8 @@ class DataWorker:
         try:
             pipeline = self._pipeline(lease)
             indices = indices_of(lease, step)
-            batch = pipeline.make_batch(indices, session.seed, session.epoch)
+            listed_step = None if isinstance(session.order, PlannedOrder) else step
+            batch = pipeline.make_batch(indices, sample_seeds(indices, session.seed, session.epoch, listed_step))
             spec, buffers = flatten(batch)
         except _LeaseGone:
             raise
@@ -209,6 +214,8 @@ class DataWorker:
                 self._pipelines[definition_id] = enter_data_worker(pipeline, self._number, self._number + 1)
             except Exception as error:  # noqa: BLE001, user code again; every step of this pipeline fails alike
                 self._pipelines[definition_id] = error
+            while len(self._pipelines) > _MAX_PIPELINES:
+                del self._pipelines[next(iter(self._pipelines))]
         pipeline_or_error = self._pipelines[definition_id]
         if isinstance(pipeline_or_error, Exception):
             raise pipeline_or_error
@@ -261,14 +268,17 @@ class DataWorker:
         if isinstance(message, GrantLease):
             with self._lock:
                 self._held[message.token] = message
+                self._receivers[message.session.session_id] = message.session.receiver
             self._leases.put(message)
         elif isinstance(message, RevokeLease):
             with self._lock:
-                lease = self._held.pop(message.token, None)
-                if message.reconnect and lease is not None:
-                    self._doubted.add(lease.session.receiver)
+                self._held.pop(message.token, None)
+                # A lease in doubt was sent, so it is no longer held: the session says where to.
+                if message.reconnect and message.session_id in self._receivers:
+                    self._doubted.add(self._receivers[message.session_id])
         elif isinstance(message, CloseSession):
             with self._lock:
+                self._receivers.pop(message.session_id, None)
                 ended = [t for t, lease in self._held.items() if lease.session.session_id == message.session_id]
                 for token in ended:
                     del self._held[token]
@@ -296,20 +306,24 @@ class DataWorker:
             raise HetstreamError(f"the dispatcher sent {type(message).__name__}, which is no message for a data worker")
 
 
+@functools.lru_cache(maxsize=16)
+def _plan(order: PlannedOrder, epoch: int) -> EpochPlan:
+    return EpochPlan(
+        order.num_samples,
+        order.batch_size,
+        order.world_size,
+        order.drop_last,
+        order.shuffle,
+        order.order_seed,
+        epoch,
+    )
+
+
 def indices_of(lease: GrantLease, step: int) -> Indices:
     """Sample indices of a leased step, int64."""
     order = lease.session.order
     if isinstance(order, PlannedOrder):
-        plan = EpochPlan(
-            order.num_samples,
-            order.batch_size,
-            order.world_size,
-            order.drop_last,
-            order.shuffle,
-            order.order_seed,
-            lease.session.epoch,
-        )
-        return plan.indices(step, order.rank)
+        return _plan(order, lease.session.epoch).indices(step, order.rank)
     if lease.steps is None:
         raise PipelineError(f"lease {lease.token} names no samples for step {step} of a listed order")
     counts = np.frombuffer(lease.steps.counts, dtype="<i4")

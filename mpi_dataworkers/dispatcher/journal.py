@@ -109,6 +109,10 @@ class Journal:
         blob = msgspec.msgpack.encode(definition)
         self._database.execute("insert or replace into definitions values (?, ?)", (definition.definition_id, blob))
 
+    def forget_definition(self, definition_id: str) -> None:
+        """Forget a pipeline that nobody uses."""
+        self._database.execute("delete from definitions where id = ?", (definition_id,))
+
     def remember_stats(self, consumer: RegisterConsumer, stats: LoaderStats) -> None:
         """Remember what a loader has delivered so far."""
         key = (consumer.job_name, consumer.ordinal, consumer.rank, consumer.pid, consumer.host)

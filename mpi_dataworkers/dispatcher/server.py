@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mpi_dataworkers.address import ServiceAddress, write_address_file
 from mpi_dataworkers.dispatcher.journal import Journal
-from mpi_dataworkers.dispatcher.state import DispatcherState, Instruction, RememberDefinition, RememberStats, Send
+from mpi_dataworkers.dispatcher.state import DispatcherState, ForgetDefinition, Instruction, RememberDefinition, Send
 from mpi_dataworkers.errors import ProtocolError
 from mpi_dataworkers.messages import Refused, ShutDown, ToDispatcher
 from mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received
@@ -115,7 +115,9 @@ def _carry_out(instructions: list[Instruction], journal: Journal, endpoint: Disp
         for memory in memories:
             if isinstance(memory, RememberDefinition):
                 journal.remember_definition(memory.definition)
-            elif isinstance(memory, RememberStats):
+            elif isinstance(memory, ForgetDefinition):
+                journal.forget_definition(memory.definition_id)
+            else:
                 journal.remember_stats(memory.consumer, memory.stats)
         journal.commit()
     for instruction in instructions:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from mpi_dataworkers.messages import (
     Alive,
     CloseEpoch,
@@ -34,6 +36,7 @@ from mpi_dataworkers.messages import (
     LeaveWorker,
     LoaderHeartbeat,
     LoaderStats,
+    LoaderToDispatcher,
     Membership,
     Message,
     OpenEpoch,
@@ -50,6 +53,7 @@ from mpi_dataworkers.messages import (
     UnknownPeer,
     WorkerHeartbeat,
     WorkerRegistered,
+    WorkerToDispatcher,
 )
 
 # A worker is lost when it was silent this long; it sends a heartbeat every HEARTBEAT_S.
@@ -59,6 +63,8 @@ WORKER_TIMEOUT_S = 4.0
 CONSUMER_TIMEOUT_S = 15.0
 # A sent lease that the loader does not report within this time went to a broken connection.
 ARRIVAL_TIMEOUT_S = 5.0
+# A loader silent for longer is held up (the GIL in a long call): its reports are late, not its batches.
+LOADER_PAUSE_S = ARRIVAL_TIMEOUT_S / 2
 # A worker that could not reach a loader is not sent there again for this long.
 UNREACHABLE_S = 10.0
 # After a restart, wait for workers to tell what they hold before leasing the same steps to others.
@@ -103,7 +109,14 @@ class RememberStats:
     stats: LoaderStats
 
 
-Instruction = Send | RememberDefinition | RememberStats
+@dataclass(frozen=True)
+class ForgetDefinition:
+    """Instruction: take a pipeline that no loader uses out of the journal."""
+
+    definition_id: str
+
+
+Instruction = Send | RememberDefinition | ForgetDefinition | RememberStats
 
 
 @dataclass
@@ -145,12 +158,14 @@ class ConsumerRecord:
 
     Attributes:
         announced_workers: the number of data workers it was last told of.
+        steady_since: it was never silent for longer than `LOADER_PAUSE_S` since then.
     """
 
     registration: RegisterConsumer
     last_seen: float
     stats: LoaderStats = field(default_factory=LoaderStats)
     announced_workers: int = -1
+    steady_since: float = 0.0
 
 
 @dataclass
@@ -241,9 +256,15 @@ class DispatcherState:
         if peer in self.workers:
             self.workers[peer].last_seen = now
         elif peer in self.consumers:
-            self.consumers[peer].last_seen = now
+            consumer = self.consumers[peer]
+            if now - consumer.last_seen > LOADER_PAUSE_S:
+                consumer.steady_since = now
+            consumer.last_seen = now
         else:
             return [Send(peer, UnknownPeer())]
+        if not isinstance(message, WorkerToDispatcher if peer in self.workers else LoaderToDispatcher):
+            role = "data worker" if peer in self.workers else "loader"
+            return [Send(peer, Refused("ProtocolError", f"{type(message).__name__} is no message of a {role}"))]
         return _HANDLERS[type(message)](self, peer, message, now) + self._assign(now)
 
     def peer_gone(self, peer: str, now: float) -> list[Instruction]:
@@ -268,10 +289,20 @@ class DispatcherState:
                 self._tell(f"loader rank={consumer.registration.rank} lost: silent for {silence_s:.1f} s")
                 out += self._drop_consumer(peer)
         for lease in list(self.leases.values()):
-            if lease.status is LeaseStatus.SENT and now - lease.sent_at > ARRIVAL_TIMEOUT_S:
+            if lease.status is LeaseStatus.SENT and self._unreported_s(lease, now) > ARRIVAL_TIMEOUT_S:
                 out += self._mark_unreachable(lease, now)
                 out += self._revoke(lease, f"sent {now - lease.sent_at:.1f} s ago and not received", reconnect=True)
-        return out + self._assign(now)
+        # Announced here too, because workers that were unreachable become reachable by time alone.
+        return out + self._announce(now) + self._assign(now)
+
+    def _unreported_s(self, lease: Lease, now: float) -> float:
+        """How long a sent lease could have been reported; a loader that is held up says nothing of its connections."""
+        record = self.sessions.get(lease.session_id)
+        if record is None:
+            return now - lease.sent_at
+        consumer = self.consumers[record.consumer]
+        paused = now - consumer.last_seen > LOADER_PAUSE_S
+        return 0.0 if paused else now - max(lease.sent_at, consumer.steady_since)
 
     def next_deadline(self) -> float:
         """Seconds after which `tick` should be called at the latest."""
@@ -302,9 +333,17 @@ class DispatcherState:
         out.append(Send(peer, ConsumerRegistered(message.definition_id not in self.definitions, count)))
         return out
 
-    def _provide_definition(self, _: str, message: ProvideDefinition, __: float) -> list[Instruction]:
+    def _provide_definition(self, peer: str, message: ProvideDefinition, _: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        consumer = self.consumers[peer]
+        consumer.registration = msgspec.structs.replace(consumer.registration, definition_id=message.definition_id)
+        used = {record.session.definition_id for record in self.sessions.values()}
+        used |= {consumer.registration.definition_id for consumer in self.consumers.values()}
+        for old in self.definitions.keys() - used - {message.definition_id}:
+            del self.definitions[old]
+            out.append(ForgetDefinition(old))
         self.definitions[message.definition_id] = message
-        out: list[Instruction] = [RememberDefinition(message)]
+        out.append(RememberDefinition(message))
         for worker in sorted(self._waiting_for_definition.pop(message.definition_id, ())):
             out.append(Send(worker, _definition_of(message)))
         return out

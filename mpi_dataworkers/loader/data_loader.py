@@ -128,20 +128,22 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         epoch, first_step = self._epoch, self._start_step
         self._epoch, self._start_step = epoch + 1, 0
         self._yielded = (epoch, first_step)
-        order = self._new_order(epoch)
+        order = self._new_order(epoch, first_step)
         if self._stream.client is not None:
-            passing: Iterator[Any] = StreamIterator(self._stream, order, self.seed, epoch, first_step, self)
+            passing: StreamIterator | LocalIterator = StreamIterator(
+                self._stream, order, self.seed, epoch, first_step, self
+            )
         else:
             passing = LocalIterator(self._stream, order, self.seed, epoch, first_step, torch_options(self))
-        return _Counting(self, passing, epoch, first_step)
+        return _Counting(self, passing, epoch)
 
-    def _new_order(self, epoch: int) -> Order:
+    def _new_order(self, epoch: int, first_step: int) -> Order:
         if not self._listed_order:
             return PlannedPass(self._plan(epoch), self._rank)
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        return ListedPass(self._index_sampler, self.batch_sampler is not None)
+        return ListedPass(self._index_sampler, self.batch_sampler is not None, first_step)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; keeps the position when a loaded state is inside that epoch."""
@@ -185,6 +187,11 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         ]
         if world_size != self._world_size:
             differences.append(f"world_size: {world_size} in the state, {self._world_size} here")
+        if self._listed_order and not _can_repeat(self.batch_sampler or self.sampler):
+            raise StateError(
+                f"the order of this loader comes from {type(self.sampler).__name__}, which draws anew each time and "
+                "cannot go back to where it was. Use shuffle=True with seed=, or a sampler with set_epoch."
+            )
         if differences:
             raise StateError(f"the state belongs to another run of the data: {'; '.join(differences)}")
         if step < 0 or epoch < 0 or (not self._listed_order and step > self._plan(epoch).num_steps):
@@ -212,14 +219,21 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         self.close()
 
 
+def _can_repeat(sampler: Any) -> bool:
+    """Whether a sampler gives the same order when it is iterated again: a plain sequence, or one with `set_epoch`."""
+    if isinstance(sampler, torch.utils.data.BatchSampler):
+        return _can_repeat(sampler.sampler)
+    plain = not isinstance(sampler, torch.utils.data.Sampler)
+    return plain or isinstance(sampler, torch.utils.data.SequentialSampler) or hasattr(sampler, "set_epoch")
+
+
 class _Counting(Iterator[Any]):
     """Keeps the loader's position: steps that the training loop has taken, and the next epoch at the end."""
 
-    def __init__(self, loader: DataLoader, passing: Iterator[Any], epoch: int, step: int) -> None:
+    def __init__(self, loader: DataLoader, passing: StreamIterator | LocalIterator, epoch: int) -> None:
         self._loader = loader
         self._passing = passing
         self._epoch = epoch
-        self._step = step
 
     def __next__(self) -> Any:
         try:
@@ -227,6 +241,11 @@ class _Counting(Iterator[Any]):
         except StopIteration:
             self._loader._yielded = (self._epoch + 1, 0)
             raise
-        self._step += 1
-        self._loader._yielded = (self._epoch, self._step)
+        except Exception:
+            self._loader._yielded = (self._epoch, self._passing.position)
+            raise
+        self._loader._yielded = (self._epoch, self._passing.position)
         return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)

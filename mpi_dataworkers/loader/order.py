@@ -14,7 +14,7 @@ import numpy as np
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.messages import ListedOrder
 from mpi_dataworkers.messages import PlannedOrder as PlannedOrderMessage
-from mpi_dataworkers.sharding import EpochPlan, Indices
+from mpi_dataworkers.sharding import EpochPlan, Indices, sample_seeds
 
 
 class PlannedPass:
@@ -38,6 +38,10 @@ class PlannedPass:
         """Sample indices of a step, or None after the last."""
         return self._plan.indices(step, self._rank) if step < self.num_steps else None
 
+    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> list[int]:  # noqa: ARG002, see ListedPass
+        """Seeds of the step's samples."""
+        return sample_seeds(indices, seed, epoch)
+
     def forget(self, step: int) -> None:
         """Nothing is kept."""
 
@@ -45,13 +49,14 @@ class PlannedPass:
 class ListedPass:
     """Steps as the program's own sampler gives them; drawn as they are needed."""
 
-    def __init__(self, index_sampler: Iterable[Any], batched: bool) -> None:
+    def __init__(self, index_sampler: Iterable[Any], batched: bool, first_step: int = 0) -> None:
         self.num_steps = -1
         self.order = ListedOrder(batched)
         self._iterator = iter(index_sampler)
         self._batched = batched
         self._drawn: dict[int, Indices] = {}
         self._next = 0
+        self._first_step = first_step
 
     def indices(self, step: int) -> Indices | None:
         """Sample indices of a step, or None after the last.
@@ -71,9 +76,14 @@ class ListedPass:
                     f"the sampler gave {drawn!r} for step {self._next}; data workers need whole-number indices. "
                     "Keep this loader local (num_workers of torch), or map keys to numbers in the dataset."
                 )
-            self._drawn[self._next] = array.astype(np.int64)
+            if self._next >= self._first_step:
+                self._drawn[self._next] = array.astype(np.int64)
             self._next += 1
         return self._drawn.get(step)
+
+    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> list[int]:
+        """Seeds of the step's samples."""
+        return sample_seeds(indices, seed, epoch, step)
 
     def forget(self, step: int) -> None:
         """Drop a step that the training loop has taken."""

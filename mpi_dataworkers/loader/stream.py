@@ -27,7 +27,14 @@ from mpi_dataworkers.config import Identity, buffer_bytes_from_environment
 from mpi_dataworkers.errors import PipelineError, RemoteError
 from mpi_dataworkers.loader.order import ListedPass, Order
 from mpi_dataworkers.messages import Batch, BatchFailed, LoaderStats, ProvideDefinition
-from mpi_dataworkers.ops.pipeline import Pipeline, SampleError, define, generators_kept
+from mpi_dataworkers.ops.pipeline import (
+    Pipeline,
+    SampleError,
+    acting_as_data_worker,
+    define,
+    enter_data_worker,
+    generators_kept,
+)
 from mpi_dataworkers.ops.tree import resolve_class, unflatten
 
 # A listed order is drawn from the program's sampler this many steps beyond the window.
@@ -56,13 +63,13 @@ class Stream:
         self._pin = pin
         self._client: ServiceClient | None = None
         self._stats = LoaderStats()
+        self._fallback: Pipeline | None = None
         if service is not None:
-            defined = define(pipeline)
             self._client = ServiceClient(
                 parse_service(service),
                 identity,
                 next(_ordinals),
-                ProvideDefinition(defined.definition_id, defined.sys_path, defined.working_dir, defined.blob),
+                self.definition(),
                 description,
                 self._prepare,
                 buffer_bytes_from_environment(),
@@ -86,6 +93,18 @@ class Stream:
             self._stats = msgspec.structs.replace(self._stats, duplicates_dropped=dropped)
             self._client.stats = self._stats
 
+    def definition(self) -> ProvideDefinition:
+        """The pipeline as it is now, for data workers.
+
+        Asked for at each pass: programs change their dataset between epochs (another transform, say), as they can with
+        torch's worker processes, which are forked anew.
+
+        Raises:
+            PipelineError: it cannot be pickled.
+        """
+        defined = define(self.pipeline)
+        return ProvideDefinition(defined.definition_id, defined.sys_path, defined.working_dir, defined.blob)
+
     def check_length(self) -> None:
         """Refuse a dataset whose length changed since it was sent to the data workers.
 
@@ -104,9 +123,11 @@ class Stream:
         indices = order.indices(step)
         if indices is None:
             raise IndexError(step)
-        with generators_kept():
+        with generators_kept(), acting_as_data_worker(self.pipeline):
+            if self._fallback is None:
+                self._fallback = enter_data_worker(self.pipeline, 0, 1)
             try:
-                batch = self.pipeline.make_batch(indices, seed, epoch)
+                batch = self._fallback.make_batch(indices, order.seeds(step, indices, seed, epoch))
             except SampleError as error:
                 raise error.user_error() from None
         return Delivered(self._pinned(batch), len(indices), 0)
@@ -160,8 +181,9 @@ class StreamIterator(Iterator[Any]):
         self._epoch = epoch
         self._started = time.monotonic()
         self._listed = first_step
+        self.position = first_step
         self._pass: Pass | None = self._client.open_pass(
-            epoch, seed, order.order, first_step, order.num_steps, stream.min_window
+            stream.definition(), epoch, seed, order.order, first_step, order.num_steps, stream.min_window
         )
         self._extend()
 
@@ -190,6 +212,7 @@ class StreamIterator(Iterator[Any]):
             raise StopIteration
         started = time.monotonic()
         item = self._take(one, started)
+        self.position = step + 1
         self._order.forget(step)
         if isinstance(item, BatchFailed):
             raise rebuild_error(item)
@@ -248,7 +271,8 @@ def rebuild_error(failed: BatchFailed) -> Exception:
         error = kind(text)
     except Exception:  # noqa: BLE001, a class that is not here or takes other arguments: any exception may come
         return RemoteError(f"{module}.{name}: {text}")
-    return error if isinstance(error, Exception) else RemoteError(f"{module}.{name}: {text}")
+    fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which would look like the end
+    return error if fit else RemoteError(f"{module}.{name}: {text}")
 
 
 # --- in process -----------------------------------------------------------------------------------------------------
@@ -257,18 +281,17 @@ def rebuild_error(failed: BatchFailed) -> Exception:
 class _StepDataset(torch.utils.data.Dataset[Any]):
     """Steps as elements: lets torch's own worker processes run the pipeline, a batch an element."""
 
-    def __init__(self, pipeline: Pipeline, seed: int, epoch: int) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._seed = seed
-        self._epoch = epoch
 
-    def __getitem__(self, indices: Any) -> Any:
+    def __getitem__(self, indices_and_seeds: Any) -> Any:
+        indices, seeds = indices_and_seeds
         in_trainer = torch.utils.data.get_worker_info() is None
         try:
             if in_trainer:
                 with generators_kept():
-                    return self._pipeline.make_batch(indices, self._seed, self._epoch)
-            return self._pipeline.make_batch(indices, self._seed, self._epoch)
+                    return self._pipeline.make_batch(indices, seeds)
+            return self._pipeline.make_batch(indices, seeds)
         except SampleError as error:
             raise error.user_error() from None
 
@@ -284,28 +307,29 @@ class LocalIterator(Iterator[Any]):
         self, stream: Stream, order: Order, seed: int, epoch: int, first_step: int, torch_options: dict[str, Any]
     ) -> None:
         self._stream = stream
-        steps: Iterable[Any] = iter(self._steps(order, first_step))
+        steps: Iterable[Any] = iter(self._steps(order, seed, epoch, first_step))
         loader = torch.utils.data.DataLoader(
-            _StepDataset(stream.pipeline, seed, epoch),
+            _StepDataset(stream.pipeline),
             batch_size=None,
             sampler=steps,
             collate_fn=_no_collate,
             generator=torch.Generator(),  # its own, so that the program's generators are not advanced
             **torch_options,
         )
+        self.position = first_step
         self._sizes: collections.deque[int] = collections.deque()
         self._iterator = torch_iter(loader)
         self._started = time.monotonic()
         self._open = True
 
-    def _steps(self, order: Order, first_step: int) -> Iterator[Any]:
+    def _steps(self, order: Order, seed: int, epoch: int, first_step: int) -> Iterator[Any]:
         for step in itertools.count(first_step):
             indices = order.indices(step)
             if indices is None:
                 return
             order.forget(step)
             self._sizes.append(len(indices))
-            yield indices
+            yield indices, order.seeds(step, indices, seed, epoch)
 
     def __next__(self) -> Any:
         started = time.monotonic()
@@ -318,7 +342,9 @@ class LocalIterator(Iterator[Any]):
             raise
         except Exception:
             self._sizes.popleft()
+            self.position += 1
             raise
+        self.position += 1
         self._stream.count(steps=1, samples=self._sizes.popleft(), local_steps=1, wait_s=time.monotonic() - started)
         return batch
 

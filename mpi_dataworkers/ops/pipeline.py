@@ -1,7 +1,7 @@
 """From sample indices to a batch: the one function that data workers, the loader in process and its fallback all run.
 
-A batch depends on the pipeline, the seed, the epoch and the indices, and on nothing else: before each sample the
-generators of Python's `random`, of NumPy and of torch are seeded from (seed, epoch, index).
+A batch depends on the pipeline, the indices and the seeds, and on nothing else: before each sample the generators of
+Python's `random`, of NumPy and of torch are seeded (see `sharding.sample_seeds`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,10 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.sharding import Indices, derive_seed
+from mpi_dataworkers.sharding import Indices
+
+# The dispatcher's journal is SQLite, which takes blobs up to 10**9 bytes.
+_MAX_BLOB_BYTES = 900_000_000
 
 
 class SampleError(Exception):
@@ -35,6 +38,9 @@ class SampleError(Exception):
 
     def user_error(self) -> BaseException:
         """The exception that user code raised."""
+        if isinstance(self.__cause__, StopIteration):
+            # As itself it would end the training loop as if the data had ended (compare PEP 479).
+            return RuntimeError(f"the dataset raised {self.__cause__!r}")
         return self.__cause__ or self
 
 
@@ -56,7 +62,7 @@ class Pipeline:
     worker_init_fn: Callable[[int], None] | None = None
     batched: bool = True
 
-    def make_batch(self, indices: Indices, seed: int, epoch: int) -> Any:
+    def make_batch(self, indices: Indices, seeds: Sequence[int]) -> Any:
         """Read, transform and collate the samples of one step.
 
         A dataset with `read_samples(indices)` and `transform` (hetstream's sources) is read once for the batch and
@@ -64,42 +70,40 @@ class Pipeline:
 
         Args:
             indices: int64 array; one index when not batched.
-            seed: base of the random state.
-            epoch: the epoch.
+            seeds: 64-bit seed of each sample.
 
         Raises:
             SampleError: user code raised; the cause is its exception, the index -1 when it was not in one sample.
         """
         wanted = indices.tolist()
         if not self.batched:
-            sample = self._read(wanted[0], seed, epoch)
-            return self._collate(sample)
+            return self._collate(self._read(wanted[0], seeds[0]))
         if callable(getattr(self.dataset, "read_samples", None)):
-            samples = self._read_together(self.dataset.read_samples, wanted, seed, epoch)
+            samples = self._read_together(self.dataset.read_samples, wanted, seeds[0])
             if self.dataset.transform is not None:
-                samples = [self._transform(i, raw, seed, epoch) for i, raw in zip(wanted, samples, strict=True)]
+                samples = [self._transform(*one) for one in zip(wanted, samples, seeds, strict=True)]
             return self._collate(samples)
         if callable(getattr(self.dataset, "__getitems__", None)):
-            return self._collate(self._read_together(self.dataset.__getitems__, wanted, seed, epoch))
-        return self._collate([self._read(index, seed, epoch) for index in wanted])
+            return self._collate(self._read_together(self.dataset.__getitems__, wanted, seeds[0]))
+        return self._collate([self._read(index, seed) for index, seed in zip(wanted, seeds, strict=True)])
 
-    def _read_together(self, read: Callable[[list[int]], list[Any]], wanted: list[int], seed: int, epoch: int) -> Any:
+    def _read_together(self, read: Callable[[list[int]], list[Any]], wanted: list[int], seed: int) -> Any:
         # One seed for the batch: the dataset does not say where one sample's random numbers begin.
-        seed_generators(derive_seed(seed, epoch, wanted[0]))
+        seed_generators(seed)
         try:
             return read(wanted)
         except Exception as error:
             raise SampleError(-1) from error
 
-    def _transform(self, index: int, raw: Any, seed: int, epoch: int) -> Any:
-        seed_generators(derive_seed(seed, epoch, index))
+    def _transform(self, index: int, raw: Any, seed: int) -> Any:
+        seed_generators(seed)
         try:
             return self.dataset.transform(raw)
         except Exception as error:
             raise SampleError(index) from error
 
-    def _read(self, index: int, seed: int, epoch: int) -> Any:
-        seed_generators(derive_seed(seed, epoch, index))
+    def _read(self, index: int, seed: int) -> Any:
+        seed_generators(seed)
         try:
             return self.dataset[index]
         except Exception as error:
@@ -180,6 +184,11 @@ def define(pipeline: Pipeline) -> Definition:
             f"the dataset cannot be sent to data workers: {where} cannot be pickled ({error}). Open files, locks and "
             "connections belong into __getitem__ or worker_init_fn, or leave them out in __getstate__."
         ) from error
+    if len(blob) > _MAX_BLOB_BYTES:
+        raise PipelineError(
+            f"the dataset is {len(blob)} bytes in pickled form, more than the {_MAX_BLOB_BYTES} that can be sent to "
+            "data workers. Have it read its data from files."
+        )
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     script_dir = [os.path.dirname(os.path.abspath(main_file))] if main_file else []
     inherited = (os.path.abspath(entry or os.getcwd()) for entry in sys.path)
@@ -230,6 +239,19 @@ def find_unpicklable(value: Any, path: str = "", depth: int = 0) -> str:
             except Exception:  # noqa: BLE001, the question is only whether it raises
                 return find_unpicklable(part, path + name, depth + 1)
     return f"{path.lstrip('.') or 'it'} ({type(value).__module__}.{type(value).__qualname__})"
+
+
+@contextlib.contextmanager
+def acting_as_data_worker(pipeline: Pipeline) -> Iterator[None]:
+    """Let user code see in the trainer, for one step, what it sees in a data worker."""
+    before = torch_worker._worker_info
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=0, num_workers=1, seed=torch.initial_seed(), dataset=pipeline.dataset
+    )
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before
 
 
 def enter_data_worker(pipeline: Pipeline, number: int, num_workers: int) -> Pipeline:

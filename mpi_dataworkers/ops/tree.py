@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mpi_dataworkers.codec import Buffer
-from mpi_dataworkers.errors import ProtocolError
+from mpi_dataworkers.errors import ProtocolError, RemoteError
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
@@ -91,10 +91,17 @@ def _build(node: Any, next_buffer: Callable[[], memoryview]) -> Any:
     if kind == "d":
         return {_build(key, next_buffer): _build(item, next_buffer) for key, item in node[1]}
     if kind == "k":
-        return pickle.loads(node[1])(*(_build(item, next_buffer) for item in node[2]))
+        return _load(node[1])(*(_build(item, next_buffer) for item in node[2]))
     if kind == "p":
-        return pickle.loads(node[1])
+        return _load(node[1])
     raise ProtocolError(f"a batch's structure names the unknown node {kind!r}")
+
+
+def _load(leaf: bytes) -> Any:
+    try:
+        return pickle.loads(leaf)
+    except Exception as error:  # unpickling runs user code: any exception may come, and it would come again
+        raise RemoteError(f"an object in the batch cannot be unpickled: {error!r}") from error
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Buffer:

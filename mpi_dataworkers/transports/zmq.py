@@ -34,6 +34,8 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _SILENCE_MS = 4000
 _PING_MS = 1000
 _CLOSE_LINGER_MS = 1000
+# Loaders come and go, and a connection that its loader closed stays a socket here (libzmq allows 1023).
+_MAX_CONNECTIONS = 64
 # Past this many connections, those that never proved the key are forgotten: strangers cannot fill the memory.
 _MAX_SENDERS = 4096
 
@@ -297,8 +299,13 @@ class ZmqLoaderEndpoint(_ZmqControl):
         self._batches.linger = 0
         # The dispatcher leases only what fits the loader's window; a limit here would only stall the last frames.
         self._batches.rcvhwm = 0
-        port = self._batches.bind_to_random_port(f"tcp://{local_address_towards(service.address)}")
-        self._receiver = f"tcp://{local_address_towards(service.address)}:{port}"
+        try:
+            host = local_address_towards(service.address)
+            self._receiver = f"tcp://{host}:{self._batches.bind_to_random_port(f'tcp://{host}')}"
+        except (OSError, zmq.ZMQError) as error:
+            self._control.linger = 0
+            self.close()
+            raise ServiceError(f"no socket for batches on the route to {service.address}: {error}") from error
         self._poller.register(self._batches, zmq.POLLIN)
 
     @property
@@ -364,7 +371,8 @@ class ZmqBatchSender:
         self._connections: dict[str, zmq.Socket[Any]] = {}
 
     def send(self, receiver: str, header: Batch | BatchFailed, frames: Sequence[Buffer]) -> None:
-        connection = self._connections.get(receiver) or self._connect(receiver)
+        connection = self._connections.pop(receiver, None) or self._connect(receiver)
+        self._connections[receiver] = connection  # in order of use, for `_connect`
         try:
             connection.send_multipart([encode(header), *frames], zmq.NOBLOCK, copy=False)
         except zmq.Again as error:
@@ -372,6 +380,8 @@ class ZmqBatchSender:
             raise PeerUnreachable(f"the connection to the loader at {receiver} is gone") from error
 
     def _connect(self, receiver: str) -> zmq.Socket[Any]:
+        if len(self._connections) >= _MAX_CONNECTIONS:
+            self.drop(next(iter(self._connections)))
         connection: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
         # A name nobody can guess: whoever could claim it after a cut would inherit the proof given on it.
         connection.identity = b"w" + secrets.token_bytes(16)

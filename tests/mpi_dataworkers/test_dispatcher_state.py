@@ -10,6 +10,7 @@ import pytest
 from mpi_dataworkers.dispatcher import state as rules
 from mpi_dataworkers.dispatcher.state import (
     DispatcherState,
+    ForgetDefinition,
     Instruction,
     LeaseStatus,
     RememberDefinition,
@@ -370,3 +371,48 @@ def test_a_closed_connection_frees_what_its_peer_had() -> None:
     assert RememberStats(consumer(), STATS) in out
     assert (state.sessions, state.leases) == ({}, {})
     assert state.peer_gone("nobody", 1.0) == []
+
+
+def test_a_loader_that_was_held_up_does_not_blame_the_connections() -> None:
+    state = ready_state(steps=1)
+    (lease,) = state.leases.values()
+    state.handle("w0", FinishLease(lease.token, 0.1), 0.1)
+    for now in (2.0, 4.0, 6.0, 8.0):
+        state.handle("w0", WorkerHeartbeat([]), now)
+        assert not sent(state.tick(now), LeaseRevoked), "the loader has said nothing since 0.0 s"
+    state.handle(LOADER, ReportProgress("s", 0, [(0, 1)], 8, STATS), 8.1)
+    assert not state.leases
+    assert state.workers["w0"].unreachable == {}
+
+
+def test_a_worker_that_may_be_tried_again_is_announced() -> None:
+    state = ready_state(steps=4)
+    lease = next(iter(state.leases.values()))
+    assert sent(state.handle("w0", FailLease(lease.token, "no route"), 0.1), Membership) == [(LOADER, Membership(0))]
+    for now in (3.0, 6.0, 9.0, 10.0):
+        state.handle("w0", WorkerHeartbeat([*state.workers["w0"].tokens]), now)
+        state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
+        state.tick(now)
+    out = state.tick(0.2 + rules.UNREACHABLE_S)
+    assert sent(out, Membership) == [(LOADER, Membership(1))]
+    assert sent(out, GrantLease)
+
+
+def test_a_message_of_the_wrong_role_is_refused() -> None:
+    state = ready_state()
+    for peer, message in ((LOADER, WorkerHeartbeat([])), ("w0", ReportProgress("s", 0, [], 8, STATS))):
+        ((_, refusal),) = sent(state.handle(peer, message, 1.0), Refused)
+        assert isinstance(refusal, Refused)
+        assert f"{type(message).__name__} is no message of a" in refusal.text
+
+
+def test_definitions_that_no_loader_uses_are_forgotten() -> None:
+    state = ready_state()
+    for number in range(3):
+        out = state.handle(LOADER, ProvideDefinition(f"d{number}", [], "/", b""), 0.0)
+    assert out[0] == ForgetDefinition("d1")
+    assert state.definitions.keys() == {"d2"}
+    current = Session("t", "d2", 0, 0, planned(5), "tcp://loader:1")
+    state.handle(LOADER, OpenEpoch(current, 5, 0, [], 8, None), 0.0)
+    state.handle(LOADER, ProvideDefinition("d3", [], "/", b""), 0.0)
+    assert state.definitions.keys() == {"d2", "d3"}, "a pass still needs it"

@@ -25,6 +25,7 @@ from mpi_dataworkers.ops.pipeline import (
     generators_kept,
     load_pipeline,
 )
+from mpi_dataworkers.sharding import sample_seeds
 from mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 
 
@@ -32,13 +33,17 @@ def pipeline_of(dataset: Any, **options: Any) -> Pipeline:
     return Pipeline(dataset, default_collate, len(dataset), **options)
 
 
+def batch_of(pipeline: Pipeline, indices: list[int], seed: int, epoch: int) -> Any:
+    return pipeline.make_batch(np.array(indices), sample_seeds(np.array(indices), seed, epoch))
+
+
 def test_a_sample_is_the_same_in_any_batch_and_differs_by_epoch_and_seed() -> None:
     pipeline = pipeline_of(datasets.Augmented(50))
-    alone = pipeline.make_batch(np.array([7]), 1, 2)[0][0]
-    among = pipeline.make_batch(np.array([3, 7, 9]), 1, 2)[0][1]
+    alone = batch_of(pipeline, [7], 1, 2)[0][0]
+    among = batch_of(pipeline, [3, 7, 9], 1, 2)[0][1]
     assert torch.equal(alone, among)
-    assert not torch.equal(alone, pipeline.make_batch(np.array([7]), 1, 3)[0][0])
-    assert not torch.equal(alone, pipeline.make_batch(np.array([7]), 2, 2)[0][0])
+    assert not torch.equal(alone, batch_of(pipeline, [7], 1, 3)[0][0])
+    assert not torch.equal(alone, batch_of(pipeline, [7], 2, 2)[0][0])
 
 
 def add_noise(row: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -50,8 +55,8 @@ def test_a_source_is_read_for_the_batch_and_seeded_for_each_sample(tmp_path: Pat
         file["rows"] = np.arange(40, dtype=np.float32).reshape(20, 2)
     dataset = Hdf5Dataset(tmp_path / "rows.h5", "rows", transform=add_noise)
     pipeline = pipeline_of(dataset)
-    alone = pipeline.make_batch(np.array([7]), 1, 2)[0]
-    assert torch.equal(alone, pipeline.make_batch(np.array([3, 7, 9]), 1, 2)[1])
+    alone = batch_of(pipeline, [7], 1, 2)[0]
+    assert torch.equal(alone, batch_of(pipeline, [3, 7, 9], 1, 2)[1])
     dataset.close()
 
 
@@ -60,17 +65,17 @@ def test_the_trainers_own_random_state_is_kept() -> None:
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     with generators_kept():
-        pipeline_of(datasets.Augmented(5)).make_batch(np.array([1, 2]), 0, 0)
+        batch_of(pipeline_of(datasets.Augmented(5)), [1, 2], 0, 0)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
 
 
 def test_user_errors_name_the_sample() -> None:
     with pytest.raises(SampleError) as caught:
-        pipeline_of(datasets.Poisoned(50)).make_batch(np.array([36, 37]), 0, 0)
+        batch_of(pipeline_of(datasets.Poisoned(50)), [36, 37], 0, 0)
     assert caught.value.sample_index == 37
     assert isinstance(caught.value.user_error(), datasets.UserError)
     with pytest.raises(SampleError) as caught:
-        Pipeline(datasets.Augmented(5), lambda _: 1 / 0, 5).make_batch(np.array([1]), 0, 0)
+        batch_of(Pipeline(datasets.Augmented(5), lambda _: 1 / 0, 5), [1], 0, 0)
     assert (caught.value.sample_index, type(caught.value.user_error())) == (-1, ZeroDivisionError)
 
 
@@ -79,7 +84,7 @@ def test_definition_travels_by_value_and_checks_the_length() -> None:
     definition = define(pipeline)
     assert definition.working_dir
     loaded = load_pipeline(definition)
-    assert loaded.make_batch(np.array([4, 2]), 0, 0) == [4, 2]
+    assert batch_of(loaded, [4, 2], 0, 0) == [4, 2]
     wrong = define(Pipeline(datasets.Augmented(5), default_collate, 6))
     with pytest.raises(PipelineError, match="has 5 samples in a data worker and 6 in the trainer"):
         load_pipeline(wrong)
@@ -121,6 +126,24 @@ def test_in_a_data_worker_batches_are_private_memory_and_samples_know_their_work
 ) -> None:
     monkeypatch.setattr(torch_worker, "_worker_info", None)
     pipeline = enter_data_worker(pipeline_of(datasets.Where(9), worker_init_fn=number_of_worker), 3, 4)
-    _, _, numbers = pipeline.make_batch(np.array([1, 2]), 0, 0)
+    _, _, numbers = batch_of(pipeline, [1, 2], 0, 0)
     assert (numbers.tolist(), seen) == ([3, 3], [3])
     assert not numbers.is_shared(), "a shared-memory segment for each batch costs more than the transport"
+
+
+class Ending(datasets.Augmented):
+    """Raises what Python takes for the end of an iteration."""
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter([]))
+
+
+def test_user_code_cannot_end_the_epoch_by_a_stray_stop_iteration() -> None:
+    with pytest.raises(SampleError) as caught:
+        batch_of(pipeline_of(Ending(3)), [1], 0, 0)
+    assert isinstance(caught.value.user_error(), RuntimeError)
+
+
+def test_a_sample_drawn_twice_in_a_listed_order_is_augmented_differently() -> None:
+    seeds = sample_seeds(np.array([7, 7]), 1, 2, listed_step=0)
+    assert len({*seeds, *sample_seeds(np.array([7, 7]), 1, 2, listed_step=1)}) == 4

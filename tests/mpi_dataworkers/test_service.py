@@ -21,6 +21,7 @@ from mpi_dataworkers import DataLoader
 from mpi_dataworkers.errors import (
     AuthenticationError,
     PipelineError,
+    RemoteError,
     ServiceError,
     ServiceUnavailable,
     StateError,
@@ -247,6 +248,31 @@ def test_state_taken_in_mid_epoch_continues_there_with_other_workers(service: An
     assert ids_of(as_bytes(resumed)) != ids_of(whole), "then comes the next epoch, whole"
 
 
+def test_state_after_a_caught_exception_counts_the_failed_step() -> None:
+    loader, other = (DataLoader(datasets.Poisoned(64), batch_size=8) for _ in range(2))
+    passing = iter(loader)
+    for _ in range(4):
+        next(passing)
+    with pytest.raises(datasets.UserError):
+        next(passing)
+    assert loader.state_dict()["step"] == 5
+    other.load_state_dict(loader.state_dict())
+    assert next(iter(other))[1].tolist() == next(passing)[1].tolist() == list(range(40, 48))
+
+
+def test_an_order_that_cannot_be_drawn_again_cannot_be_resumed() -> None:
+    def loader() -> DataLoader:
+        return DataLoader(datasets.Augmented(12), shuffle=True, generator=torch.Generator().manual_seed(1))
+
+    with pytest.raises(StateError, match="RandomSampler, which draws anew each time"):
+        loader().load_state_dict(loader().state_dict())
+    sampler = torch.utils.data.DistributedSampler(datasets.Augmented(12), 2, 0)
+    whole = as_bytes(DataLoader(datasets.Augmented(12), sampler=sampler))
+    resumed = DataLoader(datasets.Augmented(12), sampler=sampler)
+    resumed.load_state_dict(resumed.state_dict() | {"step": 2})
+    assert as_bytes(resumed) == whole[2:]
+
+
 def test_state_at_the_end_of_an_epoch_begins_the_next() -> None:
     loader, other = (DataLoader(datasets.Augmented(40), batch_size=8, shuffle=True) for _ in range(2))
     as_bytes(loader)
@@ -303,6 +329,41 @@ def test_a_lost_service_is_never_the_end_of_an_epoch(service: Any, loaders: Any)
     for _ in range(2):
         with pytest.raises(Superseded):
             list(passing)
+
+
+def test_a_dataset_that_worker_init_fn_prepares_works_in_the_trainer_too(service: Any, loaders: Any) -> None:
+    options = {"worker_init_fn": datasets.prepare, "shuffle": False, "service": service.name}
+    assert [i for batch in loaders(datasets.Prepared(20), **options) for i in batch.tolist()] == list(range(20))
+    service.start_workers()
+    assert [i for batch in loaders(datasets.Prepared(20), **options) for i in batch.tolist()] == list(range(20))
+
+
+def test_a_dataset_that_the_program_changes_between_epochs_changes_for_data_workers(service: Any, loaders: Any) -> None:
+    service.start_workers(2)
+    dataset = datasets.Prepared(20)
+    loader = loaders(dataset, worker_init_fn=datasets.prepare, shuffle=False, service=service.name)
+    for scale in (1, 10, 100):
+        dataset.scale = scale
+        assert [i for batch in loader for i in batch.tolist()] == [scale * i for i in range(20)]
+    assert loader.stats()["local_steps"] == 0
+
+
+def test_an_object_that_cannot_be_rebuilt_here_is_an_error_at_its_step(service: Any, loaders: Any) -> None:
+    service.start_workers()
+    loader = loaders(datasets.Odd(20), collate_fn=list, service=service.name)
+    with pytest.raises(RemoteError, match=r"cannot be rebuilt in the trainer: .*not a number"):
+        next(iter(loader))
+
+
+def test_a_batch_connection_in_doubt_is_made_anew(service: Any, loaders: Any, wait_until: Any) -> None:
+    service.start_workers()
+    loader = loaders(datasets.Augmented(100_000_000), service=service.name)
+    passing = iter(loader)
+    next(passing)
+    endpoint = loader._stream.client._endpoint
+    endpoint._senders.clear()  # as after a malformed batch: the loader takes its sender for a stranger
+    wait_until(lambda: [next(passing) for _ in range(300)] and endpoint._senders, timeout_s=30, what="a new proof")
+    assert "not received" in service.log("dispatcher")
 
 
 def test_a_loader_for_each_epoch_leaves_nothing_behind(service: Any, wait_until: Any) -> None:

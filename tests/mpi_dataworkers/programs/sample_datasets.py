@@ -99,6 +99,38 @@ class Growing(Augmented):
         return index
 
 
+class Prepared(Augmented):
+    """Opens its data in worker_init_fn, as datasets over databases do."""
+
+    table: list[int] | None = None
+    scale = 1
+
+    def __getitem__(self, index: int) -> Any:
+        assert self.table is not None
+        return self.table[index] * self.scale
+
+
+def prepare(_: int) -> None:
+    """worker_init_fn of `Prepared`."""
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.table = list(range(100))
+
+
+class Stubborn:
+    """Comes apart when it is put together again."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+class Odd(Augmented):
+    """Its batches hold an object that only the data worker can have."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Stubborn()
+
+
 class InBatches(Augmented):
     """Reads a batch at once."""
 

@@ -89,10 +89,14 @@ def wait_for_address_file(path: Path, timeout_s: float) -> ServiceAddress:
         ServiceError: it is not usable.
     """
     deadline = time.monotonic() + timeout_s
+    said = False
     while True:
         try:
             return read_address_file(path)
         except FileNotFoundError as error:
+            if not said:
+                _log.info("waiting up to %g s for the address file %s", timeout_s, path)
+                said = True
             if time.monotonic() > deadline:
                 raise ServiceUnavailable(
                     f"address file {path} did not appear within {timeout_s:g} s. Is the dispatcher running, and is the "

@@ -6,6 +6,7 @@ Slurm reads `#SBATCH` lines, that is before the first command, and never changes
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from hetjob.sbatch_options import SbatchOption
 from hetjob.spec import OPTIONS, JobSpec, parse_value
 
 MARK = "#HETSTREAM"
+_MEANT = re.compile(r"\s*#\s*hetstream\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ def late_directives(script: str) -> list[int]:
     return [number for number, line in enumerate(lines[start:], start=start + 1) if _is_directive(line)]
 
 
+def near_misses(script: str) -> list[int]:
+    """Numbers of the lines that were probably meant as directives but are comments: `# HETSTREAM`, `#hetstream`."""
+    lines = script.split("\n")
+    prologue = enumerate(lines[: prologue_length(lines)], start=1)
+    return [number for number, line in prologue if _MEANT.match(line) and not _is_directive(line)]
+
+
 def read_directives(script: str, name: str) -> list[Directive]:
     """All directives of a script, in order.
 
@@ -62,7 +71,7 @@ def read_directives(script: str, name: str) -> list[Directive]:
         name: the script's name, for messages.
 
     Raises:
-        DirectiveError: words that are no options, or open quotes; every such line is named.
+        DirectiveError: no words, words that are no options, or open quotes; every such line is named.
     """
     lines = script.split("\n")
     found: list[Directive] = []
@@ -81,6 +90,8 @@ def read_directives(script: str, name: str) -> list[Directive]:
 def _read_words(words: Sequence[str], origin: str) -> list[Directive]:
     found: list[Directive] = []
     rest = list(words)
+    if not rest:
+        raise ValueError(f"{MARK} without an option")
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or len(word) == 2:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetjob.convert import check_cluster, convert
-from hetjob.directives import from_command_line, is_own, late_directives, read_directives, read_spec
+from hetjob.directives import from_command_line, is_own, late_directives, near_misses, read_directives, read_spec
 from hetjob.errors import SlurmCommandError, UsageError
 from hetjob.plan import HetPlan
 from hetjob.ports import Cluster, SlurmClient
@@ -58,8 +58,16 @@ def convert_script(
     """
     text = body.decode(errors="surrogateescape")
     spec = read_spec([*read_directives(text, name), *from_command_line(command_line)], name)
-    late = late_directives(text)
-    notes = tuple(f"{name} line {number}: a #HETSTREAM line after the first command has no effect" for number in late)
+    notes = (
+        *(
+            f"{name} line {number}: a comment, not a directive. A directive begins the line as: #HETSTREAM --"
+            for number in near_misses(text)
+        ),
+        *(
+            f"{name} line {number}: a #HETSTREAM line after the first command has no effect"
+            for number in late_directives(text)
+        ),
+    )
     if spec is None:
         return Conversion(body, None, notes)
     if b"\r\n" in body:

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjob.directives import from_command_line, late_directives, prologue_length, read_directives, read_spec
+from hetjob.directives import (
+    from_command_line,
+    late_directives,
+    near_misses,
+    prologue_length,
+    read_directives,
+    read_spec,
+)
 from hetjob.errors import DirectiveError
 from hetjob.sbatch_options import parse_words
 from hetjob.spec import OPTIONS, JobSpec
@@ -42,6 +49,19 @@ def test_other_comments_are_not_directives(line: str) -> None:
     assert spec_of(f"#!/bin/bash\n{line}\n") is None
 
 
+def test_comments_that_were_meant_as_directives_are_found() -> None:
+    near = [
+        "#HETSTREAM: --data-workers=2",
+        "#HETSTREAM--data-workers=2",
+        "#hetstream x",
+        "  #HETSTREAM x",
+        "# HetStream",
+    ]
+    other = ["#HETSTREAM --data-workers=2", "#HETSTREAMS --x", "# with hetstream", "echo", "#hetstream late"]
+    script = "\n".join(["#!/bin/bash", *near, *other])
+    assert near_misses(script) == [2, 3, 4, 5, 6]
+
+
 def test_directives_after_the_first_command_do_not_count() -> None:
     script = "#!/bin/bash\nset -e\n#HETSTREAM --data-workers=2\ncat <<X\n#HETSTREAM --nonsense\nX\n"
     assert spec_of(script) is None
@@ -69,6 +89,8 @@ def test_every_problem_is_reported_at_once_with_its_line() -> None:
         ("--data-workers=2 --trainer-cpus=-1", "write a whole number"),
         ("--data-workers=2 --data-worker-mem=lots", "a size such as 16G"),
         ("--data-workers=2 --data-worker-partition=", "a name, not empty"),
+        ("", "line 2: #HETSTREAM without an option"),
+        ("# --data-workers=2", "line 2: #HETSTREAM without an option"),
         ("data-workers=2", "line 2: 'data-workers=2' is not an option"),
         ("--data-workers='2", "line 2: No closing quotation"),
     ],

@@ -93,7 +93,7 @@ def test_the_exit_code_is_sbatchs(shell: Shell) -> None:
     ],
 )
 def test_everything_else_goes_to_sbatch_untouched(shell: Shell, words: list[str]) -> None:
-    text = SCRIPT.replace("#HETSTREAM", "# HETSTREAM")
+    text = SCRIPT.replace("#HETSTREAM", "#NOT")
     (shell.directory / "plain.sbatch").write_text(text)
     done = shell.run("sbatch", *words, SBATCH_RC="3", SBATCH_PARTITION="gpu")
     assert done.returncode == 3
@@ -171,6 +171,14 @@ def test_directives_that_come_too_late_are_noted(shell: Shell) -> None:
     done = shell.run("sbatch", "late.sbatch")
     assert done.returncode == 0
     assert "hetstream: late.sbatch line 3: a #HETSTREAM line after the first command has no effect" in done.stderr
+
+
+@pytest.mark.parametrize("line", ["#HETSTREAM: --data-workers=2", "#HETSTREAM--x", "#hetstream x", "  #HETSTREAM x"])
+def test_comments_that_were_meant_as_directives_are_noted(shell: Shell, line: str) -> None:
+    (shell.directory / "near.sbatch").write_text(f"#!/bin/bash\n{line}\nhostname\n")
+    done = shell.run("sbatch", "near.sbatch")
+    assert done.returncode == 0
+    assert "hetstream: near.sbatch line 2: a comment, not a directive. A directive begins the line as:" in done.stderr
 
 
 def test_help_lists_the_options(shell: Shell) -> None:

@@ -147,12 +147,11 @@ def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
             try:
                 fields |= parse_value(directive.name, directive.value)
             except ValueError as error:
-                problems.append(f"{written}={directive.value}: {error}")
-    if not problems and "data_workers_min" not in fields:
+                value = directive.value if directive.value.isprintable() else repr(directive.value)
+                problems.append(f"{written}={value}: {error}")
+    # An unknown option may be this one misspelt.
+    if all(directive.name in OPTIONS and directive.name != "data-workers" for directive in directives):
         problems.append(f"{directives[0].origin}: --data-workers=MIN[-MAX] is missing; it says how many data workers")
-    if not problems:
-        try:
-            return JobSpec(**fields)
-        except DirectiveError as error:
-            problems.append(str(error))
-    raise DirectiveError(f"{name} {'; '.join(problems)}")
+    if problems:
+        raise DirectiveError(f"{name} {'; '.join(problems)}")
+    return JobSpec(**fields)

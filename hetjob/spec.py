@@ -15,6 +15,7 @@ from hetjob.sbatch_options import megabytes
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
 DEFAULT_TRAINER_CPUS_PER_GPU = 2  # one for the training loop, one for receiving and pinning batches
+_COUNTS_RULE = "MIN is at least 0, MAX at least 1 and not below MIN"
 
 
 @dataclass(frozen=True)
@@ -77,22 +78,13 @@ class JobSpec:
     trainer_cpus: int | None = None
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.data_workers_min < 0 or self.data_workers_max < max(1, self.data_workers_min):
-            problems.append(
-                f"--data-workers={self.data_workers_min}-{self.data_workers_max}: MIN is at least 0, MAX at least 1 "
-                "and not below MIN"
-            )
-        if self.data_worker_cpus < 1:
-            problems.append(f"--data-worker-cpus={self.data_worker_cpus}: at least 1")
-        if self.trainer_cpus is not None and self.trainer_cpus < 1:
-            problems.append(f"--trainer-cpus={self.trainer_cpus}: at least 1")
-        if self.data_worker_mem is not None and not megabytes(self.data_worker_mem):
-            problems.append(f"--data-worker-mem={self.data_worker_mem}: a size such as 16G or 8000M")
-        for name in ("partition", "constraint", "account", "qos"):
-            value = getattr(self, f"data_worker_{name}")
-            if value is not None and (not value or any(ord(char) < 32 for char in value)):
-                problems.append(f"--data-worker-{name}={value!r}: a name, not empty and on one line")
+        low, high = self.data_workers_min, self.data_workers_max
+        problems = [] if 0 <= low <= high > 0 else [f"--data-workers={low}-{high}: {_COUNTS_RULE}"]
+        for option in OPTIONS:
+            value = getattr(self, option.replace("-", "_"), None)
+            rule = None if value is None else _broken_rule(option, value)
+            if rule:
+                problems.append(f"--{option}={value!r}: {rule}")
         if problems:
             raise DirectiveError("; ".join(problems))
 
@@ -100,6 +92,15 @@ class JobSpec:
     def companions(self) -> int:
         """How many data workers may join as companion jobs."""
         return self.data_workers_max - self.data_workers_min
+
+
+def _broken_rule(option: str, value: int | str) -> str | None:
+    """The rule that one option's value breaks, in words; --data-workers has two values and its own rule."""
+    if isinstance(value, int):
+        return None if value >= 1 else "at least 1"
+    if option == "data-worker-mem":
+        return None if megabytes(value) else "a size such as 16G or 8000M"
+    return None if value and all(ord(char) >= 32 for char in value) else "a name, not empty and on one line"
 
 
 def parse_value(name: str, text: str) -> dict[str, Any]:
@@ -112,9 +113,16 @@ def parse_value(name: str, text: str) -> dict[str, Any]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
         if not match:
             raise ValueError("write MIN or MIN-MAX, such as 4, 2-8 or 0-8")
-        return {"data_workers_min": int(match[1]), "data_workers_max": int(match[2] or match[1])}
+        low, high = int(match[1]), int(match[2] or match[1])
+        if not low <= high > 0:
+            raise ValueError(_COUNTS_RULE)
+        return {"data_workers_min": low, "data_workers_max": high}
+    value: int | str = text
     if name in ("data-worker-cpus", "trainer-cpus"):
         if not (text.isascii() and text.isdigit()):
             raise ValueError("write a whole number")
-        return {name.replace("-", "_"): int(text)}
-    return {name.replace("-", "_"): text}
+        value = int(text)
+    rule = _broken_rule(name, value)
+    if rule:
+        raise ValueError(rule)
+    return {name.replace("-", "_"): value}

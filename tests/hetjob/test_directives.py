@@ -79,16 +79,41 @@ def test_every_problem_is_reported_at_once_with_its_line() -> None:
     assert "\n" not in text
 
 
+def test_wrong_values_are_reported_at_once_with_their_lines() -> None:
+    script = "#!/bin/bash\n#HETSTREAM --data-workers=8-2 --data-worker-cpus=0 --foo=1\n#HETSTREAM --trainer-cpus=0\n"
+    with pytest.raises(DirectiveError) as caught:
+        spec_of(script, "--data-worker-mem=lots", "--data-worker-qos=a\nb")
+    counts, cpus, foo, names, trainer, memory, qos = str(caught.value).split("; ")
+    assert counts == "train.sbatch line 2: --data-workers=8-2: MIN is at least 0, MAX at least 1 and not below MIN"
+    assert cpus == "line 2: --data-worker-cpus=0: at least 1"
+    assert foo.startswith("line 2: --foo is unknown")
+    assert names.startswith("valid are")
+    assert trainer == "line 3: --trainer-cpus=0: at least 1"
+    assert memory == "command line: --data-worker-mem=lots: a size such as 16G or 8000M"
+    assert qos == "command line: --data-worker-qos='a\\nb': a name, not empty and on one line"
+
+
+def test_a_spec_keeps_the_same_rules() -> None:
+    with pytest.raises(DirectiveError) as caught:
+        JobSpec(2, 1, data_worker_cpus=0, data_worker_mem="lots", data_worker_partition="")
+    assert str(caught.value) == (
+        "--data-workers=2-1: MIN is at least 0, MAX at least 1 and not below MIN; --data-worker-cpus=0: at least 1; "
+        "--data-worker-partition='': a name, not empty and on one line; "
+        "--data-worker-mem='lots': a size such as 16G or 8000M"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--data-worker-cpus=0", "--data-worker-cpus=0: at least 1; line 2: --data-workers=MIN[-MAX] is missing"),
         ("--data-worker-cpus=4", "line 2: --data-workers=MIN[-MAX] is missing"),
         ("--data-workers=8-2", "not below MIN"),
-        ("--data-workers=0", "MAX at least 1"),
-        ("--data-workers=2 --data-worker-cpus=0", "--data-worker-cpus=0: at least 1"),
+        ("--data-workers=0", "line 2: --data-workers=0: MIN is at least 0, MAX at least 1"),
+        ("--data-workers=2 --data-worker-cpus=0", "line 2: --data-worker-cpus=0: at least 1"),
         ("--data-workers=2 --trainer-cpus=-1", "write a whole number"),
-        ("--data-workers=2 --data-worker-mem=lots", "a size such as 16G"),
-        ("--data-workers=2 --data-worker-partition=", "a name, not empty"),
+        ("--data-workers=2 --data-worker-mem=lots", "line 2: --data-worker-mem=lots: a size such as 16G"),
+        ("--data-workers=2 --data-worker-partition=", "line 2: --data-worker-partition=: a name, not empty"),
         ("", "line 2: #HETSTREAM without an option"),
         ("# --data-workers=2", "line 2: #HETSTREAM without an option"),
         ("data-workers=2", "line 2: 'data-workers=2' is not an option"),

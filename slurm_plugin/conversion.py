@@ -16,6 +16,7 @@ from hetjob.plan import HetPlan
 from hetjob.ports import Cluster, SlurmClient
 from hetjob.render import render
 from hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment
+from hetjob.spec import OPTIONS
 
 _UNKNOWN_CLUSTER = Cluster(frozenset(), None, None)
 
@@ -77,6 +78,13 @@ def convert_script(
     check_cluster(spec, cluster)
     plan = convert(spec, text, name, command_line=options, default_partition=cluster.default_partition)
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
+
+
+def note_on_arguments(script: str, arguments: Sequence[str]) -> list[str]:
+    """What to say about options of hetstream that stand behind the script, where sbatch ends its own options."""
+    own = [word for word in arguments if word.startswith("--") and word[2:].partition("=")[0] in OPTIONS]
+    verb = "is an argument" if len(own) == 1 else "are arguments"
+    return [f"{' '.join(own)} {verb} of {script}: options of hetstream stand before the script"] if own else []
 
 
 def _ask(client: SlurmClient, options: Sequence[SbatchOption]) -> Cluster:

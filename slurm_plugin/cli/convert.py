@@ -6,57 +6,69 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from hetjob.errors import UsageError
 from hetjob.sbatch_options import parse_words
 from hetjob.spec import OPTIONS
 from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.conversion import Conversion, convert_script
+from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
 from slurm_plugin.program import own_program
 
-EPILOG = """\
+HELP = """\
+usage: hetstream convert [--json] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [-- MORE OPTIONS]
+
+Print the heterogeneous script that a script with #HETSTREAM lines becomes. --json prints components, changes and script
+as JSON. The other options are those of hetstream sbatch: hetstream sbatch --help
+
 The script goes to stdout, the explanation to stderr. Nothing is submitted and no file is changed.
 
 examples:
   hetstream convert train.sbatch
+  hetstream convert --data-workers=4 --time=2:00:00 train.sbatch
   hetstream convert train.sbatch -- --data-workers=4 --time=2:00:00
   hetstream convert --json train.sbatch
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
-    """Declare the verb."""
-    parser = subparsers.add_parser(
-        "convert",
-        help=summary,
-        description="Print the heterogeneous script that a script with #HETSTREAM lines becomes.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--json] SCRIPT [-- OPTIONS OF SBATCH AND HETSTREAM]",
-    )
-    parser.add_argument("--json", action="store_true", help="print components, changes and script as JSON")
-    parser.add_argument("script", type=Path, help="the sbatch script")
-    parser.add_argument("sbatch_options", nargs="*", help="as they would stand on sbatch's command line")
+    """Declare the verb. argparse hands over every word, as for `hetstream sbatch`: the words mean the same here."""
+    parser = subparsers.add_parser("convert", help=summary, prefix_chars="\0", add_help=False)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the conversion."""
-    options, rest = parse_words(args.sbatch_options, "command line", extra=OPTIONS)
-    if rest:
-        raise UsageError(f"{rest[0]!r} is not an option; script arguments do not change the conversion")
+    options, rest = parse_words(args.words, "command line", extra=OPTIONS)
+    if any(option.name == "help" for option in options):
+        print(HELP, end="")
+        return 0
+    if not rest:
+        raise UsageError("no script is named. Write: hetstream convert SCRIPT")
+    script, arguments = Path(rest[0]), rest[1:]
+    as_json = "json" in (option.name for option in options)
+    if arguments[:1] == ["--json"]:
+        as_json, arguments = True, arguments[1:]
+    if arguments[:1] == ["--"]:
+        more, arguments = parse_words(arguments[1:], "command line", extra=OPTIONS)
+        options += more
+        if arguments:
+            raise UsageError(f"{arguments[0]!r} is not an option; script arguments do not change the conversion")
+    options = [option for option in options if option.name != "json"]
     try:
-        body = args.script.read_bytes()
+        body = script.read_bytes()
     except OSError as error:
-        raise UsageError(f"{args.script} cannot be read: {error.strerror}") from error
-    conversion = convert_script(body, args.script.name, options, os.environ, CommandSlurm(), own_program())
-    if args.json:
+        raise UsageError(f"{script} cannot be read: {error.strerror}") from error
+    conversion = convert_script(body, script.name, options, os.environ, CommandSlurm(), own_program())
+    conversion = replace(conversion, notes=(*conversion.notes, *note_on_arguments(script.name, arguments)))
+    if as_json:
         print(json.dumps(_as_json(conversion), indent=1))
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(conversion.script)
-    for line in _explanation(conversion, args.script.name):
+    for line in _explanation(conversion, script.name):
         print(line, file=sys.stderr)
     return 0
 

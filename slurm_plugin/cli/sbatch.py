@@ -21,11 +21,11 @@ from hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, pars
 from hetjob.spec import OPTIONS
 from slurm_plugin.client.run import become
 from slurm_plugin.client.slurm import CommandSlurm, run_sbatch
-from slurm_plugin.conversion import Conversion, convert_script
+from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
 from slurm_plugin.program import own_program
 
 HELP = """\
-usage: hetstream sbatch [--dry-run] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [ARGUMENTS]
+usage: hetstream sbatch [--dry-run] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [ARGUMENTS OF THE SCRIPT]
 
 Submit a script as sbatch does. #HETSTREAM lines in it, or the same options here, add data workers:
 {options}
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         _, rest = parse_words(rest[1:], "command line", extra=OPTIONS)
     given = SbatchOptions(tuple(options))
     if given.has("help") and not rest:
-        lines = (f"  --{name}={option.metavar:<10} {option.meaning}" for name, option in OPTIONS.items())
+        lines = (f"  {f'--{name}={option.metavar}':<34}{option.meaning}" for name, option in OPTIONS.items())
         print(HELP.format(options="\n".join(lines)), end="")
         return 0
     dry_run = given.has("dry-run")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{name} cannot be read, so no data workers can be added. Check the script's name")
         become(["sbatch", *words])  # sbatch has the words for it
     conversion = convert_script(body, name, options, os.environ, CommandSlurm(), own_program())
-    for note in conversion.notes:
+    for note in [*conversion.notes, *note_on_arguments(name, rest[1:])]:
         print(f"hetstream: {note}", file=sys.stderr)
     if conversion.plan is not None and components:
         raise AlreadyHeterogeneous(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hetjob.spec import OPTIONS
 from slurm_plugin.cli import main
 
 SCRIPT = """#!/bin/bash
@@ -99,7 +101,10 @@ def test_everything_else_goes_to_sbatch_untouched(shell: Shell, words: list[str]
     assert done.returncode == 3
     assert shell.given()["words"] == words
     assert shell.given()["partition"] == "gpu"
-    assert done.stderr == "sbatch: a warning\n"
+    misplaced = (
+        "hetstream: --data-workers=2 is an argument of plain.sbatch: options of hetstream stand before the script\n"
+    )
+    assert done.stderr == (misplaced if "--data-workers=2" in words else "") + "sbatch: a warning\n"
 
 
 def test_a_script_from_standard_input(shell: Shell) -> None:
@@ -184,18 +189,55 @@ def test_comments_that_were_meant_as_directives_are_noted(shell: Shell, line: st
 def test_help_lists_the_options(shell: Shell) -> None:
     done = shell.run("sbatch", "--help")
     assert done.returncode == 0
-    assert "--data-worker-partition=NAME" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("  --")]
+    assert "  --data-worker-partition=NAME      Slurm partition of the data workers" in lines
+    assert len(lines) == len(OPTIONS)
+    assert all(re.match(r"  --\S+ +$", line[:36]) and line[36] != " " for line in lines)
 
 
-def test_convert_prints_the_script_and_says_why(shell: Shell) -> None:
-    done = shell.run("convert", "train.sbatch", "--", "--data-workers=4")
+@pytest.mark.parametrize(
+    "words", [["--data-workers=4", "train.sbatch", "--epochs=3"], ["train.sbatch", "--", "--data-workers=4"]]
+)
+def test_convert_prints_the_script_and_says_why(shell: Shell, words: list[str]) -> None:
+    done = shell.run("convert", *words)
     assert done.returncode == 0
     assert "--ntasks=4" in done.stdout
     assert "trainer: --cpus-per-task=2 (was 16, line 2)\n    because data workers do the preprocessing" in done.stderr
 
 
-def test_convert_as_json(shell: Shell) -> None:
-    report = json.loads(shell.run("convert", "--json", "train.sbatch").stdout)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "UsageError: no script is named"),
+        (["none.sbatch"], "UsageError: none.sbatch cannot be read"),
+        (["train.sbatch", "--", "data-workers=4"], "UsageError: 'data-workers=4' is not an option"),
+        (["--data-workers=0", "train.sbatch"], "DirectiveError: train.sbatch command line: --data-workers=0: MIN is"),
+    ],
+)
+def test_convert_refuses(shell: Shell, words: list[str], said: str) -> None:
+    done = shell.run("convert", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"hetstream convert: {said}")
+
+
+def test_convert_notes_options_behind_the_script(shell: Shell) -> None:
+    done = shell.run("convert", "train.sbatch", "--data-workers=4", "--trainer-cpus", "1")
+    assert "--ntasks=2" in done.stdout
+    assert (
+        "note: --data-workers=4 --trainer-cpus are arguments of train.sbatch: options of hetstream stand before"
+        in done.stderr
+    )
+
+
+def test_convert_has_help(shell: Shell) -> None:
+    done = shell.run("convert", "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: hetstream convert")
+
+
+@pytest.mark.parametrize("words", [["--json", "train.sbatch"], ["train.sbatch", "--json"]])
+def test_convert_as_json(shell: Shell, words: list[str]) -> None:
+    report = json.loads(shell.run("convert", *words).stdout)
     assert report["meta"] == {"version": 1}
     assert [component["role"] for component in report["components"]] == ["trainer", "data_workers"]
     assert report["components"][1]["options"] == ["--partition=cpu", "--cpus-per-task=4", "--ntasks=2"]

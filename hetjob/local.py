@@ -6,6 +6,8 @@ program gets its signals and gives its exit code. Nothing outlives this process,
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -15,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetjob.errors import MasterError, ProgramNotFound
+from hetjob.errors import MasterError, ProgramNotFound, UsageError
 from hetjob.master.state import MasterState, Phase
 from hetjob.ports import Child
 from hetjob.processes import next_signal, signals_held, start_child
 from hetjob.service import Service, make_private, read_summary
-from mpi_dataworkers.errors import ConfigError
 
 _READY_LIMIT_S = 30.0
 _IDLE_S = 5.0  # the program's end wakes the wait at once
@@ -56,7 +57,7 @@ class LocalConfig:
         if not self.command:
             problems.append("no program: write hetstream run --data-workers=N python train.py")
         if problems:
-            raise ConfigError("; ".join(problems))
+            raise UsageError("; ".join(problems))
 
     def dispatcher_words(self, directory: Path) -> list[str]:
         """The dispatcher's command."""
@@ -95,17 +96,25 @@ def run_local(
         hook_environment: gives those variables for an address file, or for none.
 
     Raises:
-        ProgramNotFound: there is no such program.
+        ProgramNotFound: there is no such program, or it is not executable.
         MasterError: the dispatcher did not start.
     """
     if shutil.which(config.command[0], path=environ.get("PATH")) is None:
-        raise ProgramNotFound(f"{config.command[0]!r} is not a program on PATH. Check: command -v {config.command[0]}")
+        raise _not_found(config.command[0])
     with signals_held(_SIGNALS):
         if config.data_workers == 0:
             program = _start_program(config, dict(environ) | dict(hook_environment(None, environ)))
             return LocalResult(_attend(program, None))
         with tempfile.TemporaryDirectory(prefix="hetstream-") as name:
             return _run_with_service(config, environ, hook_environment, Path(name))
+
+
+def _not_found(name: str) -> ProgramNotFound:
+    if not Path(name).is_file() or os.access(name, os.X_OK):
+        return ProgramNotFound(f"{name!r} is not a program on PATH. Check: command -v {name}")
+    path = shlex.quote(name)
+    way = f"Put its interpreter in front: python {path}" if name.endswith(".py") else f"Run: chmod +x {path}"
+    return ProgramNotFound(f"{name!r} is a file that is not executable. {way}")
 
 
 def _run_with_service(

@@ -212,10 +212,11 @@ def read_summary(work_dir: Path) -> dict[str, Any]:
 def summary_line(summary: Mapping[str, Any]) -> str:
     """The summary on one line, for a log or a terminal."""
     loaders = summary.get("loaders", [])
-    steps, samples, wait_s, elapsed_s, local = (
-        sum(loader.get(name, 0) for loader in loaders)
-        for name in ("steps", "samples", "wait_s", "elapsed_s", "local_steps")
+    steps, samples, elapsed_s, local = (
+        sum(loader.get(name, 0) for loader in loaders) for name in ("steps", "samples", "elapsed_s", "local_steps")
     )
+    # Waits count at once, the time of a pass at its end: a pass that never ended leaves waits without their time.
+    wait_s = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders)
     if not loaders:
         return "no loader connected: the program made no DataLoader that can be streamed"
     return (

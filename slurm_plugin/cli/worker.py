@@ -16,7 +16,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         "that dies is replaced.",
     )
     parser.add_argument("--service", required=True, metavar="file:FILE", help="address file of the dispatcher")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="one for each CPU (default 1)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many; best one for each CPU of the data worker (default 1)",
+    )
     parser.set_defaults(run=run)
 
 

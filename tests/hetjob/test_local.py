@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hetjob.errors import ProgramNotFound
+from hetjob.errors import ProgramNotFound, UsageError
 from hetjob.local import LocalConfig, LocalResult, run_local
-from mpi_dataworkers.errors import ConfigError
+from hetjob.service import summary_line
+from slurm_plugin.cli import main
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 STAND_IN = (sys.executable, str(Path(__file__).parent / "programs" / "hetstream.py"))
@@ -56,8 +57,29 @@ def test_without_data_workers_there_is_no_service() -> None:
 def test_unusable_programs_and_counts() -> None:
     with pytest.raises(ProgramNotFound, match="'no-such-program' is not a program on PATH"):
         run_local(LocalConfig(STAND_IN, ("no-such-program",), 1), os.environ, hook)
-    with pytest.raises(ConfigError, match=r"--data-workers=-1: at least 0; --worker-processes=0.*; no program"):
+    with pytest.raises(UsageError, match=r"--data-workers=-1: at least 0; --worker-processes=0.*; no program"):
         LocalConfig(STAND_IN, (), -1, 0)
+
+
+def test_a_file_that_is_not_executable_is_called_that() -> None:
+    for name in ("train.py", "start"):
+        Path(name).write_text("")
+    with pytest.raises(ProgramNotFound, match=r"'\./train.py' is a file that is not executable.*: python \./train.py$"):
+        run_local(LocalConfig(STAND_IN, ("./train.py",), 1), os.environ, hook)
+    with pytest.raises(ProgramNotFound, match=r"'\./start' is a file that is not executable. Run: chmod \+x \./start$"):
+        run_local(LocalConfig(STAND_IN, ("./start",), 1), os.environ, hook)
+
+
+@pytest.mark.parametrize("words", [["--data-workers", "1"], ["--data-workers=-1", "true"]])
+def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *words]) == 2
+    assert capsys.readouterr().err.startswith("hetstream run: UsageError: ")
+
+
+def test_the_trainer_never_waited_longer_than_it_ran() -> None:
+    loaders = [{"wait_s": 2.1, "elapsed_s": 2.0}, {"wait_s": 3.0, "elapsed_s": 3.0}]
+    assert "trainer waited 100% of the time" in summary_line({"loaders": loaders})
+    assert "trainer waited 0% of the time" in summary_line({"loaders": [{}]})
 
 
 class Run:

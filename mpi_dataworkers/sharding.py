@@ -9,7 +9,9 @@ Words: a *round* is one global batch, that is one step of every rank; global ste
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,26 +39,40 @@ def derive_seed(seed: int, *parts: int) -> int:
     """Derive a 64-bit seed from a base seed and what it is for, for example (seed, epoch, sample index)."""
     value = mix64(seed + _GOLDEN)
     for part in parts:
-        value = mix64(value ^ mix64(part + _GOLDEN))
+        value = _extend_seed(value, part)
     return value
 
 
-def sample_seeds(indices: Indices, seed: int, epoch: int, listed_step: int | None = None) -> list[int]:
-    """Seeds of the random state of a step's samples.
+def _extend_seed(value: int, part: int) -> int:
+    return mix64(value ^ mix64(part + _GOLDEN))
+
+
+class SampleSeeds(Sequence[int]):
+    """Seeds of the random state of a step's samples, each computed when it is asked for.
 
     In a planned order from (seed, epoch, sample index), so that a sample is augmented alike in any batch and at any
     world size. In a listed order from (seed, epoch, step, place in the step), because a program's sampler may draw an
     index more than once in an epoch, and each time is to be augmented differently.
 
     Args:
-        indices: int64 array.
+        indices: int64 array of the step.
         seed: the loader's seed.
         epoch: the epoch.
         listed_step: the step, in a listed order.
     """
-    if listed_step is None:
-        return [derive_seed(seed, epoch, index) for index in indices.tolist()]
-    return [derive_seed(seed, epoch, listed_step, place) for place in range(len(indices))]
+
+    def __init__(self, indices: Indices, seed: int, epoch: int, listed_step: int | None = None) -> None:
+        self._indices = indices if listed_step is None else None
+        self._length = len(indices)
+        self._base = derive_seed(seed, epoch) if listed_step is None else derive_seed(seed, epoch, listed_step)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, place: Any) -> Any:
+        if not 0 <= place < self._length:
+            raise IndexError(place)
+        return _extend_seed(self._base, place if self._indices is None else int(self._indices[place]))
 
 
 def _mix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

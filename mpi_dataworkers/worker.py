@@ -60,7 +60,7 @@ from mpi_dataworkers.ops.pipeline import (
     use_one_thread,
 )
 from mpi_dataworkers.ops.tree import flatten
-from mpi_dataworkers.sharding import EpochPlan, Indices, sample_seeds
+from mpi_dataworkers.sharding import EpochPlan, Indices, SampleSeeds
 from mpi_dataworkers.transports.base import PeerUnreachable, WorkerEndpoint
 from mpi_dataworkers.transports.zmq import ZmqBatchSender, ZmqWorkerEndpoint
 
@@ -199,7 +199,7 @@ class DataWorker:
             pipeline = self._pipeline(lease)
             indices = indices_of(lease, step)
             listed_step = None if isinstance(session.order, PlannedOrder) else step
-            batch = pipeline.make_batch(indices, sample_seeds(indices, session.seed, session.epoch, listed_step))
+            batch = pipeline.make_batch(indices, SampleSeeds(indices, session.seed, session.epoch, listed_step))
             spec, buffers = flatten(batch)
         except _LeaseGone:
             raise

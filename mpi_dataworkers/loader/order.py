@@ -14,7 +14,7 @@ import numpy as np
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.messages import ListedOrder
 from mpi_dataworkers.messages import PlannedOrder as PlannedOrderMessage
-from mpi_dataworkers.sharding import EpochPlan, Indices, sample_seeds
+from mpi_dataworkers.sharding import EpochPlan, Indices, SampleSeeds
 
 
 class PlannedPass:
@@ -38,9 +38,9 @@ class PlannedPass:
         """Sample indices of a step, or None after the last."""
         return self._plan.indices(step, self._rank) if step < self.num_steps else None
 
-    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> list[int]:  # noqa: ARG002, see ListedPass
+    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:  # noqa: ARG002, see ListedPass
         """Seeds of the step's samples."""
-        return sample_seeds(indices, seed, epoch)
+        return SampleSeeds(indices, seed, epoch)
 
     def forget(self, step: int) -> None:
         """Nothing is kept."""
@@ -81,9 +81,9 @@ class ListedPass:
             self._next += 1
         return self._drawn.get(step)
 
-    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> list[int]:
+    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:
         """Seeds of the step's samples."""
-        return sample_seeds(indices, seed, epoch, step)
+        return SampleSeeds(indices, seed, epoch, step)
 
     def forget(self, step: int) -> None:
         """Drop a step that the training loop has taken."""

@@ -1,7 +1,7 @@
 """From sample indices to a batch: the one function that data workers, the loader in process and its fallback all run.
 
 A batch depends on the pipeline, the indices and the seeds, and on nothing else: before each sample the generators of
-Python's `random`, of NumPy and of torch are seeded (see `sharding.sample_seeds`).
+Python's `random`, of NumPy and of torch are seeded (see `sharding.SampleSeeds`).
 """
 
 from __future__ import annotations

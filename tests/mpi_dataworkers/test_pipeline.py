@@ -25,7 +25,7 @@ from mpi_dataworkers.ops.pipeline import (
     generators_kept,
     load_pipeline,
 )
-from mpi_dataworkers.sharding import sample_seeds
+from mpi_dataworkers.sharding import SampleSeeds
 from mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 
 
@@ -34,7 +34,7 @@ def pipeline_of(dataset: Any, **options: Any) -> Pipeline:
 
 
 def batch_of(pipeline: Pipeline, indices: list[int], seed: int, epoch: int) -> Any:
-    return pipeline.make_batch(np.array(indices), sample_seeds(np.array(indices), seed, epoch))
+    return pipeline.make_batch(np.array(indices), SampleSeeds(np.array(indices), seed, epoch))
 
 
 def test_a_sample_is_the_same_in_any_batch_and_differs_by_epoch_and_seed() -> None:
@@ -145,5 +145,5 @@ def test_user_code_cannot_end_the_epoch_by_a_stray_stop_iteration() -> None:
 
 
 def test_a_sample_drawn_twice_in_a_listed_order_is_augmented_differently() -> None:
-    seeds = sample_seeds(np.array([7, 7]), 1, 2, listed_step=0)
-    assert len({*seeds, *sample_seeds(np.array([7, 7]), 1, 2, listed_step=1)}) == 4
+    seeds = SampleSeeds(np.array([7, 7]), 1, 2, listed_step=0)
+    assert len({*seeds, *SampleSeeds(np.array([7, 7]), 1, 2, listed_step=1)}) == 4

@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from hetjob.errors import SlurmCommandError, UsageError
 from hetjob.plan import HetPlan
 from hetjob.ports import Cluster, SlurmClient
 from hetjob.render import render
-from hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment
+from hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment, parse_words
 from hetjob.spec import OPTIONS
 
 _UNKNOWN_CLUSTER = Cluster(frozenset(), None, None)
@@ -85,6 +86,26 @@ def note_on_arguments(script: str, arguments: Sequence[str]) -> list[str]:
     own = [word for word in arguments if word.startswith("--") and word[2:].partition("=")[0] in OPTIONS]
     verb = "is an argument" if len(own) == 1 else "are arguments"
     return [f"{' '.join(own)} {verb} of {script}: options of hetstream stand before the script"] if own else []
+
+
+# What a shell script uses its arguments by. Too much rather than too little: a match leaves the words to the script.
+_ARGUMENTS = re.compile(r"\$[1-9@*#]|\$\{[#!]?[1-9@*]|\bshift\b|\bgetopts?\b|\bBASH_ARGV\b")
+_SHELL = re.compile(r"#!\s*\S*\b(ba|da|k|z)?sh\b")
+
+
+def options_behind(body: bytes, arguments: Sequence[str]) -> list[SbatchOption]:
+    """Options of sbatch or hetstream that stand behind a script which does not use arguments; all words, or none.
+
+    sbatch would give them to the script, where nothing could come of them.
+    """
+    text = body.decode(errors="surrogateescape")
+    if not arguments or not _SHELL.match(text) or _ARGUMENTS.search(text):
+        return []
+    try:
+        options, rest = parse_words(arguments, "command line", extra=OPTIONS)
+    except UsageError:
+        return []
+    return [] if rest else options
 
 
 def _ask(client: SlurmClient, options: Sequence[SbatchOption]) -> Cluster:

@@ -21,7 +21,7 @@ from hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, pars
 from hetjob.spec import OPTIONS
 from slurm_plugin.client.run import become
 from slurm_plugin.client.slurm import CommandSlurm, run_sbatch
-from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
+from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, options_behind
 from slurm_plugin.program import own_program
 
 HELP = """\
@@ -29,6 +29,7 @@ usage: hetstream sbatch [--dry-run] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [AR
 
 Submit a script as sbatch does. #HETSTREAM lines in it, or the same options here, add data workers:
 {options}
+Options may also stand behind a script that does not use its arguments.
 --dry-run prints the script that would be submitted, and the command. All other options: sbatch --help
 """
 
@@ -52,9 +53,12 @@ def run(args: argparse.Namespace) -> int:
         lines = (f"  {f'--{name}={option.metavar}':<34}{option.meaning}" for name, option in OPTIONS.items())
         print(HELP.format(options="\n".join(lines)), end="")
         return 0
-    dry_run = given.has("dry-run")
-    options = [option for option in options if option.name != "dry-run"]
     body, name = _read_script(rest, given)
+    if body is not None and (behind := options_behind(body, rest[1:])):
+        options, rest = [*options, *behind], rest[:1]
+        words = [*words_of(options), *rest]
+    dry_run = any(option.name == "dry-run" for option in options)
+    options = [option for option in options if option.name != "dry-run"]
     if body is None:
         if any(is_own(option.name) for option in options):
             raise UsageError(f"{name} cannot be read, so no data workers can be added. Check the script's name")

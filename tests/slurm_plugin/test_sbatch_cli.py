@@ -263,3 +263,22 @@ def test_convert_works_without_slurm(
     path.write_text(SCRIPT.replace(" --data-worker-partition=cpu", ""))
     assert main(["convert", str(path)]) == 2
     assert "MissingPartition" in capsys.readouterr().err
+
+
+def test_options_behind_a_script_that_uses_no_arguments_are_sbatchs(shell: Shell) -> None:
+    done = shell.run("sbatch", "train.sbatch", "--parsable", "--data-worker-cpus=2", "-t", "5")
+    assert (done.returncode, done.stdout) == (0, "Submitted batch job 17\n")
+    words = shell.given()["words"]
+    assert isinstance(words, list)
+    assert words[:-1] == ["--parsable", "-t", "5"]
+    assert words[-1].endswith("/train.sbatch"), "nothing is left for the script"
+    assert "--data-worker-cpus=2" in str(shell.given()["script"])
+
+
+@pytest.mark.parametrize("use", ['"$@"', "$1", "${2:-x}", "shift", "$#", "${@:2}"])
+def test_a_script_that_uses_its_arguments_gets_them_all(shell: Shell, use: str) -> None:
+    (shell.directory / "train.sbatch").write_text(SCRIPT + f"echo {use}\n")
+    assert shell.run("sbatch", "train.sbatch", "--parsable", "-t", "5").returncode == 0
+    words = shell.given()["words"]
+    assert isinstance(words, list)
+    assert words[1:] == ["--parsable", "-t", "5"]

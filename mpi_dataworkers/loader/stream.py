@@ -341,8 +341,9 @@ class LocalIterator(Iterator[Any]):
             self.close()
             raise
         except Exception:
-            self._sizes.popleft()
-            self.position += 1
+            if self._sizes:  # none, when it was the program's sampler that raised
+                self._sizes.popleft()
+                self.position += 1
             raise
         self.position += 1
         self._stream.count(steps=1, samples=self._sizes.popleft(), local_steps=1, wait_s=time.monotonic() - started)

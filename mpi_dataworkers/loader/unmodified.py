@@ -47,9 +47,18 @@ def iterate(loader: Any) -> Iterator[Any]:
     stream = streamed.stream
     stream.check_length()
     epoch = next(streamed.passes)
+    before = torch.get_rng_state()
     # torch makes the sampler's iterator first and draws its base seed second; so must we.
     order = ListedPass(loader._index_sampler, loader.batch_sampler is not None)
     seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+    try:
+        order.indices(0)
+    except PipelineError as error:
+        torch.set_rng_state(before)
+        stream.close()
+        _say_local(loader, str(error))
+        _known[loader] = None
+        return torch_iter(loader)
     if stream.client is not None:
         return StreamIterator(stream, order, seed, epoch, 0, loader)
     return LocalIterator(stream, order, seed, epoch, 0, torch_options(loader))
@@ -65,8 +74,12 @@ def _adopt(loader: Any) -> _Streamed | None:
             return _Streamed(stream)
         except (PipelineError, ServiceUnavailable) as error:
             reason = str(error)
-    _log.warning("hetstream: a DataLoader over %s stays local: %s", type(loader.dataset).__name__, reason)
+    _say_local(loader, reason)
     return None
+
+
+def _say_local(loader: Any, reason: str) -> None:
+    _log.warning("hetstream: a DataLoader over %s stays local: %s", type(loader.dataset).__name__, reason)
 
 
 def _make(loader: Any, service: str | None) -> Stream:

@@ -554,6 +554,29 @@ def test_an_unmodified_program_streams_in_the_order_it_has_without_hetstream(
     assert service.log("dispatcher").count("opened") == 2
 
 
+KEYED = """
+from torch.utils.data import DataLoader, Dataset
+
+class Keyed(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, key):
+        return {"a": 1, "b": 2, "c": 3}[key]
+
+loader = DataLoader(Keyed(), sampler=["c", "a", "b"], batch_size=2)
+print([batch.tolist() for _ in range(2) for batch in loader])
+"""
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_sampler_of_keys_stays_local_and_says_why_once(service: Any, run_program: RunProgram, streamed: bool) -> None:
+    service.start_workers()
+    result = run_program(KEYED, service.directory, **environment(service.name if streamed else None, {}))
+    assert result.stdout == "[[3, 1], [2], [3, 1], [2]]\n", result.stderr
+    assert result.stderr.count("a DataLoader over Keyed stays local: the sampler gave ['c', 'a'] for step 0") == 1
+
+
 def test_the_hook_hides_no_sitecustomize_and_is_quiet_elsewhere(tmp_path: Path, run_program: RunProgram) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("print('the site ran')")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from mpi_dataworkers.loader import DataLoader
+from mpi_dataworkers.visitation import ShardingPolicy, Visitation
 
-__all__ = ["DataLoader"]
+if TYPE_CHECKING:
+    from mpi_dataworkers.generators import numpy_sample_generator, sample_generator
+    from mpi_dataworkers.loader import DataLoader, mix
+
+__all__ = ["DataLoader", "ShardingPolicy", "Visitation", "mix", "numpy_sample_generator", "sample_generator"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +22,12 @@ def __getattr__(name: str) -> Any:
         from mpi_dataworkers.loader import DataLoader
 
         return DataLoader
+    if name == "mix":
+        from mpi_dataworkers.loader import mix
+
+        return mix
+    if name in ("numpy_sample_generator", "sample_generator"):
+        from mpi_dataworkers import generators
+
+        return getattr(generators, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,11 +3,18 @@
 HETSTREAM_SERVICE        file:PATH of the dispatcher's address file
 HETSTREAM_JOB_NAME       name under which the ranks of one program meet (default: from Slurm or torchrun)
 HETSTREAM_BUFFER_BYTES   bytes of finished batches a loader holds ahead of the training loop (default 512 MiB)
+HETSTREAM_CACHE_BYTES    bytes of finished batches a data worker process keeps for loaders that share (default 256 MiB)
+HETSTREAM_TRANSPORT      rails on which batches may come, comma-separated: mpi, shm, ipc, tcp (default: all but mpi)
+HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus metrics (default: nowhere)
+HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leaves out (default: none is written)
+HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what shrinks well (default: none)
 HETSTREAM_HOOK           1 while the start-up hook is active
+HETSTREAM_FAULT          for tests: where a process is to die, see `faults.py`
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import uuid
 from collections.abc import Mapping
@@ -16,6 +23,9 @@ from dataclasses import dataclass
 from mpi_dataworkers.errors import ConfigError
 
 DEFAULT_BUFFER_BYTES = 512 << 20
+DEFAULT_CACHE_BYTES = 256 << 20
+RAILS = ("shm", "ipc", "tcp")
+ALL_RAILS = ("mpi", *RAILS)
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,11 @@ def service_from_environment(environ: Mapping[str, str] = os.environ) -> str | N
     return environ.get("HETSTREAM_SERVICE") or None
 
 
+def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
+    """Requests of a test to hurt this process, as `faults.py` reads them; empty without."""
+    return environ.get("HETSTREAM_FAULT", "")
+
+
 def buffer_bytes_from_environment(environ: Mapping[str, str] = os.environ) -> int:
     """Bytes a loader may hold ahead of the training loop."""
     value = _number(environ, "HETSTREAM_BUFFER_BYTES")
@@ -64,6 +79,75 @@ def buffer_bytes_from_environment(environ: Mapping[str, str] = os.environ) -> in
     if value <= 0:
         raise ConfigError(f"environment variable HETSTREAM_BUFFER_BYTES={value}: must be positive")
     return value
+
+
+def cache_bytes_from_environment(environ: Mapping[str, str] = os.environ) -> int:
+    """Bytes of finished batches that a data worker process keeps for loaders that share them; 0 keeps none."""
+    value = _number(environ, "HETSTREAM_CACHE_BYTES")
+    if value is None:
+        return DEFAULT_CACHE_BYTES
+    if value < 0:
+        raise ConfigError(f"environment variable HETSTREAM_CACHE_BYTES={value}: must be at least 0")
+    return value
+
+
+def metrics_address(value: str, name: str) -> tuple[str, int]:
+    """Host and port of `[HOST:]PORT`; the host is 127.0.0.1 where none is given, and port 0 finds a free one.
+
+    Args:
+        value: the text.
+        name: of the option or variable that it comes from.
+
+    Raises:
+        ConfigError: another form.
+    """
+    host, colon, port = value.rpartition(":")
+    if not port.isdigit() or int(port) > 65535 or (colon and not host):
+        raise ConfigError(f"{name} {value!r}: the form is [HOST:]PORT, for example 9400 or 0.0.0.0:9400")
+    return host or "127.0.0.1", int(port)
+
+
+def metrics_from_environment(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """Where the dispatcher serves metrics, or None for nowhere."""
+    value = environ.get("HETSTREAM_METRICS_PORT")
+    return metrics_address(value, "environment variable HETSTREAM_METRICS_PORT") if value else None
+
+
+def quarantine_dir_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Folder where loaders write down the samples that they quarantine."""
+    return environ.get("HETSTREAM_QUARANTINE_DIR") or None
+
+
+def rails_from_environment(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The rails on which a loader takes batches; each data worker uses the best that it can reach."""
+    value = environ.get("HETSTREAM_TRANSPORT") or ",".join(RAILS)
+    names = [name.strip() for name in value.split(",")]
+    if unknown := [name for name in names if name not in ALL_RAILS]:
+        raise ConfigError(
+            f"environment variable HETSTREAM_TRANSPORT={value!r}: {', '.join(map(repr, unknown))} is no rail; "
+            f"the rails are {', '.join(ALL_RAILS)}, and several are separated by commas"
+        )
+    return frozenset(names)
+
+
+def compression_from_environment(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether batches that come over TCP are to be compressed."""
+    value = environ.get("HETSTREAM_COMPRESSION") or "none"
+    if value not in ("none", "zstd"):
+        raise ConfigError(f"environment variable HETSTREAM_COMPRESSION={value!r}: must be none or zstd")
+    if value == "zstd" and importlib.util.find_spec("zstandard") is None:
+        raise ConfigError("HETSTREAM_COMPRESSION=zstd needs the zstandard library: pip install 'hetstream[zstd]'")
+    return value == "zstd"
+
+
+def _trainers_of(num_tasks: int, environ: Mapping[str, str]) -> int:
+    """Trainers among the tasks of a job step.
+
+    All of them, but in a step over the components of a heterogeneous job whose batches come by MPI: there the tasks of
+    component 0 are the trainers and have the first ranks, and the others are data workers (docs/mpi.md).
+    """
+    leaders = _number(environ, "SLURM_NTASKS_HET_GROUP_0")
+    return leaders if leaders is not None and "mpi" in rails_from_environment(environ) else num_tasks
 
 
 def identity_from_environment(
@@ -82,7 +166,7 @@ def identity_from_environment(
         for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
             rank, size = _number(environ, rank_name), _number(environ, size_name)
             if rank is not None and size is not None:
-                known = (rank, size)
+                known = (rank, _trainers_of(size, environ) if size_name.startswith("SLURM") else size)
                 break
     rank, world_size = known or (0, 1)
     given = job_name if job_name is not None else environ.get("HETSTREAM_JOB_NAME")

@@ -3,6 +3,7 @@
     HetstreamError
     ├── UsageError               the command line, a keyword or a script is wrong: exit code 2
     ├── ConfigError              an option or environment value breaks its rule
+    │   └── OptionsError         keywords of a loader: all their problems at once; also a ValueError, as in torch
     ├── PipelineError            the user's dataset or functions cannot be streamed
     │   ├── SourceError          a file of a dataset is missing, damaged or of another form
     │   └── StateError           a state_dict that belongs to another dataset, or is damaged
@@ -12,7 +13,8 @@
     │   ├── AuthenticationError  the key is not this service's key
     │   └── Superseded           another process took this rank's place
     ├── ProtocolError            bytes that are no message of this protocol version
-    └── RemoteError              an exception in a data worker that cannot be raised as its own type
+    ├── RemoteError              an exception in a data worker that cannot be raised as its own type
+    └── DataWorkerDied           a sample ended data worker processes, or made them hang
 
 `hetjob.errors` and `slurm_plugin.errors` add theirs below `HetstreamError`.
 """
@@ -30,6 +32,10 @@ class UsageError(HetstreamError):
 
 class ConfigError(HetstreamError):
     """An option or environment value breaks its rule."""
+
+
+class OptionsError(ConfigError, ValueError):
+    """Keywords of a loader break their rules; the message names every problem. torch raises ValueError for the like."""
 
 
 class PipelineError(HetstreamError):
@@ -70,3 +76,7 @@ class ProtocolError(HetstreamError):
 
 class RemoteError(HetstreamError):
     """An exception in a data worker whose own type could not be rebuilt here."""
+
+
+class DataWorkerDied(HetstreamError):
+    """A sample ended the data worker processes that tried it, or made them hang."""

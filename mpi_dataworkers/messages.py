@@ -1,24 +1,30 @@
 """Every message between loader, dispatcher and data worker, as frozen typed structs. Holds no logic.
 
 msgspec encodes them as a tagged union: a message of an unknown type, or with a field of another form, is refused on
-arrival. `codec.py` adds the magic, the protocol version and the frames. Failure (`BatchFailed`), end of an epoch (by
-count, in the loader) and end of the service (`ShutDown`) are different things and no one can be taken for another.
+arrival. `codec.py` adds the magic, the protocol version and the frames. Failure (`BatchFailed`), loss (`StepsLost`),
+end of an epoch (by count, in the loader), end of a shard whose length nobody knew (`EndOfShard`) and end of the service
+(`ShutDown`) are different things and no one can be taken for another.
 
     loader      -> dispatcher   RegisterConsumer ProvideDefinition OpenEpoch ExtendEpoch ReportProgress LoaderHeartbeat
                                 CloseEpoch LeaveConsumer
-    dispatcher  -> loader       ConsumerRegistered Membership LeaseRevoked Alive UnknownPeer Refused ShutDown
-    data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FetchDefinition LeaveWorker
-    dispatcher  -> data worker  WorkerRegistered GrantLease RevokeLease CloseSession Definition Alive UnknownPeer
+    dispatcher  -> loader       ConsumerRegistered Membership LeaseRevoked StepsLost BatchFailed Alive UnknownPeer
                                 Refused ShutDown
-    data worker -> loader       Hello Proof Batch BatchFailed
+    data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FailStep EndOfShard FetchDefinition
+                                Draining LeaveWorker
+    dispatcher  -> data worker  WorkerRegistered GrantLease TrimLease RevokeLease DrainWorker CloseSession Definition
+                                Alive UnknownPeer Refused ShutDown
+    data worker -> loader       Hello Proof Compressed Batch Batches EndOfShard
     loader      -> data worker  Challenge
+    whoever holds the job's key asks the dispatcher RequestStatus and gets Status
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Ranges = list[tuple[int, int]]
 
@@ -31,7 +37,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=False, forbid_un
 
 
 class PlannedOrder(msgspec.Struct, frozen=True, tag="planned", forbid_unknown_fields=True):
-    """Order that any data worker computes itself: the arguments of `sharding.EpochPlan` and the rank."""
+    """Order that any data worker computes itself: the fields of `sharding.EpochPlan` but the epoch, and the rank.
+
+    `bucketed` when it is a `bucketing.BucketPlan`; the buckets are part of the pipeline.
+    """
 
     num_samples: int
     batch_size: int
@@ -40,6 +49,10 @@ class PlannedOrder(msgspec.Struct, frozen=True, tag="planned", forbid_unknown_fi
     drop_last: bool
     shuffle: bool
     order_seed: int
+    bucketed: bool = False
+    shard: int = 0
+    num_shards: int = 1
+    global_batch_size: int | None = None
 
 
 class ListedOrder(msgspec.Struct, frozen=True, tag="listed", forbid_unknown_fields=True):
@@ -52,8 +65,86 @@ class ListedOrder(msgspec.Struct, frozen=True, tag="listed", forbid_unknown_fiel
     batched: bool
 
 
+class Sharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """That a session shares its batches with the sessions of other jobs that have the same key.
+
+    Attributes:
+        key: digest of all that a batch depends on but its position: pipeline, seed, order.
+        mode: `lossless`: each session reads every step of its own; `window`: each follows the common stream and skips
+            what has left the data workers' caches.
+        num_steps: steps of an epoch.
+    """
+
+    key: str
+    mode: Literal["lossless", "window"]
+    num_steps: int
+
+
+class ShardOrder(msgspec.Struct, frozen=True, tag="shard", forbid_unknown_fields=True):
+    """One shard of a pass over an IterableDataset, whose length nobody knows: `ops.iterable` reads it.
+
+    Attributes:
+        cut: how the dataset is divided, a `visitation.Cut`.
+        shard, num_shards: which part of how many.
+        batch_size: samples in a step; 0: each step is one sample (batch_size=None).
+        drop_last: leave out an incomplete last step.
+        shuffle: permute the files, by (order_seed, epoch).
+        order_seed: base of that permutation.
+        seed_shard: shard number from which random states are derived; two copies with the same one are alike.
+        rank, world_size: whose slice of each round, when all ranks read the shard in rounds of like length; else 0, 0.
+    """
+
+    cut: str
+    shard: int
+    num_shards: int
+    batch_size: int
+    drop_last: bool
+    shuffle: bool
+    order_seed: int
+    seed_shard: int
+    rank: int = 0
+    world_size: int = 0
+
+
+class ErrorPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What becomes of a step that data workers cannot make.
+
+    Attributes:
+        on_error: `raise` it in the training loop, `skip` the sample, or skip it in later epochs too (`quarantine`).
+        max_attempts: how often a step is tried, on different data workers where there are several.
+        sample_timeout_s: a sample (or what is read as one: a batch) that takes longer hangs.
+        quarantined: samples that are left out without being tried, ascending.
+    """
+
+    on_error: Literal["raise", "skip", "quarantine"] = "raise"
+    max_attempts: int = 3
+    sample_timeout_s: float = 300.0
+    quarantined: list[int] = []
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An exception of user code, or the end of the process that ran it.
+
+    Attributes:
+        sample_index: the sample in work, or -1 when it was not one sample.
+        error_type: (module, qualified name) of the exception's class.
+        text: its text.
+        remote_traceback: formatted where it happened.
+        host, pid: where.
+        is_final: the whole pipeline cannot be used, so there is no sample to leave out.
+    """
+
+    sample_index: int
+    error_type: tuple[str, str]
+    text: str
+    remote_traceback: str
+    host: str = ""
+    pid: int = 0
+    is_final: bool = False
+
+
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pass of one loader over one epoch.
+    """One pass of one loader over one epoch, or over one shard of it.
 
     Attributes:
         session_id: unique per pass; batches of an older pass are told apart by it.
@@ -61,15 +152,23 @@ class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         epoch: the epoch.
         seed: base of the random state of each sample.
         order: which samples each step has.
-        receiver: address of the loader's batch socket.
+        receivers: addresses at which the loader takes batches, the best rail first.
+        sharing: with whom it shares its batches, or None.
+        kept_together: its leases go to one data worker for as long as that is there (a shard).
+        at_most_once: what a lost data worker held is not leased again.
+        errors: what becomes of a step that cannot be made.
     """
 
     session_id: str
     definition_id: str
     epoch: int
     seed: int
-    order: PlannedOrder | ListedOrder
-    receiver: str
+    order: PlannedOrder | ListedOrder | ShardOrder
+    receivers: list[str]
+    sharing: Sharing | None = None
+    kept_together: bool = False
+    at_most_once: bool = False
+    errors: ErrorPolicy = ErrorPolicy()
 
 
 class StepList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +190,12 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     elapsed_s: float = 0.0
     local_steps: int = 0
     duplicates_dropped: int = 0
+    shared_steps: int = 0
+    repeated_steps: int = 0
+    skipped_steps: int = 0
+    lost_steps: int = 0
+    lost_shards: int = 0
+    skipped: int = 0
 
 
 # --- loader -> dispatcher -------------------------------------------------------------------------------------------
@@ -119,7 +224,11 @@ class ProvideDefinition(Message, frozen=True):
 
 
 class OpenEpoch(Message, frozen=True):
-    """Begin a pass, or continue it with a restarted dispatcher; `num_steps` -1 while the sampler's end is unknown."""
+    """Begin a pass, or continue it with a restarted dispatcher; `num_steps` -1 while the sampler's end is unknown.
+
+    `shift` is how far the loader is from its own numbering in a stream that it shares in window mode, `snapshot` where
+    the reader of a shard was at or before `consumed`.
+    """
 
     session: Session
     num_steps: int
@@ -127,6 +236,8 @@ class OpenEpoch(Message, frozen=True):
     received: Ranges
     window: int
     steps: StepList | None
+    shift: int = 0
+    snapshot: bytes = b""
 
 
 class ExtendEpoch(Message, frozen=True):
@@ -190,6 +301,26 @@ class LeaseRevoked(Message, frozen=True):
     token: int
 
 
+class StepsLost(Message, frozen=True):
+    """These steps were held by a data worker that was lost, in a session that is read at most once: go on without.
+
+    Attributes:
+        stop_step: -1 for all that follow: the rest of a shard.
+    """
+
+    session_id: str
+    first_step: int
+    stop_step: int
+
+
+class BatchFailed(Message, frozen=True):
+    """In the place of a step's batch: nobody could make it, and the loader raises the failure there."""
+
+    session_id: str
+    step: int
+    failure: Failure
+
+
 # --- data worker -> dispatcher --------------------------------------------------------------------------------------
 
 
@@ -200,15 +331,37 @@ class HeldLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session_id: str
     first_step: int
     stop_step: int
+    shift: int = 0
 
 
-class RegisterWorker(Message, frozen=True):
-    """A data worker process offers itself; `replaces` names a dead sibling whose leases are free at once."""
+class Fate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a data worker process ended.
+
+    Attributes:
+        reason: in words that follow "the process".
+        session_id, token, step: what it was at; an empty session when it was at none.
+        failure: of that step.
+    """
+
+    reason: str
+    session_id: str
+    token: int
+    step: int
+    failure: Failure | None
+
+
+class RegisterWorker(Message, frozen=True, omit_defaults=True):
+    """A data worker process offers itself.
+
+    Attributes:
+        replaces: a dead sibling, whose leases are free at once; `fate` is how it ended.
+    """
 
     host: str
     pid: int
     replaces: str
     held: list[HeldLease]
+    fate: Fate | None = None
 
 
 class WorkerHeartbeat(Message, frozen=True):
@@ -217,11 +370,18 @@ class WorkerHeartbeat(Message, frozen=True):
     tokens: list[int]
 
 
-class FinishLease(Message, frozen=True):
-    """All steps of the lease were sent; `busy_s` is the time it took to make them."""
+class FinishLease(Message, frozen=True, omit_defaults=True):
+    """All steps of the lease were sent; `busy_s` is the time it took to make them.
+
+    `dropped` are the positions that left this worker's cache since it last said so, by share key; `snapshot` is that of
+    the last batch, and `snapshot_step` the step after it.
+    """
 
     token: int
     busy_s: float
+    dropped: dict[str, Ranges] = {}
+    snapshot: bytes = b""
+    snapshot_step: int = 0
 
 
 class FailLease(Message, frozen=True):
@@ -231,14 +391,40 @@ class FailLease(Message, frozen=True):
     reason: str
 
 
+class FailStep(Message, frozen=True):
+    """User code raised for this step. The steps of the lease before it were sent, those after it are not made."""
+
+    token: int
+    step: int
+    failure: Failure
+
+
+class EndOfShard(Message, frozen=True):
+    """The shard of this lease's session has `num_steps` steps; also said to the loader, on the batch connection."""
+
+    session_id: str
+    num_steps: int
+    token: int
+
+
 class FetchDefinition(Message, frozen=True):
     """The worker meets a pipeline for the first time."""
 
     definition_id: str
 
 
+class Draining(Message, frozen=True):
+    """The worker finishes the step it is at and takes no more leases.
+
+    Attributes:
+        leases: (token, stop) of each lease it holds: steps at or above `stop` are not made.
+    """
+
+    leases: list[tuple[int, int]]
+
+
 class LeaveWorker(Message, frozen=True):
-    """Orderly end: everything it held may be leased again."""
+    """Orderly end: what it still held may be leased again; what it has sent is on its way."""
 
 
 # --- dispatcher -> data worker --------------------------------------------------------------------------------------
@@ -250,14 +436,34 @@ class WorkerRegistered(Message, frozen=True):
     number: int
 
 
-class GrantLease(Message, frozen=True):
-    """Make steps [first_step, stop_step) of the session and send them to its receiver."""
+class GrantLease(Message, frozen=True, omit_defaults=True):
+    """Make steps [first_step, stop_step) of the session and send them to its receiver.
+
+    In a shared stream, `shift` steps further than the session's own numbering says; `again` when they were leased
+    before, for whichever session. `left_out` has the steps that failed before, with the samples to leave out and what
+    they did. `snapshot` is where a reader of the shard was at or before the first step, "" for its beginning.
+    """
 
     token: int
     session: Session
     first_step: int
     stop_step: int
     steps: StepList | None
+    shift: int = 0
+    again: bool = False
+    left_out: dict[int, list[Failure]] = {}
+    snapshot: bytes = b""
+
+
+class TrimLease(Message, frozen=True):
+    """Steps at or above `stop_step` went to a worker that was idle; those already begun do no harm."""
+
+    token: int
+    stop_step: int
+
+
+class DrainWorker(Message, frozen=True):
+    """Leave after the step in work, as after SIGTERM."""
 
 
 class RevokeLease(Message, frozen=True):
@@ -307,17 +513,19 @@ class ShutDown(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First message of a batch connection; the nonce is 32 random bytes."""
+    """First message of a batch connection; the nonce is 32 random bytes, `receiver` the address connected to."""
 
     worker_id: str
+    receiver: str
     nonce: bytes
 
 
 class Challenge(Message, frozen=True):
-    """The loader proves that it holds the job's key, and asks the same of the worker."""
+    """The loader proves that it holds the job's key, and asks the same of the worker; and to `compress`, if it can."""
 
     nonce: bytes
     proof: bytes
+    compress: bool = False
 
 
 class Proof(Message, frozen=True):
@@ -326,14 +534,25 @@ class Proof(Message, frozen=True):
     proof: bytes
 
 
-class Batch(Message, frozen=True):
+class Compressed(Message, frozen=True):
+    """In front of a delivery whose frames are compressed, its header first: their sizes before, or -1 as they are."""
+
+    sizes: list[int]
+
+
+class Batch(Message, frozen=True, omit_defaults=True):
     """Header of one step's batch; the tensors' bytes are the frames after it.
 
     Attributes:
         session_id, step, token: which lease made it.
-        num_samples: samples in it.
+        num_samples: samples in it; 0 when all were left out, and there is no batch.
         spec: structure of the batch, as `ops.tree` writes it.
         buffers: (frame, offset, num_bytes) of each leaf with bytes of its own.
+        origin: `made` for this loader first, from the `cache` of what was made for another one, or made `again`.
+        shift: as in `GrantLease`.
+        num_skipped: samples of the step that are not in it, for `on_error`.
+        left_out: those of them that failed at this step, with what they did; index -1 stands for all.
+        snapshot: of a shard whose dataset has a state: where its reader is after this step, as JSON.
     """
 
     session_id: str
@@ -342,25 +561,110 @@ class Batch(Message, frozen=True):
     num_samples: int
     spec: bytes
     buffers: list[tuple[int, int, int]]
+    origin: Literal["made", "cache", "again"] = "made"
+    shift: int = 0
+    num_skipped: int = 0
+    left_out: list[Failure] = []
+    snapshot: bytes = b""
 
 
-class BatchFailed(Message, frozen=True):
-    """User code raised while making this step.
+class Batches(Message, frozen=True):
+    """Small batches of one lease that share a message: their `buffers` are places in the frames of all of them."""
+
+    batches: list[Batch]
+
+
+# --- what goes on ---------------------------------------------------------------------------------------------------
+
+
+class RequestStatus(Message, frozen=True):
+    """Tell what goes on; asked without registering, changes nothing."""
+
+
+DataWorkerState = Literal["working", "idle", "draining", "unreachable", "silent"]
+
+
+class DataWorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One data worker process.
 
     Attributes:
-        error_type: (module, qualified name) of the exception's class.
-        text: its text.
-        remote_traceback: formatted where it happened.
-        sample_index: the sample being read, or -1.
+        state: `unreachable`: it could not deliver to some loader, and is not used for that one for a while.
+        leases: that it holds now.
+        steps, leases_revoked: since it registered; steps count when their lease is finished.
+        steps_per_s, busy_share: over the last seconds; busy is the time in which it made steps.
+        up_s: since it registered.
+        silent_s: since its last message.
     """
 
-    session_id: str
+    number: int
+    host: str
+    pid: int
+    state: DataWorkerState
+    leases: int
+    steps: int
+    steps_per_s: float
+    busy_share: float
+    leases_revoked: int
+    up_s: float
+    silent_s: float
+
+
+class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One loader of one rank.
+
+    Attributes:
+        ordinal: number of the loader in its program.
+        epoch: -1 between passes.
+        step, num_steps: taken by the training loop, of how many in this epoch; -1 while that is not known.
+        buffered, window: steps that wait in its buffer, and how many may wait or be on their way.
+        num_data_workers: that reach it.
+        steps_per_s, bytes_per_s, wait_share: over the last seconds; a wait counts when it ends.
+        totals: since the loader was made.
+        step_s: time of the training loop for a step without its waits for data, over the last seconds; 0 without steps.
+        step_time_spread: of `step_s` over the ranks of this loader that took steps: (largest - smallest) / mean.
+    """
+
+    job: str
+    ordinal: int
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    epoch: int
     step: int
-    token: int
-    error_type: tuple[str, str]
-    text: str
-    remote_traceback: str
-    sample_index: int
+    num_steps: int
+    buffered: int
+    window: int
+    num_data_workers: int
+    steps_per_s: float
+    bytes_per_s: float
+    wait_share: float
+    totals: LoaderStats
+    step_s: float = 0.0
+    step_time_spread: float = 0.0
+
+
+class Status(Message, frozen=True):
+    """Answer to `RequestStatus`.
+
+    Attributes:
+        incarnation: number of this start of the dispatcher, from 1.
+        uptime_s: since this start.
+        data_workers, loaders: those that are there.
+        data_workers_seen, data_workers_lost, leases_granted, leases_revoked: since this start; a data worker that left
+            in an orderly way was not lost.
+        leases_per_s: granted over the last seconds.
+    """
+
+    incarnation: int
+    uptime_s: float
+    data_workers: list[DataWorkerStatus]
+    loaders: list[LoaderStatus]
+    data_workers_seen: int
+    data_workers_lost: int
+    leases_granted: int
+    leases_revoked: int
+    leases_per_s: float
 
 
 LoaderToDispatcher = (
@@ -373,12 +677,35 @@ LoaderToDispatcher = (
     | CloseEpoch
     | LeaveConsumer
 )
-WorkerToDispatcher = RegisterWorker | WorkerHeartbeat | FinishLease | FailLease | FetchDefinition | LeaveWorker
-ToDispatcher = LoaderToDispatcher | WorkerToDispatcher
-DispatcherToLoader = ConsumerRegistered | Membership | LeaseRevoked | Alive | UnknownPeer | Refused | ShutDown
-DispatcherToWorker = (
-    WorkerRegistered | GrantLease | RevokeLease | CloseSession | Definition | Alive | UnknownPeer | Refused | ShutDown
+WorkerToDispatcher = (
+    RegisterWorker
+    | WorkerHeartbeat
+    | FinishLease
+    | FailLease
+    | FailStep
+    | EndOfShard
+    | FetchDefinition
+    | Draining
+    | LeaveWorker
 )
-WorkerToLoader = Hello | Proof | Batch | BatchFailed
+ToDispatcher = LoaderToDispatcher | WorkerToDispatcher | RequestStatus
+DispatcherToLoader = (
+    ConsumerRegistered | Membership | LeaseRevoked | StepsLost | BatchFailed | Alive | UnknownPeer | Refused | ShutDown
+)
+DispatcherToWorker = (
+    WorkerRegistered
+    | GrantLease
+    | TrimLease
+    | RevokeLease
+    | DrainWorker
+    | CloseSession
+    | Definition
+    | Alive
+    | UnknownPeer
+    | Refused
+    | ShutDown
+)
+Delivery = Batch | Batches | EndOfShard
+WorkerToLoader = Hello | Proof | Compressed | Delivery
 LoaderToWorker = Challenge
-AnyMessage = ToDispatcher | DispatcherToLoader | DispatcherToWorker | WorkerToLoader | LoaderToWorker
+AnyMessage = ToDispatcher | Status | DispatcherToLoader | DispatcherToWorker | WorkerToLoader | LoaderToWorker

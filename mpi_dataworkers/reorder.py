@@ -1,12 +1,13 @@
 """The loader's reorder buffer: batches come in any order, more than once, from the living and the dead. Pure.
 
 Used by `client.py`. A step is taken in once; a batch of a revoked lease, of a step that is already there, or outside
-the pass is dropped and counted. The training loop takes steps strictly in order.
+the pass is dropped and counted. The training loop takes steps strictly in order, or, if it asks for that, as they come.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 from mpi_dataworkers.messages import Ranges
@@ -20,14 +21,18 @@ class ReorderBuffer:
 
     Args:
         position: the first step that the training loop has not taken.
+        in_order: give out steps in order only.
+        ahead: steps beyond the position that it has taken already.
 
     Attributes:
         position: steps below it were taken.
         num_dropped: batches that came a second time or with a revoked token.
     """
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, in_order: bool = True, ahead: Ranges | None = None) -> None:
         self.position = position
+        self._in_order = in_order
+        self._ahead = {step for first, stop in ahead or () for step in range(first, stop)}
         self.num_dropped = 0
         self._items: dict[int, Any] = {}
         self._revoked: OrderedDict[int, None] = OrderedDict()
@@ -40,7 +45,7 @@ class ReorderBuffer:
 
     def wants(self, step: int, token: int) -> bool:
         """Whether a batch is still needed; counts it as dropped when not."""
-        wanted = step >= self.position and step not in self._items and token not in self._revoked
+        wanted = not self.has(step) and token not in self._revoked
         self.num_dropped += not wanted
         return wanted
 
@@ -49,24 +54,59 @@ class ReorderBuffer:
         self._items[step] = item
 
     def has_next(self) -> bool:
-        """Whether the step that the training loop needs is there."""
-        return self.position in self._items
+        """Whether a step that the training loop may take is there."""
+        return bool(self._items) and (not self._in_order or self.position in self._items)
+
+    def has(self, step: int) -> bool:
+        """Whether a step was taken or waits here."""
+        return step < self.position or step in self._items or step in self._ahead
+
+    def is_revoked(self, token: int) -> bool:
+        """Whether a lease was revoked."""
+        return token in self._revoked
+
+    def peek(self) -> Any:
+        """The next step, which stays."""
+        return self._items[self._next()]
 
     def pop(self) -> Any:
         """Give out the next step and advance."""
-        item = self._items.pop(self.position)
-        self.position += 1
+        step = self._next()
+        item = self._items.pop(step)
+        self._ahead.add(step)
+        while self.position in self._ahead:
+            self._ahead.discard(self.position)
+            self.position += 1
         return item
+
+    def _next(self) -> int:
+        return self.position if self._in_order else min(self._items)
+
+    def ahead(self) -> Ranges:
+        """Steps beyond the position that the training loop has taken."""
+        return as_ranges(sorted(self._ahead))
 
     def __len__(self) -> int:
         return len(self._items)
 
+    def num_ready(self) -> int:
+        """Steps that wait here and that the training loop can take without waiting for others."""
+        step = self.position
+        while step in self._items:
+            step += 1
+        return step - self.position
+
     def received(self) -> Ranges:
-        """Steps that wait here, as ascending disjoint ranges [first, stop)."""
-        ranges: Ranges = []
-        for step in sorted(self._items):
-            if ranges and ranges[-1][1] == step:
-                ranges[-1] = (ranges[-1][0], step + 1)
-            else:
-                ranges.append((step, step + 1))
-        return ranges
+        """Steps beyond the position that wait here or were taken, as ascending disjoint ranges [first, stop)."""
+        return as_ranges(sorted([*self._items, *self._ahead]))
+
+
+def as_ranges(steps: Iterable[int]) -> Ranges:
+    """Ascending steps as disjoint ranges [first, stop)."""
+    ranges: Ranges = []
+    for step in steps:
+        if ranges and ranges[-1][1] == step:
+            ranges[-1] = (ranges[-1][0], step + 1)
+        else:
+            ranges.append((step, step + 1))
+    return ranges

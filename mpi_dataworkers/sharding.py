@@ -43,8 +43,17 @@ def derive_seed(seed: int, *parts: int) -> int:
     return value
 
 
+_epoch_seed = functools.lru_cache(maxsize=16)(derive_seed)
+
+
 def _extend_seed(value: int, part: int) -> int:
     return mix64(value ^ mix64(part + _GOLDEN))
+
+
+def derive_seeds(base: int, parts: Indices) -> npt.NDArray[np.uint64]:
+    """`derive_seed` continued from the seed `base` with each of many parts: uint64 array of their length."""
+    mixed = _mix64_array(parts.astype(np.uint64) + np.uint64(_GOLDEN))
+    return _mix64_array(np.uint64(base) ^ mixed)
 
 
 class SampleSeeds(Sequence[int]):
@@ -64,7 +73,7 @@ class SampleSeeds(Sequence[int]):
     def __init__(self, indices: Indices, seed: int, epoch: int, listed_step: int | None = None) -> None:
         self._indices = indices if listed_step is None else None
         self._length = len(indices)
-        self._base = derive_seed(seed, epoch) if listed_step is None else derive_seed(seed, epoch, listed_step)
+        self._base = _epoch_seed(seed, epoch) if listed_step is None else derive_seed(seed, epoch, listed_step)
 
     def __len__(self) -> int:
         return self._length
@@ -131,14 +140,20 @@ class EpochPlan:
     evenly over the ranks, and with fewer samples than ranks the last two rounds are divided together, so that no rank
     is ever short of a batch and no batch is larger than `batch_size`.
 
+    With `global_batch_size` the rounds depend on nothing but that: the same samples make the same global steps at any
+    world size. The ranks' shares of a round differ by one sample at most, and a last round of less than half is
+    divided together with the one before.
+
     Attributes:
         num_samples: length of the dataset.
-        batch_size: samples in a full step of one rank.
+        batch_size: samples in a full step of one rank; not used with `global_batch_size`.
         world_size: number of ranks.
         drop_last: leave out an incomplete last round.
         shuffle: permute the samples, by (seed, epoch).
         seed: the loader's seed.
         epoch: the epoch.
+        shard, num_shards: the samples are those of a larger dataset whose indices are `shard` modulo `num_shards`.
+        global_batch_size: samples in a round, or None for `batch_size * world_size`.
 
     Raises:
         PipelineError: no division gives every rank the same number of non-empty steps.
@@ -151,23 +166,43 @@ class EpochPlan:
     shuffle: bool = False
     seed: int = 0
     epoch: int = 0
+    shard: int = 0
+    num_shards: int = 1
+    global_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.world_size < 1 or self.num_samples < 0:
             raise PipelineError(f"{self}: batch_size and world_size must be at least 1, num_samples at least 0")
-        rest = self.num_samples % self._round_samples
-        if self.drop_last or rest == 0 or rest >= self.world_size:
-            return
-        if self.num_samples < self.world_size or self.batch_size == 1:
+        if self._round_samples < self.world_size:
             raise PipelineError(
-                f"{self.num_samples} samples with batch_size={self.batch_size} cannot give each of {self.world_size} "
+                f"global_batch_size={self.global_batch_size} with {self.world_size} ranks: each rank needs a sample"
+            )
+        if self.num_samples and self.num_steps and self._smallest_round < self.world_size:
+            size = "batch_size" if self.global_batch_size is None else "global_batch_size"
+            value = self.batch_size if self.global_batch_size is None else self.global_batch_size
+            raise PipelineError(
+                f"{self.num_samples} samples with {size}={value} cannot give each of {self.world_size} "
                 "ranks the same number of steps without repeating a sample. Set drop_last=True, use fewer ranks, "
-                "or a batch_size of 2 or more."
+                f"or a larger {size}."
             )
 
     @property
     def _round_samples(self) -> int:
-        return self.batch_size * self.world_size
+        return self.batch_size * self.world_size if self.global_batch_size is None else self.global_batch_size
+
+    @property
+    def _shares_tail(self) -> bool:
+        """Whether the last two rounds are divided together."""
+        full, rest = divmod(self.num_samples, self._round_samples)
+        least = self.world_size if self.global_batch_size is None else (self.global_batch_size + 1) // 2
+        return full > 0 and 0 < rest < least and not self.drop_last
+
+    @property
+    def _smallest_round(self) -> int:
+        rest = self.num_samples % self._round_samples
+        if self._shares_tail:
+            return (self._round_samples + rest) // 2
+        return self._round_samples if self.drop_last or rest == 0 else rest
 
     @property
     def num_steps(self) -> int:
@@ -178,15 +213,14 @@ class EpochPlan:
     def _round_bounds(self, step: int) -> tuple[int, int]:
         start = step * self._round_samples
         full, rest = divmod(self.num_samples, self._round_samples)
-        shared_tail = 0 < rest < self.world_size and not self.drop_last
-        if shared_tail and step >= full - 1:
+        if self._shares_tail and step >= full - 1:
             start = (full - 1) * self._round_samples
             middle = start + (self._round_samples + rest + 1) // 2
             return (start, middle) if step == full - 1 else (middle, self.num_samples)
         return start, min(start + self._round_samples, self.num_samples)
 
     def indices(self, step: int, rank: int = 0) -> Indices:
-        """Sample indices of one step of one rank, int64, 1 to `batch_size` of them.
+        """Sample indices of one step of one rank, int64, at least one and at most a full step's.
 
         Raises:
             IndexError: the step or the rank is outside the plan.
@@ -197,6 +231,6 @@ class EpochPlan:
         share, extra = divmod(stop - start, self.world_size)
         first = start + rank * share + min(rank, extra)
         positions = np.arange(first, first + share + (rank < extra), dtype=np.int64)
-        if not self.shuffle:
-            return positions
-        return permute(positions, self.num_samples, self.seed, self.epoch)
+        if self.shuffle:
+            positions = permute(positions, self.num_samples, self.seed, self.epoch)
+        return positions if self.num_shards == 1 else positions * self.num_shards + self.shard

@@ -1,40 +1,47 @@
 """A data worker: takes leases from the dispatcher, makes their batches, sends them to the loaders.
 
-Called by `hetstream worker`. `run_data_workers` forks one process for each CPU, restarts one that dies, and ends when
-the dispatcher says so. In each process the main thread runs user code and sends batches; a second thread keeps the
-connection to the dispatcher, so that a long sample does not look like a dead worker.
+One `DataWorker` is one process, forked by `supervisor.py`. Its main thread runs user code and sends batches; a second
+thread keeps the connection to the dispatcher, so that a long sample does not look like a dead worker.
 """
 
 from __future__ import annotations
 
 import collections
-import ctypes
-import functools
+import contextlib
 import logging
 import os
 import queue
-import secrets
-import signal
 import socket
-import sys
 import threading
 import time
-import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
 
 from mpi_dataworkers.address import ServiceAddress, read_address_file
-from mpi_dataworkers.codec import fuse
+from mpi_dataworkers.bucketing import LengthBuckets, plan_of
+from mpi_dataworkers.cache import BatchCache, CachedBatch
+from mpi_dataworkers.codec import Buffer, fuse
 from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
-from mpi_dataworkers.memory import keep_freed_memory
+from mpi_dataworkers.exchange import Exchange, Renew
+from mpi_dataworkers.faults import reach
+from mpi_dataworkers.gather import Gatherer
 from mpi_dataworkers.messages import (
     Alive,
     Batch,
-    BatchFailed,
     CloseSession,
+    Delivery,
+    Draining,
+    DrainWorker,
+    EndOfShard,
     FailLease,
+    FailStep,
+    Failure,
+    Fate,
     FetchDefinition,
     FinishLease,
     GrantLease,
@@ -45,40 +52,52 @@ from mpi_dataworkers.messages import (
     Refused,
     RegisterWorker,
     RevokeLease,
+    Session,
+    ShardOrder,
     ShutDown,
+    TrimLease,
     UnknownPeer,
     WorkerHeartbeat,
     WorkerRegistered,
 )
 from mpi_dataworkers.messages import Definition as DefinitionMessage
+from mpi_dataworkers.ops.iterable import ShardReader
 from mpi_dataworkers.ops.pipeline import (
     Definition,
     Pipeline,
-    SampleError,
+    describe_failure,
     enter_data_worker,
+    leave_out,
     load_pipeline,
     use_one_thread,
+    without,
 )
+from mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
 from mpi_dataworkers.ops.tree import flatten
-from mpi_dataworkers.sharding import EpochPlan, Indices, SampleSeeds
-from mpi_dataworkers.transports.base import PeerUnreachable, WorkerEndpoint
-from mpi_dataworkers.transports.zmq import ZmqBatchSender, ZmqWorkerEndpoint
+from mpi_dataworkers.sharding import Indices, SampleSeeds
+from mpi_dataworkers.threads import ThreadTeam
+from mpi_dataworkers.transports.base import PeerUnreachable, Reconnected, WorkerEndpoint
+from mpi_dataworkers.transports.rails import RailSender, Receivers
+from mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
+from mpi_dataworkers.watch import WorkPage
 
 _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
+# The parts of a service start together: who waits for longer than this says so.
+_QUIET_WAIT_S = 3.0
 # A dispatcher may be away for as long as a restart takes; after this the data worker takes the job for ended.
 GIVE_UP_S = 60.0
 # Time for the last batches to leave at an orderly end.
 _LINGER_S = 2.0
 # A dispatcher that was restarted does not know who waits for a definition: ask again this often.
 _ASK_AGAIN_S = 1.0
+# A registration that got no answer (the dispatcher died before it gave one) is sent again after this.
+_REGISTER_AGAIN_S = 1.0
 # A program may change its dataset for each epoch; the oldest forms are forgotten, and fetched again if need be.
 _MAX_PIPELINES = 8
-# A process that dies again and again this soon after its start has a cause that a restart does not cure.
-_EARLY_DEATH_S = 10.0
-_MAX_EARLY_DEATHS = 5
-_PR_SET_PDEATHSIG = 1
+# A loader between two epochs keeps its connections; a dead one's are closed after this.
+_KEEP_CONNECTION_S = 5.0
 
 
 def wait_for_address_file(path: Path, timeout_s: float) -> ServiceAddress:
@@ -89,24 +108,31 @@ def wait_for_address_file(path: Path, timeout_s: float) -> ServiceAddress:
         ServiceError: it is not usable.
     """
     deadline = time.monotonic() + timeout_s
-    said = False
+    say_at = time.monotonic() + _QUIET_WAIT_S
     while True:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return read_address_file(path)
-        except FileNotFoundError as error:
-            if not said:
-                _log.info("waiting up to %g s for the address file %s", timeout_s, path)
-                said = True
-            if time.monotonic() > deadline:
-                raise ServiceUnavailable(
-                    f"address file {path} did not appear within {timeout_s:g} s. Is the dispatcher running, and is the "
-                    "directory on a file system that this host shares?"
-                ) from error
-            time.sleep(0.05)
+        if time.monotonic() > say_at:
+            _log.warning("hetstream: waiting up to %g s for the address file %s", timeout_s, path)
+            say_at = deadline
+        if time.monotonic() > deadline:
+            raise ServiceUnavailable(
+                f"address file {path} did not appear within {timeout_s:g} s. Is the dispatcher running, and is the "
+                "directory on a file system that this host shares?"
+            )
+        time.sleep(0.05)
 
 
 class _LeaseGone(Exception):
     """The lease was revoked, or the worker is to stop, while it waited: nobody is to hear of it."""
+
+
+class _StepFailed(Exception):
+    """User code raised for a step."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
 
 
 class DataWorker:
@@ -116,75 +142,171 @@ class DataWorker:
         service: address and keys.
         worker_id: 32 hexadecimal digits.
         replaces: id of the dead process whose place this one takes, or "".
+        cache_bytes: finished batches to keep for other loaders that share them.
+        page: where it says what it is doing.
+        fate: how the process that it replaces ended.
+        over_mpi: this process is a rank of an MPI world.
+        exchange: large pipelines that its supervisor loads; None to load all itself.
+        num_threads: that make the samples of a batch, where the dataset is thread-safe.
     """
 
-    def __init__(self, service: ServiceAddress, worker_id: str, replaces: str = "") -> None:
-        self._registration = RegisterWorker(socket.gethostname(), os.getpid(), replaces, [])
+    def __init__(
+        self,
+        service: ServiceAddress,
+        worker_id: str,
+        replaces: str = "",
+        cache_bytes: int = 0,
+        page: WorkPage | None = None,
+        fate: Fate | None = None,
+        over_mpi: bool = False,
+        exchange: Exchange | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        self._registration = RegisterWorker(socket.gethostname(), os.getpid(), replaces, [], fate)
+        self._page = page or WorkPage()
+        self._exchange = exchange
+        self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None
+        self._said_one_thread = False
         self._endpoint: WorkerEndpoint = ZmqWorkerEndpoint(service, worker_id, CONNECT_TIMEOUT_S)
-        self._sender = ZmqBatchSender(service.batch_key, worker_id)
+        self._sender = RailSender(service.batch_key, worker_id, over_mpi)
         self._lock = threading.Lock()
         self._number = 0
         self._held: dict[int, GrantLease] = {}  # guarded by _lock: leases not finished and not revoked
-        self._receivers: dict[str, str] = {}  # guarded by _lock: batch address of each session
-        self._doubted: set[str] = set()  # guarded by _lock: receivers to connect to afresh
+        self._at: tuple[int, int] = (0, 0)  # guarded by _lock: token and step in work
+        # When the registration that is under way was sent; None while there is none. Of the control thread.
+        self._asked_at: float | None = None
+        self._receivers: dict[str, Receivers] = {}  # guarded by _lock: where each session's batches go
+        self._used: dict[Receivers, float] = {}  # of the main thread: when a lease for them was begun
+        self._next_look = 0.0
+        self._doubted: set[Receivers] = set()  # guarded by _lock: receivers to connect to afresh
         self._definitions: dict[str, Definition] = {}  # guarded by _lock
         self._definition_came = threading.Condition(self._lock)
         self._outbox: collections.deque[Message] = collections.deque()
         self._leases: queue.SimpleQueue[GrantLease | None] = queue.SimpleQueue()
         self._pipelines: dict[str, Pipeline | Exception] = {}
+        self._readers: dict[str, ShardReader | RankReader] = {}  # by session
+        self._rounds = SharedRounds()
+        self._cache = BatchCache(cache_bytes)
         self._failure: BaseException | None = None
         # A plain flag, because `stop` runs in signal handlers, where a second signal may come inside the first:
         # the lock of an Event would then wait for itself.
         self._stopping = False
+        self._drains = False  # guarded by _lock
+        self._done = False  # the main thread makes no more batches
         self._control = threading.Thread(target=self._run_control, name="hetstream-control", daemon=True)
 
     def stop(self) -> None:
         """Ask the worker to leave after the step it is making; safe in a signal handler."""
         self._stopping = True
         self._leases.put(None)  # SimpleQueue.put may be interrupted by itself
+        self._endpoint.wake()  # its lock is reentrant
 
     def run(self) -> None:
         """Work until the dispatcher ends the service or `stop` is called.
 
         Raises:
             HetstreamError: the dispatcher refused this worker, or was away for longer than `GIVE_UP_S`.
+            Renew: after an orderly end, that its supervisor is to load a pipeline and fork it anew.
         """
         self._control.start()
         try:
-            while (lease := self._leases.get()) is not None and not self._stopping:
+            while (lease := self._next_lease()) is not None and not self._stopping:
                 self._work_on(lease)
+                self._drop_unused(time.monotonic())
         finally:
             self._stopping = True
+            with self._lock:
+                self._drain()
+            self._done = True
             self._endpoint.wake()
             self._control.join()
             self._endpoint.close()
             self._sender.close(_LINGER_S)
+            if self._team is not None:
+                self._team.close()
         if self._failure is not None:
             raise self._failure
 
     # --- main thread: user code -------------------------------------------------------------------------------------
 
-    def _work_on(self, lease: GrantLease) -> None:
-        session = lease.session
-        with self._lock:
-            doubted = session.receiver in self._doubted
-            self._doubted.discard(session.receiver)
-        if doubted:
-            self._sender.drop(session.receiver)
-        started = time.monotonic()
-        for step in range(lease.first_step, lease.stop_step):
-            with self._lock:
-                if lease.token not in self._held or self._stopping:
-                    return
+    def _next_lease(self) -> GrantLease | None:
+        while True:
             try:
-                header, frames = self._make(lease, step)
-                self._sender.send(session.receiver, header, frames)
-            except PeerUnreachable as error:
-                self._settle(lease.token, FailLease(lease.token, str(error)))
-                return
-            except _LeaseGone:
-                return
-        self._settle(lease.token, FinishLease(lease.token, time.monotonic() - started))
+                return self._leases.get(timeout=_KEEP_CONNECTION_S)
+            except queue.Empty:
+                self._drop_unused(time.monotonic())
+
+    def _drop_unused(self, now: float) -> None:
+        """Close connections to loaders that read nothing, some time after: a dead loader's memory hangs on them."""
+        if now < self._next_look:
+            return
+        self._next_look = now + _KEEP_CONNECTION_S
+        with self._lock:
+            in_use = set(self._receivers.values())
+        for receivers, used_at in list(self._used.items()):
+            if receivers not in in_use and now - used_at > _KEEP_CONNECTION_S:
+                self._sender.drop(receivers)
+                del self._used[receivers]
+
+    def _work_on(self, lease: GrantLease) -> None:
+        receivers = tuple(lease.session.receivers)
+        self._used[receivers] = time.monotonic()
+        with self._lock:
+            doubted = receivers in self._doubted
+            self._doubted.discard(receivers)
+        if doubted:
+            self._sender.drop(receivers)
+        started = now = time.monotonic()
+        gathered = Gatherer()
+        try:
+            for step in range(lease.first_step, lease.stop_step):
+                with self._lock:
+                    if self._stopping:
+                        self._drain()
+                    held = self._held.get(lease.token)
+                    if held is None:
+                        return
+                    if step >= held.stop_step:
+                        break
+                    self._at = (lease.token, step)
+                begun = now
+                reach("worker.before_make")
+                self._page.begin(lease.session.session_id, lease.token, step, lease.session.errors.sample_timeout_s)
+                try:
+                    goes_on = self._make(lease, step, gathered)
+                except _StepFailed as failed:
+                    # The dispatcher leases what is left: the failed step to someone else where there is one.
+                    self._send(receivers, gathered.rest())
+                    self._settle(lease.token, FailStep(lease.token, step, failed.failure))
+                    return
+                finally:
+                    self._page.rest()
+                reach("worker.after_make")
+                now = time.monotonic()
+                self._send(receivers, gathered.due(now, now - begun))
+                if not goes_on:
+                    break
+            self._send(receivers, gathered.rest())
+        except PeerUnreachable as error:
+            self._settle(lease.token, FailLease(lease.token, str(error)))
+        except _LeaseGone:
+            return
+        else:
+            reach("worker.before_finish")
+            self._settle(lease.token, self._finished(lease, now - started))
+            reach("worker.after_finish")
+
+    def _finished(self, lease: GrantLease, busy_s: float) -> FinishLease:
+        reader = self._readers.get(lease.session.session_id)
+        dropped = self._cache.take_dropped()
+        if reader is None:
+            return FinishLease(lease.token, busy_s, dropped)
+        return FinishLease(lease.token, busy_s, dropped, reader.snapshot, reader.snapshot_step)
+
+    def _send(self, receivers: Receivers, deliveries: Sequence[tuple[Delivery, list[Buffer]]]) -> None:
+        for header, frames in deliveries:
+            self._sender.send(receivers, header, frames)
+            reach("worker.batch_sent")
 
     def _settle(self, token: int, report: Message) -> None:
         with self._lock:
@@ -193,39 +315,130 @@ class DataWorker:
             self._outbox.append(report)
         self._endpoint.wake()
 
-    def _make(self, lease: GrantLease, step: int) -> tuple[Batch | BatchFailed, list[bytes | bytearray | memoryview]]:
+    def _make(self, lease: GrantLease, step: int, gathered: Gatherer) -> bool:
+        """Make a step's batch, or take it from the cache, and put it where it leaves from.
+
+        Returns:
+            Whether there are more steps, as far as this one shows.
+        """
         session = lease.session
+        key = session.sharing.key if session.sharing is not None else ""
+        epoch, place, position = place_of(lease, step)
+        snapshot = b""
+        names = session.session_id, step, lease.token
+        left_out = lease.left_out.get(step, [])
+        lacking = without(session.errors, left_out)
+        one = None if lacking else self._cache.get(key, position)
+        if one is not None:
+            again = Batch(*names, one.num_samples, one.spec, one.buffers, "cache", lease.shift)
+            gathered.add_alone(again, one.frames)
+            return True
+        pipeline = self._pipeline(lease)
+        num_skipped = 0
         try:
-            pipeline = self._pipeline(lease)
-            indices = indices_of(lease, step)
-            listed_step = None if isinstance(session.order, PlannedOrder) else step
-            batch = pipeline.make_batch(indices, SampleSeeds(indices, session.seed, session.epoch, listed_step))
+            if isinstance(session.order, ShardOrder):
+                reader = self._reader(session, session.order, pipeline)
+                made = reader.read(step, lease.snapshot)
+                if made is None:
+                    end = EndOfShard(session.session_id, reader.num_steps, lease.token)
+                    gathered.add_alone(end, [])
+                    self._outbox.append(end)  # before the lease is settled
+                    return False
+                batch, num_samples = made
+                snapshot = reader.snapshot
+            else:
+                indices = indices_of(lease, epoch, place, pipeline.buckets)
+                listed_step = None if isinstance(session.order, PlannedOrder) else step
+                seeds = SampleSeeds(indices, session.seed, epoch, listed_step)
+                kept, their_seeds = leave_out(indices, seeds, lacking)
+                num_samples, num_skipped = len(kept), len(indices) - len(kept)
+                # A step that has failed before is made sample by sample: whatever ends the process is then at fault.
+                team = None if step in lease.left_out else self._team
+                batch = pipeline.make_batch(kept, their_seeds, self._page, team) if num_samples > 0 else None
             spec, buffers = flatten(batch)
-        except _LeaseGone:
-            raise
-        except Exception as error:  # noqa: BLE001, user code may raise anything; it travels in the batch's place
+        except PipelineError as error:
+            raise _StepFailed(describe_failure(error, is_final=True)) from error
+        except Exception as error:
             _log.info("session=%s step=%d failed: %r", session.session_id, step, error)
-            return describe_failure(error, session.session_id, step, lease.token), []
-        frames, places = fuse(buffers)
-        return Batch(session.session_id, step, lease.token, len(indices), spec, places), frames
+            raise _StepFailed(describe_failure(error)) from error
+        origin: Literal["made", "again"] = "again" if lease.again else "made"
+        if key and not lacking:
+            frames, places = fuse(buffers)
+            self._cache.put(key, position, CachedBatch(num_samples, spec, places, frames))
+            gathered.add_alone(Batch(*names, num_samples, spec, places, origin, lease.shift), frames)
+        else:
+            places = gathered.place(buffers, time.monotonic())
+            gathered.add(Batch(*names, num_samples, spec, places, origin, lease.shift, num_skipped, left_out, snapshot))
+        return True
+
+    def _reader(self, session: Session, order: ShardOrder, pipeline: Pipeline) -> ShardReader | RankReader:
+        """The shard's reader, which stays where the last lease left it."""
+        if session.session_id not in self._readers:
+            with self._lock:
+                ended = self._readers.keys() - self._receivers.keys()
+            for session_id in ended:
+                del self._readers[session_id]
+            self._readers[session.session_id] = open_shard(
+                pipeline,
+                order,
+                session.seed,
+                session.epoch,
+                self._page.at_sample,
+                self._rounds,
+                session.definition_id,
+            )
+        return self._readers[session.session_id]
 
     def _pipeline(self, lease: GrantLease) -> Pipeline:
         definition_id = lease.session.definition_id
         if definition_id not in self._pipelines:
-            definition = self._fetch(definition_id, lease.token)
             try:
-                pipeline = load_pipeline(definition)
+                pipeline = self._load(definition_id, lease.token)
                 self._pipelines[definition_id] = enter_data_worker(pipeline, self._number, self._number + 1)
+                self._say_if_threads_do_not_help(pipeline)
+            except (_LeaseGone, Renew):
+                raise
             except Exception as error:  # noqa: BLE001, user code again; every step of this pipeline fails alike
                 self._pipelines[definition_id] = error
             while len(self._pipelines) > _MAX_PIPELINES:
                 del self._pipelines[next(iter(self._pipelines))]
         pipeline_or_error = self._pipelines[definition_id]
         if isinstance(pipeline_or_error, Exception):
-            raise pipeline_or_error
+            raise _StepFailed(describe_failure(pipeline_or_error, is_final=True))
         return pipeline_or_error
 
+    def _say_if_threads_do_not_help(self, pipeline: Pipeline) -> None:
+        if self._team is not None and not pipeline.threads_help and not self._said_one_thread:
+            self._said_one_thread = True
+            _log.warning(
+                "one of the threads makes all samples of %s: it does not say thread_safe = True, or gives whole "
+                "batches. Use --processes for the CPUs of this data worker",
+                type(pipeline.dataset).__name__,
+            )
+
+    def _load(self, definition_id: str, token: int) -> Pipeline:
+        """The pipeline from the supervisor, or from the dispatcher.
+
+        Raises:
+            Renew: it is so large that the supervisor is to load it, for all its processes.
+        """
+        if self._exchange is None:
+            definition = self._fetch(definition_id, token)
+        elif definition_id in self._exchange.pipelines:
+            self._page.at_sample(-1)
+            return self._exchange.pipelines[definition_id]
+        else:
+            self._page.rest()
+            with self._exchange.alone(definition_id, lambda: self._stopping) as to_fetch:
+                if not to_fetch:
+                    raise _LeaseGone
+                definition = self._fetch(definition_id, token)
+                self._exchange.leave(definition)
+        self._page.at_sample(-1)
+        return load_pipeline(definition)
+
     def _fetch(self, definition_id: str, token: int) -> Definition:
+        self._page.rest()  # no user code runs while it waits
         while True:
             self._outbox.append(FetchDefinition(definition_id))
             self._endpoint.wake()
@@ -246,15 +459,18 @@ class DataWorker:
             self._leases.put(None)
 
     def _talk(self) -> None:
-        self._endpoint.send(self._registration)
+        self._register()
         next_heartbeat = time.monotonic() + HEARTBEAT_S
         last_heard = time.monotonic()
-        while not self._stopping:
+        while not self._done:
             messages = self._endpoint.poll(max(0.0, next_heartbeat - time.monotonic()))
             now = time.monotonic()
             for message in messages:
                 last_heard = now
                 self._handle(message)
+            if self._stopping:
+                with self._lock:
+                    self._drain()
             while self._outbox:
                 self._endpoint.send(self._outbox.popleft())
             if now >= next_heartbeat:
@@ -268,12 +484,49 @@ class DataWorker:
             self._endpoint.send(self._outbox.popleft())
         self._endpoint.send(LeaveWorker())
 
-    def _handle(self, message: Message) -> None:
+    def _register(self) -> None:
+        self._asked_at = time.monotonic()
+        with self._lock:
+            held = [
+                HeldLease(lease.token, lease.session.session_id, lease.first_step, lease.stop_step, lease.shift)
+                for lease in self._held.values()
+            ]
+        self._endpoint.send(msgspec.structs.replace(self._registration, held=held))
+
+    def _drain(self) -> None:
+        """Keep only the step in work, and say once how far that leaves each lease. Call it with the lock."""
+        if self._drains:
+            return
+        self._drains = True
+        token, step = self._at
+        kept = self._held.get(token)
+        self._held.clear()
+        if kept is not None:
+            self._held[token] = msgspec.structs.replace(kept, stop_step=step + 1)
+        reach("worker.draining")
+        self._outbox.append(Draining([(token, step + 1)] if kept is not None else []))
+
+    def _trim(self, token: int, stop_step: int) -> None:
+        with self._lock:
+            lease = self._held.get(token)
+            if lease is None:
+                return
+            if stop_step <= lease.first_step:
+                del self._held[token]
+            elif stop_step < lease.stop_step:
+                self._held[token] = msgspec.structs.replace(lease, stop_step=stop_step)
+
+    def _handle(self, message: Message | Reconnected) -> None:
         if isinstance(message, GrantLease):
             with self._lock:
+                if self._drains:
+                    return  # granted before the dispatcher heard of it; it takes the lease back when it does
                 self._held[message.token] = message
-                self._receivers[message.session.session_id] = message.session.receiver
+                self._receivers[message.session.session_id] = tuple(message.session.receivers)
+            reach("worker.lease_received")
             self._leases.put(message)
+        elif isinstance(message, TrimLease):
+            self._trim(message.token, message.stop_step)
         elif isinstance(message, RevokeLease):
             with self._lock:
                 self._held.pop(message.token, None)
@@ -293,145 +546,46 @@ class DataWorker:
                 )
                 self._definition_came.notify_all()
         elif isinstance(message, WorkerRegistered):
-            self._number = message.number
+            self._number, self._asked_at = message.number, None
+            self._registration = msgspec.structs.replace(self._registration, replaces="", fate=None)
             _log.info("data_worker=%d registered", message.number)
-        elif isinstance(message, UnknownPeer):
+            reach("worker.registered")
             with self._lock:
-                held = [
-                    HeldLease(lease.token, lease.session.session_id, lease.first_step, lease.stop_step)
-                    for lease in self._held.values()
-                ]
-            self._endpoint.send(RegisterWorker(self._registration.host, self._registration.pid, "", held))
-        elif isinstance(message, ShutDown):
-            self._stopping = True
+                if self._drains:  # and another incarnation of the dispatcher does not know
+                    self._outbox.append(Draining([(lease.token, lease.stop_step) for lease in self._held.values()]))
+        elif isinstance(message, Reconnected):
+            self._register()
+        elif isinstance(message, UnknownPeer):
+            if self._asked_at is None or time.monotonic() - self._asked_at > _REGISTER_AGAIN_S:
+                self._register()
+        elif isinstance(message, ShutDown | DrainWorker):
+            self.stop()
         elif isinstance(message, Refused):
             raise HetstreamError(f"the dispatcher refused this data worker: {message.text}")
         elif not isinstance(message, Alive):
             raise HetstreamError(f"the dispatcher sent {type(message).__name__}, which is no message for a data worker")
 
 
-@functools.lru_cache(maxsize=16)
-def _plan(order: PlannedOrder, epoch: int) -> EpochPlan:
-    return EpochPlan(
-        order.num_samples,
-        order.batch_size,
-        order.world_size,
-        order.drop_last,
-        order.shuffle,
-        order.order_seed,
-        epoch,
-    )
+def place_of(lease: GrantLease, step: int) -> tuple[int, int, int]:
+    """Epoch and step whose samples a leased step has, and its position in the stream that its session shares.
+
+    They are its own but in a shared stream in window mode, which goes on from epoch to epoch.
+    """
+    session = lease.session
+    if session.sharing is None:
+        return session.epoch, step, step
+    position = session.epoch * session.sharing.num_steps + step + lease.shift
+    return *divmod(position, session.sharing.num_steps), position
 
 
-def indices_of(lease: GrantLease, step: int) -> Indices:
-    """Sample indices of a leased step, int64."""
+def indices_of(lease: GrantLease, epoch: int, step: int, buckets: LengthBuckets | None = None) -> Indices:
+    """Sample indices of a step, int64; `buckets` are the pipeline's."""
     order = lease.session.order
     if isinstance(order, PlannedOrder):
-        return _plan(order, lease.session.epoch).indices(step, order.rank)
+        return plan_of(order, epoch, buckets if order.bucketed else None).indices(step, order.rank)
     if lease.steps is None:
         raise PipelineError(f"lease {lease.token} names no samples for step {step} of a listed order")
     counts = np.frombuffer(lease.steps.counts, dtype="<i4")
     number = step - lease.steps.first_step
     first = int(counts[:number].sum())
     return np.frombuffer(lease.steps.indices, dtype="<i8")[first : first + int(counts[number])]
-
-
-def describe_failure(error: Exception, session_id: str, step: int, token: int) -> BatchFailed:
-    """Put an exception of user code into a message: its type by name, its text, and where it happened."""
-    sample_index = -1
-    cause: BaseException = error
-    if isinstance(error, SampleError):
-        sample_index, cause = error.sample_index, error.user_error()
-    kind = type(cause)
-    remote = "".join(traceback.format_exception(kind, cause, cause.__traceback__))
-    return BatchFailed(session_id, step, token, (kind.__module__, kind.__qualname__), str(cause), remote, sample_index)
-
-
-# --- processes ------------------------------------------------------------------------------------------------------
-
-
-def run_data_workers(address_file: Path, num_processes: int) -> int:
-    """Fork data worker processes, restart those that die, and wait until the service ends.
-
-    Args:
-        address_file: the dispatcher's address file.
-        num_processes: how many; one for each CPU of this data worker.
-
-    Returns:
-        Exit code: 0 after an orderly end, 1 when processes died too often or could not work.
-    """
-    service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
-    children: dict[int, tuple[str, float]] = {}
-    stopping = False
-    early_deaths = 0
-    failed = False
-
-    def on_signal(_: int, __: object) -> None:
-        nonlocal stopping
-        stopping = True
-        for pid in children:
-            os.kill(pid, signal.SIGTERM)
-
-    signals = (signal.SIGTERM, signal.SIGINT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # none between the fork and its entry in `children`
-    for number in signals:
-        signal.signal(number, on_signal)
-    for _ in range(num_processes):
-        _start_child(service, "", children)
-    while children:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        pid, status = os.wait()
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        worker_id, started = children.pop(pid)
-        code = os.waitstatus_to_exitcode(status)
-        if code == 0 or stopping:
-            continue
-        _log.warning("data worker process %d ended with %s", pid, f"signal {-code}" if code < 0 else f"code {code}")
-        early_deaths = early_deaths + 1 if time.monotonic() - started < _EARLY_DEATH_S else 1
-        if code == 1:
-            failed = True  # it said why on stderr; the same would happen again
-        elif early_deaths > _MAX_EARLY_DEATHS:
-            _log.error("data worker processes died %d times in a row; this data worker gives up", early_deaths)
-            failed = True
-        else:
-            _start_child(service, worker_id, children)
-    return 1 if failed else 0
-
-
-def _start_child(service: ServiceAddress, replaces: str, children: dict[int, tuple[str, float]]) -> None:
-    worker_id = secrets.token_hex(16)
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        children[pid] = (worker_id, time.monotonic())
-        return
-    code = 1
-    try:
-        code = _child_main(service, worker_id, replaces, parent)
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _child_main(service: ServiceAddress, worker_id: str, replaces: str, parent: int) -> int:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return 1
-    # Until it is connected a signal simply ends it.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
-    use_one_thread()
-    keep_freed_memory()
-    try:
-        worker = DataWorker(service, worker_id, replaces)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: worker.stop())
-        worker.run()
-    except HetstreamError as error:
-        sys.stderr.write(f"hetstream worker: {type(error).__name__}: {error}\n")
-        return 1
-    except Exception:  # noqa: BLE001, the process's boundary: say it, and let the parent see the code
-        traceback.print_exc()
-        return 2
-    return 0

@@ -1,14 +1,16 @@
 """What the dispatcher remembers across its own death: SQLite in WAL mode, one commit for each burst of messages.
 
-It holds the number of starts (the high half of fencing tokens), the keys and the port, the pipeline definitions and
-what each loader has delivered. It does not hold leases or positions: the loaders are the authority on what they have,
-and say it again when they meet a restarted dispatcher. So recovery does not depend on how far the epoch is.
+It holds the number of starts (the high half of fencing tokens), the keys and the port, the pipeline definitions, which
+data workers are registered, and what each loader has delivered. It does not hold leases or positions: the loaders are
+the authority on what they have, and say it again when they meet a restarted dispatcher. So recovery does not depend on
+how far the epoch is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import sqlite3
 from pathlib import Path
@@ -16,16 +18,22 @@ from pathlib import Path
 import msgspec
 
 from mpi_dataworkers.errors import ServiceError
+from mpi_dataworkers.faults import reach
 from mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterConsumer
 
 _SCHEMA_VERSION = 1
+# SQLite writes its log back into the database after about 4 MiB; the file is cut to this then.
+_MAX_WAL_BYTES = 1 << 20
+# A pipeline is stored in parts, because SQLite takes blobs up to 10**9 bytes.
+_PART_BYTES = 256 << 20
 _SCHEMA = """
 create table if not exists facts (name text primary key, value text not null);
-create table if not exists definitions (id text primary key, message blob not null);
+create table if not exists definitions (id text, part integer, message blob not null, primary key (id, part));
 create table if not exists loaders (
   job_name text, ordinal integer, rank integer, pid integer, host text, stats blob not null,
   primary key (job_name, ordinal, rank, pid, host)
 );
+create table if not exists workers (peer text primary key);
 """
 
 
@@ -70,15 +78,10 @@ class Journal:
         try:
             self._database.execute("pragma journal_mode=wal")
             self._database.execute("pragma synchronous=full")
+            self._database.execute(f"pragma journal_size_limit={_MAX_WAL_BYTES}")
+            self._check()
             self._database.executescript(_SCHEMA)
-            version = self.fact("schema_version", str(_SCHEMA_VERSION))
-            if version != str(_SCHEMA_VERSION):
-                raise ValueError(f"schema version {version}, this release reads {_SCHEMA_VERSION}")
-            self.incarnation = int(self.fact("incarnation", "0")) + 1
-            self.definitions = [
-                msgspec.msgpack.decode(row[0], type=ProvideDefinition)
-                for row in self._database.execute("select message from definitions")
-            ]
+            self._read()
             self.begin()
             self.set_fact("schema_version", str(_SCHEMA_VERSION))
             self.set_fact("incarnation", str(self.incarnation))
@@ -87,13 +90,46 @@ class Journal:
             self._database.close()
             raise
 
+    def _check(self) -> None:
+        """Refuse what SQLite itself finds damaged: pages, order, duplicates in an index. It is small, so all of it."""
+        found = [str(row[0]) for row in self._database.execute("pragma integrity_check")]
+        if found != ["ok"]:
+            raise ValueError("; ".join(found[:3]))
+
+    def _read(self) -> None:
+        """Read all of it, so that damage is found now and not when the value is needed."""
+        version = self.fact("schema_version")
+        others = [name for (name,) in self._database.execute("select name from facts where name != 'schema_version'")]
+        if version not in ("", str(_SCHEMA_VERSION)):
+            raise ValueError(f"schema version {version}, this release reads {_SCHEMA_VERSION}")
+        if others and not version:
+            raise ValueError(f"the schema version is missing, and {others[0]!r} is there")
+        self.incarnation = int(self.fact("incarnation", "0" if not version else "missing")) + 1
+        self.keys: list[str] = msgspec.json.decode(self.fact("keys", "[]"), type=list[str])
+        if len(self.keys) not in (0, 5):
+            raise ValueError(f"{len(self.keys)} keys instead of 5")
+        if self.fact("port") and not 0 < int(self.fact("port")) < 65536:
+            raise ValueError(f"port {self.fact('port')}")
+        self.definitions = []
+        rows = self._database.execute("select id, message from definitions order by id, part")
+        for name, parts in itertools.groupby(rows, key=lambda row: row[0]):
+            blob = b"".join(part for _, part in parts)
+            definition = msgspec.msgpack.decode(blob, type=ProvideDefinition)
+            if definition.definition_id != name:
+                raise ValueError(f"the pipeline {definition.definition_id} is filed as {name}")
+            self.definitions.append(definition)
+        self.workers = {str(row[0]) for row in self._database.execute("select peer from workers")}
+        self.loaders()
+
     def begin(self) -> None:
         """Start a group of changes."""
         self._database.execute("begin")
 
     def commit(self) -> None:
         """Make the group durable; only then may messages that rest on it leave."""
+        reach("dispatcher.before_commit")
         self._database.execute("commit")
+        reach("dispatcher.after_commit")
 
     def fact(self, name: str, default: str = "") -> str:
         """A remembered text, or `default`."""
@@ -106,12 +142,23 @@ class Journal:
 
     def remember_definition(self, definition: ProvideDefinition) -> None:
         """Remember a pipeline, so that a data worker can fetch it after a restart."""
-        blob = msgspec.msgpack.encode(definition)
-        self._database.execute("insert or replace into definitions values (?, ?)", (definition.definition_id, blob))
+        blob = memoryview(msgspec.msgpack.encode(definition))
+        self.forget_definition(definition.definition_id)
+        for part, start in enumerate(range(0, len(blob), _PART_BYTES)):
+            row = definition.definition_id, part, blob[start : start + _PART_BYTES]
+            self._database.execute("insert into definitions values (?, ?, ?)", row)
 
     def forget_definition(self, definition_id: str) -> None:
         """Forget a pipeline that nobody uses."""
         self._database.execute("delete from definitions where id = ?", (definition_id,))
+
+    def remember_worker(self, peer: str) -> None:
+        """Remember that a data worker is registered."""
+        self._database.execute("insert or replace into workers values (?)", (peer,))
+
+    def forget_worker(self, peer: str) -> None:
+        """Forget a data worker that is lost."""
+        self._database.execute("delete from workers where peer = ?", (peer,))
 
     def remember_stats(self, consumer: RegisterConsumer, stats: LoaderStats) -> None:
         """Remember what a loader has delivered so far."""

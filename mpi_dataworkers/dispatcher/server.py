@@ -12,21 +12,43 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpi_dataworkers.address import ServiceAddress, write_address_file
+from mpi_dataworkers.dispatcher.event_log import EventLog
+from mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped
 from mpi_dataworkers.dispatcher.journal import Journal
-from mpi_dataworkers.dispatcher.state import DispatcherState, ForgetDefinition, Instruction, RememberDefinition, Send
-from mpi_dataworkers.errors import ProtocolError
-from mpi_dataworkers.messages import Refused, ShutDown, ToDispatcher
+from mpi_dataworkers.dispatcher.records import (
+    ForgetDefinition,
+    ForgetWorker,
+    Instruction,
+    RememberDefinition,
+    RememberWorker,
+    Send,
+)
+from mpi_dataworkers.dispatcher.state import DispatcherState
+from mpi_dataworkers.errors import ProtocolError, ServiceError
+from mpi_dataworkers.faults import reach
+from mpi_dataworkers.messages import ShutDown, ToDispatcher
 from mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received
 from mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
+
+if TYPE_CHECKING:
+    from mpi_dataworkers.dispatcher.metrics import MetricsServer
 
 _log = logging.getLogger(__name__)
 
 SUMMARY_FILE = "summary.json"
+_METRICS_S = 1.0
 
 
-def serve(bind: str, work_dir: Path, address_file: Path, should_stop: Callable[[], bool]) -> None:
+def serve(
+    bind: str,
+    work_dir: Path,
+    address_file: Path,
+    should_stop: Callable[[], bool],
+    metrics_at: tuple[str, int] | None = None,
+) -> None:
     """Run a dispatcher until `should_stop()`; write `work_dir/summary.json` at the end.
 
     Started again with the same directory it keeps its keys and its port, so that loaders and data workers find it.
@@ -36,6 +58,8 @@ def serve(bind: str, work_dir: Path, address_file: Path, should_stop: Callable[[
         work_dir: the journal's directory.
         address_file: written, mode 0600, when the dispatcher is ready.
         should_stop: asked between bursts, several times a second.
+        metrics_at: host and port at which to serve Prometheus metrics. Where that fails, the log says so and the
+            service goes on: a job is worth more than its metrics.
 
     Raises:
         ServiceError: the directory is in use or damaged, or the address cannot be bound.
@@ -43,30 +67,41 @@ def serve(bind: str, work_dir: Path, address_file: Path, should_stop: Callable[[
     journal = Journal(work_dir)
     try:
         endpoint, service = _open_endpoint(bind, journal)
+        event_log = EventLog(work_dir)
+        metrics = None
         try:
             write_address_file(address_file, service)
-            _log.info("dispatcher ready address=%s incarnation=%d", service.address, journal.incarnation)
-            state = DispatcherState(journal.incarnation, time.monotonic())
+            ready = DispatcherStarted(
+                incarnation=journal.incarnation,
+                address=service.address,
+                num_definitions=len(journal.definitions),
+                num_expected_workers=len(journal.workers),
+            )
+            event_log.report([ready])
+            state = DispatcherState(journal.incarnation, time.monotonic(), journal.workers)
             state.definitions = {definition.definition_id: definition for definition in journal.definitions}
-            _loop(state, journal, endpoint, should_stop)
+            metrics = _open_metrics(metrics_at, state)
+            _loop(state, journal, event_log, metrics, endpoint, should_stop)
+            event_log.report([DispatcherStopped(cause="it was told to")])
             for peer in (*state.consumers, *state.workers):
                 endpoint.send(peer, ShutDown())
             _write_summary(state, journal, work_dir)
         finally:
+            if metrics is not None:
+                metrics.close()
+            event_log.close()
             endpoint.close()
     finally:
         journal.close()
 
 
 def _open_endpoint(bind: str, journal: Journal) -> tuple[ZmqDispatcherEndpoint, ServiceAddress]:
-    if not journal.fact("keys"):
-        server_public, server_secret = new_keys()
-        client_public, client_secret = new_keys()
-        keys = [server_public, server_secret, client_public, client_secret, secrets.token_hex(32)]
+    if not journal.keys:
+        journal.keys = [*new_keys(), *new_keys(), secrets.token_hex(32)]
         journal.begin()
-        journal.set_fact("keys", json.dumps(keys))
+        journal.set_fact("keys", json.dumps(journal.keys))
         journal.commit()
-    server_public, server_secret, client_public, client_secret, batch_key = json.loads(journal.fact("keys"))
+    server_public, server_secret, client_public, client_secret, batch_key = journal.keys
     host = bind.removeprefix("tcp://").rpartition(":")[0]
     kept_port = journal.fact("port")
     wants_any_port = bind.endswith(":0")
@@ -78,33 +113,56 @@ def _open_endpoint(bind: str, journal: Journal) -> tuple[ZmqDispatcherEndpoint, 
     return endpoint, ServiceAddress(endpoint.address, server_public, client_public, client_secret, batch_key)
 
 
+def _open_metrics(where: tuple[str, int] | None, state: DispatcherState) -> MetricsServer | None:
+    if where is None:
+        return None
+    try:
+        from mpi_dataworkers.dispatcher.metrics import MetricsServer
+
+        server = MetricsServer(*where, state.status(time.monotonic()))
+    except ServiceError as error:
+        _log.error("no metrics: %s", error)
+        return None
+    _log.info("metrics at %s", server.url)
+    return server
+
+
 def _loop(
-    state: DispatcherState, journal: Journal, endpoint: DispatcherEndpoint, should_stop: Callable[[], bool]
+    state: DispatcherState,
+    journal: Journal,
+    event_log: EventLog,
+    metrics: MetricsServer | None,
+    endpoint: DispatcherEndpoint,
+    should_stop: Callable[[], bool],
 ) -> None:
     told = 0
-    next_tick = time.monotonic()
+    next_tick = next_metrics = time.monotonic()
     while not should_stop():
         received = endpoint.poll(state.next_deadline())
         now = time.monotonic()
+        if received:
+            reach("dispatcher.received")
         instructions = [instruction for one in received for instruction in _decide(state, one, now)]
         if now >= next_tick:
             instructions += state.tick(now)
             next_tick = now + state.next_deadline()
+            if metrics is not None and now >= next_metrics:
+                metrics.publish(state.status(now))
+                next_metrics = now + _METRICS_S
+        if instructions:
+            reach("dispatcher.decided")
         _carry_out(instructions, journal, endpoint)
-        told = _log_story(state, told)
+        told = _tell(state, told, event_log)
 
 
 def _decide(state: DispatcherState, received: Received, now: float) -> list[Instruction]:
     message = received.message
     if isinstance(message, Disconnected):
         return state.peer_gone(received.peer, now)
+    if not isinstance(message, ProtocolError | ToDispatcher):
+        message = ProtocolError(f"{type(message).__name__} is not a message for a dispatcher")
     if isinstance(message, ProtocolError):
-        _log.warning("refused a message of peer %s: %s", received.peer[:8], message)
-        return [Send(received.peer, Refused("ProtocolError", str(message)))]
-    if not isinstance(message, ToDispatcher):
-        text = f"{type(message).__name__} is not a message for a dispatcher"
-        _log.warning("refused a message of peer %s: %s", received.peer[:8], text)
-        return [Send(received.peer, Refused("ProtocolError", text))]
+        return state.refuse(received.peer, message)
     return state.handle(received.peer, message, now)
 
 
@@ -117,26 +175,34 @@ def _carry_out(instructions: list[Instruction], journal: Journal, endpoint: Disp
                 journal.remember_definition(memory.definition)
             elif isinstance(memory, ForgetDefinition):
                 journal.forget_definition(memory.definition_id)
+            elif isinstance(memory, RememberWorker):
+                journal.remember_worker(memory.peer)
+            elif isinstance(memory, ForgetWorker):
+                journal.forget_worker(memory.peer)
             else:
                 journal.remember_stats(memory.consumer, memory.stats)
         journal.commit()
     for instruction in instructions:
         if isinstance(instruction, Send):
+            reach("dispatcher.before_send")
             endpoint.send(instruction.peer, instruction.message)
+            reach("dispatcher.after_send")
 
 
-def _log_story(state: DispatcherState, told: int) -> int:
-    """Log the lines of the story that are new; the state counts them, so none is logged twice."""
-    new = min(state.lines_told - told, len(state.story))
-    for line in list(state.story)[len(state.story) - new :]:
-        _log.info("%s", line)
-    return state.lines_told
+def _tell(state: DispatcherState, told: int, event_log: EventLog) -> int:
+    """Report the events that are new; the state counts them, so none is reported twice."""
+    new = min(state.events_told - told, len(state.story))
+    if new:
+        event_log.report(list(state.story)[len(state.story) - new :])
+    return state.events_told
 
 
 def _write_summary(state: DispatcherState, journal: Journal, work_dir: Path) -> None:
     journal.begin()
     for consumer in state.consumers.values():
         journal.remember_stats(consumer.registration, consumer.stats)
+    for peer in state.workers:
+        journal.forget_worker(peer)  # they are told to end, so the next dispatcher need not wait for them
     journal.commit()
     summary = {
         "loaders": journal.loaders(),

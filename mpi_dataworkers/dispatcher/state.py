@@ -6,55 +6,86 @@ token; a lease whose worker is lost, silent or unable to deliver is revoked and 
 A batch is a pure function of its session and step, so making one twice is waste, never damage.
 
 A lease goes ACTIVE -> SENT -> (gone). ACTIVE: a worker makes its steps. SENT: the worker has sent them all and the
-loader has not reported all of them. From either it may be revoked.
+loader has not reported all of them. From either it may be revoked. The end of an ACTIVE lease may be trimmed off, which
+fences nothing: steps that were already made are as good as any.
 """
 
 from __future__ import annotations
 
 import array
-import enum
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from mpi_dataworkers.dispatcher import events
+from mpi_dataworkers.dispatcher.records import (
+    ConsumerRecord,
+    ForgetDefinition,
+    ForgetWorker,
+    Instruction,
+    Lease,
+    LeaseStatus,
+    RememberDefinition,
+    RememberStats,
+    RememberWorker,
+    Send,
+    SessionRecord,
+    WorkDone,
+    WorkerRecord,
+)
+from mpi_dataworkers.dispatcher.sharing import ShareGroup, ShareGroups, different_under_one_name
+from mpi_dataworkers.dispatcher.status import note_rates, status_of
+from mpi_dataworkers.errors import ProtocolError
+from mpi_dataworkers.failures import StepFailures, Verdict
 from mpi_dataworkers.messages import (
     Alive,
+    BatchFailed,
     CloseEpoch,
     CloseSession,
     ConsumerRegistered,
     Definition,
+    Draining,
+    DrainWorker,
+    EndOfShard,
     ExtendEpoch,
     FailLease,
+    FailStep,
+    Failure,
     FetchDefinition,
     FinishLease,
     GrantLease,
     LeaseRevoked,
     LeaveConsumer,
     LeaveWorker,
+    ListedOrder,
     LoaderHeartbeat,
     LoaderStats,
     LoaderToDispatcher,
     Membership,
     Message,
     OpenEpoch,
-    PlannedOrder,
     ProvideDefinition,
-    Ranges,
     Refused,
     RegisterConsumer,
     RegisterWorker,
     ReportProgress,
+    RequestStatus,
     RevokeLease,
-    Session,
+    ShardOrder,
+    Status,
     StepList,
+    StepsLost,
+    TrimLease,
     UnknownPeer,
     WorkerHeartbeat,
     WorkerRegistered,
     WorkerToDispatcher,
 )
+from mpi_dataworkers.rates import RecentRates
+from mpi_dataworkers.reorder import as_ranges
 
 # A worker is lost when it was silent this long; it sends a heartbeat every HEARTBEAT_S.
 HEARTBEAT_S = 0.5
@@ -67,154 +98,26 @@ ARRIVAL_TIMEOUT_S = 5.0
 LOADER_PAUSE_S = ARRIVAL_TIMEOUT_S / 2
 # A worker that could not reach a loader is not sent there again for this long.
 UNREACHABLE_S = 10.0
-# After a restart, wait for workers to tell what they hold before leasing the same steps to others.
-RECOVERY_GRACE_S = 3 * HEARTBEAT_S
+# After a restart, wait at most this long for the workers of before to tell what they hold, so that the same steps are
+# not leased to others. They register as soon as their connection is back; who is later loses only what it held.
+RECOVERY_GRACE_S = 0.7
 # One lease in work and one waiting: the worker never idles for a round trip.
 LEASES_PER_WORKER = 2
 # Long enough that control costs nothing, short enough that the tail of a window is shared among workers.
 TARGET_LEASE_S = 0.02
-MAX_LEASE_STEPS = 64
+MAX_LEASE_STEPS = 128
+# A steal has to bring the end of the stolen lease forward by this much; what a worker does next is looked at as often.
+STEAL_GAIN_S = TARGET_LEASE_S
+# What the loader has is known this late.
+_REPORT_DELAY_S = 0.15
+# A worker that has made no step of a pass may have to load its pipeline first.
+_UNKNOWN_STEP_S = 1.0
+
+# Steps of a session whose end is not known: more than anybody reads.
+_ENDLESS = 1 << 62
 
 # Long enough for one burst of messages, which is what the server logs at a time.
 _STORY_LENGTH = 512
-
-
-class LeaseStatus(enum.Enum):
-    """Where a lease is."""
-
-    ACTIVE = "ACTIVE"
-    SENT = "SENT"
-
-
-@dataclass(frozen=True)
-class Send:
-    """Instruction: send a message to a peer."""
-
-    peer: str
-    message: Message
-
-
-@dataclass(frozen=True)
-class RememberDefinition:
-    """Instruction: journal a pipeline definition before anything that follows in the same batch of instructions."""
-
-    definition: ProvideDefinition
-
-
-@dataclass(frozen=True)
-class RememberStats:
-    """Instruction: journal what a loader has delivered."""
-
-    consumer: RegisterConsumer
-    stats: LoaderStats
-
-
-@dataclass(frozen=True)
-class ForgetDefinition:
-    """Instruction: take a pipeline that no loader uses out of the journal."""
-
-    definition_id: str
-
-
-Instruction = Send | RememberDefinition | ForgetDefinition | RememberStats
-
-
-@dataclass
-class Lease:
-    """Steps [first, stop) of a session in the hands of a worker."""
-
-    token: int
-    session_id: str
-    worker: str
-    first: int
-    stop: int
-    granted_at: float
-    status: LeaseStatus = LeaseStatus.ACTIVE
-    sent_at: float = 0.0
-
-
-@dataclass
-class WorkerRecord:
-    """One data worker process.
-
-    Attributes:
-        number: its number in order of arrival, from 0.
-        last_seen: time of its last message, s.
-        tokens: leases it holds in status ACTIVE.
-        unreachable: consumers it could not reach, with the time until which it is not tried again.
-    """
-
-    number: int
-    host: str
-    pid: int
-    last_seen: float
-    tokens: set[int] = field(default_factory=set)
-    unreachable: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class ConsumerRecord:
-    """One loader of one rank.
-
-    Attributes:
-        announced_workers: the number of data workers it was last told of.
-        steady_since: it was never silent for longer than `LOADER_PAUSE_S` since then.
-    """
-
-    registration: RegisterConsumer
-    last_seen: float
-    stats: LoaderStats = field(default_factory=LoaderStats)
-    announced_workers: int = -1
-    steady_since: float = 0.0
-
-
-@dataclass
-class SessionRecord:
-    """One pass over an epoch.
-
-    Attributes:
-        consumer: peer id of the loader.
-        num_steps: total, or -1 while unknown.
-        known_steps: steps [0, known_steps) may be leased; all of them for a planned order.
-        lists: indices of listed steps not yet consumed, by step.
-        consumed: steps below it reached the training loop.
-        received: ranges at or above `consumed` in the loader's buffer.
-        window: steps at or above `consumed + window` are not leased yet.
-        frontier: steps at or above it were never leased.
-        requeued: steps below `frontier` that have to be leased again, ascending.
-        tokens: its leases.
-        step_s: smoothed time a worker needs for a step, 0 while unknown.
-    """
-
-    session: Session
-    consumer: str
-    num_steps: int
-    known_steps: int
-    consumed: int
-    received: Ranges
-    window: int
-    frontier: int
-    lists: dict[int, bytes] = field(default_factory=dict)
-    requeued: list[int] = field(default_factory=list)
-    tokens: set[int] = field(default_factory=set)
-    step_s: float = 0.0
-
-    def has(self, step: int) -> bool:
-        """Whether the loader has this step."""
-        return step < self.consumed or any(first <= step < stop for first, stop in self.received)
-
-    def missing(self, steps: Iterable[int]) -> list[int]:
-        """Those of the steps that the loader does not have."""
-        return [step for step in steps if not self.has(step)]
-
-    def leasable(self) -> int:
-        """How many steps may be leased now."""
-        limit = min(self.consumed + self.window, self.known_steps)
-        return len(self.requeued) + max(0, limit - self.frontier)
-
-    def fill(self) -> float:
-        """How full the loader's window is with steps that are there or on their way, 0 to 1."""
-        return 1 - self.leasable() / max(1, self.window)
 
 
 class DispatcherState:
@@ -224,22 +127,33 @@ class DispatcherState:
         incarnation: number of this start of the dispatcher, from 1; the high half of every fencing token, so that
             tokens grow across restarts without journaling each one.
         now: time of the start, s, on the clock of all later calls.
+        expected: peer ids of the data workers that were registered when the last dispatcher ended: nothing is leased
+            until they have told what they hold, or `RECOVERY_GRACE_S` has passed.
     """
 
-    def __init__(self, incarnation: int, now: float) -> None:
+    def __init__(self, incarnation: int, now: float, expected: Collection[str] = ()) -> None:
         self.workers: dict[str, WorkerRecord] = {}
         self.consumers: dict[str, ConsumerRecord] = {}
         self.sessions: dict[str, SessionRecord] = {}
         self.leases: dict[int, Lease] = {}
         self.definitions: dict[str, ProvideDefinition] = {}
+        self.incarnation = incarnation
+        self.started_at = now
         self.workers_seen = 0
+        self.workers_lost = 0
         self.leases_granted = 0
         self.leases_revoked = 0
-        self.story: deque[str] = deque(maxlen=_STORY_LENGTH)
-        self.lines_told = 0
+        self.recent = RecentRates(now, 0)  # of `leases_granted`
+        self.story: deque[events.Event] = deque(maxlen=_STORY_LENGTH)
+        self.events_told = 0
+        self._shared = ShareGroups()
         self._waiting_for_definition: dict[str, set[str]] = {}
+        # Workers that may get a lease, in the order in which they came free, by the number of leases that they have.
+        self._free: list[dict[str, None]] = [{} for _ in range(LEASES_PER_WORKER)]
         self._token_base = incarnation << 32
-        self._grant_from = now + (RECOVERY_GRACE_S if incarnation > 1 else 0.0)
+        self._expected = set(expected)
+        self._grant_from = now + (RECOVERY_GRACE_S if expected else 0.0)
+        self._next_steal = now
 
     # --- entry points -----------------------------------------------------------------------------------------------
 
@@ -253,6 +167,8 @@ class DispatcherState:
             return self._register_worker(peer, message, now) + self._assign(now)
         if isinstance(message, RegisterConsumer):
             return self._register_consumer(peer, message, now)
+        if isinstance(message, RequestStatus):
+            return [Send(peer, self.status(now))]
         if peer in self.workers:
             self.workers[peer].last_seen = now
         elif peer in self.consumers:
@@ -264,7 +180,7 @@ class DispatcherState:
             return [Send(peer, UnknownPeer())]
         if not isinstance(message, WorkerToDispatcher if peer in self.workers else LoaderToDispatcher):
             role = "data worker" if peer in self.workers else "loader"
-            return [Send(peer, Refused("ProtocolError", f"{type(message).__name__} is no message of a {role}"))]
+            return self._refuse(peer, "ProtocolError", f"{type(message).__name__} is no message of a {role}")
         return _HANDLERS[type(message)](self, peer, message, now) + self._assign(now)
 
     def peer_gone(self, peer: str, now: float) -> list[Instruction]:
@@ -273,12 +189,12 @@ class DispatcherState:
         if peer in self.workers:
             out = self._lose_worker(peer, now, "its connection closed")
         elif peer in self.consumers:
-            self._tell(f"loader rank={self.consumers[peer].registration.rank} lost: its connection closed")
-            out = self._drop_consumer(peer)
+            out = self._drop_consumer(peer, "its connection closed")
         return out + self._assign(now)
 
     def tick(self, now: float) -> list[Instruction]:
         """Let time pass: find the silent and the undelivered, lease their steps again."""
+        note_rates(self, now)
         out: list[Instruction] = []
         for peer, worker in list(self.workers.items()):
             if now - worker.last_seen > WORKER_TIMEOUT_S:
@@ -286,12 +202,17 @@ class DispatcherState:
         for peer, consumer in list(self.consumers.items()):
             if now - consumer.last_seen > CONSUMER_TIMEOUT_S:
                 silence_s = now - consumer.last_seen
-                self._tell(f"loader rank={consumer.registration.rank} lost: silent for {silence_s:.1f} s")
-                out += self._drop_consumer(peer)
+                out += [Send(peer, UnknownPeer()), *self._drop_consumer(peer, f"silent for {silence_s:.1f} s")]
+        if self._expected and now >= self._grant_from:
+            cause = f"they did not register within {RECOVERY_GRACE_S:g} s"
+            self._tell(events.DataWorkersMissing(num_missing=len(self._expected), cause=cause))
+            out += [ForgetWorker(peer) for peer in sorted(self._expected)]
+            self._expected.clear()
         for lease in list(self.leases.values()):
             if lease.status is LeaseStatus.SENT and self._unreported_s(lease, now) > ARRIVAL_TIMEOUT_S:
-                out += self._mark_unreachable(lease, now)
-                out += self._revoke(lease, f"sent {now - lease.sent_at:.1f} s ago and not received", reconnect=True)
+                reason = f"sent {now - lease.sent_at:.1f} s ago and not received"
+                out += self._mark_unreachable(lease, now, reason)
+                out += self._revoke(lease, reason, reconnect=True)
         # Announced here too, because workers that were unreachable become reachable by time alone.
         return out + self._announce(now) + self._assign(now)
 
@@ -308,26 +229,43 @@ class DispatcherState:
         """Seconds after which `tick` should be called at the latest."""
         return HEARTBEAT_S / 2
 
+    def status(self, now: float) -> Status:
+        """What goes on."""
+        return status_of(self, now)
+
+    def drain(self, peer: str, now: float) -> list[Instruction]:
+        """Let a data worker leave without losing what it is making: no more leases, and it ends by itself."""
+        if peer not in self.workers or self.workers[peer].draining:
+            return []
+        self._begin_drain(peer, "the service wants it to")
+        return [Send(peer, DrainWorker()), *self._assign(now)]
+
     # --- loaders ----------------------------------------------------------------------------------------------------
 
     def _register_consumer(self, peer: str, message: RegisterConsumer, now: float) -> list[Instruction]:
         out: list[Instruction] = []
         for other_peer, other in list(self.consumers.items()):
             theirs = other.registration
+            if differs := different_under_one_name(theirs.description, message.description):
+                return self._refuse(peer, "PipelineError", differs)
             if other_peer == peer or (theirs.job_name, theirs.ordinal) != (message.job_name, message.ordinal):
                 continue
             if theirs.description != message.description:
-                return [Send(peer, Refused("JobNameConflict", _conflict(theirs, message)))]
+                return self._refuse(peer, "JobNameConflict", _conflict(theirs, message))
             if theirs.rank == message.rank:
                 text = (
                     f"rank {message.rank} of job {message.job_name!r} was registered again by process {message.pid} on "
-                    f"{message.host}; this process ({theirs.pid} on {theirs.host}) no longer receives batches."
+                    f"{message.host}; this process ({theirs.pid} on {theirs.host}) no longer receives batches. "
+                    "If these are two programs, give each a job_name (or HETSTREAM_JOB_NAME) of its own."
                 )
-                self._tell(text)
                 out.append(Send(other_peer, Refused("Superseded", text)))
-                out += self._drop_consumer(other_peer)
+                out += self._drop_consumer(other_peer, text)
         known = self.consumers.get(peer)
-        self.consumers[peer] = ConsumerRecord(message, now, known.stats if known else LoaderStats())
+        cause = "its connection is back" if known else ""
+        self._tell(events.LoaderConnected(**_who(message), cause=cause))
+        stats = known.stats if known else LoaderStats()
+        recent = RecentRates(now, stats.steps, stats.bytes, stats.wait_s)
+        self.consumers[peer] = ConsumerRecord(message, now, recent, stats)
         count = self._reachable_workers(peer, now)
         self.consumers[peer].announced_workers = count
         out.append(Send(peer, ConsumerRegistered(message.definition_id not in self.definitions, count)))
@@ -344,13 +282,15 @@ class DispatcherState:
             out.append(ForgetDefinition(old))
         self.definitions[message.definition_id] = message
         out.append(RememberDefinition(message))
+        self._tell(events.DefinitionRemembered(definition_id=message.definition_id, num_bytes=len(message.blob)))
         for worker in sorted(self._waiting_for_definition.pop(message.definition_id, ())):
             out.append(Send(worker, _definition_of(message)))
         return out
 
     def _open_epoch(self, peer: str, message: OpenEpoch, _: float) -> list[Instruction]:
         session = message.session
-        known = message.num_steps if isinstance(session.order, PlannedOrder) else message.consumed
+        ahead = message.num_steps if message.num_steps >= 0 else _ENDLESS
+        known = message.consumed if isinstance(session.order, ListedOrder) else ahead
         record = SessionRecord(
             session=session,
             consumer=peer,
@@ -361,17 +301,31 @@ class DispatcherState:
             window=message.window,
             frontier=message.consumed,
         )
+        record.keep_snapshot(message.consumed, message.snapshot)
+        if record.reads_rounds:
+            record.holder = next((one.holder for one in self.sessions.values() if one.shard == record.shard), "")
         self.sessions[session.session_id] = record
         if message.steps is not None:
             self._take_steps(record, message.steps)
         # A pass that is declared again after this dispatcher's restart: workers may hold leases of it.
         held = [lease for lease in self.leases.values() if lease.session_id == session.session_id]
         record.tokens = {lease.token for lease in held}
+        record.sent = {lease.token for lease in held if lease.status is LeaseStatus.SENT}
+        self._join_group(record, message, held)
         reached = max([stop for _, stop in message.received] + [lease.stop for lease in held], default=message.consumed)
         record.frontier = max(message.consumed, reached)
         leased = {step for lease in held for step in range(lease.first, lease.stop)}
         record.requeued = [s for s in record.missing(range(message.consumed, record.frontier)) if s not in leased]
-        self._tell(f"session={session.session_id} epoch={session.epoch} opened at step {message.consumed}")
+        self._tell(
+            events.SessionOpened(
+                session=session.session_id,
+                job=self.consumers[peer].registration.job_name,
+                rank=self.consumers[peer].registration.rank,
+                epoch=session.epoch,
+                first_step=message.consumed,
+                num_steps=message.num_steps,
+            )
+        )
         return []
 
     def _extend_epoch(self, _: str, message: ExtendEpoch, __: float) -> list[Instruction]:
@@ -397,16 +351,20 @@ class DispatcherState:
         record = self.sessions.get(message.session_id)
         if record is None:
             return [Send(peer, UnknownPeer())]
-        for step in range(record.consumed, message.consumed):
+        for step in range(record.consumed, message.consumed) if record.lists else ():
             record.lists.pop(step, None)
         record.consumed = max(record.consumed, message.consumed)
+        record.lost = {step for step in record.lost if step >= record.consumed}
         record.received = message.received
         record.window = message.window
         record.frontier = max(record.frontier, record.consumed)
         record.requeued = record.missing(record.requeued)
-        for token in list(record.tokens):
+        if record.failures:
+            record.retries = set(record.missing(record.retries))
+            record.failures = {step: one for step, one in record.failures.items() if step >= record.consumed}
+        for token in list(record.sent):
             lease = self.leases[token]
-            if lease.status is LeaseStatus.SENT and not record.missing(range(lease.first, lease.stop)):
+            if record.has_all(lease.first, lease.stop):
                 self._forget(lease)
         return []
 
@@ -415,27 +373,37 @@ class DispatcherState:
         consumer.stats = message.stats
         if message.session_id in self.sessions:
             self.sessions[message.session_id].consumed = message.consumed
-        return [RememberStats(consumer.registration, message.stats), *self._end_session(message.session_id)]
+        cause = "the program left the loop or reached its end"
+        return [RememberStats(consumer.registration, message.stats), *self._end_session(message.session_id, cause)]
 
     def _leave_consumer(self, peer: str, message: LeaveConsumer, _: float) -> list[Instruction]:
         self.consumers[peer].stats = message.stats
-        return self._drop_consumer(peer)
+        return self._drop_consumer(peer, "it was closed", orderly=True)
 
-    def _drop_consumer(self, peer: str) -> list[Instruction]:
+    def _drop_consumer(self, peer: str, cause: str, orderly: bool = False) -> list[Instruction]:
         consumer = self.consumers.pop(peer)
+        who = _who(consumer.registration)
+        self._tell(events.LoaderLost(**who, steps=consumer.stats.steps, orderly=orderly, cause=cause))
         out: list[Instruction] = [RememberStats(consumer.registration, consumer.stats)]
         for worker in self.workers.values():
             worker.unreachable.pop(peer, None)
         ended = [key for key, record in self.sessions.items() if record.consumer == peer]
-        return out + [instruction for key in ended for instruction in self._end_session(key)]
+        cause = "its loader is gone"
+        return out + [instruction for key in ended for instruction in self._end_session(key, cause)]
 
-    def _end_session(self, session_id: str) -> list[Instruction]:
+    def _end_session(self, session_id: str, cause: str) -> list[Instruction]:
         record = self.sessions.pop(session_id, None)
         if record is None:
             return []
+        if record.session.sharing is not None:
+            self._shared.leave(record.session.sharing.key, session_id)
         for token in list(record.tokens):
             self._forget(self.leases[token])
-        self._tell(f"session={session_id} closed at step {record.consumed} of {record.num_steps}")
+        for worker in self.workers.values():
+            worker.step_s.pop(session_id, None)
+        cause = "all steps were taken" if record.consumed == record.num_steps else cause
+        of = {"step": record.consumed, "num_steps": record.num_steps}
+        self._tell(events.SessionClosed(session=session_id, **of, cause=cause))
         return [Send(worker, CloseSession(session_id)) for worker in self.workers]
 
     # --- data workers -----------------------------------------------------------------------------------------------
@@ -443,15 +411,18 @@ class DispatcherState:
     def _register_worker(self, peer: str, message: RegisterWorker, now: float) -> list[Instruction]:
         out: list[Instruction] = []
         if message.replaces in self.workers:
-            out += self._lose_worker(message.replaces, now, "its process ended")
+            out += self._lose_worker(message.replaces, now, f"its process {_reason(message)}")
         if peer in self.workers:
-            number = self.workers[peer].number
+            number, cause = self.workers[peer].number, "its connection is back"
         else:
             number, self.workers_seen = self.workers_seen, self.workers_seen + 1
+            cause = f"in the place of a process that {_reason(message)}" if message.replaces else ""
         old_tokens = self.workers[peer].tokens if peer in self.workers else set()
-        self.workers[peer] = WorkerRecord(number, message.host, message.pid, now)
-        self._tell(f"data_worker={number} host={message.host} pid={message.pid} registered")
-        out.append(Send(peer, WorkerRegistered(number)))
+        work = self.workers[peer].work if peer in self.workers else WorkDone(now, RecentRates(now, 0, 0))
+        self.workers[peer] = WorkerRecord(number, message.host, message.pid, now, work)
+        host, pid, num_held = message.host, message.pid, len(message.held)
+        self._tell(events.DataWorkerRegistered(data_worker=number, host=host, pid=pid, num_held=num_held, cause=cause))
+        out += [RememberWorker(peer), Send(peer, WorkerRegistered(number))]
         held_tokens = {held.token for held in message.held}
         for token in old_tokens - held_tokens:
             out += self._revoke(self.leases[token], "the data worker registered again without it")
@@ -460,10 +431,18 @@ class DispatcherState:
             if held.token in self.leases:
                 self.workers[peer].tokens.add(held.token)
             elif held.token < self._token_base and now < self._grant_from:
-                lease = Lease(held.token, held.session_id, peer, held.first_step, held.stop_step, now)
+                lease = Lease(held.token, held.session_id, peer, held.first_step, held.stop_step, now, held.shift)
                 self._adopt(lease)
             else:
                 out.append(Send(peer, RevokeLease(held.token, held.session_id, False, "leased to another data worker")))
+        self._note_load(peer)
+        self._expected -= {peer, message.replaces}
+        if not self._expected:
+            self._grant_from = min(self._grant_from, now)
+        fate = message.fate
+        if fate is not None and fate.failure is not None and fate.session_id in self.sessions:
+            record = self.sessions[fate.session_id]
+            out += self._note_failure(record, fate.step, fate.token, message.replaces, fate.failure)
         return out + self._announce(now)
 
     def _adopt(self, lease: Lease) -> None:
@@ -473,11 +452,13 @@ class DispatcherState:
         if record is not None:
             steps = range(lease.first, lease.stop)
             record.tokens.add(lease.token)
+            record.retries.difference_update(steps)
             record.requeued = [step for step in record.requeued if step not in steps]
             if lease.stop > record.frontier:
                 skipped = record.missing(range(record.frontier, lease.first))
                 record.requeued = sorted({*record.requeued, *skipped})
                 record.frontier = lease.stop
+            self._note_place(lease, record)
 
     def _worker_heartbeat(self, peer: str, message: WorkerHeartbeat, now: float) -> list[Instruction]:
         out: list[Instruction] = [Send(peer, Alive())]
@@ -492,27 +473,116 @@ class DispatcherState:
         return out
 
     def _finish_lease(self, peer: str, message: FinishLease, now: float) -> list[Instruction]:
+        self._shared.drop(peer, message.dropped)
         lease = self.leases.get(message.token)
         if lease is None or lease.worker != peer:
             return []
-        self.workers[peer].tokens.discard(lease.token)
+        worker = self.workers[peer]
+        worker.tokens.discard(lease.token)
+        worker.cached_tokens.discard(lease.token)
+        self._note_load(peer)
         lease.status = LeaseStatus.SENT
         lease.sent_at = now
+        worker.work.steps += lease.stop - lease.first
+        worker.work.busy_s += message.busy_s
+        if worker.tokens:
+            self.leases[min(worker.tokens)].begun_at = now
         record = self.sessions.get(lease.session_id)
         if record is None:
             self._forget(lease)
             return []
-        step_s = message.busy_s / (lease.stop - lease.first)
-        record.step_s = step_s if record.step_s == 0 else 0.8 * record.step_s + 0.2 * step_s
-        if not record.missing(range(lease.first, lease.stop)):
+        record.keep_snapshot(message.snapshot_step, message.snapshot)
+        if not lease.cached and not lease.trimmed:
+            step_s = message.busy_s / (lease.stop - lease.first)
+            record.step_s = _smooth(record.step_s, step_s)
+            worker.step_s[lease.session_id] = _smooth(worker.step_s.get(lease.session_id, 0.0), step_s)
+        if record.has_all(lease.first, lease.stop):
             self._forget(lease)
+        else:
+            record.sent.add(lease.token)
+        return []
+
+    def _end_of_shard(self, peer: str, message: EndOfShard, _: float) -> list[Instruction]:
+        lease = self.leases.get(message.token)
+        record = self.sessions.get(message.session_id)
+        if lease is None or record is None or lease.worker != peer or lease.session_id != message.session_id:
+            return []
+        if isinstance(record.session.order, ShardOrder) and message.num_steps >= 0 > record.num_steps:
+            record.end_at(message.num_steps)
+            self._tell(events.SessionMeasured(session=message.session_id, num_steps=message.num_steps))
         return []
 
     def _fail_lease(self, peer: str, message: FailLease, now: float) -> list[Instruction]:
         lease = self.leases.get(message.token)
         if lease is None or lease.worker != peer:
             return []
-        return self._mark_unreachable(lease, now) + self._revoke(lease, message.reason)
+        return self._mark_unreachable(lease, now, message.reason) + self._revoke(lease, message.reason)
+
+    def _fail_step(self, peer: str, message: FailStep, now: float) -> list[Instruction]:
+        lease = self.leases.get(message.token)
+        if lease is None or lease.worker != peer or not lease.first <= message.step < lease.stop:
+            return []
+        record, end = self.sessions.get(lease.session_id), lease.stop
+        self._trim(lease, message.step)
+        if record is not None:
+            self._requeue(record, range(message.step + 1, end))
+        out = self._finish_lease(peer, FinishLease(message.token, 0.0), now)
+        if record is not None:
+            out += self._note_failure(record, message.step, message.token, peer, message.failure)
+        return out
+
+    def _note_failure(
+        self, record: SessionRecord, step: int, token: int, worker: str, failure: Failure
+    ) -> list[Instruction]:
+        """Count a failure of a step that the loader may still need, and act on the verdict."""
+        if record.has(step):
+            return []
+        session = record.session
+        failures = record.failures.setdefault(step, StepFailures())
+        late = token <= failures.last_token  # of a lease from before something was left out
+        verdict = Verdict.TRY_AGAIN if late else failures.note(worker, failure, session.errors)
+        self._tell(
+            events.StepFailed(
+                session=session.session_id,
+                step=step,
+                sample=failure.sample_index,
+                host=failure.host,
+                pid=failure.pid,
+                verdict=verdict.value,
+                traceback=failure.remote_traceback,
+                cause=f"{failure.error_type[1]}: {_first_line(failure.text)}",
+            )
+        )
+        out: list[Instruction] = []
+        elsewhere = [one for token in record.tokens if (one := self.leases[token]).first <= step < one.stop]
+        if verdict is not Verdict.TRY_AGAIN:
+            # A process that dies is heard of late: its step may be with another one already.
+            failures.last_token = self._token_base + self.leases_granted
+            for lease in elsewhere:
+                out += self._revoke(lease, f"its step {step} is {verdict.value}")
+        elif elsewhere:
+            return out
+        record.requeued = [one for one in record.requeued if one != step]
+        if verdict is not Verdict.RAISE:
+            record.retries.add(step)
+            return out
+        record.lost.add(step)
+        return [*out, Send(record.consumer, BatchFailed(session.session_id, step, failure))]
+
+    def _grant_retries(self, now: float) -> list[Instruction]:
+        """Lease steps that failed, each alone, to data workers that have not failed them where there are such."""
+        out: list[Instruction] = []
+        for record in self.sessions.values():
+            for step in sorted(record.retries):
+                tried = record.failures[step].workers
+                able = [p for p, one in self.workers.items() if one.unreachable.get(record.consumer, 0.0) <= now]
+                fresh = [peer for peer in able if peer not in tried] or able
+                peer = next((p for free in self._free for p in free if p in fresh), None)
+                if peer is not None:
+                    record.retries.discard(step)
+                    self._hold(record, peer)
+                    out.append(self._grant_steps(peer, record, range(step, step + 1), now))
+        return out
 
     def _fetch_definition(self, peer: str, message: FetchDefinition, _: float) -> list[Instruction]:
         definition = self.definitions.get(message.definition_id)
@@ -521,17 +591,46 @@ class DispatcherState:
         self._waiting_for_definition.setdefault(message.definition_id, set()).add(peer)
         return []
 
-    def _leave_worker(self, peer: str, _: LeaveWorker, now: float) -> list[Instruction]:
-        return self._lose_worker(peer, now, "left")
+    def _draining(self, peer: str, message: Draining, _: float) -> list[Instruction]:
+        worker = self.workers[peer]
+        self._begin_drain(peer, "it was told to stop")
+        stops = dict(message.leases)
+        for token in sorted(worker.tokens):
+            lease = self.leases[token]
+            record = self.sessions.get(lease.session_id)
+            stop, end = stops.get(token, lease.first), lease.stop
+            if stop < end:
+                self._trim(lease, stop)
+                if record is not None:
+                    self._requeue(record, range(max(stop, lease.first), end))
+        return []
 
-    def _lose_worker(self, peer: str, now: float, reason: str) -> list[Instruction]:
+    def _begin_drain(self, peer: str, cause: str) -> None:
+        worker = self.workers[peer]
+        if not worker.draining:
+            self._tell(events.DataWorkerDrains(data_worker=worker.number, cause=cause))
+        worker.draining = True
+        self._note_load(peer)
+        self._shared.lose(peer)
+
+    def _leave_worker(self, peer: str, _: LeaveWorker, now: float) -> list[Instruction]:
+        return self._lose_worker(peer, now, "left", orderly=True)
+
+    def _lose_worker(self, peer: str, now: float, reason: str, orderly: bool = False) -> list[Instruction]:
+        """After an orderly end, what it said it sent is on its way and waited for as from a worker that is there."""
         worker = self.workers.pop(peer)
-        self._tell(f"data_worker={worker.number} host={worker.host} pid={worker.pid} lost: {reason}")
-        out: list[Instruction] = []
+        self.workers_lost += not orderly
+        self._note_load(peer)
+        self._shared.lose(peer)
+        number, host, pid = worker.number, worker.host, worker.pid
+        self._tell(events.DataWorkerLost(data_worker=number, host=host, pid=pid, orderly=orderly, cause=reason))
+        out: list[Instruction] = [ForgetWorker(peer)]
         for lease in [lease for lease in self.leases.values() if lease.worker == peer]:
             record = self.sessions.get(lease.session_id)
-            if record is None or record.missing(range(lease.first, lease.stop)):
-                out += self._revoke(lease, f"its data worker was lost: {reason}")
+            if orderly and lease.status is LeaseStatus.SENT:
+                continue
+            if record is None or not record.has_all(lease.first, lease.stop):
+                out += self._revoke(lease, f"its data worker was lost: {reason}", orderly=orderly)
             else:
                 self._forget(lease)
         return out + self._announce(now)
@@ -543,77 +642,327 @@ class DispatcherState:
         out: list[Instruction] = []
         if now < self._grant_from:
             return out
-        progress = True
-        while progress:
-            progress = False
-            # Fewest leases first, so that a window is spread before anyone gets a second lease.
-            for peer, worker in sorted(self.workers.items(), key=lambda item: len(item[1].tokens)):
-                if len(worker.tokens) >= LEASES_PER_WORKER:
-                    break
-                record = self._neediest_session(worker, now)
+        if now >= self._next_steal:
+            self._next_steal = now + STEAL_GAIN_S
+            out += self._steal(now)
+        out += self._grant_retries(now)
+        out += self._grant_cached(now)
+        # Fewest leases first, so that a window is spread before anyone gets a second lease.
+        for free in self._free:
+            for peer in list(free):
+                if all(record.leasable() == 0 for record in self.sessions.values()):
+                    return out
+                worker = self.workers[peer]
+                record = self._neediest_session(peer, worker, now)
                 if record is not None:
                     out.append(self._grant(peer, worker, record, now))
-                    progress = True
+                    if record.session.sharing is not None:
+                        out += self._grant_cached(now)
         return out
 
-    def _neediest_session(self, worker: WorkerRecord, now: float) -> SessionRecord | None:
+    def _note_load(self, peer: str) -> None:
+        """File a worker under the number of its leases, after each change of it: `_assign` looks at no busy one."""
+        worker = self.workers.get(peer)
+        load = LEASES_PER_WORKER if worker is None or worker.draining else worker.num_making
+        for number, free in enumerate(self._free):
+            if number == load:
+                free[peer] = None
+            else:
+                free.pop(peer, None)
+
+    def _grant_cached(self, now: float) -> list[Instruction]:
+        """Lease steps that a worker made, or is making, for another session to that worker, also beyond its share."""
+        out: list[Instruction] = []
+        for record in self.sessions.values() if self._shared else ():
+            group = self._group_of(record)
+            while group is not None and record.leasable() > 0:
+                self._follow(record, group)
+                first = record.next_step()
+                holder = group.holder(record.position(first))
+                if holder is None or not self._may_serve(self.workers[holder], record, now):
+                    break
+                out.append(self._grant(holder, self.workers[holder], record, now, MAX_LEASE_STEPS))
+        return out
+
+    def _may_serve(self, worker: WorkerRecord, record: SessionRecord, now: float) -> bool:
+        return not worker.draining and worker.unreachable.get(record.consumer, 0.0) <= now
+
+    def _group_of(self, record: SessionRecord) -> ShareGroup | None:
+        sharing = record.session.sharing
+        return self._shared.get(sharing.key) if sharing is not None else None
+
+    def _join_group(self, record: SessionRecord, message: OpenEpoch, held: list[Lease]) -> None:
+        session = record.session
+        if session.sharing is None:
+            return
+        group = self._shared.join(session.sharing.key, session.session_id)
+        shift = message.shift
+        if _follows_window(record) and not (message.consumed or message.received or held):
+            position = record.position(0) + shift
+            shift += group.enter(max(0, position)) - position
+        record.shifts = [(0, shift)]
+        for lease in held:
+            self._note_place(lease, record)
+
+    def _follow(self, record: SessionRecord, group: ShareGroup) -> None:
+        """In window mode, move a session on whose next steps have left the caches."""
+        if record.requeued or not _follows_window(record):
+            return
+        position = record.position(record.frontier)
+        moved = group.follow(position) - position
+        if moved:
+            record.shifts.append((record.frontier, record.shift(record.frontier) + moved))
+
+    def _note_place(self, lease: Lease, record: SessionRecord) -> None:
+        """A worker still makes these steps of a session, says the worker: others of the group get them there too."""
+        group = self._group_of(record)
+        if group is not None:
+            if lease.shift != record.shift(lease.first):
+                record.shifts.append((lease.first, lease.shift))
+                record.shifts.sort()
+            group.lease(record.position(lease.first), record.position(lease.stop - 1) + 1, lease.worker)
+
+    def _neediest_session(self, peer: str, worker: WorkerRecord, now: float) -> SessionRecord | None:
         candidates = [
             record
             for record in self.sessions.values()
-            if record.leasable() > 0 and worker.unreachable.get(record.consumer, 0.0) <= now
+            if record.leasable() > 0
+            and worker.unreachable.get(record.consumer, 0.0) <= now
+            and self._may_have(peer, record, now)
         ]
-        return min(candidates, key=lambda record: record.fill(), default=None)
+        # What another data worker holds together is taken from it last.
+        return min(candidates, key=lambda record: (record.holder not in ("", peer), record.fill()), default=None)
 
-    def _grant(self, peer: str, worker: WorkerRecord, record: SessionRecord, now: float) -> Send:
-        share = max(1, record.leasable() // (LEASES_PER_WORKER * len(self.workers)))
-        wanted = int(TARGET_LEASE_S / record.step_s) if record.step_s > 0 else 1
-        size = max(1, min(share, wanted, MAX_LEASE_STEPS))
+    def _may_have(self, peer: str, record: SessionRecord, now: float) -> bool:
+        """Whether a data worker may have a lease of the session, which another one may be keeping together."""
+        holder = self.workers.get(record.holder)
+        if not record.session.kept_together or record.holder == peer or holder is None:
+            return True
+        if holder.unreachable.get(record.consumer, 0.0) > now:
+            return True
+        # One that has nothing takes a shard of one that has several; it pays for it by reading up to the position.
+        held: dict[str, set[Hashable]] = {peer: set(), record.holder: set()}
+        for other in self.sessions.values():
+            if other.holder in held and (other.leasable() > 0 or other.tokens):
+                held[other.holder].add(other.shard)
+        return not held[peer] and len(held[record.holder]) > 1
+
+    def _hold(self, record: SessionRecord, peer: str) -> None:
+        """A worker has a lease of a session that is kept together, and so of all ranks' that read the same rounds."""
+        if not record.session.kept_together or record.holder == peer:
+            return
+        record.holder = peer
+        for other in self.sessions.values() if record.reads_rounds else ():
+            if other.shard == record.shard:
+                other.holder = peer
+
+    def _grant(self, peer: str, worker: WorkerRecord, record: SessionRecord, now: float, size: int = 0) -> Send:
+        kept_together = record.session.kept_together
+        # The holder's own reader is already there.
+        goes_on = record.holder == peer and not record.requeued
+        self._hold(record, peer)
+        if size == 0:
+            share = max(1, record.leasable() // (LEASES_PER_WORKER * (1 if kept_together else len(self.workers))))
+            step_s = worker.step_s.get(record.session.session_id, record.step_s)
+            wanted = int(TARGET_LEASE_S / step_s) if step_s > 0 else 1
+            size = max(1, min(share, wanted, MAX_LEASE_STEPS))
         if record.requeued:
             first = record.requeued[0]
             stop = first + 1
             while stop - first < size and stop - first < len(record.requeued) and record.requeued[stop - first] == stop:
                 stop += 1
-            record.requeued = record.requeued[stop - first :]
         else:
             first = record.frontier
             stop = min(first + size, record.consumed + record.window, record.known_steps)
+        stop, cached, again = self._place(peer, record, first, stop)
+        if record.requeued:
+            record.requeued = record.requeued[stop - first :]
+        else:
             record.frontier = stop
+        snapshot = b"" if goes_on or not kept_together else record.snapshot_at(first)
+        return self._grant_steps(peer, record, range(first, stop), now, cached, again, snapshot)
+
+    def _grant_steps(
+        self,
+        peer: str,
+        record: SessionRecord,
+        of: range,
+        now: float,
+        cached: bool = False,
+        again: bool = False,
+        snapshot: bytes = b"",
+    ) -> Send:
+        worker, first, stop = self.workers[peer], of.start, of.stop
         self.leases_granted += 1
         token = self._token_base + self.leases_granted
         session = record.session
-        self.leases[token] = Lease(token, session.session_id, peer, first, stop, now)
+        shift = record.shift(first)
+        self.leases[token] = Lease(token, session.session_id, peer, first, stop, now, shift, cached, begun_at=now)
         record.tokens.add(token)
         worker.tokens.add(token)
-        steps = None if isinstance(session.order, PlannedOrder) else _join_steps(first, stop, record.lists)
-        return Send(peer, GrantLease(token, session, first, stop, steps))
+        if cached:
+            worker.cached_tokens.add(token)
+        self._note_load(peer)
+        steps = _join_steps(first, stop, record.lists) if isinstance(session.order, ListedOrder) else None
+        left_out = {step: one.left_out for step, one in record.failures.items() if step in of}
+        return Send(peer, GrantLease(token, session, first, stop, steps, shift, again, left_out, snapshot))
 
-    def _revoke(self, lease: Lease, reason: str, reconnect: bool = False) -> list[Instruction]:
-        """Take a lease back and put its missing steps first in the queue of its session."""
+    def _place(self, peer: str, record: SessionRecord, first: int, stop: int) -> tuple[int, bool, bool]:
+        """Fit a lease of steps [first, stop) into the stream that the session shares.
+
+        Returns:
+            Where the lease must stop, so that all of it is alike; whether the worker has it in its cache, or will have;
+            whether it was leased before.
+        """
+        group = self._group_of(record)
+        if group is None:
+            return stop, False, False
+        self._follow(record, group)
+        alike = _what_is_known(group, record, first)
+        at = first + 1
+        while at < stop and _what_is_known(group, record, at) == alike:
+            at += 1
+        holder, again, _ = alike
+        cached = holder == peer
+        if not cached:
+            group.lease(record.position(first), record.position(at - 1) + 1, peer)
+        return at, cached, again
+
+    def _steal(self, now: float) -> list[Instruction]:
+        """Give workers that have nothing to do the end of leases that others have not come to.
+
+        Only where the last step is then made earlier by `STEAL_GAIN_S`, as far as the speeds are known: so steps do not
+        go back and forth, and a slow worker does not take them from a fast one.
+        """
+        out: list[Instruction] = []
+        for peer in list(self._free[0]):
+            worker = self.workers[peer]
+            if worker.tokens or any(self._has_steps_for(worker, record, now) for record in self.sessions.values()):
+                continue
+            best = max(self._thefts(worker, now), key=lambda theft: theft.gain_s, default=None)
+            if best is not None and best.gain_s >= STEAL_GAIN_S:
+                lease, record, stop = best.lease, self.sessions[best.lease.session_id], best.lease.stop
+                self._tell(
+                    events.LeaseTrimmed(
+                        **self._of_lease(lease, first_step=best.cut),
+                        to_data_worker=worker.number,
+                        cause=f"the last step is made {best.gain_s:.2f} s earlier",
+                    )
+                )
+                self._trim(lease, best.cut)
+                out.append(Send(lease.worker, TrimLease(lease.token, best.cut)))
+                out.append(self._grant_steps(peer, record, range(best.cut, stop), now))
+        return out
+
+    def _has_steps_for(self, worker: WorkerRecord, record: SessionRecord, now: float) -> bool:
+        return record.leasable() > 0 and worker.unreachable.get(record.consumer, 0.0) <= now
+
+    def _thefts(self, thief: WorkerRecord, now: float) -> Iterable[_Theft]:
+        for worker in self.workers.values():
+            ahead_s = 0.0  # until the worker comes to the part of the lease that it has not begun
+            slowest_s = 0.0
+            for place, token in enumerate(sorted(worker.tokens)):
+                lease = self.leases[token]
+                record = self.sessions.get(lease.session_id)
+                if record is None:
+                    continue
+                elapsed_s = now - lease.begun_at
+                step_s = max(worker.step_s.get(lease.session_id, record.step_s), slowest_s)
+                first = lease.first
+                if place == 0:
+                    made = len(range(lease.first, lease.stop)) - len(record.missing(range(lease.first, lease.stop)))
+                    step_s = max(step_s, (elapsed_s - _REPORT_DELAY_S) / (made + 1))
+                    first += 1 + max(made, int(elapsed_s / step_s) if step_s > 0 else 0)
+                    ahead_s = slowest_s = step_s
+                num_steps = max(0, lease.stop - first)
+                if num_steps and self._may_steal(thief, lease, record, now):
+                    thief_s = thief.step_s.get(lease.session_id, _UNKNOWN_STEP_S)
+                    end_s = ahead_s + num_steps * step_s
+                    stolen = min(num_steps, int(end_s / (thief_s + step_s)))
+                    if stolen:
+                        new_end_s = max(stolen * thief_s, ahead_s + (num_steps - stolen) * step_s)
+                        yield _Theft(lease, lease.stop - stolen, end_s - new_end_s)
+                ahead_s += num_steps * step_s
+
+    def _may_steal(self, thief: WorkerRecord, lease: Lease, record: SessionRecord, now: float) -> bool:
+        session = record.session
+        chosen = any(lease.first <= step < lease.stop for step in record.failures)  # for who has not failed it
+        any_worker_can = not session.kept_together and session.sharing is None and not chosen
+        return any_worker_can and thief.unreachable.get(record.consumer, 0.0) <= now
+
+    def _trim(self, lease: Lease, stop: int) -> None:
+        """Take the steps at or above `stop` out of a lease; whoever calls says where they go."""
+        if stop <= lease.first:
+            self._forget(lease)
+        else:
+            lease.stop, lease.trimmed = stop, True
+
+    def _requeue(self, record: SessionRecord, steps: range) -> None:
+        """Put those of the steps that are neither there nor leased first in the queue of their session."""
+        others = [range(self.leases[token].first, self.leases[token].stop) for token in record.tokens]
+        free = [step for step in record.missing(steps) if not any(step in other for other in others)]
+        record.requeued = sorted({*record.requeued, *free})
+
+    def _revoke(self, lease: Lease, reason: str, reconnect: bool = False, orderly: bool = False) -> list[Instruction]:
+        """Take a lease back and put its missing steps first in the queue of its session.
+
+        In a session that is read at most once they are lost, unless the data worker left in an orderly way.
+        """
         self._forget(lease)
         self.leases_revoked += 1
-        self._tell(f"lease={lease.token} steps={lease.first}-{lease.stop} revoked: {reason}")
+        self._tell(events.LeaseRevoked(**self._of_lease(lease, lease.first), cause=reason))
         out: list[Instruction] = []
         if lease.worker in self.workers:
+            self.workers[lease.worker].work.leases_revoked += 1
             out.append(Send(lease.worker, RevokeLease(lease.token, lease.session_id, reconnect, reason)))
         record = self.sessions.get(lease.session_id)
         if record is not None:
             out.append(Send(record.consumer, LeaseRevoked(lease.session_id, lease.token)))
-            record.requeued = sorted({*record.requeued, *record.missing(range(lease.first, lease.stop))})
+            missing = record.missing(range(lease.first, lease.stop))
+            if missing and record.session.at_most_once and not orderly:
+                return out + self._lose_steps(record, missing)
+            self._requeue(record, range(lease.first, lease.stop))
         return out
+
+    def _lose_steps(self, record: SessionRecord, missing: list[int]) -> list[Instruction]:
+        """Give up steps of a session that is read at most once; of a shard all that follow, too."""
+        session_id, cause = record.session.session_id, "a data worker held them, and the pass is read at most once"
+        if isinstance(record.session.order, ShardOrder):
+            self._tell(events.StepsGivenUp(session=session_id, ranges=[(missing[0], -1)], cause=cause))
+            record.end_at(missing[0])
+            return [Send(record.consumer, StepsLost(session_id, missing[0], -1))]
+        self._tell(events.StepsGivenUp(session=session_id, ranges=as_ranges(missing), cause=cause))
+        record.lost.update(missing)
+        return [Send(record.consumer, StepsLost(session_id, first, stop)) for first, stop in as_ranges(missing)]
 
     def _forget(self, lease: Lease) -> None:
         del self.leases[lease.token]
         if lease.worker in self.workers:
             self.workers[lease.worker].tokens.discard(lease.token)
+            self.workers[lease.worker].cached_tokens.discard(lease.token)
+            self._note_load(lease.worker)
         if lease.session_id in self.sessions:
             self.sessions[lease.session_id].tokens.discard(lease.token)
+            self.sessions[lease.session_id].sent.discard(lease.token)
 
-    def _mark_unreachable(self, lease: Lease, now: float) -> list[Instruction]:
+    def _mark_unreachable(self, lease: Lease, now: float, reason: str) -> list[Instruction]:
         record = self.sessions.get(lease.session_id)
         if record is None or lease.worker not in self.workers:
             return []
-        self.workers[lease.worker].unreachable[record.consumer] = now + UNREACHABLE_S
+        worker, rank = self.workers[lease.worker], self.consumers[record.consumer].registration.rank
+        worker.unreachable[record.consumer] = now + UNREACHABLE_S
+        self._tell(
+            events.DataWorkerUnreachable(data_worker=worker.number, rank=rank, for_s=UNREACHABLE_S, cause=reason)
+        )
         return self._announce(now)
+
+    def refuse(self, peer: str, error: ProtocolError) -> list[Instruction]:
+        """Answer what was no message, or none for a dispatcher."""
+        return self._refuse(peer, "ProtocolError", str(error))
+
+    def _refuse(self, peer: str, code: str, text: str) -> list[Instruction]:
+        self._tell(events.MessageRefused(peer=peer, cause=text))
+        return [Send(peer, Refused(code, text))]
 
     # --- membership -------------------------------------------------------------------------------------------------
 
@@ -629,9 +978,19 @@ class DispatcherState:
                 out.append(Send(peer, Membership(count)))
         return out
 
-    def _tell(self, line: str) -> None:
-        self.story.append(line)
-        self.lines_told += 1
+    def _tell(self, event: events.Event) -> None:
+        self.story.append(event)
+        self.events_told += 1
+
+    def _of_lease(self, lease: Lease, first_step: int) -> dict[str, Any]:
+        worker = self.workers.get(lease.worker)
+        return {
+            "lease": lease.token,
+            "session": lease.session_id,
+            "data_worker": worker.number if worker is not None else -1,
+            "first_step": first_step,
+            "stop_step": lease.stop,
+        }
 
     def validate(self) -> None:
         """Check the invariants; tests call it after every event.
@@ -639,7 +998,10 @@ class DispatcherState:
         Raises:
             AssertionError: with the story, when one does not hold.
         """
-        story = "\n".join(self.story)
+        story = "\n".join(event.render() for event in self.story)
+        for load, free in enumerate(self._free):
+            loads = {p for p, worker in self.workers.items() if worker.num_making == load and not worker.draining}
+            assert set(free) == loads, f"workers with {load} leases are filed wrongly\n{story}"
         for token, lease in self.leases.items():
             active = lease.worker in self.workers and token in self.workers[lease.worker].tokens
             assert active == (lease.status is LeaseStatus.ACTIVE), f"lease {token} and its worker disagree\n{story}"
@@ -647,9 +1009,44 @@ class DispatcherState:
             leased = [s for t in record.tokens for s in range(self.leases[t].first, self.leases[t].stop)]
             assert record.requeued == sorted(set(record.requeued)), f"requeued steps out of order\n{story}"
             assert not set(leased) & set(record.requeued), f"a step is leased and requeued\n{story}"
-            covered = {*leased, *record.requeued}
+            assert not record.retries & {*leased, *record.requeued}, f"a step to be tried again is leased\n{story}"
+            covered = {*leased, *record.requeued, *record.retries}
             lost = [s for s in record.missing(range(record.consumed, record.frontier)) if s not in covered]
             assert not lost, f"steps {lost} are neither there nor leased nor requeued\n{story}"
+
+
+def _reason(message: RegisterWorker) -> str:
+    return message.fate.reason if message.fate is not None else "ended"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:200]
+
+
+def _what_is_known(group: ShareGroup, record: SessionRecord, step: int) -> tuple[str | None, bool, int]:
+    position = record.position(step)
+    return group.holder(position), group.was_leased(position), record.shift(step)
+
+
+def _follows_window(record: SessionRecord) -> bool:
+    return record.session.sharing is not None and record.session.sharing.mode == "window"
+
+
+@dataclass(frozen=True)
+class _Theft:
+    """Steps [cut, stop) of a lease could go to an idle worker; the last step would be made `gain_s` earlier."""
+
+    lease: Lease
+    cut: int
+    gain_s: float
+
+
+def _who(loader: RegisterConsumer) -> dict[str, Any]:
+    return {"job": loader.job_name, "rank": loader.rank, "host": loader.host, "pid": loader.pid}
+
+
+def _smooth(old_s: float, new_s: float) -> float:
+    return new_s if old_s == 0 else 0.8 * old_s + 0.2 * new_s
 
 
 def _conflict(theirs: RegisterConsumer, ours: RegisterConsumer) -> str:
@@ -694,6 +1091,9 @@ _HANDLERS: dict[type[Message], Callable[[DispatcherState, str, Any, float], list
     WorkerHeartbeat: DispatcherState._worker_heartbeat,
     FinishLease: DispatcherState._finish_lease,
     FailLease: DispatcherState._fail_lease,
+    FailStep: DispatcherState._fail_step,
+    EndOfShard: DispatcherState._end_of_shard,
     FetchDefinition: DispatcherState._fetch_definition,
+    Draining: DispatcherState._draining,
     LeaveWorker: DispatcherState._leave_worker,
 }

@@ -1,7 +1,8 @@
 """From sample indices to a batch: the one function that data workers, the loader in process and its fallback all run.
 
 A batch depends on the pipeline, the indices and the seeds, and on nothing else: before each sample the generators of
-Python's `random`, of NumPy and of torch are seeded (see `sharding.SampleSeeds`).
+Python's `random`, of NumPy and of torch are seeded (see `sharding.SampleSeeds`), or, for a thread-safe dataset, those
+of `sample_generator`.
 """
 
 from __future__ import annotations
@@ -13,20 +14,52 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from operator import getitem
+from typing import Any, Protocol
 
 import cloudpickle
 import numpy as np
 import torch
+import torch.utils.data
+from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 
+from mpi_dataworkers.bucketing import LengthBuckets
 from mpi_dataworkers.errors import PipelineError
+from mpi_dataworkers.failures import StepFailures, Verdict
+from mpi_dataworkers.generators import making_sample
+from mpi_dataworkers.messages import ErrorPolicy, Failure
+from mpi_dataworkers.rounds import StreamBuckets
 from mpi_dataworkers.sharding import Indices
+from mpi_dataworkers.threads import ThreadTeam
 
-# The dispatcher's journal is SQLite, which takes blobs up to 10**9 bytes.
-_MAX_BLOB_BYTES = 900_000_000
+# A message takes byte strings up to 2**32 - 1 bytes (the bin 32 format of msgpack).
+_MAX_BLOB_BYTES = 4_000_000_000
+
+_pin_memory: Any = torch_pin.pin_memory
+
+
+class Watched(Protocol):
+    """Is told where user code is, by the thread (0 is the process's main one)."""
+
+    def at_sample(self, sample_index: int, thread: int = 0) -> None:
+        """User code is about to run for a sample, or with -1 for all of them."""
+
+    def rest(self, thread: int = 0) -> None:
+        """None runs in this thread."""
+
+
+class _Unwatched:
+    def at_sample(self, sample_index: int, thread: int = 0) -> None: ...
+
+    def rest(self, thread: int = 0) -> None: ...
+
+
+_UNWATCHED = _Unwatched()
 
 
 class SampleError(Exception):
@@ -41,7 +74,12 @@ class SampleError(Exception):
         if isinstance(self.__cause__, StopIteration):
             # As itself it would end the training loop as if the data had ended (compare PEP 479).
             return RuntimeError(f"the dataset raised {self.__cause__!r}")
-        return self.__cause__ or self
+        error = self.__cause__ or self
+        # The exception is the user's own object: its text stays, its traceback says which sample (Python 3.11).
+        note = f"hetstream: sample {self.sample_index}"
+        if self.sample_index >= 0 and hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        return error
 
 
 @dataclass(frozen=True)
@@ -54,6 +92,8 @@ class Pipeline:
         num_samples: length of the dataset where it was defined, checked where it is used; -1 where it has none.
         worker_init_fn: called once in each data worker process with its number.
         batched: whether a step is a list of samples.
+        buckets: the samples by length, when they are read in rounds of like lengths.
+        stream_buckets: the same for the elements of an IterableDataset, whose lengths nobody knows before they come.
     """
 
     dataset: Any
@@ -61,51 +101,100 @@ class Pipeline:
     num_samples: int
     worker_init_fn: Callable[[int], None] | None = None
     batched: bool = True
+    buckets: LengthBuckets | None = None
+    stream_buckets: StreamBuckets | None = None
 
-    def make_batch(self, indices: Indices, seeds: Sequence[int]) -> Any:
+    @property
+    def thread_safe(self) -> bool:
+        """Whether the dataset says that several threads may make its samples; they draw from `sample_generator()`."""
+        return getattr(self.dataset, "thread_safe", False) is True
+
+    @property
+    def threads_help(self) -> bool:
+        """Whether the samples of a batch are made one by one, so that several threads can make them."""
+        if not self.batched or not self.thread_safe or isinstance(self.dataset, torch.utils.data.IterableDataset):
+            return False
+        if callable(getattr(self.dataset, "read_samples", None)):
+            return self.dataset.transform is not None
+        return not callable(getattr(self.dataset, "__getitems__", None))
+
+    def make_batch(
+        self,
+        indices: Indices,
+        seeds: Sequence[int],
+        watched: Watched = _UNWATCHED,
+        team: ThreadTeam | None = None,
+    ) -> Any:
         """Read, transform and collate the samples of one step.
 
         A dataset with `read_samples(indices)` and `transform` (hetstream's sources) is read once for the batch and
-        transformed with a seed for each sample; one with `__getitems__` has one seed for the batch.
+        transformed with a seed for each sample; one with `__getitems__` has one seed for the batch. For a thread-safe
+        one the global generators are seeded once, for the collate function: its samples do not draw from them.
 
         Args:
             indices: int64 array; one index when not batched.
             seeds: 64-bit seed of each sample.
+            watched: told the index before user code runs for a sample, and -1 before it runs for all.
+            team: threads that make the samples, of a thread-safe dataset; the batch is the same without.
 
         Raises:
             SampleError: user code raised; the cause is its exception, the index -1 when it was not in one sample.
         """
         wanted = indices.tolist()
+        reads = [partial(getitem, self.dataset, index) for index in wanted]
         if not self.batched:
-            return self._collate(self._read(wanted[0], seeds[0]))
-        if callable(getattr(self.dataset, "read_samples", None)):
-            samples = self._read_together(self.dataset.read_samples, wanted, seeds[0])
-            if self.dataset.transform is not None:
-                samples = [self._transform(*one) for one in zip(wanted, samples, seeds, strict=True)]
-            return self._collate(samples)
-        if callable(getattr(self.dataset, "__getitems__", None)):
-            return self._collate(self._read_together(self.dataset.__getitems__, wanted, seeds[0]))
-        return self._collate([self._read(index, seed) for index, seed in zip(wanted, seeds, strict=True)])
+            samples = self._one(reads[0], wanted[0], seeds[0], not self.thread_safe, watched)
+        elif callable(getattr(self.dataset, "read_samples", None)):
+            samples = self._together(self.dataset.read_samples, wanted, seeds[0], watched)
+            transform = self.dataset.transform
+            if transform is not None:
+                samples = self._each([partial(transform, raw) for raw in samples], wanted, seeds, watched, team)
+        elif callable(getattr(self.dataset, "__getitems__", None)):
+            samples = self._together(self.dataset.__getitems__, wanted, seeds[0], watched)
+        else:
+            samples = self._each(reads, wanted, seeds, watched, team)
+        watched.at_sample(-1)
+        if self.thread_safe:
+            seed_generators(seeds[0])
+        return self._collate(samples)
 
-    def _read_together(self, read: Callable[[list[int]], list[Any]], wanted: list[int], seed: int) -> Any:
+    def _each(
+        self,
+        makes: Sequence[Callable[[], Any]],
+        wanted: list[int],
+        seeds: Sequence[int],
+        watched: Watched,
+        team: ThreadTeam | None,
+    ) -> list[Any]:
+        work = list(zip(makes, wanted, seeds, strict=True))
+        seeds_all = not self.thread_safe
+
+        def one(place: int, thread: int) -> Any:
+            return self._one(*work[place], seeds_all, watched, thread)
+
+        if team is None or not self.threads_help:
+            return [one(place, 0) for place in range(len(work))]
+        return team.map(one, len(work), watched.rest)
+
+    def _together(self, read: Callable[[list[int]], list[Any]], wanted: list[int], seed: int, watched: Watched) -> Any:
         # One seed for the batch: the dataset does not say where one sample's random numbers begin.
+        watched.at_sample(-1)
         seed_generators(seed)
         try:
-            return read(wanted)
+            with making_sample(seed):
+                return read(wanted)
         except Exception as error:
             raise SampleError(-1) from error
 
-    def _transform(self, index: int, raw: Any, seed: int) -> Any:
-        seed_generators(seed)
+    def _one(
+        self, make: Callable[[], Any], index: int, seed: int, seeds_all: bool, watched: Watched, thread: int = 0
+    ) -> Any:
+        watched.at_sample(index, thread)
+        if seeds_all:
+            seed_generators(seed)
         try:
-            return self.dataset.transform(raw)
-        except Exception as error:
-            raise SampleError(index) from error
-
-    def _read(self, index: int, seed: int) -> Any:
-        seed_generators(seed)
-        try:
-            return self.dataset[index]
+            with making_sample(seed):
+                return make()
         except Exception as error:
             raise SampleError(index) from error
 
@@ -117,12 +206,84 @@ class Pipeline:
 
     def description(self) -> dict[str, str]:
         """What makes two pipelines the same, in words that an error can show."""
+        by_length = self.buckets or self.stream_buckets
         return {
             "dataset": _name_of(self.dataset),
             "length": str(self.num_samples),
+            "fingerprint": _fingerprint_of(self.dataset),
             "collate_fn": _name_of(self.collate_fn),
             "batched": str(self.batched),
-        }
+        } | ({} if by_length is None else {"buckets": by_length.description})
+
+
+def _fingerprint_of(dataset: Any) -> str:
+    """What a dataset itself says that its samples depend on: its `fingerprint`, or Hugging Face's `_fingerprint`."""
+    found = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None) or ""
+    return str(found() if callable(found) else found)
+
+
+def describe_failure(error: Exception, is_final: bool = False) -> Failure:
+    """Put an exception of user code into a message: its type by name, its text, and where it happened."""
+    sample_index = -1
+    cause: BaseException = error
+    if isinstance(error, SampleError):
+        sample_index, cause = error.sample_index, error.user_error()
+    kind = type(cause)
+    remote = "".join(traceback.format_exception(kind, cause, cause.__traceback__))
+    name = (kind.__module__, kind.__qualname__)
+    return Failure(sample_index, name, str(cause), remote, os.uname().nodename, os.getpid(), is_final)
+
+
+def without(policy: ErrorPolicy, left_out: Collection[Failure]) -> set[int]:
+    """The samples that a step is to be made without; with -1 among them, all."""
+    return {*policy.quarantined, *(failure.sample_index for failure in left_out)}
+
+
+def leave_out(indices: Indices, seeds: Sequence[int], samples: Collection[int]) -> tuple[Indices, Sequence[int]]:
+    """A step without some samples, as `without` names them; the others keep their seeds."""
+    if not samples:
+        return indices, seeds
+    if -1 in samples:
+        return indices[:0], []
+    kept = [place for place, index in enumerate(indices.tolist()) if index not in samples]
+    return indices[kept], [seeds[place] for place in kept]
+
+
+@dataclass(frozen=True)
+class MadeStep:
+    """A batch, and what it lacks.
+
+    Attributes:
+        batch: the batch; None when no sample is left.
+        num_samples, num_skipped: samples of the step that are in it, and that are not.
+        left_out: those that failed now, as in `messages.Batch`.
+    """
+
+    batch: Any
+    num_samples: int
+    num_skipped: int
+    left_out: list[Failure]
+
+    def pin_memory(self) -> MadeStep:
+        """The same with its batch in pinned memory; torch's own loader calls it, in process."""
+        return replace(self, batch=_pin_memory(self.batch))
+
+
+def make_step(pipeline: Pipeline, indices: Indices, seeds: Sequence[int], policy: ErrorPolicy) -> MadeStep:
+    """Make a step in this process, with the attempts and the policy that it has on data workers.
+
+    Raises:
+        SampleError: user code raised, and the policy is to raise.
+    """
+    failures = StepFailures()
+    while True:
+        kept, their_seeds = leave_out(indices, seeds, without(policy, failures.left_out))
+        try:
+            batch = pipeline.make_batch(kept, their_seeds) if len(kept) else None
+            return MadeStep(batch, len(kept), len(indices) - len(kept), failures.left_out)
+        except SampleError as error:
+            if failures.note("", describe_failure(error), policy) is Verdict.RAISE:
+                raise
 
 
 def seed_generators(seed: int) -> None:
@@ -158,7 +319,7 @@ class Definition:
     """A pipeline in pickled form, with the import paths it needs.
 
     Attributes:
-        definition_id: digest of the bytes.
+        definition_id: see `digest_of`.
         sys_path: directories that the trainer imports from and a data worker may not.
         working_dir: the trainer's, where relative paths in the dataset start.
         blob: the bytes, for `load_pipeline`.
@@ -194,7 +355,23 @@ def define(pipeline: Pipeline) -> Definition:
     inherited = (os.path.abspath(entry or os.getcwd()) for entry in sys.path)
     outside = (entry for entry in inherited if not entry.startswith((sys.prefix, sys.base_prefix)))
     paths = list(dict.fromkeys([*script_dir, *outside]))
-    return Definition(hashlib.blake2b(blob, digest_size=16).hexdigest(), paths, os.getcwd(), blob)
+    return Definition(digest_of(blob, [*paths, os.getcwd()]), paths, os.getcwd(), blob)
+
+
+def digest_of(blob: bytes, directories: Sequence[str]) -> str:
+    """Digest of a pickled pipeline, alike in every process that runs the same program.
+
+    cloudpickle gives each class that travels by value a random id in each process; here such a class counts by the
+    place of its first mention. The directories belong to it, because relative paths and imports start there. Sets of
+    strings still differ, as Python orders them anew in each process (PYTHONHASHSEED).
+    """
+    random_ids = {class_id.encode() for class_id in cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.values()}
+    mentioned = sorted((blob.find(class_id), class_id) for class_id in random_ids if class_id in blob)
+    for number, (_, class_id) in enumerate(mentioned):
+        blob = blob.replace(class_id, b"%032x" % number)
+    digest = hashlib.blake2b(repr(directories).encode(), digest_size=16)
+    digest.update(blob)
+    return digest.hexdigest()
 
 
 def load_pipeline(definition: Definition) -> Pipeline:
@@ -263,7 +440,8 @@ def enter_data_worker(pipeline: Pipeline, number: int, num_workers: int) -> Pipe
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=number, num_workers=num_workers, seed=torch.initial_seed(), dataset=pipeline.dataset
     )
-    if pipeline.worker_init_fn is not None:
+    # Of an IterableDataset each shard plays the part of a worker, see `ops.iterable`.
+    if pipeline.worker_init_fn is not None and not isinstance(pipeline.dataset, torch.utils.data.IterableDataset):
         pipeline.worker_init_fn(number)
     return replace(pipeline, collate_fn=_PrivateCollate(pipeline.collate_fn))
 

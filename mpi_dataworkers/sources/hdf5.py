@@ -37,7 +37,8 @@ class Hdf5Dataset:
             tuple in that order, a mapping `{key: name}` a dict with those keys. A name is the path inside the file
             (`"images"`, `"train/images"`); a field of a compound dataset is one step deeper (`"table/age"`).
         transform: Called with each sample as above; what it returns is the sample. It may draw from `random`,
-            `numpy.random` or torch: the loader seeds them for each sample.
+            `numpy.random` or torch: the loader seeds them for each sample. One that has `thread_safe = True` may be
+            called by several threads at once and draws from `mpi_dataworkers.sample_generator()`.
 
     Rows of an N-dimensional dataset are arrays of N-1 dimensions with the file's dtype; rows of a one-dimensional one
     are numpy scalars, or `str` for string datasets.
@@ -107,6 +108,11 @@ class Hdf5Dataset:
             )
             samples.append(sample)
         return samples
+
+    @property
+    def thread_safe(self) -> bool:
+        """Whether several threads may transform a batch; one reads it, because HDF5 has a lock for all threads."""
+        return getattr(self.transform, "thread_safe", False) is True
 
     def close(self) -> None:
         """Close this process's handle; the next read opens it again."""

@@ -34,7 +34,8 @@ class ImageFolder:
             below `root` are taken. Files with other suffixes than .jpg, .jpeg and .png (in any case) are passed over.
         label_of: Gives the class of a file from its name without folders, as in `lambda name: name.split("_")[0]`.
         transform: Called with each image. It may draw from `random`, `numpy.random` or torch: the loader seeds them for
-            each sample.
+            each sample. One that has `thread_safe = True` may be called by several threads at once and draws from
+            `mpi_dataworkers.sample_generator()`.
 
     A sample's image is uint8 of shape (height, width, 3), RGB, owned and writable, or what `transform` made of it; its
     label is an `int`, the position of its class in `classes`.
@@ -84,6 +85,11 @@ class ImageFolder:
             raise IndexError(f"index {index} is outside 0..{len(self) - 1}: {self.root} holds {len(self)} images")
         image: Any = decode(self.path(index))
         return (image if self.transform is None else self.transform(image)), self._labels[index]
+
+    @property
+    def thread_safe(self) -> bool:
+        """Whether several threads may read samples: if the transform, should there be one, says so."""
+        return self.transform is None or getattr(self.transform, "thread_safe", False) is True
 
     def path(self, index: int) -> Path:
         """File of image `index`, to look at a sample that stands out."""

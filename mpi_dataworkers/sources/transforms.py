@@ -1,7 +1,7 @@
-"""Image augmentation on uint8 arrays, with Pillow's resampling and Python's `random`.
+"""Image augmentation on uint8 arrays, with Pillow's resampling and the sample's generator.
 
-Given as `transform=` to a source. The loader seeds `random` for each sample from (seed, epoch, index), so a sample is
-cut the same way whoever makes it. For what is not here any function on arrays will do.
+Given as `transform=` to a source. The loader seeds `sample_generator()` for each sample from (seed, epoch, index), so a
+sample is cut the same way whoever makes it. For what is not here any function on arrays will do.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mpi_dataworkers.errors import ConfigError
+from mpi_dataworkers.generators import makes_sample, sample_generator
 
 try:
     from PIL import Image
@@ -28,7 +30,8 @@ class RandomResizedCrop:
     """Cut a random part out of an image, scale it to a square, mirror it at random: the usual ImageNet recipe.
 
     Takes and returns uint8 (height, width, 3); the result is `size` x `size` pixels. The trainer turns a batch into
-    (N, 3, height, width) with `batch.permute(0, 3, 1, 2)`, which moves no byte.
+    (N, 3, height, width) with `batch.permute(0, 3, 1, 2)`, which moves no byte. Thread-safe. Where no
+    loader of hetstream calls it, the part follows the global generator of `random`.
 
     Args:
         size: Edge of the result in pixels.
@@ -39,6 +42,8 @@ class RandomResizedCrop:
     Raises:
         ConfigError: A value breaks its rule.
     """
+
+    thread_safe: ClassVar[bool] = True
 
     size: int
     scale: tuple[float, float] = (0.08, 1.0)
@@ -60,20 +65,21 @@ class RandomResizedCrop:
 
     def __call__(self, image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         height, width = image.shape[:2]
-        left, top, part_width, part_height = self._part(width, height)
+        draw = sample_generator() if makes_sample() else random.Random(random.getrandbits(64))
+        left, top, part_width, part_height = self._part(width, height, draw)
         part = Image.fromarray(np.ascontiguousarray(image[top : top + part_height, left : left + part_width]))
         scaled = np.array(part.resize((self.size, self.size), Image.Resampling.BILINEAR))
-        return np.ascontiguousarray(scaled[:, ::-1]) if random.random() < self.flip else scaled
+        return np.ascontiguousarray(scaled[:, ::-1]) if draw.random() < self.flip else scaled
 
-    def _part(self, width: int, height: int) -> tuple[int, int, int, int]:
+    def _part(self, width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
         """Left, top, width and height of the part in pixels."""
         for _ in range(_ATTEMPTS):
-            area = width * height * random.uniform(*self.scale)
+            area = width * height * draw.uniform(*self.scale)
             # Even in the logarithm: twice as wide is as likely as twice as high.
-            ratio = math.exp(random.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
+            ratio = math.exp(draw.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
             part_width, part_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < part_width <= width and 0 < part_height <= height:
-                left, top = random.randint(0, width - part_width), random.randint(0, height - part_height)
+                left, top = draw.randint(0, width - part_width), draw.randint(0, height - part_height)
                 return left, top, part_width, part_height
         # A very long or very flat image: the largest part from the middle within the ratios.
         part_width = min(width, max(1, round(height * self.ratio[1])))

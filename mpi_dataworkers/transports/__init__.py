@@ -1,1 +1,1 @@
-"""How messages and batches travel. `base.py` is the seam, `zmq.py` the implementation over TCP."""
+"""How messages and batches travel. `base.py` is the seam; `zmq.py` and `shm.py` implement it, `rails.py` chooses."""

@@ -1,18 +1,20 @@
-"""The seam between the data plane and a transport: four endpoints, one for each role.
+"""The seam between the data plane and a transport.
 
-The dispatcher, the loader and the data worker are written against these protocols; `zmq.py` implements them. An
-endpoint belongs to one thread, save `wake`, which any thread may call.
+Control messages have three endpoints (dispatcher, data worker, loader), which `zmq.py` implements. Batches travel on
+rails: for each there is a `BatchReceiver` in the loader and a `BatchSender` in the data worker, and `rails.py` chooses.
+The conformance suite (tests/mpi_dataworkers/test_transport_conformance.py) holds for every rail. An endpoint belongs to
+one thread, save `wake`, which any thread may call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.errors import HetstreamError, ProtocolError
-from mpi_dataworkers.messages import Batch, BatchFailed, Message
+from mpi_dataworkers.messages import Delivery, Message
 
 
 class PeerUnreachable(HetstreamError):
@@ -25,6 +27,11 @@ class Disconnected:
 
 
 @dataclass(frozen=True)
+class Reconnected:
+    """The connection to the dispatcher was lost and is back: it may be another incarnation, so register again."""
+
+
+@dataclass(frozen=True)
 class Received:
     """What came from a peer: a message, a ProtocolError where the bytes were none, or the end of its connection."""
 
@@ -34,10 +41,16 @@ class Received:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """A batch, or the failure to make it, with the tensor frames that came along."""
+    """What a data worker delivered, with the frames of its tensors and the rail it came by."""
 
-    header: Batch | BatchFailed
+    header: Delivery
     frames: Sequence[Buffer]
+    rail: str
+
+
+def rail_of(address: str) -> str:
+    """Name of the rail that an address belongs to: `tcp` for `tcp://HOST:PORT`."""
+    return address.partition(":")[0]
 
 
 class DispatcherEndpoint(Protocol):
@@ -73,25 +86,43 @@ class ControlEndpoint(Protocol):
 class WorkerEndpoint(ControlEndpoint, Protocol):
     """A data worker's control connection."""
 
-    def poll(self, timeout_s: float) -> list[Message]:
+    def poll(self, timeout_s: float) -> list[Message | Reconnected]:
         """Wait for messages of the dispatcher, for a `wake`, or for `timeout_s`."""
 
 
 class LoaderEndpoint(ControlEndpoint, Protocol):
-    """A loader's control connection and the socket on which data workers deliver."""
+    """A loader's control connection and the rails on which data workers deliver."""
 
     @property
-    def receiver(self) -> str:
-        """Address of the batch socket, for `Session.receiver`."""
+    def receivers(self) -> list[str]:
+        """Where data workers deliver, the best rail first, for `Session.receivers`."""
 
-    def poll(self, timeout_s: float) -> tuple[list[Message], list[ReceivedBatch | ProtocolError]]:
+    def poll(self, timeout_s: float) -> tuple[list[Message | Reconnected], list[ReceivedBatch | ProtocolError]]:
         """Wait for messages or batches, for a `wake`, or for `timeout_s`; a malformed batch comes as its error."""
 
 
-class BatchSender(Protocol):
-    """A data worker's connections to loaders."""
+class BatchReceiver(Protocol):
+    """A loader's end of the rails of one transport."""
 
-    def send(self, receiver: str, header: Batch | BatchFailed, frames: Sequence[Buffer]) -> None:
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Where data workers connect, the best rail first; see `rail_of`."""
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """Descriptors or ZeroMQ sockets, for a poller: readable while `receive` has something to do."""
+
+    def receive(self) -> list[ReceivedBatch | ProtocolError]:
+        """Batches that have come, at most a burst, without waiting; a malformed batch comes as its error."""
+
+    def close(self) -> None:
+        """Close all connections. Memory of batches that the program still holds stays valid."""
+
+
+class BatchSender(Protocol):
+    """A data worker's connections to loaders, by the rails of one transport."""
+
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Buffer]) -> None:
         """Queue one batch, without copying large frames.
 
         Raises:

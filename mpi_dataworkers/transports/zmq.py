@@ -1,4 +1,5 @@
-"""ZeroMQ over TCP: CURVE on control connections, proof of the job's key on batch connections.
+"""ZeroMQ over TCP and, for batches on one host, Unix sockets: CURVE on control connections, proof of the job's key on
+batch connections.
 
 The only module that imports zmq; its errors leave it as hetstream's. See `proof.py` for why batches are authenticated
 and not encrypted.
@@ -11,7 +12,7 @@ import secrets
 import socket as socketlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,29 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.codec import Buffer, decode, encode
+from mpi_dataworkers.codec import Buffer, chop, decode, encode, join
 from mpi_dataworkers.errors import AuthenticationError, ProtocolError, ServiceError, ServiceUnavailable
-from mpi_dataworkers.messages import Batch, BatchFailed, Challenge, Hello, Message, Proof
-from mpi_dataworkers.transports.base import Disconnected, PeerUnreachable, Received, ReceivedBatch
-from mpi_dataworkers.transports.proof import is_proof, new_nonce, prove
+from mpi_dataworkers.messages import Challenge, Compressed, Delivery, Hello, Message, Proof
+from mpi_dataworkers.transports.base import (
+    BatchReceiver,
+    Disconnected,
+    PeerUnreachable,
+    Received,
+    ReceivedBatch,
+    Reconnected,
+    rail_of,
+)
+from mpi_dataworkers.transports.compression import compress, decompress
+from mpi_dataworkers.transports.proof import TicketGate, is_proof, new_nonce, new_ticket, prove
 
+# Frames that libzmq takes; larger ones travel in pieces. What a stranger can make a process hold is one frame for each
+# connection, until the handshake's time is over. Control messages of more than a frame (datasets in pickled form) are
+# rare; batches of more than a frame cost a copy in the loader.
+CONTROL_FRAME_BYTES = 1 << 20
+BATCH_FRAME_BYTES = 64 << 20
+_ANSWER_BYTES = 64 << 10
+# What CURVE adds to a frame, with room to spare (https://rfc.zeromq.org/spec/26/, MESSAGE command).
+_CURVE_BYTES = 256
 # Messages taken in one go before replies leave: bounds the delay of the first reply under load.
 _BURST = 256
 # How long a data worker waits for a loader to answer: a loader that is alive answers from its own thread at once.
@@ -55,13 +73,19 @@ def local_address_towards(address: str) -> str:
 
 
 class _Gate:
-    """Lets in the job's client key and no other: answers libzmq's questions (ZAP 1.0, https://rfc.zeromq.org/spec/27/).
+    """Answers libzmq's questions whom to let in (ZAP 1.0, https://rfc.zeromq.org/spec/27/).
 
-    In the dispatcher's own loop, because pyzmq's authenticator needs a thread with an event loop for the same.
+    In the owner's own loop, because pyzmq's authenticator needs a thread with an event loop for the same.
+
+    Args:
+        context: whose sockets ask.
+        mechanism: `CURVE` or `PLAIN`; no other gets in.
+        admits: from the peer's credentials to a verdict.
     """
 
-    def __init__(self, context: zmq.Context[Any], client_public_key: str) -> None:
-        self._key = z85.decode(client_public_key)
+    def __init__(self, context: zmq.Context[Any], mechanism: bytes, admits: Callable[[list[bytes]], bool]) -> None:
+        self._mechanism = mechanism
+        self._admits = admits
         self.socket: zmq.Socket[Any] = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
@@ -73,9 +97,19 @@ class _Gate:
                 version, request_id, _, _, _, mechanism, *credentials = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            key = credentials[0] if mechanism == b"CURVE" and credentials else b""
-            verdict = [b"200", b"OK"] if secrets.compare_digest(key, self._key) else [b"400", b"not this job's key"]
+            let_in = mechanism == self._mechanism and self._admits(credentials)
+            verdict = [b"200", b"OK"] if let_in else [b"400", b"not this job's key"]
             self.socket.send_multipart([version, request_id, *verdict, b"", b""])
+
+
+def _decode_control(pieces: list[memoryview]) -> Message:
+    """Read a control message, which has one frame.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    frames = join(pieces, CONTROL_FRAME_BYTES)
+    return decode(frames[0] if len(frames) == 1 else b"")
 
 
 class ZmqDispatcherEndpoint:
@@ -93,12 +127,17 @@ class ZmqDispatcherEndpoint:
 
     def __init__(self, bind: str, server_secret_key: str, server_public_key: str, client_public_key: str) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
-        self._gate = _Gate(self._context, client_public_key)
+        client_key = z85.decode(client_public_key)
+        self._gate = _Gate(
+            self._context, b"CURVE", lambda given: bool(given) and secrets.compare_digest(given[0], client_key)
+        )
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
         self._socket.curve_secretkey = server_secret_key.encode()
         self._socket.curve_publickey = server_public_key.encode()
         self._socket.linger = _CLOSE_LINGER_MS
+        self._socket.maxmsgsize = CONTROL_FRAME_BYTES + _CURVE_BYTES
+        self._socket.handshake_ivl = int(_HANDSHAKE_TIMEOUT_S * 1000)
         # A peer that comes back after a cut keeps its name: the new connection takes over from the dead one.
         self._socket.router_handover = True
         host, _, port = bind.removeprefix("tcp://").rpartition(":")
@@ -106,9 +145,11 @@ class ZmqDispatcherEndpoint:
             self._socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
         except zmq.ZMQError as error:
             self._close_socket()
-            raise ServiceError(
-                f"dispatcher cannot bind {bind}: {error}. Another process may hold the port: ss -ltnp | grep {port}"
-            ) from error
+            taken = error.errno == zmq.EADDRINUSE
+            check = (
+                f"Who holds the port: ss -ltnp | grep {port}" if taken else "This host's addresses: ip -brief address"
+            )
+            raise ServiceError(f"dispatcher cannot bind {bind}: {error}. {check}") from error
         # The connection that each peer's last message came by: the monitor names a closed one by its descriptor.
         self._peer_by_descriptor: dict[int, str] = {}
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -136,7 +177,7 @@ class ZmqDispatcherEndpoint:
             peer = frames[0].bytes.hex()
             self._peer_by_descriptor[int(frames[0].get(zmq.SRCFD))] = peer
             try:
-                message: Message | ProtocolError = decode(frames[1].buffer if len(frames) == 2 else b"")
+                message: Message | ProtocolError = _decode_control([frame.buffer for frame in frames[1:]])
             except ProtocolError as error:
                 message = error
             received.append(Received(peer, message))
@@ -152,7 +193,7 @@ class ZmqDispatcherEndpoint:
         return closed
 
     def send(self, peer: str, message: Message) -> None:
-        self._socket.send_multipart([bytes.fromhex(peer), encode(message)])
+        self._socket.send_multipart([bytes.fromhex(peer), *chop([encode(message)], CONTROL_FRAME_BYTES)])
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -180,54 +221,55 @@ class _ZmqControl:
         self._control.curve_publickey = service.client_public_key.encode()
         self._control.curve_secretkey = service.client_secret_key.encode()
         self._control.linger = _CLOSE_LINGER_MS
+        self._control.maxmsgsize = CONTROL_FRAME_BYTES + _CURVE_BYTES
         # No limit that would make a send wait for a dispatcher that is away; what queues is a few messages a second.
         self._control.sndhwm = 0
         self._control.reconnect_ivl = 50
-        self._control.reconnect_ivl_max = 500
+        self._control.reconnect_ivl_max = 200
         self._poller = zmq.Poller()
         self._poller.register(self._control, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
         try:
             self._connect(service.address, timeout_s)
-        except ServiceError:
+        except BaseException:  # also Ctrl-C: there is nobody yet to close it
             self._control.linger = 0
             self._close_control()
             raise
 
     def _connect(self, address: str, timeout_s: float) -> None:
         """Wait until the dispatcher has let us in, so that a wrong key is an error and not a silence."""
-        monitor = self._control.get_monitor_socket()
+        # It stays open after this: it tells when a connection that was lost is back.
+        self._monitor = monitor = self._control.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+        )
+        self._poller.register(monitor, zmq.POLLIN)
         deadline = time.monotonic() + timeout_s
         closed = 0
-        try:
-            self._control.connect(address)
-            while True:
-                if not monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-                    if closed:
-                        raise AuthenticationError(
-                            f"{address} accepts connections and ends them before the key exchange is complete: the "
-                            "server key in the address file is not its key. Use the address file of the running "
-                            "dispatcher."
-                        )
-                    raise ServiceUnavailable(
-                        f"no dispatcher answered at {address} within {timeout_s:g} s. Is it running, and reachable "
-                        "from this host?"
-                    )
-                event = recv_monitor_message(monitor)["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    return
-                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        self._control.connect(address)
+        while True:
+            if not monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+                if closed:
                     raise AuthenticationError(
-                        f"the dispatcher at {address} refused the key in the address file: it belongs to another "
-                        "service or an earlier start of it. Use the address file of the running dispatcher."
+                        f"{address} accepts connections and ends them before the key exchange is complete: the "
+                        "server key in the address file is not its key. Use the address file of the running "
+                        "dispatcher."
                     )
-                closed += event == zmq.EVENT_DISCONNECTED
-        finally:
-            self._control.disable_monitor()
-            monitor.close(0)
+                raise ServiceUnavailable(
+                    f"no dispatcher answered at {address} within {timeout_s:g} s. Is it running, and reachable "
+                    "from this host?"
+                )
+            event = recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise AuthenticationError(
+                    f"the dispatcher at {address} refused the key in the address file: it belongs to another "
+                    "service or an earlier start of it. Use the address file of the running dispatcher."
+                )
+            closed += event == zmq.EVENT_DISCONNECTED
 
     def send(self, message: Message) -> None:
-        self._control.send(encode(message))
+        self._control.send_multipart(chop([encode(message)], CONTROL_FRAME_BYTES))
 
     def wake(self) -> None:
         with self._waker_lock:
@@ -240,16 +282,22 @@ class _ZmqControl:
             os.eventfd_read(self._waker)
         return ready
 
-    def _read_control(self) -> list[Message]:
-        messages: list[Message] = []
+    def _read_control(self) -> list[Message | Reconnected]:
+        messages: list[Message | Reconnected] = []
+        while self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                messages.append(Reconnected())
         for _ in range(_BURST):
             try:
-                messages.append(decode(self._control.recv(zmq.NOBLOCK)))
+                pieces = self._control.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            messages.append(_decode_control([piece.buffer for piece in pieces]))
         return messages
 
     def _close_control(self) -> None:
+        self._control.disable_monitor()
+        self._monitor.close(0)
         self._control.close()
         self._context.term()
         with self._waker_lock:
@@ -272,88 +320,191 @@ class ZmqWorkerEndpoint(_ZmqControl):
         ServiceUnavailable, AuthenticationError: as they say.
     """
 
-    def poll(self, timeout_s: float) -> list[Message]:
-        return self._read_control() if self._control in self._poll_sockets(timeout_s) else []
+    def poll(self, timeout_s: float) -> list[Message | Reconnected]:
+        ready = self._poll_sockets(timeout_s)
+        return self._read_control() if ready & {self._control, self._monitor} else []
 
 
 @dataclass
 class _Sender:
     """A data worker's connection as the loader sees it."""
 
+    receiver: str
     worker_nonce: bytes
     loader_nonce: bytes
     proven: bool = False
 
 
-_STRANGER = _Sender(b"", b"")
+_STRANGER = _Sender("", b"", b"")
 
 
 class ZmqLoaderEndpoint(_ZmqControl):
-    """See `base.LoaderEndpoint`; arguments and errors as `ZmqWorkerEndpoint`."""
+    """See `base.LoaderEndpoint`; arguments and errors as `ZmqWorkerEndpoint`.
 
-    def __init__(self, service: ServiceAddress, peer: str, timeout_s: float) -> None:
-        super().__init__(service, peer, timeout_s)
-        self._key = bytes.fromhex(service.batch_key)
+    Args:
+        receivers: where batches come, best first. They belong to the endpoint from now on, also if this raises.
+    """
+
+    def __init__(
+        self, service: ServiceAddress, peer: str, timeout_s: float, receivers: Sequence[BatchReceiver]
+    ) -> None:
+        self._batch_receivers = receivers
+        try:
+            super().__init__(service, peer, timeout_s)
+        except ServiceError:
+            self._close_receivers()
+            raise
+        for receiver in receivers:
+            for source in receiver.sources:
+                self._poller.register(source, zmq.POLLIN)
+
+    @property
+    def receivers(self) -> list[str]:
+        return [address for receiver in self._batch_receivers for address in receiver.addresses]
+
+    def poll(self, timeout_s: float) -> tuple[list[Message | Reconnected], list[ReceivedBatch | ProtocolError]]:
+        ready = self._poll_sockets(timeout_s)
+        messages = self._read_control() if ready & {self._control, self._monitor} else []
+        batches: list[ReceivedBatch | ProtocolError] = []
+        for receiver in self._batch_receivers:
+            if any(source in ready for source in receiver.sources):
+                batches += receiver.receive()
+        return messages, batches
+
+    def close(self) -> None:
+        self._close_receivers()
+        self._close_control()
+
+    def _close_receivers(self) -> None:
+        for receiver in self._batch_receivers:
+            receiver.close()
+
+
+class ZmqBatchReceiver:
+    """See `base.BatchReceiver`. One socket for all addresses.
+
+    A connection is let in for a ticket under the job's key, so that ZeroMQ reads no message of a stranger, and proves
+    the key by challenge and response before a batch of it counts.
+
+    Args:
+        batch_key: the job's batch key in hex.
+        binds: `tcp://HOST:*` or `ipc://NAME`, best first.
+        compress: ask data workers that come over TCP to compress what shrinks well.
+
+    Raises:
+        ServiceError: one of them cannot be bound.
+    """
+
+    def __init__(self, batch_key: str, binds: Sequence[str], compress: bool = False) -> None:
+        self._key = bytes.fromhex(batch_key)
+        self._compress = compress
         self._senders: dict[bytes, _Sender] = {}
+        self.addresses: list[str] = []
+        self._tickets = TicketGate(self._key, self.addresses)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._gate = _Gate(self._context, b"PLAIN", self._admits)
         self._batches = self._context.socket(zmq.ROUTER)
+        self._batches.plain_server = True
         self._batches.linger = 0
         # The dispatcher leases only what fits the loader's window; a limit here would only stall the last frames.
         self._batches.rcvhwm = 0
+        self._batches.maxmsgsize = BATCH_FRAME_BYTES
+        self._batches.handshake_ivl = int(_HANDSHAKE_TIMEOUT_S * 1000)
+        self.sources: list[Any] = [self._batches, self._gate.socket]
         try:
-            host = local_address_towards(service.address)
-            self._receiver = f"tcp://{host}:{self._batches.bind_to_random_port(f'tcp://{host}')}"
-        except (OSError, zmq.ZMQError) as error:
-            self._control.linger = 0
+            for bind in binds:
+                self._batches.bind(bind)
+                self.addresses.append(self._batches.getsockopt_string(zmq.LAST_ENDPOINT))
+        except zmq.ZMQError as error:
             self.close()
-            raise ServiceError(f"no socket for batches on the route to {service.address}: {error}") from error
-        self._poller.register(self._batches, zmq.POLLIN)
+            raise ServiceError(f"no socket for batches at {', '.join(binds)}: {error}") from error
 
-    @property
-    def receiver(self) -> str:
-        return self._receiver
+    def _admits(self, credentials: list[bytes]) -> bool:
+        return len(credentials) == 2 and self._tickets.admits(*credentials)
 
-    def poll(self, timeout_s: float) -> tuple[list[Message], list[ReceivedBatch | ProtocolError]]:
-        ready = self._poll_sockets(timeout_s)
-        messages = self._read_control() if self._control in ready else []
+    def receive(self) -> list[ReceivedBatch | ProtocolError]:
+        self._gate.answer()
         batches: list[ReceivedBatch | ProtocolError] = []
-        if self._batches in ready:
-            for _ in range(_BURST):
-                try:
-                    sender, *frames = self._batches.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    break
-                batch = self._take(sender.bytes, [frame.buffer for frame in frames])
-                if batch is not None:
-                    batches.append(batch)
-        return messages, batches
+        for _ in range(_BURST):
+            try:
+                sender, *frames = self._batches.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            batch = self._take(sender.bytes, [frame.buffer for frame in frames])
+            if batch is not None:
+                batches.append(batch)
+        return batches
 
-    def _take(self, sender: bytes, frames: list[memoryview]) -> ReceivedBatch | ProtocolError | None:
+    def _take(self, sender: bytes, pieces: list[memoryview]) -> ReceivedBatch | ProtocolError | None:
         """Pass on a batch of a proven sender; answer handshakes; drop everything else."""
-        known = self._senders.get(sender)
+        known = self._senders.get(sender, _STRANGER)
         try:
+            frames = join(pieces, BATCH_FRAME_BYTES) if known.proven else list(pieces[:1])
             message = decode(frames[0] if frames else b"")
+            if known.proven and isinstance(message, Compressed):
+                frames = decompress(frames[1:], message.sizes)
+                message = decode(frames[0] if frames else b"")
         except ProtocolError as error:
             # A stranger's bytes are not worth a line in the log; a worker that sends garbage is a stranger from now on.
             return error if self._senders.pop(sender, _STRANGER).proven else None
         if isinstance(message, Hello):
             if len(self._senders) >= _MAX_SENDERS:
                 self._senders = {name: one for name, one in self._senders.items() if one.proven}
-            known = self._senders[sender] = _Sender(message.nonce, new_nonce())
-            proof = prove(self._key, "loader", known.worker_nonce, known.loader_nonce, self._receiver)
-            self._batches.send_multipart([sender, encode(Challenge(known.loader_nonce, proof))])
-        elif isinstance(message, Proof) and known is not None and not known.proven:
+            if message.receiver in self.addresses:
+                known = self._senders[sender] = _Sender(message.receiver, message.nonce, new_nonce())
+                proof = prove(self._key, "loader", known.worker_nonce, known.loader_nonce, known.receiver)
+                compress = self._compress and rail_of(known.receiver) == "tcp"
+                self._batches.send_multipart([sender, encode(Challenge(known.loader_nonce, proof, compress))])
+        elif isinstance(message, Proof) and known is not _STRANGER and not known.proven:
             known.proven = is_proof(
-                message.proof, self._key, "worker", known.worker_nonce, known.loader_nonce, self._receiver
+                message.proof, self._key, "worker", known.worker_nonce, known.loader_nonce, known.receiver
             )
             if not known.proven:
                 del self._senders[sender]
-        elif isinstance(message, Batch | BatchFailed) and known is not None and known.proven:
-            return ReceivedBatch(message, frames[1:])
+        elif isinstance(message, Delivery) and known.proven:
+            return ReceivedBatch(message, frames[1:], rail_of(known.receiver))
         return None
 
     def close(self) -> None:
         self._batches.close()
-        self._close_control()
+        self._gate.socket.close()
+        self._context.term()
+
+
+def _look_for(receiver: str) -> None:
+    """Find out at once whether a Unix socket is of this host: ZeroMQ would wait for it to appear.
+
+    Raises:
+        PeerUnreachable: it is not.
+    """
+    with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
+        try:
+            probe.connect(receiver.removeprefix("ipc://").replace("@", "\0", 1))
+        except OSError as error:
+            raise PeerUnreachable(f"{receiver} is not on this host ({error})") from error
+
+
+def _connect_at_once(connection: zmq.Socket[Any], receiver: str, deadline: float) -> None:
+    """Connect, and wait until the loader has let us in: a refusal is an error now, not a silence until the deadline.
+
+    Raises:
+        PeerUnreachable: nobody is there, the ticket is refused, or the deadline passed.
+    """
+    monitor = connection.get_monitor_socket()
+    try:
+        connection.connect(receiver)
+        while monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            event = recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise PeerUnreachable(f"the process at {receiver} does not know this job's key; nothing was sent to it")
+            if event in (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED):
+                raise PeerUnreachable(f"nobody at {receiver} takes connections of this job")
+        raise PeerUnreachable(f"the loader at {receiver} did not answer within {_HANDSHAKE_TIMEOUT_S:g} s")
+    finally:
+        connection.disable_monitor()
+        monitor.close(0)
 
 
 class ZmqBatchSender:
@@ -369,12 +520,18 @@ class ZmqBatchSender:
         self._worker_id = worker_id
         self._context: zmq.Context[Any] = zmq.Context()
         self._connections: dict[str, zmq.Socket[Any]] = {}
+        self._compressing: set[str] = set()  # receivers that asked for it
 
-    def send(self, receiver: str, header: Batch | BatchFailed, frames: Sequence[Buffer]) -> None:
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Buffer]) -> None:
         connection = self._connections.pop(receiver, None) or self._connect(receiver)
         self._connections[receiver] = connection  # in order of use, for `_connect`
         try:
-            connection.send_multipart([encode(header), *frames], zmq.NOBLOCK, copy=False)
+            whole: list[Buffer] = [encode(header), *frames]
+            if receiver in self._compressing:
+                smaller, sizes = compress(whole)
+                whole = [encode(Compressed(sizes)), *smaller] if max(sizes) >= 0 else whole
+            pieces = chop(whole, BATCH_FRAME_BYTES)
+            connection.send_multipart(pieces, zmq.NOBLOCK, copy=False)
         except zmq.Again as error:
             self.drop(receiver)
             raise PeerUnreachable(f"the connection to the loader at {receiver} is gone") from error
@@ -382,7 +539,11 @@ class ZmqBatchSender:
     def _connect(self, receiver: str) -> zmq.Socket[Any]:
         if len(self._connections) >= _MAX_CONNECTIONS:
             self.drop(next(iter(self._connections)))
+        if receiver.startswith("ipc:"):
+            _look_for(receiver)
         connection: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
+        connection.plain_username, connection.plain_password = new_ticket(self._key, receiver)
+        connection.maxmsgsize = _ANSWER_BYTES  # nothing comes but the answer to the handshake
         # A name nobody can guess: whoever could claim it after a cut would inherit the proof given on it.
         connection.identity = b"w" + secrets.token_bytes(16)
         connection.linger = 0
@@ -393,7 +554,7 @@ class ZmqBatchSender:
         connection.heartbeat_timeout = _SILENCE_MS
         deadline = time.monotonic() + _HANDSHAKE_TIMEOUT_S
         try:
-            connection.connect(receiver)
+            _connect_at_once(connection, receiver, deadline)
             self._handshake(connection, receiver, deadline)
         except (zmq.ZMQError, ProtocolError) as error:
             connection.close()
@@ -410,7 +571,7 @@ class ZmqBatchSender:
 
         nonce = new_nonce()
         connection.sndtimeo = milliseconds_left()
-        connection.send(encode(Hello(self._worker_id, nonce)))
+        connection.send(encode(Hello(self._worker_id, receiver, nonce)))
         if not connection.poll(milliseconds_left()):
             raise PeerUnreachable(f"the loader at {receiver} did not answer within {_HANDSHAKE_TIMEOUT_S:g} s")
         challenge = decode(connection.recv())
@@ -419,8 +580,11 @@ class ZmqBatchSender:
         ):
             raise PeerUnreachable(f"the process at {receiver} does not hold this job's key; nothing was sent to it")
         connection.send(encode(Proof(prove(self._key, "worker", nonce, challenge.nonce, receiver))))
+        if challenge.compress:
+            self._compressing.add(receiver)
 
     def drop(self, receiver: str) -> None:
+        self._compressing.discard(receiver)
         connection = self._connections.pop(receiver, None)
         if connection is not None:
             connection.close()

@@ -1,0 +1,126 @@
+"""Events on disk: `events.jsonl` in the dispatcher's directory, one JSON object a line, bounded in size.
+
+Written by `server.py`; read by `hetstream events`, also after the job has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from mpi_dataworkers.dispatcher.events import ALL_EVENTS, Event, MessageRefused
+
+_log = logging.getLogger(__name__)
+
+EVENTS_FILE = "events.jsonl"
+# Two files of this size at most: about 100,000 events, weeks of a healthy job.
+_MAX_BYTES = 8 << 20
+_FOLLOW_S = 0.2
+
+
+class EventLog:
+    """Tells events in the process's log, and appends them to `events.jsonl`.
+
+    A file that grew too large becomes `events.jsonl.1`, and a new one is begun.
+
+    Args:
+        directory: where; the file is readable by its owner alone.
+        max_bytes: of one file.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int = _MAX_BYTES) -> None:
+        self._path = directory / EVENTS_FILE
+        self._max_bytes = max_bytes
+        self._fails = False
+        self._descriptor = self._open()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def report(self, events: Sequence[Event]) -> None:
+        """Tell events that just happened. A full disk costs lines of the file, not the service."""
+        for event in events:
+            _log.log(logging.WARNING if isinstance(event, MessageRefused) else logging.INFO, "%s", event.render())
+        try:
+            self._append(events, time.time())
+            self._fails = False
+        except OSError as error:
+            if not self._fails:
+                _log.warning("events are missing in %s: %s", self._path, error)
+            self._fails = True
+
+    def _append(self, events: Sequence[Event], now_s: float) -> None:
+        lines = b"".join(event.as_json(now_s) + b"\n" for event in events)
+        if os.fstat(self._descriptor).st_size + len(lines) > self._max_bytes:
+            os.replace(self._path, older(self._path))
+            os.close(self._descriptor)
+            self._descriptor = self._open()
+        os.write(self._descriptor, lines)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def older(path: Path) -> Path:
+    """The file that a full `events.jsonl` becomes."""
+    return path.with_name(f"{path.name}.1")
+
+
+def read_events(path: Path) -> Iterator[bytes]:
+    """Complete lines of the older file and of `path`, oldest first.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if older(path).exists():
+        yield from _lines(older(path))
+    yield from _lines(path)
+
+
+def follow_events(path: Path) -> Iterator[bytes]:
+    """As `read_events`, and then each new line when it comes, for ever or until the file is removed."""
+    if older(path).exists():
+        yield from _lines(older(path))
+    stream = path.open("rb")
+    try:
+        rest = b""
+        while True:
+            while line := stream.readline():
+                rest += line
+                if rest.endswith(b"\n"):
+                    yield rest
+                    rest = b""
+            time.sleep(_FOLLOW_S)
+            if not path.exists():
+                return
+            if path.stat().st_ino != os.fstat(stream.fileno()).st_ino and not stream.peek(1):
+                stream.close()
+                stream, rest = path.open("rb"), b""
+    finally:
+        stream.close()
+
+
+def render_line(line: bytes) -> str:
+    """A line of the file in words; a line that is none, because the disk was full, as it is."""
+    try:
+        fields = msgspec.json.decode(line, type=_Line)
+        event = msgspec.convert(msgspec.json.decode(line), ALL_EVENTS)
+    except msgspec.MsgspecError:
+        return line.decode(errors="replace").rstrip()
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fields.time))
+    return f"{when} {event.render()}"
+
+
+class _Line(msgspec.Struct, frozen=True):
+    time: float
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as stream:
+        yield from (line for line in stream if line.endswith(b"\n"))

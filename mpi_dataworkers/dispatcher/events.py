@@ -1,0 +1,337 @@
+"""What happens in a service, with its causes: typed events. Pure data; `event_log.py` keeps them on disk.
+
+`DispatcherState` tells them, the dispatcher's log shows `render()`, `events.jsonl` holds all fields. A batch is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
+    """Base of all events.
+
+    Attributes:
+        cause: why, in words; "" where the event says it all.
+    """
+
+    cause: str = ""
+
+    @property
+    def subject(self) -> str:
+        """Whom or what it happened to, in the words of the logs: `data_worker=3`."""
+        raise NotImplementedError
+
+    @property
+    def happened(self) -> str:
+        """What happened to it, in words."""
+        raise NotImplementedError
+
+    def render(self) -> str:
+        """The event on one line."""
+        return f"{self.subject} {self.happened}" + (f": {self.cause}" if self.cause else "")
+
+    def as_json(self, time_s: float) -> bytes:
+        """A line of `events.jsonl`, without its end: time (s since 1970, UTC), event, subject, cause, other fields."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        head = {"time": round(time_s, 3), "event": fields.pop("event"), "subject": self.subject}
+        return msgspec.json.encode({**head, "cause": fields.pop("cause"), **fields})
+
+
+class DispatcherStarted(Event, frozen=True, kw_only=True):
+    """The dispatcher can be reached."""
+
+    incarnation: int
+    address: str
+    num_definitions: int
+    num_expected_workers: int
+
+    @property
+    def subject(self) -> str:
+        return "dispatcher"
+
+    @property
+    def happened(self) -> str:
+        recovered = self.num_definitions or self.num_expected_workers
+        known = (
+            f" knows={self.num_definitions} pipelines, {self.num_expected_workers} data workers" if recovered else ""
+        )
+        return f"ready address={self.address} incarnation={self.incarnation}{known}"
+
+
+class DispatcherStopped(Event, frozen=True, kw_only=True):
+    """The dispatcher was asked to end the service."""
+
+    @property
+    def subject(self) -> str:
+        return "dispatcher"
+
+    @property
+    def happened(self) -> str:
+        return "ends the service"
+
+
+class MessageRefused(Event, frozen=True, kw_only=True):
+    """A peer's message was none, or one that it must not send."""
+
+    peer: str
+
+    @property
+    def subject(self) -> str:
+        return f"peer={self.peer[:8]}"
+
+    @property
+    def happened(self) -> str:
+        return "had a message refused"
+
+
+# --- data workers ---------------------------------------------------------------------------------------------------
+
+
+class _OfWorker(Event, frozen=True, kw_only=True):
+    data_worker: int
+
+    @property
+    def subject(self) -> str:
+        return f"data_worker={self.data_worker}"
+
+
+class DataWorkerRegistered(_OfWorker, frozen=True, kw_only=True):
+    """A data worker process offers itself, or is back after a cut."""
+
+    host: str
+    pid: int
+    num_held: int
+
+    @property
+    def happened(self) -> str:
+        return f"host={self.host} pid={self.pid} registered" + (
+            f" holding={self.num_held} leases" * bool(self.num_held)
+        )
+
+
+class DataWorkerLost(_OfWorker, frozen=True, kw_only=True):
+    """A data worker process is not there any more; `orderly` when it said so."""
+
+    host: str
+    pid: int
+    orderly: bool
+
+    @property
+    def happened(self) -> str:
+        return f"host={self.host} pid={self.pid} {'gone' if self.orderly else 'lost'}"
+
+
+class DataWorkerDrains(_OfWorker, frozen=True, kw_only=True):
+    """A data worker gets no more leases and leaves after the step in work."""
+
+    @property
+    def happened(self) -> str:
+        return "drains"
+
+
+class DataWorkerUnreachable(_OfWorker, frozen=True, kw_only=True):
+    """A data worker cannot deliver to a loader, and gets no leases of it for `for_s` seconds."""
+
+    rank: int
+    for_s: float
+
+    @property
+    def happened(self) -> str:
+        return f"does not reach rank={self.rank}, next try in {self.for_s:g} s"
+
+
+class DataWorkersMissing(Event, frozen=True, kw_only=True):
+    """Data workers of before the dispatcher's restart did not come back."""
+
+    num_missing: int
+
+    @property
+    def subject(self) -> str:
+        return f"data_workers={self.num_missing}"
+
+    @property
+    def happened(self) -> str:
+        return "of before the restart did not come back"
+
+
+# --- loaders and their passes ---------------------------------------------------------------------------------------
+
+
+class _OfLoader(Event, frozen=True, kw_only=True):
+    job: str
+    rank: int
+    host: str
+    pid: int
+
+    @property
+    def subject(self) -> str:
+        return f"loader job={self.job} rank={self.rank}"
+
+
+class LoaderConnected(_OfLoader, frozen=True, kw_only=True):
+    """A loader introduced itself, or is back after a cut."""
+
+    @property
+    def happened(self) -> str:
+        return f"host={self.host} pid={self.pid} connected"
+
+
+class LoaderLost(_OfLoader, frozen=True, kw_only=True):
+    """A loader is not there any more; `orderly` when it was closed."""
+
+    orderly: bool
+    steps: int
+
+    @property
+    def happened(self) -> str:
+        return f"{'left' if self.orderly else 'lost'} after {self.steps} steps"
+
+
+class DefinitionRemembered(Event, frozen=True, kw_only=True):
+    """A pipeline came, for data workers to fetch."""
+
+    definition_id: str
+    num_bytes: int
+
+    @property
+    def subject(self) -> str:
+        return f"pipeline={self.definition_id[:8]}"
+
+    @property
+    def happened(self) -> str:
+        return f"remembered, {self.num_bytes} bytes"
+
+
+class _OfSession(Event, frozen=True, kw_only=True):
+    session: str
+
+    @property
+    def subject(self) -> str:
+        return f"session={self.session}"
+
+
+class SessionOpened(_OfSession, frozen=True, kw_only=True):
+    """A loader began a pass; `num_steps` -1 while its end is unknown."""
+
+    job: str
+    rank: int
+    epoch: int
+    first_step: int
+    num_steps: int
+
+    @property
+    def happened(self) -> str:
+        return f"rank={self.rank} epoch={self.epoch} opened at step {self.first_step}"
+
+
+class SessionClosed(_OfSession, frozen=True, kw_only=True):
+    """A pass ended: at its last step, or before."""
+
+    step: int
+    num_steps: int
+
+    @property
+    def happened(self) -> str:
+        return f"closed at step {self.step} of {self.num_steps if self.num_steps >= 0 else 'unknown'}"
+
+
+class SessionMeasured(_OfSession, frozen=True, kw_only=True):
+    """A data worker came to the end of a shard whose length nobody knew."""
+
+    num_steps: int
+
+    @property
+    def happened(self) -> str:
+        return f"has {self.num_steps} steps"
+
+
+class StepsGivenUp(_OfSession, frozen=True, kw_only=True):
+    """Steps were lost in a pass that is read at most once; `stop_step` -1 for all that follow."""
+
+    ranges: list[tuple[int, int]]
+
+    @property
+    def happened(self) -> str:
+        return "lost steps " + ", ".join(f"{first}-{stop if stop >= 0 else ''}" for first, stop in self.ranges)
+
+
+class StepFailed(_OfSession, frozen=True, kw_only=True):
+    """A data worker could not make a step: user code raised, hung or ended the process.
+
+    Attributes:
+        sample: -1 when it was not one sample.
+        verdict: what becomes of the step, in words.
+    """
+
+    step: int
+    sample: int
+    host: str
+    pid: int
+    verdict: str
+    traceback: str
+
+    @property
+    def happened(self) -> str:
+        sample = f" sample={self.sample}" if self.sample >= 0 else ""
+        return f"step={self.step}{sample} failed on host={self.host} pid={self.pid} and is {self.verdict}"
+
+
+# --- leases ---------------------------------------------------------------------------------------------------------
+
+
+class _OfLease(Event, frozen=True, kw_only=True):
+    lease: int
+    session: str
+    data_worker: int
+    first_step: int
+    stop_step: int
+
+    @property
+    def subject(self) -> str:
+        return f"lease={self.lease}"
+
+    @property
+    def _steps(self) -> str:
+        return f"steps={self.first_step}-{self.stop_step}"
+
+
+class LeaseRevoked(_OfLease, frozen=True, kw_only=True):
+    """A lease was revoked: its missing steps are leased again. `data_worker` -1 when that is gone already."""
+
+    @property
+    def happened(self) -> str:
+        return f"{self._steps} revoked"
+
+
+class LeaseTrimmed(_OfLease, frozen=True, kw_only=True):
+    """The end of a lease went to another data worker, `to_data_worker`, that was idle."""
+
+    to_data_worker: int
+
+    @property
+    def happened(self) -> str:
+        return f"{self._steps} go to idle data_worker={self.to_data_worker}"
+
+
+ALL_EVENTS = (
+    DispatcherStarted
+    | DispatcherStopped
+    | MessageRefused
+    | DataWorkerRegistered
+    | DataWorkerLost
+    | DataWorkerDrains
+    | DataWorkerUnreachable
+    | DataWorkersMissing
+    | LoaderConnected
+    | LoaderLost
+    | DefinitionRemembered
+    | SessionOpened
+    | SessionClosed
+    | SessionMeasured
+    | StepsGivenUp
+    | LeaseRevoked
+    | LeaseTrimmed
+)

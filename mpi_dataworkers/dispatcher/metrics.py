@@ -1,0 +1,116 @@
+"""Prometheus metrics of one service, served over HTTP by the dispatcher. The only home of prometheus_client.
+
+The dispatcher's loop publishes a `Status` once a second; a scrape reads the newest from a thread of its own and never
+touches the dispatcher's state. Labels are bounded by what is there now: series of a data worker that is gone end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from mpi_dataworkers.errors import ServiceError
+from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status
+
+try:
+    import prometheus_client
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ServiceError("metrics need the package prometheus-client. Run: pip install 'hetstream[metrics]'") from error
+
+Row = TypeVar("Row")
+# Name (a counter's ends in _total), help, value.
+_Column = tuple[str, str, Callable[[Row], float]]
+
+_SERVICE: list[_Column[Status]] = [
+    ("hetstream_dispatcher_starts_total", "Starts of the dispatcher on its directory.", lambda s: s.incarnation),
+    ("hetstream_dispatcher_uptime_seconds", "Time since the last of them.", lambda s: s.uptime_s),
+    ("hetstream_data_workers", "Data worker processes that are registered.", lambda s: len(s.data_workers)),
+    ("hetstream_data_workers_seen_total", "Data worker processes that registered.", lambda s: s.data_workers_seen),
+    ("hetstream_data_workers_lost_total", "Data workers that went without a word.", lambda s: s.data_workers_lost),
+    ("hetstream_loaders", "Loaders that are connected.", lambda s: len(s.loaders)),
+    ("hetstream_leases_granted_total", "Leases granted.", lambda s: s.leases_granted),
+    ("hetstream_leases_revoked_total", "Leases taken back; their steps are leased again.", lambda s: s.leases_revoked),
+]
+_DATA_WORKER: list[_Column[DataWorkerStatus]] = [
+    ("hetstream_data_worker_steps_total", "Steps made.", lambda w: w.steps),
+    ("hetstream_data_worker_leases", "Leases held.", lambda w: w.leases),
+    ("hetstream_data_worker_leases_revoked_total", "Leases taken back from it.", lambda w: w.leases_revoked),
+    ("hetstream_data_worker_busy_ratio", "Share of the last seconds in which it made steps.", lambda w: w.busy_share),
+    ("hetstream_data_worker_silence_seconds", "Time since its last message.", lambda w: w.silent_s),
+]
+_LOADER: list[_Column[LoaderStatus]] = [
+    ("hetstream_loader_epochs_total", "Epochs completed.", lambda r: r.totals.epochs),
+    ("hetstream_loader_steps_total", "Steps taken by the training loop.", lambda r: r.totals.steps),
+    ("hetstream_loader_samples_total", "Samples in them.", lambda r: r.totals.samples),
+    ("hetstream_loader_bytes_total", "Bytes of batches that came from data workers.", lambda r: r.totals.bytes),
+    ("hetstream_loader_wait_seconds_total", "Time the training loop waited for data.", lambda r: r.totals.wait_s),
+    ("hetstream_loader_wait_ratio", "Share of the last seconds that it waited.", lambda r: r.wait_share),
+    (
+        "hetstream_loader_step_seconds",
+        "Time of a step without waits for data, over the last seconds.",
+        lambda r: r.step_s,
+    ),
+    (
+        "hetstream_loader_step_time_spread_ratio",
+        "Spread of that over the ranks, by the mean.",
+        lambda r: r.step_time_spread,
+    ),
+    ("hetstream_loader_local_steps_total", "Steps made in the trainer itself.", lambda r: r.totals.local_steps),
+    ("hetstream_loader_duplicates_total", "Batches dropped as second copies.", lambda r: r.totals.duplicates_dropped),
+    ("hetstream_loader_buffered_steps", "Finished steps that wait in its buffer.", lambda r: r.buffered),
+    ("hetstream_loader_window_steps", "Steps that may wait or be on their way.", lambda r: r.window),
+]
+
+
+class MetricsServer(Collector):
+    """Serves `http://HOST:PORT/metrics` until it is closed.
+
+    Args:
+        host, port: where; port 0 finds a free one.
+        status: the first to show.
+
+    Raises:
+        ServiceError: the address cannot be bound.
+    """
+
+    def __init__(self, host: str, port: int, status: Status) -> None:
+        self._status = status
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
+        except OSError as error:
+            raise ServiceError(f"metrics cannot be served at {host}:{port}: {error.strerror}") from error
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
+
+    def publish(self, status: Status) -> None:
+        """Show this from now on."""
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of the newest status; called by prometheus_client for each scrape."""
+        status = self._status
+        yield from _families(_SERVICE, [], [(status, [])])
+        workers = [(row, [str(row.number), row.host]) for row in status.data_workers]
+        yield from _families(_DATA_WORKER, ["data_worker", "host"], workers)
+        loaders = [(row, [row.job, str(row.rank), str(row.ordinal)]) for row in status.loaders]
+        yield from _families(_LOADER, ["job", "rank", "loader"], loaders)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _families(
+    columns: Iterable[_Column[Row]], labels: list[str], rows: list[tuple[Row, list[str]]]
+) -> Iterator[Metric]:
+    for name, text, value in columns:
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(name, text, labels=labels)
+        for row, label_values in rows:
+            family.add_metric(label_values, value(row))
+        yield family

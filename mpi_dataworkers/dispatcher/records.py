@@ -1,0 +1,298 @@
+"""What the dispatcher keeps of each worker, loader, pass and lease, and the instructions it gives. Data only.
+
+Used by `state.py`, which decides, and by `server.py`, which carries instructions out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import functools
+import math
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mpi_dataworkers.failures import StepFailures
+from mpi_dataworkers.messages import (
+    LoaderStats,
+    Message,
+    ProvideDefinition,
+    Ranges,
+    RegisterConsumer,
+    Session,
+    ShardOrder,
+)
+from mpi_dataworkers.rates import RecentRates
+
+# More than a data worker has leases that are not yet reported; if it is fewer, a shard is read from its beginning.
+_SNAPSHOTS_KEPT = 16
+
+
+class LeaseStatus(enum.Enum):
+    """Where a lease is."""
+
+    ACTIVE = "ACTIVE"
+    SENT = "SENT"
+
+
+@dataclass(frozen=True)
+class Send:
+    """Instruction: send a message to a peer."""
+
+    peer: str
+    message: Message
+
+
+@dataclass(frozen=True)
+class RememberDefinition:
+    """Instruction: journal a pipeline definition before anything that follows in the same batch of instructions."""
+
+    definition: ProvideDefinition
+
+
+@dataclass(frozen=True)
+class RememberStats:
+    """Instruction: journal what a loader has delivered."""
+
+    consumer: RegisterConsumer
+    stats: LoaderStats
+
+
+@dataclass(frozen=True)
+class ForgetDefinition:
+    """Instruction: take a pipeline that no loader uses out of the journal."""
+
+    definition_id: str
+
+
+@dataclass(frozen=True)
+class RememberWorker:
+    """Instruction: journal that a data worker is registered, before anything that is leased to it."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
+class ForgetWorker:
+    """Instruction: take a data worker that is lost out of the journal."""
+
+    peer: str
+
+
+Instruction = Send | RememberDefinition | ForgetDefinition | RememberStats | RememberWorker | ForgetWorker
+
+
+@dataclass
+class Lease:
+    """Steps [first, stop) of a session in the hands of a worker.
+
+    Attributes:
+        shift: as in `GrantLease`.
+        cached: the worker made them, or is making them, for another session too.
+        begun_at: when the worker came to it, as far as its reports tell, s.
+        trimmed: its end was taken away, so the time that it takes says nothing of the steps left.
+    """
+
+    token: int
+    session_id: str
+    worker: str
+    first: int
+    stop: int
+    granted_at: float
+    shift: int = 0
+    cached: bool = False
+    status: LeaseStatus = LeaseStatus.ACTIVE
+    sent_at: float = 0.0
+    begun_at: float = 0.0
+    trimmed: bool = False
+
+
+@dataclass
+class WorkDone:
+    """What a data worker process has done since it registered.
+
+    Attributes:
+        registered_at: when, s.
+        steps, busy_s: steps of finished leases, and the time it took to make them.
+        leases_revoked: leases that were taken from it.
+        recent: growth of `steps` and `busy_s`.
+    """
+
+    registered_at: float
+    recent: RecentRates
+    steps: int = 0
+    busy_s: float = 0.0
+    leases_revoked: int = 0
+
+
+@dataclass
+class WorkerRecord:
+    """One data worker process.
+
+    Attributes:
+        number: its number in order of arrival, from 0.
+        last_seen: time of its last message, s.
+        work: what it has done.
+        tokens: leases it holds in status ACTIVE.
+        cached_tokens: those of them that it serves from its cache.
+        unreachable: consumers it could not reach, with the time until which it is not tried again.
+        step_s: smoothed time it needs for a step of each pass, s.
+        draining: it leaves after the step in work and gets no more leases.
+    """
+
+    number: int
+    host: str
+    pid: int
+    last_seen: float
+    work: WorkDone
+    tokens: set[int] = field(default_factory=set)
+    cached_tokens: set[int] = field(default_factory=set)
+    unreachable: dict[str, float] = field(default_factory=dict)
+    step_s: dict[str, float] = field(default_factory=dict)
+    draining: bool = False
+
+    @property
+    def num_making(self) -> int:
+        """Leases that cost it work: those it serves from its cache cost next to none."""
+        return len(self.tokens) - len(self.cached_tokens)
+
+
+@dataclass
+class ConsumerRecord:
+    """One loader of one rank.
+
+    Attributes:
+        announced_workers: the number of data workers it was last told of.
+        steady_since: it was never silent for longer than `LOADER_PAUSE_S` since then.
+        recent: growth of steps, bytes and seconds waited of its `stats`.
+    """
+
+    registration: RegisterConsumer
+    last_seen: float
+    recent: RecentRates
+    stats: LoaderStats = field(default_factory=LoaderStats)
+    announced_workers: int = -1
+    steady_since: float = 0.0
+
+
+@dataclass
+class SessionRecord:
+    """One pass over an epoch.
+
+    Attributes:
+        consumer: peer id of the loader.
+        num_steps: total, or -1 while unknown.
+        known_steps: steps [0, known_steps) may be leased; all of them for a planned order.
+        lists: indices of listed steps not yet consumed, by step.
+        consumed: steps below it reached the training loop.
+        received: ranges in the loader's buffer, ascending and not touching each other.
+        window: steps at or above `consumed + window` are not leased yet.
+        frontier: steps at or above it were never leased.
+        requeued: steps below `frontier` that have to be leased again, ascending.
+        tokens: its leases.
+        sent: those of them that were sent and are not yet reported.
+        step_s: smoothed time a worker needs for a step, 0 while unknown.
+        shifts: (first step, shift) of the steps' places in a shared stream, ascending.
+        holder: peer id of the data worker that has the leases of a session that is kept together.
+        snapshots: where the reader of a shard was before some of its last steps, by step.
+        lost: steps that the loader does without and has not passed: lost where steps are read at most once, given up.
+        failures: of each step that was tried in vain.
+        retries: steps below `frontier` that failed and have to be tried again, each in a lease of its own.
+    """
+
+    session: Session
+    consumer: str
+    num_steps: int
+    known_steps: int
+    consumed: int
+    received: Ranges
+    window: int
+    frontier: int
+    lists: dict[int, bytes] = field(default_factory=dict)
+    requeued: list[int] = field(default_factory=list)
+    tokens: set[int] = field(default_factory=set)
+    sent: set[int] = field(default_factory=set)
+    step_s: float = 0.0
+    shifts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+
+    holder: str = ""
+    lost: set[int] = field(default_factory=set)
+    failures: dict[int, StepFailures] = field(default_factory=dict)
+    retries: set[int] = field(default_factory=set)
+    snapshots: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def reads_rounds(self) -> bool:
+        """Whether all ranks read the shard, each its slice of rounds."""
+        return isinstance(self.session.order, ShardOrder) and self.session.order.world_size > 0
+
+    @functools.cached_property
+    def shard(self) -> Hashable:
+        """What it reads; the same for the sessions of all ranks that read one shard in rounds."""
+        order, session = self.session.order, self.session
+        if not isinstance(order, ShardOrder) or not self.reads_rounds:
+            return session.session_id
+        return session.definition_id, session.epoch, session.seed, msgspec.structs.replace(order, rank=0)
+
+    def shift(self, step: int) -> int:
+        """How far the step's place in the shared stream is from the session's own numbering."""
+        return self.shifts[bisect.bisect_right(self.shifts, step, key=lambda entry: entry[0]) - 1][1]
+
+    def position(self, step: int) -> int:
+        """Place of a step in the stream that the session shares."""
+        assert self.session.sharing is not None
+        return self.session.epoch * self.session.sharing.num_steps + step + self.shift(step)
+
+    def next_step(self) -> int:
+        """The step to lease next, if one is leasable."""
+        return self.requeued[0] if self.requeued else self.frontier
+
+    def has(self, step: int) -> bool:
+        """Whether the loader has this step, or does without it."""
+        return self.has_all(step, step + 1)
+
+    def has_all(self, first: int, stop: int) -> bool:
+        """Whether the loader has all steps of [first, stop), or does without them."""
+        first = max(first, self.consumed)
+        if self.num_steps >= 0:
+            stop = min(stop, self.num_steps)
+        if first >= stop:
+            return True
+        at = bisect.bisect_right(self.received, (first, math.inf)) - 1
+        if at >= 0 and stop <= self.received[at][1]:
+            return True
+        if not self.lost:
+            return False
+        return all(step in self.lost or (stop - first > 1 and self.has(step)) for step in range(first, stop))
+
+    def missing(self, steps: Iterable[int]) -> list[int]:
+        """Those of the steps that the loader does not have."""
+        return [step for step in steps if not self.has(step)]
+
+    def keep_snapshot(self, step: int, snapshot: bytes) -> None:
+        """Keep where the shard's reader was before a step."""
+        if snapshot:
+            self.snapshots[step] = snapshot
+        if len(self.snapshots) > _SNAPSHOTS_KEPT:
+            del self.snapshots[min(self.snapshots)]
+
+    def snapshot_at(self, step: int) -> bytes:
+        """The newest snapshot at or before a step."""
+        return self.snapshots[max(before)] if (before := [at for at in self.snapshots if at <= step]) else b""
+
+    def end_at(self, num_steps: int) -> None:
+        """The session turned out to have so many steps."""
+        self.num_steps = self.known_steps = num_steps
+        self.requeued = self.missing(self.requeued)
+        self.retries = set(self.missing(self.retries))
+
+    def leasable(self) -> int:
+        """How many steps may be leased now."""
+        limit = min(self.consumed + self.window, self.known_steps)
+        return len(self.requeued) + max(0, limit - self.frontier)
+
+    def fill(self) -> float:
+        """How full the loader's window is with steps that are there or on their way, 0 to 1."""
+        return 1 - self.leasable() / max(1, self.window)

@@ -1,0 +1,78 @@
+"""Small batches that are made in quick succession leave a data worker in one message. Pure; used by `worker.py`.
+
+A message has its price (system calls and thread switches on both sides), whatever its size. Each step in it is still a
+batch of its own to the loader, which takes it in or drops it by its own step and token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpi_dataworkers.codec import Buffer, Parcel, shared_bytes
+from mpi_dataworkers.messages import Batch, Batches, Delivery
+
+# What one message gathers at most: a few times what its price buys in copies, and little against a loader's window.
+GATHER_BYTES = 1 << 20
+# No finished batch waits longer than this for company, if the steps go on taking as long as they do.
+GATHER_S = 0.001
+
+
+class Gatherer:
+    """What a data worker has made for one loader and not yet sent, in order."""
+
+    def __init__(self) -> None:
+        self._ready: list[tuple[Delivery, list[Buffer]]] = []
+        self._batches: list[Batch] = []
+        self._parcel: Parcel | None = None
+        self._since = 0.0
+        self._room = 0
+
+    def place(self, buffers: Sequence[Buffer], now: float) -> list[tuple[int, int, int]]:
+        """Find places in the open message for a batch that is `add`ed next; small buffers are copied there.
+
+        Args:
+            buffers: of its tensors.
+            now: when it was made, s.
+        """
+        self._room = shared_bytes(buffers)
+        if self._parcel is not None and not self._parcel.has_room(self._room):
+            self._close()
+        if self._parcel is None:
+            self._parcel, self._since = Parcel(max(self._room, GATHER_BYTES)), now
+        return self._parcel.add(buffers)
+
+    def add(self, batch: Batch) -> None:
+        """Add the batch whose buffers were placed last."""
+        self._batches.append(batch)
+
+    def add_alone(self, delivery: Delivery, frames: list[Buffer]) -> None:
+        """Add a message of its own, behind all that was added before."""
+        self._close()
+        self._ready.append((delivery, frames))
+
+    def due(self, now: float, step_s: float) -> list[tuple[Delivery, list[Buffer]]]:
+        """Take out what is to be sent now.
+
+        Args:
+            now: the time, s.
+            step_s: what the last step took; the next one will take about as long.
+        """
+        parcel = self._parcel
+        if parcel is not None:
+            is_full = parcel.has_large or not parcel.has_room(max(1, self._room))
+            if is_full or now + step_s > self._since + GATHER_S:
+                self._close()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def rest(self) -> list[tuple[Delivery, list[Buffer]]]:
+        """Take out all that is left."""
+        self._close()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _close(self) -> None:
+        if self._parcel is not None:
+            header = self._batches[0] if len(self._batches) == 1 else Batches(self._batches)
+            self._ready.append((header, self._parcel.frames()))
+            self._parcel, self._batches = None, []

@@ -1,0 +1,78 @@
+"""The random generators of the sample that is being made: for datasets whose samples several threads make at once.
+
+The global generators of `random`, NumPy and torch belong to the process; those here belong to the sample, and give the
+same numbers whoever makes it: a data worker's threads, the loader in process, torch's own worker processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpi_dataworkers.errors import PipelineError
+
+# The global generators are seeded with the seed itself; these streams have nothing in common with theirs.
+_APART = 0x5EED_0F_5A_3B1E
+
+
+class _Current(threading.local):
+    """What this thread makes."""
+
+    seed: int | None = None
+    python: random.Random | None = None
+    numpy: np.random.Generator | None = None
+
+
+_current = _Current()
+
+
+def sample_generator() -> random.Random:
+    """The generator of the current sample; each call gives the same one, where the last draw left it.
+
+    Raises:
+        PipelineError: this thread makes no sample.
+    """
+    if _current.python is None:
+        _current.python = random.Random(_seed("sample_generator"))
+    return _current.python
+
+
+def numpy_sample_generator() -> np.random.Generator:
+    """The same as a NumPy generator, with numbers of its own.
+
+    Raises:
+        PipelineError: this thread makes no sample.
+    """
+    if _current.numpy is None:
+        _current.numpy = np.random.default_rng(_seed("numpy_sample_generator"))
+    return _current.numpy
+
+
+def makes_sample() -> bool:
+    """Whether this thread makes a sample for hetstream; not, say, when a program reads its dataset itself."""
+    return _current.seed is not None
+
+
+@contextlib.contextmanager
+def making_sample(seed: int) -> Iterator[None]:
+    """This thread makes a sample, or with one seed a step; the 64-bit seed is that of the global generators."""
+    before = _current.seed, _current.python, _current.numpy
+    _current.seed, _current.python, _current.numpy = seed ^ _APART, None, None
+    try:
+        yield
+    finally:
+        _current.seed, _current.python, _current.numpy = before
+
+
+def _seed(name: str) -> int:
+    if _current.seed is None:
+        raise PipelineError(
+            f"{name}() outside of a sample: there is one only in the dataset's methods and its transform, called by "
+            "hetstream's loader, in the thread that it calls them in. Draw from `random` elsewhere; hand the generator "
+            "to threads of your own."
+        )
+    return _current.seed

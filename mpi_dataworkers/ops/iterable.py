@@ -1,0 +1,260 @@
+"""One shard of an IterableDataset, read step by step: what data workers, the loader in process and its fallback run.
+
+A step is a function of (pipeline, seed, epoch, shard, step): before the first element, and before each step, the
+generators of `random`, NumPy and torch are seeded, so a reader that begins anew and skips comes to the same batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data._utils import worker as torch_worker
+
+from mpi_dataworkers.errors import PipelineError
+from mpi_dataworkers.generators import making_sample
+from mpi_dataworkers.messages import ShardOrder
+from mpi_dataworkers.ops.pipeline import Pipeline, SampleError, seed_generators
+from mpi_dataworkers.sharding import derive_seed, permute
+from mpi_dataworkers.visitation import Cut
+
+
+def files_of(dataset: Any) -> Sequence[Any] | None:
+    """The attribute `files` of a dataset, if it is a sequence."""
+    files = getattr(dataset, "files", None)
+    sized = hasattr(files, "__len__") and hasattr(files, "__getitem__")
+    return None if not sized or isinstance(files, str | bytes | dict) else files
+
+
+class _Info(torch_worker.WorkerInfo):
+    """What `get_worker_info()` gives to a dataset that reads a shard; remembers whether the dataset looked at it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "id":
+            object.__getattribute__(self, "__dict__")["asked"] = True
+        return super().__getattribute__(name)
+
+
+class ShardReader:
+    """The iterator of one shard and where it is.
+
+    Args:
+        pipeline: the dataset, which is copied, and the collate function.
+        order: which shard of how many, and how they are cut.
+        seed: base of the random state.
+        epoch: the epoch.
+        at_sample: called with -1 before each element.
+
+    Attributes:
+        num_steps: how many steps the shard has, -1 until its end was reached.
+        position: the step that comes next.
+        snapshot: where the reader was after the last step, as JSON, if the dataset or its iterator has a state.
+        snapshot_step: the step that comes next there.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        order: ShardOrder,
+        seed: int,
+        epoch: int,
+        at_sample: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.num_steps = -1
+        self._at_sample = at_sample
+        self._pipeline = pipeline
+        self._order = order
+        self._epoch = epoch
+        self._seed = derive_seed(seed, epoch, order.seed_shard)
+        self._iterator: Any = None
+        self._dataset: Any = None
+        self._info: Any = None
+        self.position = 0
+        self._elements = 0
+        self._exhausted = False
+        self.snapshot, self.snapshot_step = b"", 0
+
+    def read(self, step: int, snapshot: bytes = b"") -> tuple[Any, int] | None:
+        """Make one step: the next one costs its elements, another one as many as lie before it.
+
+        Args:
+            step: which one.
+            snapshot: of a reader of this shard at or before the step, in whatever process; "" for the beginning.
+
+        Returns:
+            The batch and its number of samples, or None when the shard has fewer steps.
+
+        Raises:
+            SampleError: user code raised; the step counts as read.
+            PipelineError: the dataset does not divide itself, or cannot be copied.
+        """
+        samples = self._samples_of(step, snapshot)
+        if samples is None:
+            return None
+        self.snapshot, self.snapshot_step = self._save(), self.position
+        try:
+            return self._pipeline.collate_fn(samples if self._order.batch_size else samples[0]), len(samples)
+        except Exception as error:
+            raise SampleError(-1) from error
+
+    def _samples_of(self, step: int, snapshot: bytes = b"") -> list[Any] | None:
+        """Go to a step and read its elements."""
+        if 0 <= self.num_steps <= step:
+            return None
+        saved = json.loads(snapshot) if snapshot else None
+        if saved is not None and saved["step"] > step:
+            saved = None
+        if self._iterator is None or step < self.position or (saved is not None and self.position < saved["step"]):
+            try:
+                self._begin(saved)
+            except SampleError:
+                if step == 0:
+                    raise
+        while self.position < step:
+            # An exception of a step before this one was, or will be, raised in its own place.
+            with contextlib.suppress(SampleError):
+                if self._next_samples() is None:
+                    return None
+        return self._next_samples()
+
+    def _begin(self, saved: dict[str, Any] | None) -> None:
+        try:
+            self._dataset = copy.deepcopy(self._pipeline.dataset)
+        except Exception as error:  # copying runs user code (__deepcopy__, __reduce__): any exception may come
+            raise PipelineError(
+                f"{type(self._pipeline.dataset).__name__} cannot be copied, and each shard reads a copy of its own: "
+                f"{type(error).__name__}: {error}. Open files and connections in __iter__."
+            ) from error
+        divides_itself = self._order.cut == Cut.ITSELF.value
+        self._choose_files()
+        self._info = _Info(
+            id=self._order.shard if divides_itself else 0,
+            num_workers=self._order.num_shards if divides_itself else 1,
+            seed=self._seed,
+            dataset=self._dataset,
+        )
+        self.position, self._elements, self._exhausted = 0, 0, False
+        seed_generators(self._seed)
+        with self._as_worker(), making_sample(self._seed):
+            try:
+                if self._pipeline.worker_init_fn is not None:
+                    self._pipeline.worker_init_fn(self._info.id)
+                if saved is not None and not saved["iterators"]:
+                    self._dataset.load_state_dict(saved["state"])
+                self._iterator = iter(self._dataset)
+                if saved is not None and saved["iterators"]:
+                    self._iterator.load_state_dict(saved["state"])
+            except Exception as error:
+                if saved is not None:
+                    self._iterator = None
+                    name, kind = type(self._dataset).__name__, type(error).__name__
+                    raise PipelineError(f"{name} cannot go back to where it was: {kind}: {error}") from error
+                # As in torch, that is all of it: one failed step.
+                self._iterator, self.position = iter(()), 1
+                vars(self._info)["asked"] = True
+                raise SampleError(-1) from error
+
+        if saved is not None:
+            vars(self._info)["asked"] = True  # where it began
+            self.position, self._elements, self._exhausted = saved["step"], saved["elements"], saved["exhausted"]
+
+    def _save(self) -> bytes:
+        """What another reader needs to go on from here."""
+        methods = ("state_dict", "load_state_dict")
+        owner: Any = self._iterator
+        if not all(hasattr(owner, name) for name in methods):
+            owner = self._dataset
+        if not all(hasattr(owner, name) for name in methods):
+            return b""
+        try:
+            with self._as_worker():
+                state = owner.state_dict()
+        except Exception as error:
+            raise SampleError(-1) from error
+        saved = {
+            "step": self.position,
+            "elements": self._elements,
+            "exhausted": self._exhausted,
+            "iterators": owner is self._iterator and owner is not self._dataset,
+            "state": state,
+        }
+        try:
+            return json.dumps(saved).encode()
+        except (TypeError, ValueError) as error:
+            raise PipelineError(
+                f"state_dict() of {type(owner).__name__} holds a value that JSON does not have ({error}): it travels "
+                "with the batches and is part of the loader's state"
+            ) from error
+
+    def _choose_files(self) -> None:
+        cut, order = self._order.cut, self._order
+        if cut not in (Cut.FILES.value, Cut.EACH_FILE.value):
+            return
+        files = files_of(self._dataset) or []
+        if cut == Cut.EACH_FILE.value and len(files) != order.num_shards:
+            raise PipelineError(
+                f"the dataset has {len(files)} files here and {order.num_shards} in the trainer: all hosts must see "
+                "the same data"
+            )
+        numbers = np.arange(len(files), dtype=np.int64)
+        if order.shuffle and len(files):
+            numbers = permute(numbers, len(files), order.order_seed, self._epoch)
+        self._dataset.files = [files[number] for number in numbers[order.shard :: order.num_shards].tolist()]
+
+    def _next_samples(self) -> list[Any] | None:
+        """The elements of the next step; None at the end."""
+        assert self._iterator is not None
+        order = self._order
+        wanted = max(1, order.batch_size)
+        samples: list[Any] = []
+        seed = derive_seed(self._seed, self.position)
+        seed_generators(seed)
+        try:
+            with self._as_worker(), making_sample(seed):
+                while len(samples) < wanted and (found := self._next_element()) is not None:
+                    samples += found
+        except Exception as error:
+            self.position += 1
+            raise SampleError(-1) from error
+        self._check_divided()
+        if not samples or (order.drop_last and len(samples) < wanted):
+            self.num_steps = self.position
+            return None
+        self.position += 1
+        return samples
+
+    def _next_element(self) -> tuple[Any] | None:
+        """The next element of this shard; None at the end."""
+        while not self._exhausted:
+            self._at_sample(-1)
+            try:
+                element = next(self._iterator)
+            except StopIteration:
+                self._exhausted = True
+                break
+            number, self._elements = self._elements, self._elements + 1
+            if self._order.cut != Cut.ELEMENTS.value or number % self._order.num_shards == self._order.shard:
+                return (element,)
+        return None
+
+    def _check_divided(self) -> None:
+        order = self._order
+        if order.cut == Cut.ITSELF.value and order.num_shards > 1 and "asked" not in vars(self._info):
+            raise PipelineError(
+                f"{type(self._dataset).__name__} did not ask torch.utils.data.get_worker_info().id, so each of "
+                f"{order.num_shards} shards would read all of it. Divide it there, as for torch's num_workers, or give "
+                "the loader sharding=ShardingPolicy.DATA (each shard reads all and keeps its part), FILE or DYNAMIC "
+                "(the dataset has `files`), or num_shards=1 (one data worker reads it)."
+            )
+
+    @contextlib.contextmanager
+    def _as_worker(self) -> Iterator[None]:
+        before, torch_worker._worker_info = torch_worker._worker_info, self._info
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = before

@@ -1,0 +1,78 @@
+"""Asks a dispatcher what goes on, without registering. Called by `hetstream top`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+
+from mpi_dataworkers.address import ServiceAddress, read_address_file
+from mpi_dataworkers.errors import ServiceError, ServiceUnavailable
+from mpi_dataworkers.messages import Refused, RequestStatus, Status
+from mpi_dataworkers.transports.base import Reconnected
+from mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
+
+_CONNECT_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 5.0
+
+
+def running_service(path: Path) -> ServiceAddress:
+    """Read the address file of a service that should be running.
+
+    Raises:
+        ServiceUnavailable: there is no such file.
+        ServiceError: it is not usable.
+    """
+    try:
+        return read_address_file(path)
+    except FileNotFoundError as error:
+        raise ServiceUnavailable(
+            f"there is no address file {path}: the job has ended, has not started, or its directory is not visible "
+            "from this host"
+        ) from error
+    except OSError as error:
+        raise ServiceError(f"the address file {path} cannot be read: {error.strerror}") from error
+
+
+class StatusClient:
+    """A connection to a dispatcher that only asks.
+
+    Args:
+        service: address and keys.
+
+    Raises:
+        ServiceUnavailable, AuthenticationError: as they say.
+    """
+
+    def __init__(self, service: ServiceAddress) -> None:
+        self._address = service.address
+        self._endpoint = ZmqWorkerEndpoint(service, secrets.token_hex(16), _CONNECT_TIMEOUT_S)
+
+    def fetch(self) -> Status:
+        """What goes on now.
+
+        Raises:
+            ServiceUnavailable: the dispatcher did not answer in time.
+            ServiceError: it refused.
+        """
+        self._endpoint.send(RequestStatus())
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            for message in self._endpoint.poll(left_s):
+                if isinstance(message, Status):
+                    return message
+                if isinstance(message, Reconnected):
+                    self._endpoint.send(RequestStatus())  # the question died with the dispatcher of before
+                if isinstance(message, Refused):
+                    raise ServiceError(f"the dispatcher at {self._address} gave no status: {message.text}")
+        raise ServiceUnavailable(f"the dispatcher at {self._address} did not answer within {_ANSWER_TIMEOUT_S:g} s")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._endpoint.close()
+
+    def __enter__(self) -> StatusClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,262 @@
+"""The processes of one data worker: one for each CPU, forked here, watched, replaced when they die or hang.
+
+Called by `hetstream worker`. Each child runs a `worker.DataWorker` and ends when the dispatcher says so. A child that
+is at one sample for longer than the loader's `sample_timeout_s` has its stack taken and is killed. What became of a
+child goes to the dispatcher with its replacement's registration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpi_dataworkers.address import ServiceAddress
+from mpi_dataworkers.errors import HetstreamError
+from mpi_dataworkers.exchange import LOAD_IN_SUPERVISOR, Exchange, Renew
+from mpi_dataworkers.memory import keep_freed_memory
+from mpi_dataworkers.messages import Fate
+from mpi_dataworkers.ops.pipeline import load_pipeline, seed_generators, use_one_thread
+from mpi_dataworkers.watch import StackFile, Work, WorkPage, count_oom_kills, fate_of, how_it_ended
+from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker, wait_for_address_file
+
+_log = logging.getLogger(__name__)
+
+# A process that dies again and again this soon after its start, before it came to user code, has a cause that a restart
+# does not cure. (What dies of user code, the dispatcher counts for its step.)
+_EARLY_DEATH_S = 10.0
+_MAX_EARLY_DEATHS = 5
+# How often hung processes are looked for, and how long a stack may take.
+_WATCH_S = 0.25
+# A program may change its dataset for each epoch; the oldest forms are forgotten.
+_MAX_PIPELINES = 4
+_STACK_S = 1.0
+_STACK_SIGNAL = signal.SIGRTMAX - 1
+# After SIGTERM or Ctrl-C user code has this long for the step that it is at: the data worker is to end within 2 s.
+_GRACE_S = 1.0
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass
+class _Child:
+    """One data worker process."""
+
+    worker_id: str
+    page: WorkPage = field(default_factory=WorkPage)
+    stacks: StackFile = field(default_factory=StackFile)
+    started: float = field(default_factory=time.monotonic)
+    hung: Work | None = None
+    renewed: bool = False
+
+    def close(self) -> None:
+        self.page.close()
+        self.stacks.close()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let a signal end this process at once, and its children with it: user code runs here that may never return."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in _SIGNALS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_data_workers(address_file: Path, num_processes: int, cache_bytes: int, num_threads: int = 1) -> int:
+    """Fork data worker processes, restart those that die, and wait until the service ends.
+
+    Args:
+        address_file: the dispatcher's address file.
+        num_processes: how many; one for each CPU of this data worker.
+        cache_bytes: finished batches that each process keeps for other loaders that share them.
+        num_threads: that make the samples of a batch in each process, where the dataset is thread-safe.
+
+    Returns:
+        Exit code: 0 after an orderly end, 1 when processes died too often or could not work.
+    """
+    service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
+    exchange = Exchange() if num_processes > 1 else None
+    return _Supervisor(service, cache_bytes, exchange, num_threads).run(num_processes)
+
+
+class _Supervisor:
+    """Keeps the processes going."""
+
+    def __init__(self, service: ServiceAddress, cache_bytes: int, exchange: Exchange | None, num_threads: int) -> None:
+        self._exchange = exchange
+        self._num_threads = num_threads
+        self._service = service
+        self._cache_bytes = cache_bytes
+        self._children: dict[int, _Child] = {}
+        self._stopping = False
+        self._kill_at = float("inf")
+        self._early_deaths = 0
+        self._failed = False
+        self._oom_kills = count_oom_kills()
+
+    def run(self, num_processes: int) -> int:
+        seed_generators(0)  # NumPy loads its generators at the first use; the children have them then
+        gc.freeze()  # what is here is shared with the children until they write to it
+        # Blocked but where it waits: none comes between a fork and its entry in `_children`.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+        for _ in range(num_processes):
+            self._start("", None)
+        while self._children:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            signal.sigtimedwait([signal.SIGCHLD], self._next_look_s())
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            if time.monotonic() >= self._kill_at:
+                for pid, child in self._children.items():
+                    if child.page.read() is not None:
+                        os.kill(pid, signal.SIGKILL)
+            elif not self._stopping:
+                for pid, child in self._children.items():
+                    self._look_at(pid, child)
+            while self._children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self._reap(ended[0], os.waitstatus_to_exitcode(ended[1]))
+        if self._exchange is not None:
+            self._exchange.close()
+        return 1 if self._failed else 0
+
+    def _next_look_s(self) -> float:
+        to_grace_s = self._kill_at - time.monotonic()
+        return min(_WATCH_S, to_grace_s) if to_grace_s > 0 else _WATCH_S
+
+    def _load(self) -> None:
+        """Load what a child left, and renew the others, so that all have it."""
+        definition = self._exchange.take() if self._exchange is not None else None
+        if self._exchange is None or definition is None:
+            return
+        try:
+            with _ended_by_signals():
+                self._exchange.pipelines[definition.definition_id] = load_pipeline(definition)
+            _log.info("loaded a pipeline of %d bytes for all processes", len(definition.blob))
+        except Exception:  # noqa: BLE001, user code may raise anything; a child meets it again and reports it
+            self._exchange.in_place.add(definition.definition_id)
+        del definition
+        while len(self._exchange.pipelines) > _MAX_PIPELINES:
+            del self._exchange.pipelines[next(iter(self._exchange.pipelines))]
+        self._exchange.empty()
+        gc.freeze()
+        for pid, child in self._children.items():
+            child.renewed = True
+            os.kill(pid, signal.SIGTERM)
+
+    def _on_signal(self, _: int, __: object) -> None:
+        if not self._stopping:
+            self._kill_at = time.monotonic() + _GRACE_S
+        self._stopping = True
+        for pid in self._children:
+            os.kill(pid, signal.SIGTERM)
+
+    def _look_at(self, pid: int, child: _Child) -> None:
+        """End a process that hangs, with its stack in hand."""
+        work = child.page.read()
+        if work is None or child.hung or time.monotonic() - work.since < work.limit_s:
+            return
+        child.hung = work
+        # `faulthandler` writes in the signal handler itself, so it needs no GIL.
+        os.kill(pid, _STACK_SIGNAL)
+        deadline = time.monotonic() + _STACK_S
+        before = ""
+        while time.monotonic() < deadline and (not before or child.stacks.read() != before):
+            before = child.stacks.read()
+            time.sleep(0.02)
+        if child.page.read() == work:
+            os.kill(pid, signal.SIGKILL)
+        else:
+            child.hung = None  # the signal has ended the system call that it waited in
+
+    def _reap(self, pid: int, code: int) -> None:
+        child = self._children.pop(pid, None)
+        if child is None:
+            return
+        page, stack = child.page, child.stacks.read()
+        work, num_steps = page.read(), page.num_steps
+        child.close()
+        oom_kills, self._oom_kills = self._oom_kills, count_oom_kills()
+        if not self._stopping and (code == LOAD_IN_SUPERVISOR or (child.renewed and code in (0, -signal.SIGTERM))):
+            self._load()
+            self._start("", None)
+            return
+        if code == 0 or (self._stopping and not child.hung):
+            return
+        if child.hung:
+            reason = f"hung: it was at one sample for longer than sample_timeout_s={child.hung.limit_s:g}"
+        else:
+            reason = how_it_ended(code, self._oom_kills > oom_kills)
+        fate = fate_of(reason, child.hung or work, stack, socket.gethostname(), pid)
+        _log.warning("data worker process %d %s%s", pid, reason, f"; its stack:\n{stack}" if stack else "")
+        early = num_steps == 0 and time.monotonic() - child.started < _EARLY_DEATH_S
+        self._early_deaths = self._early_deaths + 1 if early else 0
+        if self._stopping:
+            return
+        if code == 1:
+            self._failed = True  # it said why on stderr; the same would happen again
+        elif self._early_deaths > _MAX_EARLY_DEATHS:
+            _log.error("data worker processes died %d times in a row; this data worker gives up", self._early_deaths)
+            self._failed = True
+        else:
+            self._start(child.worker_id, fate)
+
+    def _start(self, replaces: str, fate: Fate | None) -> None:
+        child = _Child(secrets.token_hex(16))
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            self._children[pid] = child
+            return
+        code = 1
+        try:
+            code = self._child_main(child, replaces, fate, parent)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _child_main(self, child: _Child, replaces: str, fate: Fate | None, parent: int) -> int:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return 1
+        # Until it is connected a signal simply ends it.
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGCHLD))
+        faulthandler.register(_STACK_SIGNAL, file=child.stacks.descriptor, all_threads=True)
+        for other in self._children.values():
+            other.close()
+        use_one_thread()
+        keep_freed_memory()
+        try:
+            options = self._cache_bytes, child.page, fate, False, self._exchange, self._num_threads
+            worker = DataWorker(self._service, child.worker_id, replaces, *options)
+            for number in _SIGNALS:
+                signal.signal(number, lambda *_: worker.stop())
+            worker.run()
+        except Renew:
+            return LOAD_IN_SUPERVISOR
+        except HetstreamError as error:
+            sys.stderr.write(f"hetstream worker: {type(error).__name__}: {error}\n")
+            return 1
+        except Exception:  # noqa: BLE001, the process's boundary: say it, and let the parent see the code
+            traceback.print_exc()
+            return 2
+        return 0

@@ -1,0 +1,134 @@
+"""Which way batches go: the rails that a loader offers, and the one that a data worker takes for it.
+
+A loader offers an address for each rail, best first: shared memory and Unix sockets reach data workers of its own host,
+TCP all of them, and MPI, if the user asked for it, those of its own MPI world. A data worker tries them in that order
+and stays with the first that works, so nobody has to know who shares a host with whom. A rail that fails later is left
+for the next one; a connection in doubt begins at the best.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Collection, Sequence
+
+from mpi_dataworkers.address import ServiceAddress
+from mpi_dataworkers.codec import Buffer
+from mpi_dataworkers.errors import ServiceError
+from mpi_dataworkers.messages import Delivery
+from mpi_dataworkers.transports.base import BatchReceiver, BatchSender, LoaderEndpoint, PeerUnreachable, rail_of
+from mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
+from mpi_dataworkers.transports.zmq import ZmqBatchReceiver, ZmqBatchSender, ZmqLoaderEndpoint, local_address_towards
+
+_log = logging.getLogger(__name__)
+
+Receivers = tuple[str, ...]
+
+
+def open_loader_endpoint(
+    service: ServiceAddress, peer: str, timeout_s: float, rails: Collection[str], buffer_bytes: int, compress: bool
+) -> LoaderEndpoint:
+    """Connect a loader to its dispatcher, and open the rails on which it takes batches.
+
+    Args:
+        service: address and keys.
+        peer: this loader's id, 32 hexadecimal digits.
+        timeout_s: how long to wait for the dispatcher.
+        rails: which of `config.ALL_RAILS` to open.
+        buffer_bytes: finished batches that the loader holds ahead of the training loop.
+        compress: ask data workers that come over TCP to compress.
+
+    Raises:
+        ServiceUnavailable, AuthenticationError, ServiceError: as they say.
+    """
+    return ZmqLoaderEndpoint(service, peer, timeout_s, open_receivers(service, rails, buffer_bytes, compress))
+
+
+def open_receivers(
+    service: ServiceAddress, rails: Collection[str], buffer_bytes: int, compress: bool
+) -> list[BatchReceiver]:
+    """Open the rails, best first."""
+    receivers: list[BatchReceiver] = []
+    if "mpi" in rails:
+        # Imported here: the import calls MPI_Init, which only the ranks of an MPI step should do.
+        from mpi_dataworkers.transports.mpi import MpiReceiver
+
+        receivers.append(MpiReceiver(service.batch_key))
+    if "shm" in rails:
+        # Larger than what the window lets through: it is full only while the training loop keeps old batches.
+        receivers.append(ShmReceiver(service.batch_key, buffer_bytes + buffer_bytes // 4))
+    binds = []
+    if "ipc" in rails:
+        # A name in the abstract namespace: nothing is left in a directory, whatever ends this process.
+        binds.append(f"ipc://@hetstream-{secrets.token_hex(16)}")
+    if "tcp" in rails:
+        try:
+            binds.append(f"tcp://{local_address_towards(service.address)}:*")
+        except OSError as error:
+            for receiver in receivers:
+                receiver.close()
+            raise ServiceError(f"no address for batches on the route to {service.address}: {error}") from error
+    if binds:
+        receivers.append(ZmqBatchReceiver(service.batch_key, binds, compress))
+    return receivers
+
+
+class RailSender:
+    """A data worker's way to loaders, over the best rail that reaches each.
+
+    Args:
+        batch_key: the job's batch key in hex.
+        worker_id: this worker's id.
+        over_mpi: this process is a rank of an MPI world.
+    """
+
+    def __init__(self, batch_key: str, worker_id: str, over_mpi: bool = False) -> None:
+        over_zmq = ZmqBatchSender(batch_key, worker_id)
+        self._senders: dict[str, BatchSender] = {
+            "shm": ShmBatchSender(batch_key, worker_id),
+            "ipc": over_zmq,
+            "tcp": over_zmq,
+        }
+        if over_mpi:
+            from mpi_dataworkers.transports.mpi import MpiBatchSender
+
+            self._senders["mpi"] = MpiBatchSender(batch_key, worker_id)
+        self._chosen: dict[Receivers, int] = {}
+
+    def send(self, receivers: Receivers, header: Delivery, frames: Sequence[Buffer]) -> None:
+        """Send a batch over the rail in use, or over the first behind it that works.
+
+        Raises:
+            PeerUnreachable: none works; the next call begins with the best again.
+        """
+        failures = []
+        for number in range(self._chosen.get(receivers, 0), len(receivers)):
+            address = receivers[number]
+            sender = self._senders.get(rail_of(address))
+            if sender is None:
+                failures.append(f"{address} is of no rail that this data worker knows")
+                continue
+            try:
+                sender.send(address, header, frames)
+            except PeerUnreachable as error:
+                failures.append(str(error))
+                continue
+            if self._chosen.get(receivers) != number:
+                self._chosen[receivers] = number
+                because = f" ({'; '.join(failures)})" if failures else ""
+                _log.info("batches to the loader go by %s%s", address, because)
+            return
+        self._chosen.pop(receivers, None)
+        raise PeerUnreachable("; ".join(failures) or "the loader offers no rail")
+
+    def drop(self, receivers: Receivers) -> None:
+        """Close the connections to a loader; the next batch begins with the best rail again."""
+        self._chosen.pop(receivers, None)
+        for address in receivers:
+            if (sender := self._senders.get(rail_of(address))) is not None:
+                sender.drop(address)
+
+    def close(self, linger_s: float) -> None:
+        """Give queued batches `linger_s` to leave, then close all connections."""
+        for sender in set(self._senders.values()):
+            sender.close(linger_s)

@@ -1,0 +1,481 @@
+"""Batches between processes of one host and one user: through memory that both have mapped.
+
+A connection is a Unix socket in the abstract namespace, which carries the handshake and then notices of some bytes,
+and a *pool*, a memory file without a name (memfd_create(2)) that the loader makes for the connection and passes over
+the socket. The data worker finds a free extent of the pool, copies the batch into it (the only copy) and sends a
+notice; the loader's tensors are views of the extent, and when the last of them is gone its offset goes back. Nothing
+has a name in a file system, so nothing is left when a process is killed, and a killed worker's memory is free as soon
+as the trainer drops the batches that lie in it.
+
+Small batches travel inside the notice. So do, in pieces, batches for which there is no room: the pool is larger than
+what the loader's window lets through, so it is full only while the training loop keeps old batches.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi_dataworkers.codec import Buffer, decode, encode
+from mpi_dataworkers.errors import ProtocolError, ServiceError
+from mpi_dataworkers.memory import available_bytes
+from mpi_dataworkers.messages import Challenge, Delivery, Hello, Proof
+from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
+from mpi_dataworkers.transports.extents import Extents, find_frames, lay_out
+from mpi_dataworkers.transports.proof import is_proof, new_nonce, prove
+
+_log = logging.getLogger(__name__)
+
+_SCHEME = "shm:"
+# Below this the copy through the kernel costs less than an extent and its way back.
+_INLINE_BYTES = 16 << 10
+# Linux may cut a message of half the socket's buffer (208 KiB by default, unix(7)) or more.
+_PIECE_BYTES = 64 << 10
+_HANDSHAKE_BYTES = 4096
+_HANDSHAKE_TIMEOUT_S = 5.0
+# A loader that takes nothing off the socket for this long is stopped or stuck.
+_STUCK_S = 10.0
+# How long a full pool is waited for before a batch goes in pieces.
+_ROOM_S = 0.05
+# Messages taken off one connection in one go.
+_BURST = 256
+# Connections that have not proved the key; past this the oldest go. They are of the same user.
+_MAX_UNPROVEN = 64
+_MAX_CONNECTIONS = 64
+# Growing takes what it needs and leaves this share of the memory that is available to others.
+_MEMORY_SHARE = 0.5
+
+_INLINE, _EXTENT, _PIECES = b"I", b"E", b"P"
+_PLACE = struct.Struct("<QQ")  # offset, bytes
+_TOTAL = struct.Struct("<Q")
+_OFFSET = struct.Struct("<Q")
+_POOL = b"HETpool"
+_CREDENTIALS = struct.Struct("3i")
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    """Whether the peer's process runs as this process's user, by the kernel's word (SO_PEERCRED, unix(7))."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    return bool(uid == os.geteuid())
+
+
+def _name_of(address: str) -> str:
+    return address.removeprefix(_SCHEME).replace("@", "\0", 1)
+
+
+# --- loader ---------------------------------------------------------------------------------------------------------
+
+
+class _Pool:
+    """A loader's side of one connection's memory. Lives until the program has dropped the last batch in it."""
+
+    def __init__(self, connection: socket.socket, capacity_bytes: int) -> None:
+        self._connection = connection
+        self._pid = os.getpid()
+        self._unsent: collections.deque[int] = collections.deque()
+        self.descriptor = os.memfd_create("hetstream-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, capacity_bytes)
+            # Whoever could shrink the file could kill its readers.
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            mapped = mmap.mmap(self.descriptor, capacity_bytes)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self._memory: _Bytes = np.frombuffer(mapped, dtype=np.uint8)
+
+    def close_descriptor(self) -> None:
+        """Once the data worker has its own."""
+        os.close(self.descriptor)
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """An extent, given back when no view of it is left.
+
+        Raises:
+            ProtocolError: it is not inside the pool.
+        """
+        if offset + num_bytes > self._memory.nbytes:
+            raise ProtocolError(f"{num_bytes} bytes at {offset} are outside the pool of {self._memory.nbytes}")
+        extent = self._memory[offset : offset + num_bytes]
+        weakref.finalize(extent, self._give_back, offset).atexit = False
+        return extent.data
+
+    def _give_back(self, offset: int) -> None:
+        """Runs where the last view of a batch is dropped, in any thread: one system call, and no lock."""
+        if os.getpid() != self._pid:
+            return  # a forked child has dropped its copy of the program's objects
+        self._unsent.append(offset)
+        self.send_offsets()
+
+    def send_offsets(self) -> None:
+        """Send what could not be sent before; the data worker takes them off when it needs room."""
+        while self._unsent:
+            offset = self._unsent.popleft()
+            try:
+                self._connection.send(_OFFSET.pack(offset), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._unsent.appendleft(offset)
+                return
+            except OSError:
+                self._unsent.clear()  # the data worker is gone, and the pool with it
+                return
+
+    def __del__(self) -> None:
+        # Closed here and not with the connection: then no thread can be about to send on it.
+        self._connection.close()
+
+
+class _Connection:
+    """One data worker as the loader sees it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.worker_nonce = b""
+        self.loader_nonce = b""
+        self.pool: _Pool | None = None  # since the worker has proved that it holds the key
+        # A batch that comes in pieces, and how far it has come.
+        self.whole: memoryview | None = None
+        self.filled = 0
+
+
+class ShmReceiver:
+    """See `base.BatchReceiver`.
+
+    Args:
+        batch_key: the job's batch key in hex.
+        pool_bytes: most memory for the batches of one data worker process; taken as it is used.
+
+    Raises:
+        ServiceError: this system has no memory files or Unix sockets.
+    """
+
+    rail = "shm"
+
+    def __init__(self, batch_key: str, pool_bytes: int) -> None:
+        self._key = bytes.fromhex(batch_key)
+        self._pool_bytes = pool_bytes
+        self._address = f"{_SCHEME}@hetstream-{secrets.token_hex(16)}"
+        self._connections: dict[int, _Connection] = {}
+        self._buffer = memoryview(bytearray(_PIECE_BYTES))
+        try:
+            os.close(os.memfd_create("hetstream-probe", os.MFD_CLOEXEC))
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        except (OSError, AttributeError) as error:
+            raise ServiceError(f"no shared memory on this system: {error}") from error
+        self._listener.bind(_name_of(self._address))
+        self._listener.listen(_MAX_UNPROVEN)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [self._address]
+
+    @property
+    def sources(self) -> list[int]:
+        return [self._epoll.fileno()]
+
+    def receive(self) -> list[ReceivedBatch | ProtocolError]:
+        batches: list[ReceivedBatch | ProtocolError] = []
+        for descriptor, _ in self._epoll.poll(0):
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif descriptor in self._connections:
+                self._read(self._connections[descriptor], batches)
+        return batches
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            accepted, _ = self._listener.accept()
+            accepted.setblocking(False)
+            if not _is_own_user(accepted):
+                accepted.close()
+                return
+            unproven = [one for one in self._connections.values() if one.pool is None]
+            if len(unproven) >= _MAX_UNPROVEN:
+                self._drop(unproven[0])
+            self._connections[accepted.fileno()] = _Connection(accepted)
+            self._epoll.register(accepted, select.EPOLLIN)
+
+    def _read(self, connection: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> None:
+        try:
+            for _ in range(_BURST):
+                if connection.whole is not None:
+                    goal = connection.whole[connection.filled :]
+                else:
+                    goal = self._buffer[: _HANDSHAKE_BYTES if connection.pool is None else _PIECE_BYTES]
+                count = connection.socket.recv_into(goal)
+                if not count:
+                    self._drop(connection)
+                    return
+                frames = self._take(connection, count)
+                if frames is not None:
+                    batches.append(_delivery(frames))
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connection)
+        except ProtocolError as error:
+            # A stranger's bytes are not worth a line in the log; a worker that sends garbage has to prove itself again.
+            if connection.pool is not None:
+                batches.append(error)
+            self._drop(connection)
+
+    def _take(self, connection: _Connection, count: int) -> list[memoryview] | None:
+        """The frames of a batch that is complete; else take the step that the message stands for."""
+        pool = connection.pool
+        if pool is None:
+            self._shake_hands(connection, bytes(self._buffer[:count]))
+            return None
+        pool.send_offsets()
+        if connection.whole is not None:
+            connection.filled += count
+            if connection.filled < connection.whole.nbytes:
+                return None
+            whole, connection.whole = connection.whole, None
+            return find_frames(whole)
+        kind, body = bytes(self._buffer[:1]), self._buffer[1:count]
+        try:
+            if kind == _EXTENT:
+                return find_frames(pool.view(*_PLACE.unpack(body)))
+            if kind == _INLINE:
+                return find_frames(memoryview(bytearray(body)))
+            if kind == _PIECES:
+                connection.whole = np.empty(_TOTAL.unpack(body)[0], dtype=np.uint8).data
+                connection.filled = 0
+                return None
+        except (struct.error, MemoryError) as error:
+            raise ProtocolError(f"a notice of {count} bytes cannot be followed: {error}") from error
+        raise ProtocolError(f"a notice of the unknown kind {kind!r}")
+
+    def _shake_hands(self, connection: _Connection, text: bytes) -> None:
+        message = decode(text)
+        if isinstance(message, Hello) and not connection.loader_nonce:
+            connection.worker_nonce, connection.loader_nonce = message.nonce, new_nonce()
+            nonces = connection.worker_nonce, connection.loader_nonce
+            proof = prove(self._key, "loader", *nonces, self._address)
+            connection.socket.send(encode(Challenge(connection.loader_nonce, proof)))
+        elif isinstance(message, Proof) and is_proof(
+            message.proof, self._key, "worker", connection.worker_nonce, connection.loader_nonce, self._address
+        ):
+            pool = _Pool(connection.socket, self._pool_bytes)
+            try:
+                socket.send_fds(connection.socket, [_POOL], [pool.descriptor])
+            finally:
+                pool.close_descriptor()
+            connection.pool = pool
+        else:
+            raise ProtocolError("a handshake without the job's key")
+
+    def _drop(self, connection: _Connection) -> None:
+        del self._connections[connection.socket.fileno()]
+        self._epoll.unregister(connection.socket)
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        if connection.pool is None:
+            connection.socket.close()
+
+    def close(self) -> None:
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._epoll.close()
+        self._listener.close()
+
+
+def _delivery(frames: list[memoryview]) -> ReceivedBatch:
+    header = decode(frames[0])
+    if not isinstance(header, Delivery):
+        raise ProtocolError(f"{type(header).__name__} is no message for an open batch connection")
+    return ReceivedBatch(header, frames[1:], ShmReceiver.rail)
+
+
+# --- data worker ----------------------------------------------------------------------------------------------------
+
+
+class _Channel:
+    """A data worker's connection to one loader, proven in both directions.
+
+    Raises:
+        PeerUnreachable: it cannot be made.
+    """
+
+    def __init__(self, key: bytes, worker_id: str, receiver: str) -> None:
+        self._receiver = receiver
+        self._said = False
+        self._waits_in_vain = False
+        self._ready = select.poll()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptor = -1
+        try:
+            self._socket.settimeout(_HANDSHAKE_TIMEOUT_S)
+            self._socket.connect(_name_of(receiver))
+            descriptor = self._shake_hands(key, worker_id)
+            self._capacity = os.fstat(descriptor).st_size
+            self._memory: _Bytes = np.frombuffer(mmap.mmap(descriptor, self._capacity), dtype=np.uint8)
+        except (OSError, ProtocolError) as error:
+            self._socket.close()
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise PeerUnreachable(f"no shared memory with the loader at {receiver}: {error}") from error
+        self._descriptor = descriptor
+        self._extents = Extents(self._capacity)
+        self._reserved = 0  # bytes of the pool that are known to be backed by memory
+        self._socket.setblocking(False)
+
+    def _shake_hands(self, key: bytes, worker_id: str) -> int:
+        if not _is_own_user(self._socket):
+            raise ProtocolError("it belongs to another user")
+        nonce = new_nonce()
+        self._socket.send(encode(Hello(worker_id, self._receiver, nonce)))
+        challenge = decode(self._socket.recv(_HANDSHAKE_BYTES))
+        if not isinstance(challenge, Challenge) or not is_proof(
+            challenge.proof, key, "loader", nonce, challenge.nonce, self._receiver
+        ):
+            raise ProtocolError("it does not hold this job's key; nothing was sent to it")
+        self._socket.send(encode(Proof(prove(key, "worker", nonce, challenge.nonce, self._receiver))))
+        text, descriptors, _, _ = socket.recv_fds(self._socket, _HANDSHAKE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        if text != _POOL or len(descriptors) != 1:
+            raise ProtocolError("it refused this data worker's proof of the key")
+        return descriptors[0]
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Hand one message to the loader.
+
+        Raises:
+            OSError: the loader is gone, or takes nothing.
+        """
+        views = [np.frombuffer(frame, dtype=np.uint8) if len(frame) else None for frame in frames]
+        table, offsets, total = lay_out([0 if view is None else view.nbytes for view in views])
+        offset = self._room_for(total) if total > _INLINE_BYTES else None
+        whole = np.empty(total, dtype=np.uint8) if offset is None else self._memory[offset : offset + total]
+        whole[: len(table)] = np.frombuffer(table, dtype=np.uint8)
+        for view, at in zip(views, offsets, strict=True):
+            if view is not None:
+                whole[at : at + view.nbytes] = view
+        if offset is not None:
+            self._send(_EXTENT + _PLACE.pack(offset, total))
+        elif total <= _INLINE_BYTES:
+            self._send(_INLINE + whole.tobytes())
+        else:
+            self._send(_PIECES + _TOTAL.pack(total))
+            for start in range(0, total, _PIECE_BYTES):
+                self._send(whole[start : start + _PIECE_BYTES].data)
+
+    def _send(self, text: Buffer) -> None:
+        while True:
+            try:
+                self._socket.send(text)
+                return
+            except BlockingIOError:
+                if not self._wait(select.POLLOUT, _STUCK_S):
+                    raise TimeoutError(f"the loader has taken nothing for {_STUCK_S:g} s") from None
+
+    def _wait(self, event: int, timeout_s: float) -> bool:
+        self._ready.register(self._socket, event)
+        return bool(self._ready.poll(timeout_s * 1000))
+
+    def _room_for(self, num_bytes: int) -> int | None:
+        """Offset of an extent with memory behind it, or None when there will be none soon."""
+        self._take_offsets()
+        offset = self._extents.take(num_bytes)
+        # A training loop that keeps its batches is waited for once, not at each of them.
+        deadline = time.monotonic() + (0.0 if self._waits_in_vain else _ROOM_S)
+        while offset is None and num_bytes <= self._capacity and self._extents.num_taken():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self._wait(select.POLLIN, left_s):
+                break
+            self._take_offsets()
+            offset = self._extents.take(num_bytes)
+        self._waits_in_vain = offset is None
+        if offset is not None and not self._reserve(offset + num_bytes):
+            self._extents.give_back(offset)
+            offset = None
+        if offset is None and not self._said:
+            self._said = True
+            _log.info("no room in shared memory for %d bytes: sent through the socket, which costs more", num_bytes)
+        return offset
+
+    def _take_offsets(self) -> None:
+        """Take back the extents that the loader has given back.
+
+        Raises:
+            ConnectionError: it is gone.
+        """
+        try:
+            while text := self._socket.recv(_HANDSHAKE_BYTES):
+                self._extents.give_back(*_OFFSET.unpack(text))
+        except BlockingIOError:
+            return
+        raise ConnectionResetError("the loader has closed the connection")
+
+    def _reserve(self, end: int) -> bool:
+        """Have the kernel put memory behind the pool up to `end`: what cannot be had is no error when it is written."""
+        if end <= self._reserved:
+            return True
+        more = end - self._reserved
+        try:
+            if more > available_bytes() * _MEMORY_SHARE:
+                return False
+            os.posix_fallocate(self._descriptor, self._reserved, more)
+        except OSError:
+            return False
+        self._reserved = end
+        return True
+
+    def close(self) -> None:
+        # What was sent stays readable for the loader, and so does the pool.
+        self._socket.close()
+        os.close(self._descriptor)
+
+
+class ShmBatchSender:
+    """See `base.BatchSender`.
+
+    Args:
+        batch_key: the job's batch key in hex.
+        worker_id: this worker's id.
+    """
+
+    def __init__(self, batch_key: str, worker_id: str) -> None:
+        self._key = bytes.fromhex(batch_key)
+        self._worker_id = worker_id
+        self._channels: dict[str, _Channel] = {}
+
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Buffer]) -> None:
+        channel = self._channels.pop(receiver, None)
+        if channel is None:
+            if len(self._channels) >= _MAX_CONNECTIONS:
+                self.drop(next(iter(self._channels)))
+            channel = _Channel(self._key, self._worker_id, receiver)
+        self._channels[receiver] = channel  # in order of use
+        try:
+            channel.send([encode(header), *frames])
+        except (OSError, ProtocolError) as error:
+            self.drop(receiver)
+            raise PeerUnreachable(f"the connection to the loader at {receiver} is gone: {error}") from error
+
+    def drop(self, receiver: str) -> None:
+        channel = self._channels.pop(receiver, None)
+        if channel is not None:
+            channel.close()
+
+    def close(self, linger_s: float) -> None:  # noqa: ARG002, what was sent is with the loader already
+        for receiver in list(self._channels):
+            self.drop(receiver)

@@ -1,0 +1,148 @@
+"""What a data worker process is doing, and how it ended: what its supervisor sees from outside.
+
+The process writes where it is into a page of shared memory, which outlives it; that costs a microsecond a sample, and a
+process that hangs with the GIL held, or is gone, need not answer. `supervisor.py` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import signal
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpi_dataworkers.errors import DataWorkerDied
+from mpi_dataworkers.messages import Failure, Fate
+from mpi_dataworkers.threads import MAX_THREADS
+
+# Steps begun, limit, token, step, session id; then for each thread since when (0: no user code runs) and which sample.
+_PAGE = struct.Struct("<qdqq64s")
+_THREAD = struct.Struct("<dq")
+_THREADS_BYTES = _THREAD.size * MAX_THREADS
+_SINCE = struct.Struct("<d")
+
+
+@dataclass(frozen=True)
+class Work:
+    """User code that runs, or ran at the end.
+
+    Attributes:
+        session_id, token, step: for which step of which lease.
+        sample_index: -1 when it is not one sample.
+        since: when it began with the sample, on the monotonic clock, s.
+        limit_s: after that long it hangs.
+    """
+
+    session_id: str
+    token: int
+    step: int
+    sample_index: int
+    since: float
+    limit_s: float
+
+
+class WorkPage:
+    """The page of one process; made before the fork."""
+
+    def __init__(self) -> None:
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+        self._steps = 0
+
+    def begin(self, session_id: str, token: int, step: int, limit_s: float) -> None:
+        """User code is about to run for a step."""
+        self._steps += 1
+        _PAGE.pack_into(self._page, 0, self._steps, limit_s, token, step, session_id.encode())
+        self.at_sample(-1)
+
+    def at_sample(self, sample_index: int, thread: int = 0) -> None:
+        """A thread, below `MAX_THREADS`, comes to a sample, or with -1 to something else."""
+        _THREAD.pack_into(self._page, _PAGE.size + thread * _THREAD.size, time.monotonic(), sample_index)
+
+    def rest(self, thread: int = 0) -> None:
+        """No user code runs in a thread."""
+        _SINCE.pack_into(self._page, _PAGE.size + thread * _THREAD.size, 0.0)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were begun."""
+        return int(_PAGE.unpack_from(self._page)[0])
+
+    def read(self) -> Work | None:
+        """What runs, or ran when the process ended; of several samples the one that was begun first."""
+        threads = _THREAD.iter_unpack(self._page[_PAGE.size : _PAGE.size + _THREADS_BYTES])
+        at_work = [(since, sample_index) for since, sample_index in threads if since > 0]
+        if not at_work:
+            return None
+        since, sample_index = min(at_work)
+        _, limit_s, token, step, session = _PAGE.unpack_from(self._page)
+        return Work(session.rstrip(b"\0").decode(), token, step, sample_index, since, limit_s)
+
+    def close(self) -> None:
+        """Give the page back."""
+        self._page.close()
+
+
+def how_it_ended(exit_code: int, out_of_memory: bool) -> str:
+    """A process's end in words, from `os.waitstatus_to_exitcode` and whether its cgroup counted an OOM kill."""
+    if exit_code >= 0:
+        return f"ended with code {exit_code}"
+    if exit_code == -signal.SIGKILL and out_of_memory:
+        return "was killed by the kernel: out of memory"
+    with contextlib.suppress(ValueError):
+        return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    return f"was killed by signal {-exit_code}"
+
+
+def fate_of(reason: str, work: Work | None, stack: str, host: str, pid: int) -> Fate:
+    """The fate of a process, with the failure of the step that it was at."""
+    if work is None:
+        return Fate(f"{reason} while it made no batch", "", 0, -1, None)
+    kind = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)
+    what = f"sample {work.sample_index}" if work.sample_index >= 0 else "no single sample"
+    text = f"the data worker process {pid} on {host} {reason}, at {what} of step {work.step}"
+    failure = Failure(work.sample_index, kind, text, stack or "(it left no stack)", host, pid)
+    return Fate(reason, work.session_id, work.token, work.step, failure)
+
+
+def count_oom_kills(cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processes of this one's memory cgroup that the kernel has killed for memory; 0 where that cannot be read.
+
+    The counter `oom_kill` is in memory.events (https://docs.kernel.org/admin-guide/cgroup-v2.html) and, in version 1,
+    in memory.oom_control.
+    """
+    with contextlib.suppress(OSError):
+        for line in cgroups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            inside = path.lstrip("/")
+            if "memory" in controllers.split(","):
+                candidates = [root / "memory" / inside / "memory.oom_control", root / "memory" / "memory.oom_control"]
+            elif controllers == "":
+                candidates = [root / inside / "memory.events", root / "memory.events"]
+            else:
+                continue
+            for file in candidates:
+                with contextlib.suppress(OSError):
+                    found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+                    if found:
+                        return int(found.group(1))
+    return 0
+
+
+class StackFile:
+    """Where `faulthandler` writes the stacks of one process, without its help: memory that outlives it."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("hetstream-stack")
+
+    def read(self) -> str:
+        """What was written."""
+        return os.pread(self.descriptor, 1 << 16, 0).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Give it back."""
+        os.close(self.descriptor)

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+import numbers
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import msgspec
 import torch
 import torch.utils.data
 
-from mpi_dataworkers.config import identity_from_environment, service_from_environment
-from mpi_dataworkers.errors import PipelineError, StateError
+from mpi_dataworkers.bucketing import BucketPlan, LengthBuckets, padding_waste, step_spread
+from mpi_dataworkers.config import Identity, service_from_environment
+from mpi_dataworkers.data_state import MAX_EPOCH, DataState
+from mpi_dataworkers.errors import OptionsError, PipelineError, StateError
+from mpi_dataworkers.faults import reach
+from mpi_dataworkers.loader.device import OnDevice
+from mpi_dataworkers.loader.options import LoaderOptions
 from mpi_dataworkers.loader.order import ListedPass, Order, PlannedPass
+from mpi_dataworkers.loader.sampler_state import beginning_again, beginning_of
+from mpi_dataworkers.loader.shards import Division, LocalShardedIterator, ShardedIterator, check_shard_state
+from mpi_dataworkers.loader.sharing import SharedStream, SharingMode
+from mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
 from mpi_dataworkers.loader.stream import LocalIterator, StreamIterator
-from mpi_dataworkers.loader.torch_loader import distributed_identity, make_stream, torch_options, why_not_streamable
+from mpi_dataworkers.loader.torch_loader import distributed_identity, make_stream, torch_options
+from mpi_dataworkers.rounds import StreamBuckets
 from mpi_dataworkers.sharding import EpochPlan
+from mpi_dataworkers.visitation import Cut, ShardingPolicy, Visitation
 
-_STATE_VERSION = 1
+# What reading by length saves is judged by so many steps of all ranks: a lookup of some 0.1 ms each.
+_STEPS_JUDGED = 16
 _TorchLoader: Any = torch.utils.data.DataLoader
 
 
@@ -36,12 +51,43 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
             worker_init_fn, multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device,
             in_order: as in torch.utils.data.DataLoader. `num_workers` counts local processes when there is no service,
             and with one only sizes the prefetch window.
+        snapshot_every_n_steps: as in torchdata's StatefulDataLoader; a state is always of the last batch taken here,
+            whatever the number.
+        global_batch_size: samples in a step of all ranks together, instead of `batch_size`: the order is then the same
+            at any world size, and a state can be loaded at another.
         seed: base of the order and of all augmentation.
         service: `file:PATH` of a dispatcher's address file; default from HETSTREAM_SERVICE; in process without either.
+        rank, world_size: who this trainer is; default from torch.distributed, Horovod, torchrun or Slurm.
         job_name: name under which the ranks of one program meet; default from Slurm or torchrun.
+        buffer_bytes: bytes of finished batches to hold ahead of the training loop; default from
+            HETSTREAM_BUFFER_BYTES, else 512 MiB. A window of a few steps is held even if it is larger.
+        sharing: share the data workers' batches with other jobs that read the same pipeline in the same order:
+            `lossless` keeps this loader's own epochs, byte for byte; `window` follows the stream that the jobs have in
+            common and skips what is over, but never waits. Default None: do not share.
+        pipeline_name: what makes pipelines the same for `sharing`; default a digest of the dataset and collate_fn.
+        lengths: length of each sample, whole numbers; with `bucket_boundaries`, ascending lengths, all ranks read
+            samples of one bucket of length at each step (see `bucketing.BucketPlan`).
+        length_of: the same for an IterableDataset: a picklable function that gives an element's length. Every rank
+            then reads all shards, its slice of each round (see `rounds.RoundFormer`).
+        sharding: how the data is divided among data workers, a `ShardingPolicy`; default DYNAMIC, and HINT for an
+            IterableDataset.
+        visitation: `exactly_once` (default), `at_most_once`: go on without what a lost data worker held, or, under
+            sharding OFF, `zero_once_or_more`.
+        num_shards: shards of FILE, DATA and HINT, and files that DYNAMIC reads at a time; default 8, and more where
+            there are more ranks. The batches depend on it, but not on the number of data workers.
+        repeat: passes over the data of one iteration; None for an endless stream.
+        on_error: what becomes of a sample that raises, kills its process or hangs: `raise` it here at its step; `skip`
+            it, told and counted; `quarantine`: skip it in later epochs and in resumed runs too, without trying it.
+        max_attempts: how often a step is tried before that, on different data workers where there are several.
+        sample_timeout_s: a data worker that is at one sample for longer hangs: its process is replaced, and the attempt
+            counts.
+        quarantine_dir: folder where `quarantine` writes a JSON line for each sample; default from
+            HETSTREAM_QUARANTINE_DIR, else no file is written.
+        device: where batches come, copied one batch ahead of the training loop from pinned memory; default host memory.
 
     Raises:
-        PipelineError: the dataset or a keyword cannot be streamed; the message names it.
+        OptionsError: keywords break their rules, or are not supported; the message names every problem.
+        PipelineError: the dataset cannot be streamed; the message names the object.
         ServiceUnavailable, AuthenticationError, JobNameConflict: the service cannot be used.
     """
 
@@ -65,11 +111,30 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        seed: int = 0,
+        snapshot_every_n_steps: int = 1,
+        global_batch_size: int | None = None,
+        seed: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         service: str | None = None,
         job_name: str | None = None,
+        buffer_bytes: int | None = None,
+        sharing: SharingMode | None = None,
+        pipeline_name: str | None = None,
+        lengths: Sequence[int] | None = None,
+        bucket_boundaries: Sequence[int] | None = None,
+        length_of: Callable[[Any], int] | None = None,
+        sharding: ShardingPolicy | str | None = None,
+        visitation: Visitation | None = None,
+        num_shards: int | None = None,
+        repeat: int | None = 1,
+        on_error: Literal["raise", "skip", "quarantine"] = "raise",
+        max_attempts: int = 3,
+        sample_timeout_s: float = 300.0,
+        quarantine_dir: str | os.PathLike[str] | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
-        super().__init__(
+        options = LoaderOptions(
             dataset,
             batch_size,
             shuffle,
@@ -86,127 +151,250 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
-            **({"in_order": in_order} if not in_order else {}),
+            in_order=in_order,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            service=service,
+            job_name=job_name,
+            buffer_bytes=buffer_bytes,
+            sharing=sharing,
+            pipeline_name=pipeline_name,
+            lengths=lengths,
+            bucket_boundaries=bucket_boundaries,
+            length_of=length_of,
+            sharding=sharding,
+            visitation=visitation,
+            num_shards=num_shards,
+            repeat=repeat,
+            on_error=on_error,
+            max_attempts=max_attempts,
+            sample_timeout_s=sample_timeout_s,
+            quarantine_dir=quarantine_dir,
+            device=device,
         )
-        reason = why_not_streamable(self)
-        if reason is not None:
-            raise PipelineError(f"this loader cannot be streamed: {reason}. Use torch.utils.data.DataLoader for it.")
-        listed = sampler is not None or batch_sampler is not None or batch_size is None or generator is not None
-        identity = identity_from_environment(distributed_identity(), job_name)
-        self.seed = seed
+        identity = options.check(distributed_identity())
+        super().__init__(dataset, **options.torch_keywords(identity.world_size))
+        listed = options.is_listed
+        self.seed = seed or 0
+        self._device = torch.device("cpu" if device is None else device)
         self._listed_order = listed
         self._shuffle = bool(shuffle)
         self._rank, self._world_size = (0, 1) if listed else (identity.rank, identity.world_size)
-        self._epoch = 0
-        self._start_step = 0
-        self._yielded = (0, 0)  # epoch, steps taken of it
-        order = {"batch_size": str(batch_size), "shuffle": str(bool(shuffle)), "seed": str(seed)}
-        self._order_description = order | {"drop_last": str(drop_last), "listed": str(listed)}
+        self._next = _Position(0)  # where the next iteration begins
+        self._taken = _Position(0)  # what the training loop has taken
+        self._repeat = repeat
+        self._global_batch_size = global_batch_size
+        size = {"batch_size": str(batch_size)}
+        if global_batch_size is not None:
+            size = {"global_batch_size": str(global_batch_size)}
+        order = size | {"shuffle": str(bool(shuffle)), "seed": str(self.seed)}
+        self._order_description = order | {"drop_last": str(drop_last), "listed": str(listed), "repeat": str(repeat)}
+        guarantee = options.guarantee(self._world_size)
+        self._order_description |= guarantee.description() | {"in_order": str(in_order)}
+        by_length = lengths is not None and bucket_boundaries is not None
+        self._buckets = LengthBuckets(lengths, bucket_boundaries) if by_length else None  # type: ignore[arg-type]
+        self._division: Division | None = None
+        if guarantee.cut is not Cut.STEPS or guarantee.visitation != "exactly_once" or not in_order:
+            num_samples = -1 if options.is_iterable else len(dataset)
+            rest = (
+                self._shuffle,
+                self.seed,
+                seed is not None,
+                self._rank,
+                self._world_size,
+                in_order,
+                length_of is not None,
+            )
+            self._division = Division(guarantee, num_samples, batch_size or 0, drop_last, *rest)
         if not listed:
-            self._plan(0)  # a division that cannot work is an error here, not at the first epoch
-        self._stream = make_stream(self, service or service_from_environment(), identity, self._order_description)
+            self._num_steps(0)  # a division that cannot work is an error here, not at the first epoch
+        shared = SharedStream(sharing, pipeline_name or "") if sharing is not None else None
+        named = {"sharing": str(sharing), "pipeline_name": pipeline_name or ""}
+        found = service or service_from_environment()
+        said = self._order_description | named
+        skipped = SkippedSamples(options.error_policy(), options.quarantine_directory(), _file_name(identity))
+        in_rounds = StreamBuckets(length_of, tuple(bucket_boundaries or ())) if length_of is not None else None
+        buckets = self._buckets or in_rounds
+        self._stream = make_stream(self, found, identity, said, shared, buffer_bytes, buckets, skipped)
         self._stream.close_with(self)
 
-    def _plan(self, epoch: int) -> EpochPlan:
-        return EpochPlan(
-            len(self.dataset),
-            self.batch_size,
-            self._world_size,
-            self.drop_last,
-            self._shuffle,
-            self.seed,
-            epoch,
-        )
+    def _plan(self, epoch: int) -> EpochPlan | BucketPlan:
+        rest = self.batch_size, self._world_size, self.drop_last, self._shuffle, self.seed, epoch
+        if self._buckets is not None:
+            return BucketPlan(self._buckets, *rest, self._global_batch_size)
+        return EpochPlan(len(self.dataset), *rest, global_batch_size=self._global_batch_size)
+
+    def _num_steps(self, epoch: int) -> int | None:
+        """Steps of this rank in one pass; None when nobody knows."""
+        if self._listed_order:
+            return int(super().__len__())
+        return self._division.num_steps(epoch) if self._division is not None else self._plan(epoch).num_steps
 
     def __len__(self) -> int:
-        """Steps of this rank in an epoch."""
-        return int(super().__len__()) if self._listed_order else self._plan(self._epoch).num_steps
+        """Steps of this rank in an epoch, `repeat` times over.
+
+        Raises:
+            TypeError: nobody knows: an IterableDataset, sharding OFF, or an endless stream.
+        """
+        num_steps = self._num_steps(self._next.epoch)
+        if num_steps is None or self._repeat is None:
+            what = "an endless stream" if self._repeat is None else f"a stream of {type(self.dataset).__name__}"
+            raise TypeError(f"{what} has no length that is known before it ends")
+        return num_steps * self._repeat
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass over the current epoch; the next call begins the next epoch."""
-        self._stream.check_length()
-        epoch, first_step = self._epoch, self._start_step
-        self._epoch, self._start_step = epoch + 1, 0
-        self._yielded = (epoch, first_step)
-        order = self._new_order(epoch, first_step)
-        if self._stream.client is not None:
-            passing: StreamIterator | LocalIterator = StreamIterator(
-                self._stream, order, self.seed, epoch, first_step, self
-            )
-        else:
-            passing = LocalIterator(self._stream, order, self.seed, epoch, first_step, torch_options(self))
-        return _Counting(self, passing, epoch)
+        at, self._next = self._next, _Position(self._next.epoch + 1)
+        if self._device.type == "cpu":
+            return _Counting(self, at)
+        counting = _Counting(self, at, is_ahead=True)
+        return OnDevice(counting, self._device, lambda: counting.taken, self._take)
 
-    def _new_order(self, epoch: int, first_step: int) -> Order:
+    def _take(self, at: _Position) -> None:
+        self._taken = at
+
+    def _data_epoch(self, at: _Position) -> int:
+        """The epoch whose order and augmentation a pass has: no two passes have the same."""
+        return at.epoch * (self._repeat or 1) + at.turn
+
+    def _begin_pass(self, at: _Position) -> tuple[_Passing, Order | None]:
+        """One pass over the data, from a position on, and its order; `repeat` makes several of an iteration."""
+        self._stream.check_length()
+        epoch = self._data_epoch(at)
+        streamed = self._stream.client is not None
+        if self._division is not None:
+            division = self._stream, self._division, self.seed, epoch, at.shards
+            if streamed:
+                return ShardedIterator(*division, self), None
+            return LocalShardedIterator(*division, torch_options(self)), None
+        order = self._new_order(epoch, at)
+        plan = self._stream, order, self.seed, epoch, at.step
+        return (StreamIterator(*plan, self) if streamed else LocalIterator(*plan, torch_options(self))), order
+
+    def _new_order(self, epoch: int, at: _Position) -> Order:
         if not self._listed_order:
             return PlannedPass(self._plan(epoch), self._rank)
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        return ListedPass(self._index_sampler, self.batch_sampler is not None, first_step)
+        source, batched = self._index_sampler, self.batch_sampler is not None
+        if not isinstance(at.source, DataState):
+            return ListedPass(source, batched, beginning_of(source, in_epoch=True))
+        with beginning_again(source, at.source.sampler):
+            order = ListedPass(source, batched, at.source.sampler)
+            order.skip(at.step, at.source.drawn)
+        return order
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; keeps the position when a loaded state is inside that epoch."""
-        if epoch != self._epoch:
-            self._epoch, self._start_step = epoch, 0
+        """Choose the epoch of the next iteration; keeps the position when a loaded state is inside that epoch.
+
+        Raises:
+            OptionsError: it is no whole number from 0 to 2**31 - 1.
+        """
+        if not isinstance(epoch, numbers.Integral) or isinstance(epoch, bool) or not 0 <= epoch <= MAX_EPOCH:
+            raise OptionsError(f"set_epoch({epoch!r}): must be a whole number from 0 to {MAX_EPOCH}")
+        epoch = int(epoch)
+        if epoch != self._next.epoch:
+            self._next = _Position(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: plain values, of the batches that the training loop has taken.
 
         Saved after the last batch of an epoch and loaded, the next iteration is empty, as the saved one would have
-        been; saved after the iteration ended, it is the next epoch.
-        """
-        epoch, step = self._yielded
-        return {
-            "version": _STATE_VERSION,
-            "epoch": epoch,
-            "step": step,
-            "seed": self.seed,
-            "world_size": self._world_size,
-            "pipeline": self._stream.pipeline.description() | self._order_description,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position, in constant time.
+        been; saved after the iteration ended, it is the next epoch. Without a sampler of the program's own, an
+        IterableDataset or `sharding` it is the same in every rank.
 
         Raises:
-            StateError: the state is of another dataset, order or global batch size, or damaged.
+            StateError: the program's own sampler cannot begin the epoch again, and the epoch has begun.
         """
-        mine = self._stream.pipeline.description() | self._order_description
-        try:
-            version, epoch, step = (int(state[key]) for key in ("version", "epoch", "step"))
-            theirs, world_size = dict(state["pipeline"]), int(state["world_size"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"this is no state of a hetstream DataLoader: {error!r}") from error
-        if version != _STATE_VERSION:
-            raise StateError(f"the state has version {version}, this release reads version {_STATE_VERSION}")
-        differences = [
-            f"{key}: {theirs.get(key)} in the state, {mine.get(key)} here"
-            for key in sorted({*mine, *theirs})
-            if theirs.get(key) != mine.get(key)
-        ]
-        if world_size != self._world_size:
-            differences.append(f"world_size: {world_size} in the state, {self._world_size} here")
-        if self._listed_order and not _can_repeat(self.batch_sampler or self.sampler):
+        state = self._state_at(self._taken)
+        reach("loader.state_taken")
+        if state.sampler.startswith("unknown") and state.step > 0:
             raise StateError(
-                f"the order of this loader comes from {type(self.sampler).__name__}, which draws anew each time and "
-                "cannot go back to where it was. Use shuffle=True with seed=, or a sampler with set_epoch."
+                f"the order of this loader comes from {type(self._index_sampler).__name__}, which cannot go back to "
+                f"where it was: {state.sampler.removeprefix('unknown ')}. Use shuffle=True with seed=, or a sampler "
+                "with set_epoch, or with state_dict and load_state_dict."
             )
-        if differences:
-            raise StateError(f"the state belongs to another run of the data: {'; '.join(differences)}")
-        if step < 0 or epoch < 0 or (not self._listed_order and step > self._plan(epoch).num_steps):
-            raise StateError(f"the state names step {step} of epoch {epoch}, which this dataset does not have")
-        self._epoch, self._start_step, self._yielded = epoch, step, (epoch, step)
+        return state.as_dict()
 
-    def stats(self) -> dict[str, float]:
-        """Counts since the loader was made: epochs, steps, samples, bytes, wait_s, elapsed_s, local_steps,
-        duplicates_dropped; and now: wait_share, num_data_workers, batches_waiting."""
-        values: dict[str, float] = msgspec.structs.asdict(self._stream.stats)
-        client = self._stream.client
-        values["wait_share"] = values["wait_s"] / values["elapsed_s"] if values["elapsed_s"] else 0.0
+    def _state_at(self, at: _Position) -> DataState:
+        sampler = drawn = ""
+        if isinstance(at.source, DataState):
+            sampler, drawn = at.source.sampler, at.source.drawn
+        elif isinstance(at.source, ListedPass):
+            sampler, drawn = at.source.beginning, at.drawn
+        elif self._listed_order:
+            sampler = beginning_of(self._index_sampler, in_epoch=False)
+        return DataState(
+            epoch=at.epoch,
+            turn=at.turn,
+            step=at.step,
+            shards=at.shards,
+            world_size=self._world_size,
+            is_global=self._global_batch_size is not None,
+            pipeline=self._stream.pipeline.description() | self._order_description,
+            sampler=sampler,
+            drawn=drawn,
+            quarantined=self._stream.skipped.state(),
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, in constant time; with a sampler of the program's own, in the time that it
+        takes to draw the indices again. With `global_batch_size` the state may come from another world size.
+
+        Raises:
+            StateError: the state is of another dataset, order or batch size, or damaged; every difference is named.
+        """
+        loaded = DataState.read(state)
+        loaded.check_fits(self._state_at(_Position(0)), None if self._listed_order else self._num_steps(loaded.epoch))
+        if self._division is not None and loaded.shards is not None:
+            check_shard_state(self._division, loaded.shards)
+        elif loaded.shards is not None or (self._division is not None and loaded.step > 0):
+            raise StateError("the state and this loader divide the data in different ways")
+        self._stream.skipped.load_state(loaded.quarantined)
+        self._next = self._taken = _Position(loaded.epoch, loaded.turn, loaded.step, loaded.shards, loaded)
+
+    def stats(self) -> dict[str, Any]:
+        """How the loader does: counts since it was made, and rates over the last seconds.
+
+        Times in seconds, sizes in bytes; docs/user-guide.md, "See what a job does", explains each key. Cheap: it reads
+        counters.
+
+        With `lengths`, of the last steps: padding_waste (share of a padded batch that is padding) and step_spread
+        (share of a step that ranks wait for the one with the longest samples, where time goes with length), both over
+        all ranks.
+        """
+        stream, client = self._stream, self._stream.client
+        values: dict[str, Any] = msgspec.structs.asdict(stream.stats)
+        values["elapsed_s"] = stream.elapsed_s()
+        values["wait_share"] = min(1.0, values["wait_s"] / values["elapsed_s"]) if values["elapsed_s"] else 0.0
+        values |= stream.rates()
         values["num_data_workers"] = client.num_data_workers if client else 0
-        values["batches_waiting"] = client.num_waiting() if client else 0
+        values["batches_waiting"], values["batches_out_of_order"] = client.num_waiting() if client else (0, 0)
+        values["transport"] = dict(client.batches_by_rail) if client else {}
+        if self._buckets is not None:
+            values |= self._costs_by_length()
         return values
+
+    def _costs_by_length(self) -> dict[str, float]:
+        epoch, step = self._data_epoch(self._taken), self._taken.step
+        if step == 0 and epoch > 0:
+            epoch, step = epoch - 1, self._plan(epoch - 1).num_steps
+        plan = self._plan(epoch)
+        assert isinstance(plan, BucketPlan)
+        costs = [plan.cost(one) for one in range(max(0, step - _STEPS_JUDGED), step)]
+        return {"padding_waste": padding_waste(costs), "step_spread": step_spread(costs)}
+
+    @property
+    def skipped_samples(self) -> list[SkippedSample]:
+        """(epoch, sample_index, error) of the first 1000 samples that `on_error` skipped, in the order of the steps.
+
+        An index of -1 stands for a whole step.
+        """
+        return list(self._stream.skipped.samples)
 
     def close(self) -> None:
         """Leave the service; safe to call twice. Also done when the interpreter ends."""
@@ -219,33 +407,97 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         self.close()
 
 
-def _can_repeat(sampler: Any) -> bool:
-    """Whether a sampler gives the same order when it is iterated again: a plain sequence, or one with `set_epoch`."""
-    if isinstance(sampler, torch.utils.data.BatchSampler):
-        return _can_repeat(sampler.sampler)
-    plain = not isinstance(sampler, torch.utils.data.Sampler)
-    return plain or isinstance(sampler, torch.utils.data.SequentialSampler) or hasattr(sampler, "set_epoch")
+def _file_name(identity: Identity) -> str:
+    """Of this rank's quarantine file."""
+    job = "".join(one if one.isalnum() or one in "._-" else "_" for one in identity.job_name)
+    return f"{job}.rank{identity.rank}"
+
+
+_Passing = StreamIterator | LocalIterator | ShardedIterator | LocalShardedIterator
+
+
+@dataclass(frozen=True)
+class _Position:
+    """What the training loop has taken.
+
+    Attributes:
+        epoch: which iteration.
+        turn: which of its passes, with `repeat`.
+        step: steps taken of that pass.
+        shards: position in each of its streams, where it is divided.
+        source: what knows how the program's sampler began: the pass's order, or the state that it continues.
+        drawn: digest of what the program's sampler gave for the steps taken.
+    """
+
+    epoch: int
+    turn: int = 0
+    step: int = 0
+    shards: dict[str, Any] | None = None
+    source: Order | DataState | None = None
+    drawn: str = ""
+
+
+def _drawn(order: Order | None, step: int) -> str:
+    return order.drawn(step) if isinstance(order, ListedPass) else ""
 
 
 class _Counting(Iterator[Any]):
-    """Keeps the loader's position: steps that the training loop has taken, and the next epoch at the end."""
+    """Goes over the data as often as `repeat` says, and keeps the loader's position: what the training loop has taken,
+    and the next epoch at the end. When it is read ahead of the training loop, the position is only in `taken`."""
 
-    def __init__(self, loader: DataLoader, passing: StreamIterator | LocalIterator, epoch: int) -> None:
+    def __init__(self, loader: DataLoader, at: _Position, is_ahead: bool = False) -> None:
         self._loader = loader
-        self._passing = passing
-        self._epoch = epoch
+        self._is_ahead = is_ahead
+        self._passing: _Passing | None = None
+        self._begin(at)
+        loader._take(self.taken)
+
+    def _move_to(self, taken: _Position) -> None:
+        self.taken = taken
+        if not self._is_ahead:
+            self._loader._take(taken)
+
+    def _begin(self, at: _Position) -> None:
+        self._passing, self._order = self._loader._begin_pass(at)
+        self._at = replace(at, source=self._order, drawn=_drawn(self._order, at.step))
+        self._gave = at.step > 0 or at.shards is not None  # a pass that is continued may be at its end
+        self._move_to(self._at)
 
     def __next__(self) -> Any:
-        try:
-            batch = next(self._passing)
-        except StopIteration:
-            self._loader._yielded = (self._epoch + 1, 0)
-            raise
-        except Exception:
-            self._loader._yielded = (self._epoch, self._passing.position)
-            raise
-        self._loader._yielded = (self._epoch, self._passing.position)
-        return batch
+        while self._passing is not None:
+            try:
+                batch = next(self._passing)
+            except StopIteration:
+                self._next_turn()
+                continue
+            except Exception:
+                self._note(self._passing)
+                raise
+            self._note(self._passing)
+            self._gave = True
+            return batch
+        raise StopIteration
+
+    def _next_turn(self) -> None:
+        assert self._passing is not None
+        repeat, ended = self._loader._repeat, self._passing
+        self._passing = None
+        if repeat is None and ended.position > 0 and not self._gave:
+            raise PipelineError(
+                f"a whole pass over {type(self._loader.dataset).__name__} gave no batch, because every sample was left "
+                "out: an endless stream of it would never give one. stats() and the log say why samples were left out."
+            )
+        # An endless stream of nothing ends.
+        last = self._at.turn + 1 == repeat or (repeat is None and ended.position == 0)
+        if last:
+            self._move_to(_Position(self._at.epoch + 1))
+        else:
+            self._begin(_Position(self._at.epoch, self._at.turn + 1))
+
+    def _note(self, passing: _Passing) -> None:
+        shards = passing.shard_state() if isinstance(passing, ShardedIterator | LocalShardedIterator) else None
+        drawn = _drawn(self._order, passing.position)
+        self._move_to(_Position(self._at.epoch, self._at.turn, passing.position, shards, self._order, drawn))
 
     def __len__(self) -> int:
         return len(self._loader)

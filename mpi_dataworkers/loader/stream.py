@@ -7,39 +7,50 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import collections
 import importlib
 import itertools
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import torch
 import torch.utils.data
+from torch import _utils as torch_utils
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from mpi_dataworkers.address import parse_service
 from mpi_dataworkers.client import Delivered, MakeItYourself, Pass, ServiceClient
 from mpi_dataworkers.codec import Buffer, split
-from mpi_dataworkers.config import Identity, buffer_bytes_from_environment
+from mpi_dataworkers.config import (
+    Identity,
+    buffer_bytes_from_environment,
+    compression_from_environment,
+    rails_from_environment,
+)
 from mpi_dataworkers.errors import PipelineError, RemoteError
 from mpi_dataworkers.loader.order import ListedPass, Order
-from mpi_dataworkers.messages import Batch, BatchFailed, LoaderStats, ProvideDefinition
+from mpi_dataworkers.loader.sharing import SharedStream
+from mpi_dataworkers.loader.skipped import SkippedSamples
+from mpi_dataworkers.messages import Batch, BatchFailed, ErrorPolicy, Failure, LoaderStats, ProvideDefinition
 from mpi_dataworkers.ops.pipeline import (
+    MadeStep,
     Pipeline,
     SampleError,
     acting_as_data_worker,
     define,
     enter_data_worker,
     generators_kept,
+    make_step,
 )
 from mpi_dataworkers.ops.tree import resolve_class, unflatten
+from mpi_dataworkers.rates import RecentRates, step_time_s
 
 # A listed order is drawn from the program's sampler this many steps beyond the window.
 _LIST_AHEAD_STEPS = 64
 _pin_memory: Any = torch_pin.pin_memory
+_ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 _ordinals = itertools.count()
 _open_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
@@ -56,14 +67,24 @@ class Stream:
         timeout_s: float,
         min_window: int,
         description: dict[str, str],
+        shared: SharedStream | None = None,
+        buffer_bytes: int | None = None,
+        skipped: SkippedSamples | None = None,
     ) -> None:
         self.pipeline = pipeline
+        self.skipped = skipped or SkippedSamples(ErrorPolicy(), None, "")
+        self.shared = shared
         self.timeout_s = timeout_s
         self.min_window = min_window
         self._pin = pin
         self._client: ServiceClient | None = None
         self._stats = LoaderStats()
+        self._recent = RecentRates(time.monotonic(), 0, 0, 0)
+        # When the pass that is open began; its time is counted at its end.
+        self._pass_began: float | None = None
         self._fallback: Pipeline | None = None
+        # With persistent_workers, what is kept from pass to pass in process.
+        self.local_passes: LocalPasses | None = None
         if service is not None:
             self._client = ServiceClient(
                 parse_service(service),
@@ -72,7 +93,9 @@ class Stream:
                 self.definition(),
                 description,
                 self._prepare,
-                buffer_bytes_from_environment(),
+                buffer_bytes or buffer_bytes_from_environment(),
+                rails_from_environment(),
+                compression_from_environment(),
             )
             _open_streams.add(self)
 
@@ -87,11 +110,30 @@ class Stream:
     def count(self, **changes: float) -> None:
         """Add to the statistics."""
         fields = {name: getattr(self._stats, name) + value for name, value in changes.items()}
-        self._stats = msgspec.structs.replace(self._stats, **fields)
         if self._client is not None:
-            dropped = self._client.duplicates_dropped
-            self._stats = msgspec.structs.replace(self._stats, duplicates_dropped=dropped)
+            fields["duplicates_dropped"] = self._client.duplicates_dropped
+        self._stats = msgspec.structs.replace(self._stats, **fields)
+        if "steps" in changes:
+            now = time.monotonic()
+            if self._pass_began is None:
+                self._pass_began = now - changes.get("wait_s", 0.0)
+            self._recent.note(now, self._stats.steps, self._stats.bytes, self._stats.wait_s)
+        elif "elapsed_s" in changes:
+            self._pass_began = None
+        if self._client is not None:
             self._client.stats = self._stats
+
+    def rates(self) -> dict[str, float]:
+        """Steps and bytes per second, the training loop's share of waiting and own time for a step lately."""
+        stats = self._stats
+        steps, num_bytes, waited = self._recent.per_s(time.monotonic(), stats.steps, stats.bytes, stats.wait_s)
+        rates = {"steps_per_s": steps, "bytes_per_s": num_bytes, "recent_wait_share": min(1.0, waited)}
+        return rates | {"step_s": step_time_s(steps, waited)}
+
+    def elapsed_s(self) -> float:
+        """Time inside passes, with the one that is open."""
+        open_s = 0.0 if self._pass_began is None else time.monotonic() - self._pass_began
+        return self._stats.elapsed_s + open_s
 
     def definition(self) -> ProvideDefinition:
         """The pipeline as it is now, for data workers.
@@ -127,15 +169,27 @@ class Stream:
             if self._fallback is None:
                 self._fallback = enter_data_worker(self.pipeline, 0, 1)
             try:
-                batch = self._fallback.make_batch(indices, order.seeds(step, indices, seed, epoch))
+                made = make_step(self._fallback, indices, order.seeds(step, indices, seed, epoch), self.skipped.policy)
             except SampleError as error:
                 raise error.user_error() from None
-        return Delivered(self._pinned(batch), len(indices), 0)
+        return Delivered(self.pinned(made.batch), made.num_samples, 0, "local", 0, made.num_skipped, made.left_out)
+
+    def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:
+        """Count and report what the training loop does not get of a step.
+
+        Raises:
+            PipelineError: more samples are broken than `quarantine` can hold.
+        """
+        self.count(skipped=num_skipped)
+        self.skipped.note(epoch, step, left_out)
 
     def _prepare(self, header: Batch, frames: Sequence[Buffer]) -> Any:
-        return self._pinned(unflatten(header.spec, split(frames, header.buffers)))
+        if header.num_samples == 0:
+            return None
+        return self.pinned(unflatten(header.spec, split(frames, header.buffers)))
 
-    def _pinned(self, batch: Any) -> Any:
+    def pinned(self, batch: Any) -> Any:
+        """The batch in pinned memory, if the loader pins and there is a GPU."""
         return _pin_memory(batch) if self._pin and torch.cuda.is_available() else batch
 
     def close(self) -> None:
@@ -182,8 +236,18 @@ class StreamIterator(Iterator[Any]):
         self._started = time.monotonic()
         self._listed = first_step
         self.position = first_step
+        definition, shared = stream.definition(), stream.shared
         self._pass: Pass | None = self._client.open_pass(
-            stream.definition(), epoch, seed, order.order, first_step, order.num_steps, stream.min_window
+            definition,
+            epoch,
+            seed,
+            order.order,
+            first_step,
+            order.num_steps,
+            stream.min_window,
+            shared.with_others(definition.definition_id, seed, order.order, order.num_steps) if shared else None,
+            (shared.shift or 0) if shared else 0,
+            errors=stream.skipped.policy,
         )
         self._extend()
 
@@ -195,12 +259,19 @@ class StreamIterator(Iterator[Any]):
         if self._listed > goal - _LIST_AHEAD_STEPS // 2:
             return
         steps: list[bytes] = []
-        while self._listed < goal and (indices := self._order.indices(self._listed)) is not None:
-            steps.append(indices.tobytes())
-            self._listed += 1
-        self._client.extend(self._pass, steps, self._order.num_steps >= 0)
+        try:
+            while self._listed < goal and (indices := self._order.indices(self._listed)) is not None:
+                steps.append(indices.tobytes())
+                self._listed += 1
+        finally:  # also what it gave before it raised
+            self._client.extend(self._pass, steps, self._order.num_steps >= 0)
 
     def __next__(self) -> Any:
+        while (item := self._next_item()).num_samples == 0:
+            pass
+        return item.payload
+
+    def _next_item(self) -> Delivered:
         one = self._pass
         if one is None:
             raise StopIteration
@@ -216,10 +287,20 @@ class StreamIterator(Iterator[Any]):
         self._order.forget(step)
         if isinstance(item, BatchFailed):
             raise rebuild_error(item)
-        if isinstance(item.payload, _LocalFailure):
+        if isinstance(item.payload, LocalFailure):
             raise item.payload.error
+        if item.num_skipped:
+            self._stream.leave_out(self._epoch, step, item.num_skipped, item.left_out)
+        if item.num_samples == 0:
+            return item
         self._stream.count(steps=1, samples=item.num_samples, bytes=item.num_bytes, wait_s=time.monotonic() - started)
-        return item.payload
+        if self._stream.shared is not None and item.origin != "local":
+            self._stream.count(
+                shared_steps=item.origin == "cache",
+                repeated_steps=item.origin == "again",
+                skipped_steps=self._stream.shared.skipped(item.shift),
+            )
+        return item
 
     def _take(self, one: Pass, started: float) -> Delivered | BatchFailed:
         timeout_s = self._stream.timeout_s
@@ -233,7 +314,7 @@ class StreamIterator(Iterator[Any]):
             try:
                 made = self._stream.make_locally(self._order, item.step, self._seed, self._epoch)
             except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
-                made = Delivered(_LocalFailure(error), 0, 0)
+                made = Delivered(LocalFailure(error), -1, 0)
             return self._client.put_local(one, made)
         self._client.say_streaming()
         return item
@@ -252,18 +333,20 @@ class StreamIterator(Iterator[Any]):
             self._client.abandon(one)
 
 
-class _LocalFailure:
+class LocalFailure:
     """In the place of a batch: user code raised while the loader made the step itself."""
 
     def __init__(self, error: Exception) -> None:
-        self.error = error
+        # As itself a StopIteration would look like the end of the data.
+        self.error = RuntimeError(f"user code raised {error!r}") if isinstance(error, StopIteration) else error
 
 
 def rebuild_error(failed: BatchFailed) -> Exception:
     """The exception of a data worker as its own type, with the sample and the remote traceback in its text."""
-    module, name = failed.error_type
-    where = f"sample {failed.sample_index}" if failed.sample_index >= 0 else f"step {failed.step}"
-    text = f"{failed.text}\n\nin a data worker, {where}:\n{failed.remote_traceback}"
+    failure = failed.failure
+    module, name = failure.error_type
+    where = f"sample {failure.sample_index}" if failure.sample_index >= 0 else f"step {failed.step}"
+    text = f"{failure.text}\n\nin a data worker, {where}:\n{failure.remote_traceback}"
     try:
         if module not in ("builtins", "__main__"):
             importlib.import_module(module)
@@ -278,26 +361,90 @@ def rebuild_error(failed: BatchFailed) -> Exception:
 # --- in process -----------------------------------------------------------------------------------------------------
 
 
+class FailedStep:
+    """In the place of a step: user code raised while torch's own DataLoader made it.
+
+    A value, because an exception would look like torch's own (a timeout, a process that died), which takes no step.
+
+    Args:
+        error: what user code raised.
+        in_trainer: in the training process; else the exception has to travel.
+    """
+
+    def __init__(self, error: BaseException, in_trainer: bool) -> None:
+        kind = type(error)
+        where = "in a process of the loader"
+        self._error: Any = error if in_trainer else _ExceptionWrapper((kind, error, error.__traceback__), where)
+
+    def reraise(self) -> None:
+        """Raise the exception, with its own type."""
+        if isinstance(self._error, BaseException):
+            raise self._error
+        self._error.reraise()
+
+
 class _StepDataset(torch.utils.data.Dataset[Any]):
     """Steps as elements: lets torch's own worker processes run the pipeline, a batch an element."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    def __getitem__(self, indices_and_seeds: Any) -> Any:
-        indices, seeds = indices_and_seeds
+    def __getitem__(self, step: Any) -> Any:
+        indices, seeds, policy = step
         in_trainer = torch.utils.data.get_worker_info() is None
         try:
             if in_trainer:
                 with generators_kept():
-                    return self._pipeline.make_batch(indices, seeds)
-            return self._pipeline.make_batch(indices, seeds)
+                    made = make_step(self._pipeline, indices, seeds, policy)
+            else:
+                made = make_step(self._pipeline, indices, seeds, policy)
         except SampleError as error:
-            raise error.user_error() from None
+            return FailedStep(error.user_error(), in_trainer)
+        return made
 
 
 def _no_collate(batch: Any) -> Any:
     return batch
+
+
+class _CurrentSteps:
+    """The sampler of torch's DataLoader: the steps of the pass that began last."""
+
+    def __init__(self) -> None:
+        self.steps: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.steps
+
+
+class LocalPasses:
+    """torch's own DataLoader over the steps of passes, one after the other; its worker processes may outlive a pass.
+
+    Args:
+        pipeline: what makes a step.
+        torch_options: keywords of torch's DataLoader.
+    """
+
+    def __init__(self, pipeline: Pipeline, torch_options: dict[str, Any]) -> None:
+        self._steps = _CurrentSteps()
+        self._current: weakref.ref[object] | None = None
+        self._loader = torch.utils.data.DataLoader(
+            _StepDataset(pipeline),
+            batch_size=None,
+            sampler=self._steps,
+            collate_fn=_no_collate,
+            generator=torch.Generator(),  # its own, so that the program's generators are not advanced
+            **torch_options,
+        )
+
+    def begin(self, owner: object, steps: Iterator[Any]) -> Iterator[Any]:
+        """Make steps; ends the owner before this one, whose worker processes these are."""
+        self._steps.steps, self._current = steps, weakref.ref(owner)
+        return torch_iter(self._loader)
+
+    def is_current(self, owner: object) -> bool:
+        """Whether the worker processes still work for this owner."""
+        return self._current is not None and self._current() is owner
 
 
 class LocalIterator(Iterator[Any]):
@@ -307,18 +454,13 @@ class LocalIterator(Iterator[Any]):
         self, stream: Stream, order: Order, seed: int, epoch: int, first_step: int, torch_options: dict[str, Any]
     ) -> None:
         self._stream = stream
-        steps: Iterable[Any] = iter(self._steps(order, seed, epoch, first_step))
-        loader = torch.utils.data.DataLoader(
-            _StepDataset(stream.pipeline),
-            batch_size=None,
-            sampler=steps,
-            collate_fn=_no_collate,
-            generator=torch.Generator(),  # its own, so that the program's generators are not advanced
-            **torch_options,
-        )
+        self._epoch = epoch
+        self._order = order
         self.position = first_step
-        self._sizes: collections.deque[int] = collections.deque()
-        self._iterator = torch_iter(loader)
+        self._passes = stream.local_passes or LocalPasses(stream.pipeline, torch_options)
+        if torch_options.get("persistent_workers"):
+            stream.local_passes = self._passes
+        self._iterator = self._passes.begin(self, self._steps(order, seed, epoch, first_step))
         self._started = time.monotonic()
         self._open = True
 
@@ -327,27 +469,39 @@ class LocalIterator(Iterator[Any]):
             indices = order.indices(step)
             if indices is None:
                 return
-            order.forget(step)
-            self._sizes.append(len(indices))
-            yield indices, order.seeds(step, indices, seed, epoch)
+            yield indices, order.seeds(step, indices, seed, epoch), self._stream.skipped.policy
 
     def __next__(self) -> Any:
+        while (made := self._next_made()).num_samples == 0:
+            pass
+        return made.batch
+
+    def _next_made(self) -> MadeStep:
         started = time.monotonic()
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
+        if self._open and not self._passes.is_current(self):
+            raise RuntimeError(
+                "another iteration of this DataLoader has begun; with persistent_workers=True there is one at a time"
+            )
+        made: MadeStep | FailedStep | None = next(self._iterator, None)
+        if made is None:
+            self._iterator = iter(())  # ends torch's processes
+            if self._order.indices(self.position) is not None:
+                raise early_end(self.position)
             if self._open:
                 self._stream.count(epochs=1)
             self.close()
-            raise
-        except Exception:
-            if self._sizes:  # none, when it was the program's sampler that raised
-                self._sizes.popleft()
-                self.position += 1
-            raise
-        self.position += 1
-        self._stream.count(steps=1, samples=self._sizes.popleft(), local_steps=1, wait_s=time.monotonic() - started)
-        return batch
+            raise StopIteration
+        step = self.position
+        self._order.forget(step)
+        self.position = step + 1
+        if isinstance(made, FailedStep):
+            made.reraise()
+        assert isinstance(made, MadeStep)
+        if made.num_skipped:
+            self._stream.leave_out(self._epoch, step, made.num_skipped, made.left_out)
+        if made.num_samples > 0:
+            self._stream.count(steps=1, samples=made.num_samples, local_steps=1, wait_s=time.monotonic() - started)
+        return made
 
     def close(self) -> None:
         """Note how long the pass took; safe to call twice."""
@@ -358,6 +512,14 @@ class LocalIterator(Iterator[Any]):
     def __del__(self) -> None:
         if getattr(self, "_open", False):
             self.close()
+
+
+def early_end(step: int) -> RuntimeError:
+    """torch's own DataLoader says that there is no more, and there is: this is not the end of the data."""
+    return RuntimeError(
+        f"the DataLoader's processes ended before step {step}: one of them died, or user code (worker_init_fn, "
+        "the sampler) raised"
+    )
 
 
 def torch_iter(loader: Any) -> Iterator[Any]:

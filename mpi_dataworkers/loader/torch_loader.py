@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed
 import torch.utils.data
 
+from mpi_dataworkers.bucketing import LengthBuckets
 from mpi_dataworkers.config import Identity
 from mpi_dataworkers.horovod import horovod_identity
+from mpi_dataworkers.loader.sharing import SharedStream
+from mpi_dataworkers.loader.skipped import SkippedSamples
 from mpi_dataworkers.loader.stream import Stream
 from mpi_dataworkers.ops.pipeline import Pipeline
+from mpi_dataworkers.rounds import StreamBuckets
 
 
 def distributed_identity() -> tuple[int, int] | None:
@@ -24,7 +29,10 @@ def distributed_identity() -> tuple[int, int] | None:
 def why_not_streamable(loader: Any) -> str | None:
     """Why a torch DataLoader cannot be streamed, or None when it can."""
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return f"{type(loader.dataset).__name__} is an IterableDataset; only map-style datasets are streamed"
+        return (
+            f"{type(loader.dataset).__name__} is an IterableDataset, which is divided among data workers only as "
+            "mpi_dataworkers.DataLoader is told"
+        )
     if not hasattr(loader.dataset, "__len__") and loader.batch_sampler is None and loader.sampler is None:
         return f"{type(loader.dataset).__name__} has no length and there is no sampler"
     if loader.multiprocessing_context is not None:
@@ -44,23 +52,39 @@ def torch_options(loader: Any) -> dict[str, Any]:
         options |= {
             "prefetch_factor": loader.prefetch_factor,
             "multiprocessing_context": loader.multiprocessing_context,
+            "persistent_workers": loader.persistent_workers,
         }
     return options
 
 
-def _pipeline_of(loader: Any) -> Pipeline:
-    num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
-    return Pipeline(
-        loader.dataset, loader.collate_fn, num_samples, loader.worker_init_fn, loader.batch_sampler is not None
-    )
+def _pipeline_of(loader: Any, buckets: LengthBuckets | StreamBuckets | None) -> Pipeline:
+    iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else -1
+    batched = loader.batch_sampler is not None
+    rest = loader.collate_fn, num_samples, loader.worker_init_fn, batched
+    if isinstance(buckets, StreamBuckets):
+        return Pipeline(loader.dataset, *rest, stream_buckets=buckets)
+    return Pipeline(loader.dataset, *rest, buckets)
 
 
 def _min_window(loader: Any) -> int:
     return max(2, int(loader.prefetch_factor or 2) * int(loader.num_workers))
 
 
-def make_stream(loader: Any, service: str | None, identity: Identity, extra: dict[str, str]) -> Stream:
-    pipeline = _pipeline_of(loader)
+def make_stream(
+    loader: Any,
+    service: str | None,
+    identity: Identity,
+    extra: dict[str, str],
+    shared: SharedStream | None = None,
+    buffer_bytes: int | None = None,
+    buckets: LengthBuckets | StreamBuckets | None = None,
+    skipped: SkippedSamples | None = None,
+) -> Stream:
+    pipeline = _pipeline_of(loader, buckets)
+    if loader.pin_memory and not torch.cuda.is_available():
+        # torch says it at each iteration.
+        warnings.warn("pin_memory=True has no effect: this process has no GPU", UserWarning, stacklevel=3)
     return Stream(
         pipeline,
         service,
@@ -69,4 +93,7 @@ def make_stream(loader: Any, service: str | None, identity: Identity, extra: dic
         loader.timeout,
         _min_window(loader),
         pipeline.description() | extra,
+        shared,
+        buffer_bytes,
+        skipped,
     )

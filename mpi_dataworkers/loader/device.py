@@ -1,0 +1,122 @@
+"""Batches on the trainer's device: copied one batch ahead of the training loop. Called by `data_loader.py`.
+
+On a CUDA device a batch is copied from pinned memory on a stream of its own while the training loop works on the one
+before. The loop's current stream waits for the copy, the host does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Position = TypeVar("Position")
+
+
+def check_device(device: Any) -> str:
+    """Why batches cannot be put on a device of this name, or "" when they can."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"device={device!r}: {str(error).partition(chr(10))[0]}"
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            return f"device={device!r}: this process has no CUDA device"
+        if (found.index or 0) >= count:
+            return f"device={device!r}: this process has {count} CUDA devices, from cuda:0 on"
+    elif found.type not in ("cpu", "meta"):
+        return f"device={device!r}: must be a CUDA device, cpu or meta"
+    return ""
+
+
+def move(value: Any, to: Callable[[Any], Any]) -> Any:
+    """Rebuild a batch with `to` called on each tensor, and on each object that has a method `to` of its own.
+
+    Goes into dicts, lists, tuples and named tuples; everything else stays as it is.
+    """
+    if isinstance(value, torch.Tensor) or (hasattr(value, "to") and not isinstance(value, type)):
+        return to(value)
+    if isinstance(value, Mapping):
+        moved = {key: move(one, to) for key, one in value.items()}
+        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move(one, to) for one in value))
+    if isinstance(value, list | tuple):
+        return type(value)(move(one, to) for one in value)
+    return value
+
+
+class OnDevice(Iterator[Any], Generic[Position]):
+    """The batches of an iterator on a device, one of them ahead.
+
+    Args:
+        batches: the batches, in host memory.
+        device: where to.
+        position: where `batches` is; asked after each of its batches.
+        taken: told the position of the batch that the training loop gets, when it gets it; an exception, or the end,
+            comes at its place in the same way.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        device: torch.device,
+        position: Callable[[], Position],
+        taken: Callable[[Position], None],
+    ) -> None:
+        self._batches = batches
+        self._device = device
+        self._position = position
+        self._taken = taken
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._ahead: tuple[Any, Any, Position] | None = None
+
+    def __next__(self) -> Any:
+        batch, copied, position = self._ahead or self._fetch()
+        self._ahead = None
+        self._taken(position)
+        if isinstance(batch, _Raised):
+            raise batch.error
+        if copied is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(copied)
+            # Its memory belongs to the side stream's pool: not to be used again before the loop's work is done.
+            move(batch, lambda one: _record(one, current))
+        self._ahead = self._fetch()
+        return batch
+
+    def _fetch(self) -> tuple[Any, Any, Position]:
+        """The next batch, its copy under way, the event of the copy's end, and the position behind it."""
+        try:
+            batch = next(self._batches)
+        except Exception as error:  # noqa: BLE001, raised when the training loop comes to it
+            return _Raised(error), None, self._position()
+        if self._side is None:
+            return move(batch, self._copy), None, self._position()
+        with torch.cuda.stream(self._side):
+            moved = move(batch, self._copy)
+            copied = self._side.record_event()
+        return moved, copied, self._position()
+
+    def _copy(self, one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one.to(self._device)
+        if self._side is not None and one.device.type == "cpu" and not one.is_pinned():
+            one = one.pin_memory()
+        return one.to(self._device, non_blocking=True)
+
+
+class _Raised:
+    """In the place of a batch."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _record(one: Any, stream: Any) -> Any:
+    for tensor in [one] if isinstance(one, torch.Tensor) else list(getattr(one, "__dict__", {}).values()):
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            tensor.record_stream(stream)
+    return one

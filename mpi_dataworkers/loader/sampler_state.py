@@ -1,0 +1,112 @@
+"""How a program's own sampler begins an epoch again where it began it before. Called by `data_loader.py`.
+
+A sampler is drawn ahead of the training loop, so its state at the loop's position is not to be had. What is kept is its
+state at the beginning of the epoch; a resume begins it again and draws the indices, without data, up to the position.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from mpi_dataworkers.errors import StateError
+
+# torch's samplers that draw from `generator`, or from torch's global one where that is None.
+_DRAWING = (
+    torch.utils.data.RandomSampler,
+    torch.utils.data.SubsetRandomSampler,
+    torch.utils.data.WeightedRandomSampler,
+)
+
+
+def beginning_of(sampler: Any, in_epoch: bool) -> str:
+    """The state of a sampler that is about to begin an epoch, as text.
+
+    Args:
+        sampler: the loader's sampler or batch_sampler.
+        in_epoch: the epoch begins now; else it is a later one, and torch's global generator, which the program keeps
+            in its own checkpoint, may go on before it begins.
+
+    Returns:
+        "repeats" when the sampler gives the same order again; "unknown" and the reason when nothing can be kept of it;
+        else its state.
+    """
+    kind, source = _kind_of(sampler)
+    if kind == "generator":
+        return f"generator {_pack(source.generator.get_state())}"
+    if kind == "global":
+        return f"global {_pack(torch.get_rng_state())}" if in_epoch else "repeats"
+    if kind == "state":
+        try:
+            return f"state {json.dumps(source.state_dict())}"
+        except Exception as error:  # noqa: BLE001, the sampler's own code; whoever wants the state is told
+            return f"unknown its state_dict does not give plain values: {error}"
+    return kind if kind == "repeats" else "unknown it draws anew each time, and has no state that could be kept"
+
+
+@contextlib.contextmanager
+def beginning_again(sampler: Any, beginning: str) -> Iterator[None]:
+    """Put a sampler to where it began; what is drawn inside the context is what it drew then.
+
+    The program's own random state is afterwards what it was before.
+
+    Raises:
+        StateError: the state is of another kind of sampler, or damaged.
+    """
+    kind, source = _kind_of(sampler)
+    saved, _, text = beginning.partition(" ")
+    if saved in ("", "repeats", "unknown"):
+        yield
+        return
+    if saved != kind:
+        raise StateError(f"the state is of a sampler with {saved!r} state, {type(source).__name__} has {kind!r} state")
+    before = torch.get_rng_state()
+    try:
+        if kind == "generator":
+            source.generator.set_state(_unpack(text))
+        elif kind == "global":
+            torch.set_rng_state(_unpack(text))
+        else:
+            source.load_state_dict(json.loads(text))
+    except Exception as error:  # a sampler's own load_state_dict may raise anything
+        raise StateError(f"{type(source).__name__} cannot begin again from the state: {error}") from error
+    try:
+        yield
+    finally:
+        if kind == "global":
+            torch.set_rng_state(before)
+
+
+def _kind_of(sampler: Any) -> tuple[str, Any]:
+    """What makes a sampler give an order again, and the object that holds it."""
+    if hasattr(sampler, "set_epoch"):
+        return "repeats", sampler
+    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+        return "state", sampler
+    if isinstance(sampler, torch.utils.data.BatchSampler):
+        return _kind_of(sampler.sampler)
+    if isinstance(sampler, _DRAWING):
+        if isinstance(sampler.generator, torch.Generator):
+            return "generator", sampler
+        is_torchs = type(sampler) in _DRAWING
+        return ("global" if is_torchs else "unknown"), sampler
+    is_plain = not isinstance(sampler, torch.utils.data.Sampler) or isinstance(
+        sampler, torch.utils.data.SequentialSampler
+    )
+    is_once_only = hasattr(sampler, "__next__")
+    return ("repeats" if is_plain and not is_once_only else "unknown"), sampler
+
+
+def _pack(state: torch.Tensor) -> str:
+    return base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()
+
+
+def _unpack(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text, validate=True))), dtype=torch.uint8)

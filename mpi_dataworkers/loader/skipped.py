@@ -1,0 +1,112 @@
+"""The samples that a loader goes on without: counted, told, and with `quarantine` kept from later epochs and runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from mpi_dataworkers.errors import PipelineError, StateError
+from mpi_dataworkers.messages import ErrorPolicy, Failure
+
+_log = logging.getLogger(__name__)
+
+# More broken samples than these are a broken dataset; they travel with each lease and in each state.
+MAX_QUARANTINED = 1000
+# What is remembered and what is logged one by one; all are counted.
+MAX_REMEMBERED = 1000
+_MAX_WARNINGS = 20
+
+
+class SkippedSample(NamedTuple):
+    """A sample that was left out; index -1 stands for a whole step whose samples could not be told apart."""
+
+    epoch: int
+    sample_index: int
+    error: str
+
+
+class SkippedSamples:
+    """What one loader left out.
+
+    Args:
+        policy: what becomes of errors.
+        directory: where `quarantine` writes its file, or None.
+        name: the file's name without suffix, of this loader alone.
+    """
+
+    def __init__(self, policy: ErrorPolicy, directory: Path | None, name: str) -> None:
+        self.policy = policy
+        self.samples: list[SkippedSample] = []
+        self._file = directory / f"{name}.jsonl" if directory is not None else None
+        self._num_told = 0
+
+    def note(self, epoch: int, step: int, failures: Sequence[Failure]) -> None:
+        """Take in what a step that the training loop reached was made without.
+
+        Raises:
+            PipelineError: more samples are broken than can be kept from later epochs.
+        """
+        for failure in failures:
+            error = f"{failure.error_type[1]}: {failure.text}"
+            if len(self.samples) < MAX_REMEMBERED:
+                self.samples.append(SkippedSample(epoch, failure.sample_index, error))
+            self._tell(epoch, step, failure, error)
+            if self.policy.on_error == "quarantine":
+                self._keep_away(epoch, step, failure)
+
+    def _tell(self, epoch: int, step: int, failure: Failure, error: str) -> None:
+        self._num_told += 1
+        what = f"sample {failure.sample_index}" if failure.sample_index >= 0 else "all samples"
+        if self._num_told <= _MAX_WARNINGS:
+            _log.warning("hetstream: skipped %s of step %d, epoch %d: %s", what, step, epoch, error.partition("\n")[0])
+        if self._num_told == _MAX_WARNINGS:
+            _log.warning("hetstream: further skipped samples are only counted: loader.stats()['skipped']")
+
+    def _keep_away(self, epoch: int, step: int, failure: Failure) -> None:
+        if self._file is not None:
+            line = {
+                "epoch": epoch,
+                "step": step,
+                "index": failure.sample_index,
+                "type": ".".join(failure.error_type),
+                "text": failure.text,
+                "traceback": failure.remote_traceback,
+                "host": failure.host,
+                "pid": failure.pid,
+            }
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+        if failure.sample_index >= 0:
+            self._quarantine({*self.policy.quarantined, failure.sample_index})
+
+    def _quarantine(self, samples: set[int]) -> None:
+        if len(samples) > MAX_QUARANTINED:
+            where = f"; see {self._file}" if self._file is not None else ""
+            raise PipelineError(
+                f"{len(samples)} samples of the dataset are broken, more than the {MAX_QUARANTINED} that can be in "
+                f"quarantine{where}. Repair the dataset, or use on_error='skip'."
+            )
+        self.policy = msgspec.structs.replace(self.policy, quarantined=sorted(samples))
+
+    def state(self) -> list[int]:
+        """The quarantined samples, ascending."""
+        return list(self.policy.quarantined)
+
+    def load_state(self, samples: Any) -> None:
+        """Take quarantined samples from a saved state.
+
+        Raises:
+            StateError: it is no list of sample indices, or too long.
+        """
+        fit = isinstance(samples, list) and all(type(one) is int and one >= 0 for one in samples)
+        if not fit or len(samples) > MAX_QUARANTINED:
+            raise StateError(
+                f"the state has no list of at most {MAX_QUARANTINED} quarantined sample indices: {samples!r:.200}"
+            )
+        self.policy = msgspec.structs.replace(self.policy, quarantined=sorted(set(samples)))

@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # torch is pinned here alone: an open range pulls gigabytes of CUDA packages onto machines without a GPU.
 TORCH ?= torch==2.13.0
+DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak
 
-.PHONY: demo test test-all lint venv slurm clean bench-transport bench-overhead
+.PHONY: demo test test-all lint venv slurm clean bench-data
 
 venv: $(VENV)/.ready
 
@@ -37,11 +38,11 @@ test: venv slurm lint
 test-all: venv slurm lint
 	$(BIN)/pytest
 
-bench-transport: venv
-	$(BIN)/python -m benchmarks.transport
+# One benchmark by name, as in `make bench-transport`; all of the data plane one after the other, which takes an hour.
+bench-%: venv
+	$(BIN)/python -m benchmarks.$*
 
-bench-overhead: venv
-	$(BIN)/python -m benchmarks.overhead
+bench-data: $(addprefix bench-,$(DATA_BENCHMARKS))
 
 clean:
 	rm -rf build $(VENV) .venv-*

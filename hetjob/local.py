@@ -39,6 +39,7 @@ class LocalConfig:
         command: the user's program and its arguments.
         data_workers: how many; 0 makes the same batches in the program itself.
         worker_processes: processes of each data worker.
+        worker_threads: threads of each of these processes.
         show_logs: let the dispatcher and the data workers write to this process's output.
     """
 
@@ -46,6 +47,7 @@ class LocalConfig:
     command: tuple[str, ...]
     data_workers: int
     worker_processes: int = 1
+    worker_threads: int = 1
     show_logs: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +56,8 @@ class LocalConfig:
             problems.append(f"--data-workers={self.data_workers}: at least 0")
         if self.worker_processes < 1:
             problems.append(f"--worker-processes={self.worker_processes}: at least 1")
+        if self.worker_threads < 1:
+            problems.append(f"--worker-threads={self.worker_threads}: at least 1")
         if not self.command:
             problems.append("no program: write hetstream run --data-workers=N python train.py")
         if problems:
@@ -67,7 +71,8 @@ class LocalConfig:
     def data_worker_words(self, directory: Path) -> list[str]:
         """A data worker's command."""
         service = f"file:{directory / 'address'}"
-        return [*self.program, "worker", "--service", service, "--processes", str(self.worker_processes)]
+        threads = ["--threads", str(self.worker_threads)] if self.worker_threads > 1 else []
+        return [*self.program, "worker", "--service", service, "--processes", str(self.worker_processes), *threads]
 
 
 @dataclass(frozen=True)

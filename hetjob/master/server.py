@@ -23,6 +23,7 @@ from hetjob.master.state import MasterState, Phase
 from hetjob.ports import Child, SlurmClient
 from hetjob.processes import signals_held, start_child
 from hetjob.service import Service, make_private, read_summary, summary_line
+from mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -134,12 +135,14 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str])
 
 
 def _tidy(job: JobEnvironment) -> None:
-    """Keep the summary and the logs; remove the address file and the journal, which hold the job's keys."""
+    """Keep the summary, the events and the logs; remove the address file and the journal, which hold the job's keys."""
     work_dir = job.work_dir
     summary = read_summary(work_dir)
     if summary:
         (job.directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     log.info("job=%s summary: %s", job.job_id, summary_line(summary))
+    for events in sorted(work_dir.glob(f"{EVENTS_FILE}*")):
+        events.replace(job.directory / events.name)
     job.address_file.unlink(missing_ok=True)
     shutil.rmtree(work_dir, ignore_errors=True)
 

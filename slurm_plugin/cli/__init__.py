@@ -22,6 +22,8 @@ VERBS = {
     "convert": "print the heterogeneous script that an sbatch script becomes",
     "sbatch": "submit an sbatch script as a heterogeneous job",
     "run": "run a training program with local data workers, without Slurm",
+    "top": "show what the data workers and loaders of a running job do",
+    "events": "print what happened in a job, with its causes",
     "dispatcher": "run the dispatcher of a job by hand",
     "worker": "run data workers by hand",
     "master": "run the job master (called by converted scripts)",
@@ -70,5 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of a pipe (`| head`) has enough. Nothing more may be written, not even by Python at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        # A path that the user gave cannot be read or written; an error without a path is a fault of ours.
+        if error.filename is None or args.verbose:
+            raise
+        print(f"hetstream {verb}: {type(error).__name__}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130

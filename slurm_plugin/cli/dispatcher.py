@@ -26,11 +26,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         metavar="FILE",
         help="gets address and keys, mode 0600",
     )
+    parser.add_argument(
+        "--metrics-port",
+        metavar="[HOST:]PORT",
+        help="serve Prometheus metrics there; HOST is 127.0.0.1 where none is given, port 0 finds a free one and the "
+        "log names it (default HETSTREAM_METRICS_PORT, or nowhere)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
+    from mpi_dataworkers.config import metrics_address, metrics_from_environment
     from mpi_dataworkers.dispatcher.server import serve
 
     scheme, _, rest = args.bind.partition("://")
@@ -41,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--bind {args.bind!r}: name the address that trainers and data workers reach, not all of them"
         )
+    metrics = metrics_from_environment()
+    if args.metrics_port is not None:
+        metrics = metrics_address(args.metrics_port, "--metrics-port")
     stopping = False  # not an Event: a second signal inside its lock would wait for itself
 
     def stop(*_: object) -> None:
@@ -49,5 +59,5 @@ def run(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    serve(args.bind, args.work_dir, args.address_file, lambda: stopping)
+    serve(args.bind, args.work_dir, args.address_file, lambda: stopping, metrics)
     return 0

@@ -10,6 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from hetjob.errors import UsageError
 from hetjob.local import LocalConfig, run_local
 from hetjob.service import summary_line
 from mpi_dataworkers.hook import environment
@@ -39,6 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         "--data-workers", type=int, required=True, metavar="N", help="0 makes the same batches in the program itself"
     )
     parser.add_argument("--worker-processes", type=int, default=1, metavar="N", help="of each data worker (default 1)")
+    parser.add_argument("--worker-threads", type=int, default=1, metavar="N", help="of each process (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary of the run")
     parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be started, and stop")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
@@ -53,11 +55,14 @@ def run(args: argparse.Namespace) -> int:
         command=tuple(command),
         data_workers=args.data_workers,
         worker_processes=args.worker_processes,
+        worker_threads=args.worker_threads,
         show_logs=args.verbose,
     )
     if args.dry_run:
         _print_commands(config)
         return 0
+    if args.json and not args.json.parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}; make it first")
     if not args.verbose:
         logging.getLogger("hetjob").setLevel(logging.WARNING)  # the terminal belongs to the program
     result = run_local(config, os.environ, environment)

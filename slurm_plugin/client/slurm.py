@@ -69,6 +69,12 @@ class CommandSlurm:
             raise SlurmCommandError(argv, 0, shown.stdout, shown.stderr, "It shows no NodeAddr. Check: sinfo -N")
         return address[1]
 
+    def working_directory(self, job_id: str) -> Path:
+        """Where a job was submitted, or its `--chdir`; known for as long as squeue shows the job."""
+        argv = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%Z"]
+        shown = run_slurm(argv, env=self._environ, hint="Check: squeue --me").stdout.split("\n")[0]
+        return Path(shown)
+
     def start_step(
         self, options: Sequence[str], command: Sequence[str], log: Path, *, in_background: bool = False
     ) -> Child:

@@ -1,0 +1,106 @@
+"""`hetstream top`: what the data workers and loaders of a running job do."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hetjob.errors import UsageError
+from hetjob.find_service import find_address_file
+from hetjob.top import render
+
+EPILOG = """\
+WAITED is the share of the last seconds in which the training loop waited for data; BUSY the share in which a data
+worker made steps. Waiting trainers with busy data workers want more data workers; waiting trainers with idle ones are
+held up elsewhere.
+
+examples:
+  hetstream top                         the only service of this directory or host
+  hetstream top 8123                    a Slurm job, from where it was submitted or where squeue knows it
+  hetstream top --once --json 8123      for scripts
+"""
+# https://invisible-island.net/xterm/ctlseqs/ctlseqs.html: CUP, EL, ED and DECAWM.
+_HOME, _CLEAR_LINE, _CLEAR_BELOW, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "top",
+        help=summary,
+        description="Show a job's data workers and loaders, again and again until Ctrl-C. Where the output is no "
+        "terminal, once.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_service_arguments(parser)
+    parser.add_argument("--once", action="store_true", help="show it once")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two (default 2)")
+    parser.set_defaults(run=run)
+
+
+def add_service_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that name a service."""
+    parser.add_argument("job", nargs="?", metavar="JOB", help="Slurm job id, or a job's directory")
+    parser.add_argument("--service", metavar="file:FILE", help="address file of a dispatcher (or HETSTREAM_SERVICE)")
+
+
+def address_file_of(args: argparse.Namespace) -> Path:
+    """Address file of the service that these arguments name."""
+    from slurm_plugin.client.slurm import CommandSlurm
+
+    return find_address_file(args.job, args.service, os.environ, Path.cwd(), CommandSlurm().working_directory)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show it until the user has seen enough."""
+    from mpi_dataworkers.status_client import StatusClient, running_service
+
+    if args.interval <= 0:
+        raise UsageError(f"--interval {args.interval:g}: must be more than 0")
+    path = address_file_of(args)
+    terminal = sys.stdout.isatty()
+    once = args.once or not terminal
+    color = terminal and not os.environ.get("NO_COLOR")
+    live = not once and not args.json
+    with StatusClient(running_service(path)) as client, _drawing() if live else contextlib.nullcontext():
+        while True:
+            status = client.fetch()
+            if args.json:
+                print(msgspec.json.encode(status).decode(), flush=True)
+            elif live:
+                _draw(render(status, path.parent.name, color))
+            else:
+                print("\n".join(render(status, path.parent.name, color)))
+            if once:
+                return 0
+            time.sleep(args.interval)
+
+
+@contextlib.contextmanager
+def _drawing() -> Iterator[None]:
+    """A terminal on whose screen tables are drawn: long lines are cut and not wrapped."""
+    print(f"{_NO_WRAP}{_CLEAR}", end="")
+    try:
+        yield
+    finally:
+        print(_WRAP, end="", flush=True)
+
+
+def _draw(lines: Sequence[str]) -> None:
+    """Draw over the table before; a screen that is cleared first would flicker."""
+    height = shutil.get_terminal_size().lines - 1
+    if len(lines) > height:
+        lines = [*lines[: height - 1], f"... {len(lines) - height + 1} more; --once shows all"]
+    text = "".join(f"{line}{_CLEAR_LINE}\n" for line in lines)
+    print(f"{_HOME}{text}{_CLEAR_BELOW}", end="", flush=True)

@@ -24,10 +24,10 @@ SYNTHETIC = harness.ROOT / "build" / "bench" / "synthetic-jpeg"
 
 METRICS = (Metric("images_per_s", "images/s", (ONE, TWO)), Metric("cpu_ms_per_image", "CPU-ms/image", (ONE, TWO)))
 TARGETS = (
-    Target(ONE, HETSTREAM, LOOP, "images_per_s", at_least=0.90),
-    Target(TWO, HETSTREAM, LOOP, "images_per_s", at_least=0.90),
-    Target(ONE, HETSTREAM, LOOP, "cpu_ms_per_image", at_most=1.10),
-    Target(TWO, HETSTREAM, LOOP, "cpu_ms_per_image", at_most=1.10),
+    Target(ONE, HETSTREAM, LOOP, "images_per_s", at_least=0.95),
+    Target(TWO, HETSTREAM, LOOP, "images_per_s", at_least=0.95),
+    Target(ONE, HETSTREAM, LOOP, "cpu_ms_per_image", at_most=1.05),
+    Target(TWO, HETSTREAM, LOOP, "cpu_ms_per_image", at_most=1.05),
 )
 
 

@@ -60,6 +60,24 @@ class Samples(Dataset[torch.Tensor]):
         return self.batches[index]
 
 
+class FinishedBatches(Dataset[torch.Tensor]):
+    """A map-style dataset whose sample is a finished batch, for peers that know no `__getitems__`."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.batches = Batches(shape)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, _index: int) -> torch.Tensor:
+        return self.batches.__getitems__([])
+
+
+def first(samples: list[Batch]) -> Batch:
+    """Collate for `FinishedBatches`: each step asks for one."""
+    return samples[0]
+
+
 def loader_arguments(shape: Sequence[int], collate: bool) -> dict[str, object]:
     """Return the keywords that both loaders get: with `collate` samples and default_collate, else finished batches."""
     if collate:

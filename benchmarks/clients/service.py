@@ -18,7 +18,7 @@ STOP_DEADLINE_S = 20.0
 
 
 @contextlib.contextmanager
-def running(processes: int, cores: set[int]) -> Iterator[str]:
+def running(processes: int, cores: set[int], threads: int = 1) -> Iterator[str]:
     """Yield the `service=` value of a running service whose processes are all pinned to `cores`.
 
     Raises:
@@ -38,7 +38,9 @@ def running(processes: int, cores: set[int]) -> Iterator[str]:
                 if dispatcher.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"hetstream dispatcher wrote no {address.name}: exit code {dispatcher.poll()}")
                 time.sleep(0.02)
-            stack.enter_context(_command("worker", "--service", f"file:{address}", "--processes", processes))
+            if processes:
+                counts = ("--processes", processes, *(("--threads", threads) if threads > 1 else ()))
+                stack.enter_context(_command("worker", "--service", f"file:{address}", *counts))
         finally:
             os.sched_setaffinity(0, own)
         yield f"file:{address}"
@@ -56,14 +58,23 @@ def streaming(loader: Any, processes: int) -> Iterator[Any]:
     """
     with loader:
         batches = iter(loader)
-        deadline = time.monotonic() + START_DEADLINE_S
-        while loader.stats()["num_data_workers"] < processes:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no {processes} data workers within {START_DEADLINE_S:g} s: {loader.stats()}")
-            time.sleep(0.02)
+        wait_for_data_workers(loader, processes)
         yield batches
         if loader.stats()["local_steps"]:
             raise RuntimeError(f"the loader made batches in process: {loader.stats()}")
+
+
+def wait_for_data_workers(loader: Any, processes: int) -> None:
+    """Wait until so many data worker processes can reach the loader.
+
+    Raises:
+        RuntimeError: they did not come in time.
+    """
+    deadline = time.monotonic() + START_DEADLINE_S
+    while loader.stats()["num_data_workers"] < processes:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no {processes} data workers within {START_DEADLINE_S:g} s: {loader.stats()}")
+        time.sleep(0.02)
 
 
 @contextlib.contextmanager

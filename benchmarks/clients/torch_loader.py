@@ -1,9 +1,15 @@
-"""Peer: torch's DataLoader with one worker process: shared memory segments, descriptors over a Unix socket."""
+"""Peers: torch's DataLoader and torchdata's StatefulDataLoader with one worker process, shared memory in between.
+
+Called with `torch` or, in the peers' environment, with `torchdata`.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,13 +23,23 @@ def to_core(core: int, _worker_id: int) -> None:
     os.sched_setaffinity(0, {core})
 
 
+def loader_class(name: str) -> Callable[..., Any]:
+    """The class of the peer."""
+    if name == "torch":
+        return DataLoader
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found,unused-ignore]
+
+    return StatefulDataLoader
+
+
 def main() -> None:
     """Measure every case of the request."""
     request = read_request()
     torch.set_num_threads(1)
+    make_loader = loader_class(sys.argv[1])
     for case, options in request.cases.items():
-        loader: DataLoader[torch.Tensor] = DataLoader(
-            **loader_arguments(options["shape"], options.get("collate", False)),  # type: ignore[arg-type]
+        loader = make_loader(
+            **loader_arguments(options["shape"], options.get("collate", False)),
             num_workers=1,
             worker_init_fn=partial(to_core, request.producer_core),
         )

@@ -175,12 +175,11 @@ def test_the_file_holds_machine_command_versions_and_rows(tmp_path: Path, capsys
 
 
 def test_an_absent_peer_environment_is_a_reason_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "FOLDER", tmp_path / ".venv-peers")
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
     found = peers.environment(make=False)
     assert found.python is None
     assert "no peer environment" in found.missing
-    monkeypatch.setattr(peers, "PINS", ("no such requirement!",))
-    found = peers.environment()
+    found = peers.environment(peers.PeerSet(".venv-peers", ("no such requirement!",)))
     assert found.python is None
     assert "cannot be made: ERROR: Invalid requirement" in found.missing
     assert not (tmp_path / ".venv-peers").exists()

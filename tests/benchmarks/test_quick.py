@@ -27,7 +27,7 @@ def run(name: str, out: Path, systems: str) -> dict[str, dict[str, object]]:
     return {row["system"]: row for row in document["rows"]}
 
 
-@pytest.mark.parametrize("systems", ["memcpy,raw,queue", "torch"])
+@pytest.mark.parametrize("systems", ["memcpy,raw,queue", "torch DataLoader"])
 def test_transport_limits_and_peers(tmp_path: Path, systems: str) -> None:
     rows = run("transport", tmp_path, systems)
     assert rows
@@ -36,13 +36,63 @@ def test_transport_limits_and_peers(tmp_path: Path, systems: str) -> None:
 
 def test_transport_of_hetstream_itself(tmp_path: Path) -> None:
     rows = run("transport", tmp_path, "hetstream,raw TCP")
+    for system in ("hetstream tcp", "hetstream shm"):
+        assert rows[system]["value"] is not None, rows
+        assert rows[system]["note"] == ""
+
+
+def test_leases(tmp_path: Path) -> None:
+    rows = run("leases", tmp_path, "hetstream,CURVE")
+    assert {"hetstream", "CURVE ping-pong", "hetstream / CURVE ping-pong"} <= set(rows)
     assert rows["hetstream"]["value"] is not None, rows
-    assert rows["hetstream"]["note"] == ""
+
+
+@pytest.mark.slow
+def test_tensors(tmp_path: Path) -> None:
+    rows = run("tensors", tmp_path, "hetstream")
+    assert all(row["value"] is not None for row in rows.values()), rows
 
 
 def test_overhead(tmp_path: Path) -> None:
     rows = run("overhead", tmp_path, "in-process,hetstream")
     assert {"in-process loop", "hetstream", "hetstream / in-process loop"} <= set(rows)
+    assert all(row["value"] is not None for row in rows.values()), rows
+
+
+def test_scale(tmp_path: Path) -> None:
+    rows = run("scale", tmp_path, "hetstream")
+    assert {"linear", "hetstream", "hetstream / linear"} <= set(rows)
+    assert all(row["value"] is not None for row in rows.values()), rows
+
+
+def test_threads(tmp_path: Path) -> None:
+    rows = run("threads", tmp_path, "P=1 T=2")
+    assert rows["hetstream P=1 T=2"]["value"] is not None, rows
+    assert rows["hetstream P=1 T=2"]["unit"] == "MB PSS"
+
+
+def test_kill(tmp_path: Path) -> None:
+    rows = run("kill", tmp_path, "hetstream")
+    assert all(row["value"] is not None for row in rows.values()), rows
+    document = json.loads((tmp_path / "kill.json").read_text())
+    found = {row["unit"]: row["value"] for row in document["rows"] if row["system"] == "hetstream"}
+    assert (found["batches lost"], found["batches twice"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_sharing(tmp_path: Path) -> None:
+    rows = run("sharing", tmp_path, "2 jobs")
+    assert rows["2 jobs, shared"]["value"] is not None, rows
+
+
+def test_resume(tmp_path: Path) -> None:
+    rows = run("resume", tmp_path, "in process")
+    assert rows["hetstream in process"]["value"] is not None, rows
+
+
+@pytest.mark.slow
+def test_coordinated(tmp_path: Path) -> None:
+    rows = run("coordinated", tmp_path, "hetstream")
     assert all(row["value"] is not None for row in rows.values()), rows
 
 

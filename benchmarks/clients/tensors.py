@@ -1,0 +1,91 @@
+"""Batches of one or many tensors through hetstream or torch: `tensors hetstream|torch NUMBER_OF_TENSORS`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from benchmarks.clients.prebuilt import BATCH_SIZE, LENGTH, hand_over
+from benchmarks.clients.service import running, streaming
+from benchmarks.clients.window import Meter, Request, read_request
+from mpi_dataworkers import DataLoader
+
+
+class Features(Dataset[Any]):
+    """A map-style dataset whose `__getitems__` returns a finished dict of tensors."""
+
+    def __init__(self, num_bytes: int, count: int) -> None:
+        self.shape = (num_bytes // 4 // count,)
+        self.count = count
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        # New tensors over private memory each time, as a transform makes them; torch would share the old ones.
+        if not hasattr(self, "made"):
+            self.made = [torch.full(self.shape, float(number)).numpy() for number in range(self.count)]
+        return {f"feature{number}": torch.from_numpy(array) for number, array in enumerate(self.made)}
+
+
+def measure(case: str, count: int, batches: Iterator[dict[str, torch.Tensor]], request: Request) -> None:
+    """Receive batches for the window and print the sample."""
+
+    def receive() -> None:
+        batch = next(batches)
+        if len(batch) != count or batch[f"feature{count - 1}"][-1] != count - 1:
+            raise ValueError(f"{case}: not the batch that was sent")
+
+    warm_until = time.monotonic() + request.warmup_s
+    receive()
+    while time.monotonic() < warm_until:
+        receive()
+    meter = Meter({request.client_core, request.producer_core})
+    number, end = 0, time.monotonic() + request.seconds
+    while time.monotonic() < end:
+        receive()
+        number += 1
+    spent = meter.read()
+    sample = {
+        "case": case,
+        "batches_per_s": number / spent.seconds,
+        "cpu_ms_per_batch": (spent.own_cpu_s + spent.children_cpu_s) / number * 1e3,
+        "other_load": spent.other_load,
+    }
+    print(json.dumps(sample), flush=True)
+
+
+def main() -> None:
+    """Measure every case of the request."""
+    request = read_request()
+    count = int(sys.argv[2])
+    torch.set_num_threads(1)
+    os.environ["HETSTREAM_TRANSPORT"] = "tcp"
+    for number, (case, options) in enumerate(request.cases.items()):
+        arguments: dict[str, Any] = {
+            "dataset": Features(options["num_bytes"], count),
+            "batch_size": BATCH_SIZE,
+            "collate_fn": hand_over,
+        }
+        if sys.argv[1] == "torch":
+            os.sched_setaffinity(0, {request.producer_core})
+            batches = iter(torch.utils.data.DataLoader(**arguments, num_workers=1))
+            os.sched_setaffinity(0, {request.client_core})
+            measure(case, count, batches, request)
+            del batches
+            continue
+        with running(processes=1, cores={request.producer_core}) as service:
+            loader = DataLoader(**arguments, service=service, job_name=f"tensors-{number}")
+            with streaming(loader, processes=1) as streamed:
+                measure(case, count, streamed, request)
+
+
+if __name__ == "__main__":
+    main()

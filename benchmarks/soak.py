@@ -1,0 +1,245 @@
+"""`make bench-soak`: a million small batches while data workers, the dispatcher and the trainer are killed at random.
+
+Prints what was lost, given twice or wrong, and what leaked: memory of each kind of process, descriptors, files in
+/dev/shm, processes. Ends with code 1 unless the ledger is exact and nothing is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import harness
+
+EPOCHS = 10
+SAMPLE_EVERY_S = 1.0
+# How long a process must have lived for the slope of its memory to mean anything.
+_SETTLED_SAMPLES = 8
+_ROLES = ("data worker process", "data worker process", "whole data worker", "dispatcher", "trainer")
+
+
+@dataclass
+class Usage:
+    """Memory and descriptors of one process over time.
+
+    Attributes:
+        role: what it is.
+        batches: batches that the run had delivered at each sample.
+        rss_bytes: resident memory at each sample.
+        descriptors: open descriptors at each sample.
+    """
+
+    role: str
+    batches: list[int] = field(default_factory=list)
+    rss_bytes: list[int] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+
+    def slope(self) -> float:
+        """Growth of the second half of its life, MiB for 100,000 batches."""
+        half = len(self.batches) // 2
+        done = np.array(self.batches[half:], dtype=np.float64)
+        held = np.array(self.rss_bytes[half:], dtype=np.float64)
+        if np.ptp(done) == 0:
+            return 0.0
+        return float(np.polyfit(done, held, 1)[0]) * 1e5 / 2**20
+
+
+@dataclass
+class Soak:
+    """The processes of one run."""
+
+    folder: Path
+    batches: int
+    workers: int
+    chance: random.Random
+    commands: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    usage: dict[int, Usage] = field(default_factory=dict)
+    kills: Counter[str] = field(default_factory=Counter)
+    starts: Counter[str] = field(default_factory=Counter)
+
+    def start(self, name: str) -> None:
+        """Start a process of the run, in the run's own session, with a log file."""
+        address = self.folder / "address"
+        work = ["--work-dir", f"{self.folder}/work", "--address-file", str(address)]
+        words = {
+            "dispatcher": ["dispatcher", "--bind", "tcp://127.0.0.1:0", *work],
+            "trainer": [str(self.folder), f"file:{address}", str(self.batches // EPOCHS), str(EPOCHS)],
+        }.get(name, ["worker", "--service", f"file:{address}", "--processes", "1"])
+        program = ["-m", "benchmarks.clients.soak"] if name == "trainer" else ["-m", "slurm_plugin.cli"]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            command = [sys.executable, *program, *words]
+            self.commands[name] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        self.starts[name] += 1
+
+    def keep_alive(self) -> None:
+        """Start again what has died, as a job master does."""
+        for name, process in list(self.commands.items()):
+            if name != "trainer" and process.poll() is not None:
+                self.start(name)
+
+    def processes(self) -> Iterator[tuple[str, int]]:
+        """The living processes that do the work: role and process id."""
+        yield "dispatcher", self.commands["dispatcher"].pid
+        for name, process in self.commands.items():
+            if name.startswith("worker"):
+                yield from (("data worker process", pid) for pid in _children(process.pid))
+        yield from (("trainer", pid) for pid in _children(self.commands["trainer"].pid))
+
+    def kill_one(self) -> None:
+        """Kill one process of a random role."""
+        role = self.chance.choice(_ROLES)
+        if role == "whole data worker":
+            names = [name for name in self.commands if name.startswith("worker")]
+            pids = [self.commands[self.chance.choice(names)].pid]
+        else:
+            pids = [pid for one, pid in self.processes() if one == role]
+        if pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.chance.choice(pids), signal.SIGKILL)
+                self.kills[role] += 1
+
+    def measure(self, done: int) -> None:
+        """Note memory and descriptors of each process."""
+        for role, pid in self.processes():
+            try:
+                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+            except OSError:
+                continue
+            one = self.usage.setdefault(pid, Usage(role))
+            one.batches.append(done)
+            one.rss_bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+            one.descriptors.append(descriptors)
+
+    def end(self) -> None:
+        """End what still runs, in order, then by force."""
+        for process in self.commands.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self.commands.values():
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        deadline = time.monotonic() + harness.TEARDOWN_GRACE_S
+        while _of_run(self.folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _of_run(folder: Path) -> list[str]:
+    """Living processes whose command line names a file of the run's folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f"{folder}/".encode() in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+    return found
+
+
+def run(folder: Path, args: argparse.Namespace) -> dict[str, object]:
+    """Run the soak; what it found, as plain values."""
+    total = args.batches // EPOCHS * EPOCHS
+    counts = np.memmap(folder / "counts", dtype=np.uint8, mode="w+", shape=(total,))
+    position = np.memmap(folder / "position", dtype=np.int64, mode="w+", shape=(1,))
+    soak = Soak(folder, args.batches, args.workers, random.Random(args.seed))
+    started = time.monotonic()
+    for name in ("dispatcher", "trainer", *(f"worker{number}" for number in range(args.workers))):
+        soak.start(name)
+    due = sorted(soak.chance.randrange(total // 50, total - total // 50) for _ in range(args.kills))
+    next_sample, stuck_at, stuck_since = started, -1, started
+    try:
+        while soak.commands["trainer"].poll() is None:
+            now, done = time.monotonic(), int(position[0])
+            soak.keep_alive()
+            if now >= next_sample:
+                soak.measure(done)
+                next_sample = now + SAMPLE_EVERY_S
+            if due and done >= due[0]:
+                due.pop(0)
+                soak.kill_one()
+            if done != stuck_at:
+                stuck_at, stuck_since = done, now
+            elif now - stuck_since > args.patience:
+                raise RuntimeError(f"no batch for {args.patience:g} s at step {done}: see the logs in {folder}")
+            time.sleep(0.01)
+        seconds = time.monotonic() - started
+    finally:
+        soak.end()
+    errors = (folder / "errors").read_text().splitlines() if (folder / "errors").exists() else []
+    slopes: dict[str, float] = {}
+    growth: dict[str, int] = {}
+    # Of the process of each role that lived longest: the others are still warming up.
+    for one in sorted(soak.usage.values(), key=lambda one: len(one.batches)):
+        if len(one.batches) >= _SETTLED_SAMPLES:
+            slopes[one.role] = one.slope()
+            half = one.descriptors[len(one.descriptors) // 2 :]
+            growth[one.role] = half[-1] - half[0]
+    return {
+        "batches": total,
+        "seconds": round(seconds, 1),
+        "batches_per_s": round(total / seconds),
+        "kills": dict(soak.kills),
+        "trainer_exit_code": soak.commands["trainer"].returncode,
+        "lost": int(np.count_nonzero(counts == 0)),
+        "given_twice": int(np.count_nonzero(counts > 1)),
+        "wrong_or_misplaced": errors[:10],
+        "rss_slope_mib_per_100k_batches": {role: round(slope, 2) for role, slope in slopes.items()},
+        "descriptor_growth": growth,
+        "shared_memory_left": [name for name in os.listdir("/dev/shm") if "hetstream" in name],
+        "processes_left": _of_run(folder),
+    }
+
+
+def is_clean(found: dict[str, object]) -> bool:
+    """Whether the ledger is exact and nothing was left behind."""
+    empty = ("lost", "given_twice", "wrong_or_misplaced", "shared_memory_left", "processes_left", "trainer_exit_code")
+    return not any(found[key] for key in empty)
+
+
+def main() -> int:
+    """Run the soak from the command line."""
+    parser = argparse.ArgumentParser(description="Soak: small batches under random kills; ledger and leaks.")
+    parser.add_argument("--batches", type=int, default=1_000_000, help=f"in all, over {EPOCHS} epochs")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--workers", type=int, default=2, help="data workers of one process each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds without a batch that end the run")
+    parser.add_argument("--folder", type=Path, help="for the logs and the ledger; a temporary one is removed")
+    parser.add_argument("--out", type=Path, default=harness.ROOT / "build" / "bench" / "soak.json")
+    args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hetstream-soak-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        found = run(folder, args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    for key, value in found.items():
+        sys.stdout.write(f"{key:32} {value}\n")
+    sys.stdout.write("exact and clean\n" if is_clean(found) else "FAILED\n")
+    return 0 if is_clean(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

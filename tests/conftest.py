@@ -197,10 +197,10 @@ def _no_leaks(_resource_tracker: None) -> Iterator[None]:
     """Fail a test that leaves a thread, child process, file descriptor or shared memory behind."""
     before = _holdings()
     yield
-    deadline = time.monotonic() + LEAK_GRACE_S
     leaked = _holdings().beyond(before)
     if leaked:
-        gc.collect()
+        gc.collect()  # may itself wait for processes that are on their way out
+    deadline = time.monotonic() + LEAK_GRACE_S
     while leaked and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL_S)
         leaked = _holdings().beyond(before)

@@ -24,6 +24,8 @@ HOMES = {
     "h5py": ("mpi_dataworkers/sources/",),
     "PIL": ("mpi_dataworkers/sources/",),
     "horovod": ("mpi_dataworkers/horovod.py",),
+    "prometheus_client": ("mpi_dataworkers/dispatcher/metrics.py",),
+    "zstandard": ("mpi_dataworkers/transports/compression.py",),
     "sqlite3": ("mpi_dataworkers/dispatcher/journal.py",),
 }
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

@@ -45,3 +45,11 @@ def test_the_tests_that_failure_modes_names_exist() -> None:
         assert f"def {name}(" in tests, name
     for path in re.findall(r"`(tests/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_the_tests_that_a_document_names_by_file_exist(path: Path) -> None:
+    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", path.read_text())
+    missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
+    assert missing == []
+    assert len(named) > 100 or path.name != "acceptance.md"

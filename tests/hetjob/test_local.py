@@ -76,6 +76,30 @@ def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.startswith("hetstream run: UsageError: ")
 
 
+def test_a_summary_that_cannot_be_written_is_told_before_the_program_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = tmp_path / "started"
+    assert main(["run", "--data-workers", "0", "--json", f"{tmp_path}/none/x.json", "touch", str(started)]) == 2
+    assert f"there is no directory {tmp_path}/none" in capsys.readouterr().err
+    assert not started.exists()
+
+
+def test_an_address_of_another_host_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--bind", "tcp://192.0.2.1:0", "--work-dir", str(tmp_path), "--address-file", f"{tmp_path}/address"]
+    assert main(["dispatcher", *words]) == 1
+    assert "cannot bind tcp://192.0.2.1:0: Cannot assign requested address" in (said := capsys.readouterr().err)
+    assert said.endswith("This host's addresses: ip -brief address\n")
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    words = ["--bind", "tcp://127.0.0.1:0", "--work-dir", f"{tmp_path}/file/work", "--address-file", "address"]
+    assert main(["dispatcher", *words]) == 1
+    said = capsys.readouterr().err
+    assert said == f"hetstream dispatcher: NotADirectoryError: {tmp_path}/file/work: Not a directory\n"
+
+
 def test_the_trainer_never_waited_longer_than_it_ran() -> None:
     loaders = [{"wait_s": 2.1, "elapsed_s": 2.0}, {"wait_s": 3.0, "elapsed_s": 3.0}]
     assert "trainer waited 100% of the time" in summary_line({"loaders": loaders})

@@ -45,8 +45,8 @@ class Service:
         self.dispatcher.kill()
         self.dispatcher.wait()
 
-    def start_workers(self, processes: int = 1) -> subprocess.Popen[bytes]:
-        worker = self._start("worker.log", "worker", "--service", self.name, "--processes", str(processes))
+    def start_workers(self, processes: int = 1, *options: str) -> subprocess.Popen[bytes]:
+        worker = self._start("worker.log", "worker", "--service", self.name, "--processes", str(processes), *options)
         self.workers.append(worker)
         registered = self.log("dispatcher").count("registered") + processes
         deadline = time.monotonic() + 30
@@ -65,8 +65,15 @@ class Service:
         if self.dispatcher is not None and self.dispatcher.poll() is None:
             self.dispatcher.send_signal(signal.SIGTERM)
         try:
-            for one in everything:
-                one.wait(timeout=15)
+            if self.dispatcher is not None:
+                self.dispatcher.wait(timeout=15)
+            for one in self.workers:
+                try:
+                    one.wait(timeout=5)
+                except subprocess.TimeoutExpired:
+                    # Not connected when the service ended, a process that was just replaced say: it was not told.
+                    one.send_signal(signal.SIGTERM)
+                    one.wait(timeout=15)
         finally:
             for one in everything:
                 one.kill()
@@ -82,6 +89,16 @@ def service(tmp_path: Path) -> Iterator[Service]:
     if running.dispatcher is not None and running.dispatcher.poll() is not None:
         for one in running.workers:
             one.send_signal(signal.SIGTERM)
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with three data workers, for a module's tests that hurt none of them."""
+    running = Service(tmp_path_factory.mktemp("three"))
+    running.start_dispatcher()
+    running.start_workers(3)
+    yield running
     running.stop()
 
 

@@ -1,4 +1,4 @@
-"""Bytes of messages: round trips, golden bytes of protocol version 1, and everything that must be refused."""
+"""Bytes of messages: round trips, golden bytes of protocol version 2, and everything that must be refused."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpi_dataworkers import messages
-from mpi_dataworkers.codec import FUSE_BELOW_BYTES, decode, encode, fuse, split
+from mpi_dataworkers.codec import FUSE_BELOW_BYTES, chop, decode, encode, fuse, join, split
 from mpi_dataworkers.errors import ProtocolError
 
-GOLDEN = bytes.fromhex("4845540183a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
+GOLDEN = bytes.fromhex("4845540283a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
 
 
 def examples() -> list[messages.Message]:
     """One message of every type, with every field filled by its type's plainest value."""
     order = messages.PlannedOrder(10, 2, 1, 0, False, True, 3)
-    session = messages.Session("s", "d", 1, 2, order, "tcp://h:1")
+    session = messages.Session("s", "d", 1, 2, order, ["tcp://h:1"])
     steps = messages.StepList(0, b"\1\0\0\0", b"\0" * 8)
+    failure = messages.Failure(-1, ("builtins", "ValueError"), "why", "trace", "h", 5)
     stats = messages.LoaderStats(1, 2, 3, 4, 0.5, 0.25, 6, 7)
     return [
         messages.RegisterConsumer("job", 0, 1, 2, "h", 3, "d", {"dataset": "A"}),
@@ -33,26 +34,47 @@ def examples() -> list[messages.Message]:
         messages.ConsumerRegistered(True, 2),
         messages.Membership(3),
         messages.LeaseRevoked("s", 4),
+        messages.StepsLost("s", 1, -1),
         messages.RegisterWorker("h", 5, "", [messages.HeldLease(1, "s", 2, 3)]),
         messages.WorkerHeartbeat([1, 2]),
         messages.FinishLease(257, 0.5),
         messages.FailLease(1, "why"),
         messages.FetchDefinition("d"),
+        messages.EndOfShard("s", 3, 1),
+        messages.Draining([(1, 5)]),
         messages.LeaveWorker(),
         messages.WorkerRegistered(1),
         messages.GrantLease(1, session, 2, 3, None),
+        messages.TrimLease(1, 5),
+        messages.DrainWorker(),
         messages.RevokeLease(1, "s", True, "why"),
         messages.CloseSession("s"),
         messages.Definition("d", [], "/", b"blob"),
         messages.Alive(),
         messages.UnknownPeer(),
+        messages.RequestStatus(),
+        messages.Status(
+            1,
+            2.0,
+            [messages.DataWorkerStatus(0, "h", 5, "idle", 0, 3, 1.5, 0.5, 0, 9.0, 0.1)],
+            [messages.LoaderStatus("job", 0, 1, 2, "h", 3, 0, 4, -1, 1, 8, 1, 1.5, 99.0, 0.25, stats)],
+            1,
+            0,
+            3,
+            0,
+            1.5,
+        ),
         messages.Refused("ServiceError", "why"),
         messages.ShutDown(),
-        messages.Hello("w", b"n"),
+        messages.Hello("w", "tcp://h:1", b"n"),
         messages.Challenge(b"n", b"p"),
         messages.Proof(b"p"),
+        messages.Compressed([-1, 5]),
         messages.Batch("s", 1, 2, 3, b"spec", [(0, 0, 4)]),
-        messages.BatchFailed("s", 1, 2, ("builtins", "ValueError"), "why", "trace", -1),
+        messages.Batches([messages.Batch("s", 1, 2, 3, b"spec", [(0, 0, 4)])]),
+        messages.BatchFailed("s", 1, failure),
+        messages.FailStep(1, 2, failure),
+        messages.RegisterWorker("h", 5, "w", [], messages.Fate("ended with code 7", "s", 1, 2, failure)),
     ]
 
 
@@ -65,7 +87,7 @@ def test_round_trip(message: messages.Message) -> None:
     assert decode(encode(message)) == message
 
 
-def test_golden_bytes_of_version_1() -> None:
+def test_golden_bytes_of_version_2() -> None:
     assert encode(messages.FinishLease(257, 0.5)) == GOLDEN
     assert decode(GOLDEN) == messages.FinishLease(257, 0.5)
 
@@ -79,7 +101,7 @@ def test_every_truncation_is_refused(message: messages.Message) -> None:
 
 
 def test_another_protocol_version_is_refused_by_name() -> None:
-    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 1\. Install the same"):
+    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 2\. Install the same"):
         decode(b"HET\x09" + GOLDEN[4:])
 
 
@@ -105,6 +127,21 @@ def test_fuse_and_split_are_inverse(sizes: list[int]) -> None:
     frames, places = fuse(buffers)
     assert [bytes(view) for view in split([memoryview(frame) for frame in frames], places)] == buffers
     assert len(frames) <= 1 + sum(size >= FUSE_BELOW_BYTES for size in sizes)
+
+
+@given(st.lists(st.integers(0, 40), max_size=8))
+def test_chop_and_join_are_inverse(sizes: list[int]) -> None:
+    frames = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+    pieces = chop(frames, 10)
+    assert all(memoryview(piece).nbytes <= 10 for piece in pieces)
+    assert [bytes(frame) for frame in join([memoryview(piece) for piece in pieces], 10)] == frames
+    if pieces and len(pieces[-1]) == 10:
+        raise AssertionError("the end of a message is never open")
+
+
+def test_a_message_that_ends_inside_a_frame_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="inside a frame, after 2 pieces"):
+        join([memoryview(b"a"), memoryview(bytes(10))], 10)
 
 
 def test_large_buffers_are_not_copied() -> None:

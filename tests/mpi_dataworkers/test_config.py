@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mpi_dataworkers.config import buffer_bytes_from_environment, identity_from_environment, service_from_environment
+from mpi_dataworkers.config import (
+    RAILS,
+    buffer_bytes_from_environment,
+    compression_from_environment,
+    identity_from_environment,
+    rails_from_environment,
+    service_from_environment,
+)
 from mpi_dataworkers.errors import ConfigError
 
 STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
@@ -50,3 +57,25 @@ def test_buffer_and_service() -> None:
     with pytest.raises(ConfigError, match="must be positive"):
         buffer_bytes_from_environment({"HETSTREAM_BUFFER_BYTES": "0"})
     assert service_from_environment({"HETSTREAM_SERVICE": ""}) is None
+
+
+def test_rails() -> None:
+    assert rails_from_environment({}) == rails_from_environment({"HETSTREAM_TRANSPORT": ""}) == set(RAILS)
+    assert rails_from_environment({"HETSTREAM_TRANSPORT": "tcp"}) == {"tcp"}
+    assert rails_from_environment({"HETSTREAM_TRANSPORT": "shm, tcp"}) == {"shm", "tcp"}
+    with pytest.raises(ConfigError, match=r"'tcp,rdma,': 'rdma', '' is no rail; the rails are mpi, shm, "):
+        rails_from_environment({"HETSTREAM_TRANSPORT": "tcp,rdma,"})
+
+
+def test_compression() -> None:
+    assert not compression_from_environment({})
+    assert not compression_from_environment({"HETSTREAM_COMPRESSION": "none"})
+    with pytest.raises(ConfigError, match="HETSTREAM_COMPRESSION='gzip': must be none or zstd"):
+        compression_from_environment({"HETSTREAM_COMPRESSION": "gzip"})
+
+
+def test_data_workers_in_the_trainers_step_are_no_trainers() -> None:
+    step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "6", "SLURM_NTASKS_HET_GROUP_0": "2"}
+    assert identity_from_environment(None, "x", step).world_size == 6
+    by_mpi = identity_from_environment(None, "x", step | {"HETSTREAM_TRANSPORT": "mpi,tcp"})
+    assert (by_mpi.rank, by_mpi.world_size) == (1, 2)

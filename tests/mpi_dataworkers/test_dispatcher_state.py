@@ -5,23 +5,29 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 from mpi_dataworkers.dispatcher import state as rules
-from mpi_dataworkers.dispatcher.state import (
-    DispatcherState,
+from mpi_dataworkers.dispatcher.records import (
     ForgetDefinition,
+    ForgetWorker,
     Instruction,
+    Lease,
     LeaseStatus,
     RememberDefinition,
     RememberStats,
+    RememberWorker,
     Send,
 )
+from mpi_dataworkers.dispatcher.state import DispatcherState
 from mpi_dataworkers.messages import (
     CloseEpoch,
     CloseSession,
     ConsumerRegistered,
     Definition,
+    Draining,
+    DrainWorker,
     ExtendEpoch,
     FailLease,
     FetchDefinition,
@@ -29,8 +35,10 @@ from mpi_dataworkers.messages import (
     GrantLease,
     HeldLease,
     LeaseRevoked,
+    LeaveConsumer,
     LeaveWorker,
     ListedOrder,
+    LoaderHeartbeat,
     LoaderStats,
     Membership,
     Message,
@@ -44,6 +52,7 @@ from mpi_dataworkers.messages import (
     RevokeLease,
     Session,
     StepList,
+    TrimLease,
     UnknownPeer,
     WorkerHeartbeat,
 )
@@ -58,7 +67,7 @@ def planned(steps: int) -> PlannedOrder:
 
 
 def session(steps: int = 100, session_id: str = "s") -> Session:
-    return Session(session_id, "d", 0, 0, planned(steps), "tcp://loader:1")
+    return Session(session_id, "d", 0, 0, planned(steps), ["tcp://loader:1"])
 
 
 def consumer(rank: int = 0, **description: str) -> RegisterConsumer:
@@ -171,7 +180,7 @@ def test_a_report_of_another_workers_lease_changes_nothing() -> None:
 
 
 def test_lease_size_follows_the_measured_time_of_a_step() -> None:
-    state = ready_state(steps=1000, window=256)
+    state = ready_state(steps=4000, window=1024)
     for _ in range(3):
         lease = next(one for one in state.leases.values() if one.status is LeaseStatus.ACTIVE)
         state.handle("w0", FinishLease(lease.token, 0.0001 * (lease.stop - lease.first)), 1.0)
@@ -183,7 +192,7 @@ def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
     state = DispatcherState(1, 0.0)
     state.handle(LOADER, consumer(), 0.0)
     state.handle("w0", RegisterWorker("host", 0, "", []), 0.0)
-    listed = Session("s", "d", 0, 0, ListedOrder(True), "tcp://loader:1")
+    listed = Session("s", "d", 0, 0, ListedOrder(True), ["tcp://loader:1"])
     assert not sent(state.handle(LOADER, OpenEpoch(listed, -1, 0, [], 8, None), 0.0), GrantLease)
     indices = [value.to_bytes(8, "little") for value in (7, 9, 4)]
     steps = StepList(0, (2).to_bytes(4, "little") + (1).to_bytes(4, "little"), b"".join(indices))
@@ -228,7 +237,7 @@ def test_a_rank_started_twice_supersedes_the_older_process() -> None:
 
 
 def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_steps_again() -> None:
-    state = DispatcherState(2, 100.0)
+    state = DispatcherState(2, 100.0, {"w0", "w1"})
     assert state.handle(LOADER, ReportProgress("s", 3, [], 8, STATS), 100.1) == [Send(LOADER, UnknownPeer())]
     held = HeldLease((1 << 32) + 5, "s", 4, 6)
     state.handle("w0", RegisterWorker("host", 0, "", [held]), 100.2)
@@ -237,11 +246,126 @@ def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_ste
     assert not sent(out, GrantLease)
     state.validate()
     assert state.sessions["s"].requeued == [3]
-    state.handle("w0", WorkerHeartbeat([held.token]), 101.0)
     out = state.tick(100.1 + rules.RECOVERY_GRACE_S)
+    assert ForgetWorker("w1") in out, "it did not come back"
     grants = [message for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
     assert grants[0].first_step == 3, "the step that the trainer waits for comes first"
     assert all(grant.token >> 32 == 2 for grant in grants)
+    state.validate()
+
+
+def test_a_restarted_dispatcher_leases_as_soon_as_all_workers_of_before_are_back() -> None:
+    state = DispatcherState(2, 100.0, {"w0", "w1", "dead"})
+    state.handle(LOADER, consumer(), 100.0)
+    state.handle(LOADER, OpenEpoch(session(100), 100, 3, [], 8, None), 100.0)
+    assert RememberWorker("w0") in state.handle("w0", RegisterWorker("host", 0, "", []), 100.01)
+    assert not state.leases
+    state.handle("w2", RegisterWorker("host", 2, "dead", []), 100.01)
+    held = HeldLease((1 << 32) + 5, "s", 3, 5)
+    out = state.handle("w1", RegisterWorker("host", 1, "", [held]), 100.02)
+    assert not sent(out, RevokeLease)
+    assert leased_steps(state)[:4] == [3, 4, 5, 6]
+    state.validate()
+
+
+def test_a_lease_is_as_long_as_its_own_worker_is_fast() -> None:
+    state = ready_state(steps=10_000, window=2000, workers=2)
+    for number in range(40):
+        for worker, step_s in (("w0", 0.001), ("w1", 0.01)):
+            token = min(state.workers[worker].tokens)
+            lease = state.leases[token]
+            state.handle(worker, FinishLease(token, step_s * (lease.stop - lease.first)), 0.01 * number)
+    sizes = {
+        worker: {lease.stop - lease.first for lease in state.leases.values() if lease.worker == worker}
+        for worker in ("w0", "w1")
+    }
+    assert max(sizes["w0"]) == 20
+    assert max(sizes["w1"]) <= 2
+
+
+def busy_and_idle(idle_step_s: float = 0.001) -> tuple[DispatcherState, Lease]:
+    """w0 was fast, got a lease of 20 steps, and became slow; w1 has nothing to do."""
+    state = ready_state(steps=1, workers=2)
+    state.handle(LOADER, CloseEpoch("s", 1, STATS), 0.0)
+    for worker in ("w0", "w1"):
+        state._begin_drain(worker, "a test wants it")
+    state.handle(LOADER, OpenEpoch(session(20), 20, 0, [], 64, None), 0.0)
+    record = state.sessions["s"]
+    record.frontier = 20
+    for worker, step_s in (("w0", 0.001), ("w1", idle_step_s)):
+        state.workers[worker].draining = False
+        state._note_load(worker)
+        state.workers[worker].step_s["s"] = step_s
+    state._grant_steps("w0", record, range(20), 1.0)
+    return state, next(iter(state.leases.values()))
+
+
+def test_an_idle_worker_takes_the_rest_of_a_slow_workers_lease() -> None:
+    state, lease = busy_and_idle()
+    assert not sent(state.tick(1.1), TrimLease), "it may only be that the loader has not reported"
+    out = state.handle(LOADER, ReportProgress("s", 2, [], 64, STATS), 2.0)
+    ((victim, trim),) = sent(out, TrimLease)
+    ((thief, grant),) = sent(out, GrantLease)
+    assert (victim, thief) == ("w0", "w1")
+    assert isinstance(trim, TrimLease)
+    assert isinstance(grant, GrantLease)
+    assert (trim.token, trim.stop_step, grant.first_step, grant.stop_step) == (lease.token, 4, 4, 20), (
+        "it is thought to be at step 3"
+    )
+    assert not sent(out, LeaseRevoked), "what the slow worker made of it is as good as any"
+    state.validate()
+    assert not sent(state.tick(2.2), TrimLease), "nothing is taken back and forth"
+    state.handle("w0", FinishLease(lease.token, 2.0), 2.3)
+    assert state.workers["w0"].step_s["s"] == 0.001, "a lease that was cut tells nothing of the speed"
+
+
+def test_a_slow_or_unmeasured_worker_does_not_take_what_is_done_sooner_where_it_is() -> None:
+    state, _ = busy_and_idle(idle_step_s=60.0)
+    assert not sent(state.handle(LOADER, ReportProgress("s", 18, [], 64, STATS), 2.0), TrimLease)
+    state, _ = busy_and_idle()
+    del state.workers["w1"].step_s["s"]
+    assert not sent(state.handle(LOADER, ReportProgress("s", 17, [], 64, STATS), 1.3), TrimLease)
+
+
+def test_a_lease_that_waits_behind_a_long_step_goes_whole_to_an_idle_worker() -> None:
+    state = ready_state(steps=2, workers=1)
+    first, second = sorted(state.leases.values(), key=lambda lease: lease.first)
+    out = state.handle("w1", RegisterWorker("host", 1, "", []), 3.0)
+    assert sent(out, TrimLease) == [("w0", TrimLease(second.token, second.first))]
+    assert second.token not in state.leases
+    assert first.token in state.leases
+    assert leased_steps(state) == [0, 1]
+    state.validate()
+
+
+def test_a_drained_worker_loses_nothing_that_it_made() -> None:
+    state = ready_state(steps=400, workers=1, window=400)
+    for _ in range(6):
+        token = min(state.workers["w0"].tokens)
+        lease = state.leases[token]
+        state.handle("w0", FinishLease(token, 0.002 * (lease.stop - lease.first)), 0.1)
+    at, waiting = (state.leases[token] for token in sorted(state.workers["w0"].tokens))
+    assert at.stop - at.first > 2
+    (order,) = state.drain("w0", 1.0)
+    assert order == Send("w0", DrainWorker())
+    assert state.drain("w0", 1.0) == []
+    stop = at.first + 2
+    out = state.handle("w0", Draining([(at.token, stop)]), 1.1)
+    assert not sent(out, GrantLease)
+    assert not sent(out, LeaseRevoked)
+    state.validate()
+    assert state.sessions["s"].requeued == list(range(stop, waiting.stop))
+    state.handle("w1", RegisterWorker("host", 1, "", []), 1.1)
+    state.handle("w0", FinishLease(at.token, 0.004), 1.2)
+    out = state.handle("w0", LeaveWorker(), 1.2)
+    assert not sent(out, LeaseRevoked), "what it sent is on its way"
+    assert at.token in state.leases
+    for now in (2.0, 4.0, 6.0, 8.0):
+        state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), now)
+        state.handle(LOADER, ReportProgress("s", 0, [], 400, STATS), now)
+    out = state.tick(8.0)
+    revoked = [message.token for _, message in sent(out, LeaseRevoked) if isinstance(message, LeaseRevoked)]
+    assert at.token in revoked, "it never came"
     state.validate()
 
 
@@ -266,7 +390,7 @@ def test_two_passes_share_the_workers_by_need() -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
-    """Workers join, die, stop and continue, messages and batches are lost, the dispatcher restarts: no step is lost."""
+    """Workers join, die, drain, stop, go on and steal, messages and batches get lost, the dispatcher restarts."""
     chance = random.Random(seed)
     steps, window, now = chance.randint(1, 60), chance.randint(1, 12), 0.0
     state, incarnation = DispatcherState(1, now), 1
@@ -274,13 +398,26 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
     mailbox: dict[str, list[GrantLease]] = {}  # living workers and the leases they hold
     frozen: dict[str, list[GrantLease]] = {}  # stopped workers
     names = iter(range(10_000))
+    journal: set[str] = set()  # workers that a restarted dispatcher waits for
 
     def deliver(instructions: list[Instruction]) -> None:
         for one in instructions:
+            if isinstance(one, RememberWorker):
+                journal.add(one.peer)
+            elif isinstance(one, ForgetWorker):
+                journal.discard(one.peer)
             if not isinstance(one, Send):
                 continue
             message = one.message
-            if isinstance(message, GrantLease) and one.peer in mailbox and chance.random() > 0.05:
+            if isinstance(message, TrimLease) and one.peer in mailbox and chance.random() > 0.05:
+                trimmed = [
+                    msgspec.structs.replace(lease, stop_step=min(lease.stop_step, message.stop_step))
+                    if lease.token == message.token
+                    else lease
+                    for lease in mailbox[one.peer]
+                ]
+                mailbox[one.peer] = [lease for lease in trimmed if lease.stop_step > lease.first_step]
+            elif isinstance(message, GrantLease) and one.peer in mailbox and chance.random() > 0.05:
                 mailbox[one.peer].append(message)
             elif isinstance(message, RevokeLease) and one.peer in mailbox:
                 mailbox[one.peer] = [lease for lease in mailbox[one.peer] if lease.token != message.token]
@@ -298,13 +435,25 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
             held = [HeldLease(one.token, "s", one.first_step, one.stop_step) for one in mailbox[peer]]
             deliver(state.handle(peer, RegisterWorker("host", 0, "", held), now))
 
-    def work(peer: str) -> None:
+    def work(peer: str, stop: int | None = None) -> None:
         lease = mailbox[peer].pop(0)
-        for step in range(lease.first_step, lease.stop_step):
+        for step in range(lease.first_step, stop or lease.stop_step):
             arrives = chance.random() > 0.1
             if arrives and buffer.wants(step, lease.token):
                 buffer.put(step, step)
-        deliver(state.handle(peer, FinishLease(lease.token, 0.01), now))
+        deliver(state.handle(peer, FinishLease(lease.token, chance.choice((0.001, 0.1, 2.0))), now))
+
+    def drain(peer: str) -> None:
+        if chance.random() < 0.5:
+            deliver(state.drain(peer, now))
+        if mailbox[peer]:
+            lease = mailbox[peer][0]
+            stop = chance.randint(lease.first_step + 1, lease.stop_step)
+            deliver(state.handle(peer, Draining([(lease.token, stop)]), now))
+            if mailbox[peer]:  # else it was told to register again, and lost the lease
+                work(peer, stop)
+        deliver(state.handle(peer, LeaveWorker(), now))
+        del mailbox[peer]
 
     say_hello(LOADER)
     for _ in range(3000):
@@ -327,7 +476,9 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
             mailbox[name] = frozen.pop(name)
         elif event < 0.13:
             incarnation += 1
-            state = DispatcherState(incarnation, now)
+            state = DispatcherState(incarnation, now, set(journal))
+        elif event < 0.16 and living:
+            drain(chance.choice(living))
         elif event < 0.5 and living:
             name = chance.choice(living)
             if mailbox[name]:
@@ -340,7 +491,9 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
         deliver(state.tick(now))
         state.validate()
         assert max([lease.stop for lease in state.leases.values()], default=0) <= buffer.position + window
-    assert ledger == Counter(range(steps)), f"not finished: {buffer.position} of {steps}\n" + "\n".join(state.story)
+    assert ledger == Counter(range(steps)), f"not finished: {buffer.position} of {steps}\n" + "\n".join(
+        event.render() for event in state.story
+    )
     state.handle(LOADER, CloseEpoch("s", steps, STATS), now)
     assert not state.leases
 
@@ -385,6 +538,34 @@ def test_a_loader_that_was_held_up_does_not_blame_the_connections() -> None:
     assert state.workers["w0"].unreachable == {}
 
 
+def test_a_silent_loader_is_collected_and_told_and_one_that_does_not_read_yet_is_not() -> None:
+    state = ready_state()
+    state.handle("idle", consumer(1), 0.0)
+    for now in range(1, 20):
+        state.handle("idle", LoaderHeartbeat(STATS), float(now))
+        state.handle("w0", WorkerHeartbeat([*state.workers["w0"].tokens]), float(now))
+        out = state.tick(float(now))
+        if LOADER not in state.consumers:
+            break
+    assert now == rules.CONSUMER_TIMEOUT_S + 1
+    assert Send(LOADER, UnknownPeer()) in out
+    assert RememberStats(consumer(), STATS) in out
+    assert (list(state.consumers), state.sessions, state.leases) == (["idle"], {}, {})
+    state.validate()
+
+
+def test_one_job_may_come_and_go_three_times() -> None:
+    state = ready_state(steps=4)
+    state.handle(LOADER, LeaveConsumer(STATS), 1.0)
+    for number in range(3):
+        state.handle(LOADER, consumer(), 2.0)
+        out = state.handle(LOADER, OpenEpoch(session(4, f"s{number}"), 4, 0, [], 8, None), 2.0)
+        assert sent(out, GrantLease)
+        state.validate()
+        state.handle(LOADER, LeaveConsumer(STATS), 3.0)
+        assert (state.consumers, state.sessions, state.leases) == ({}, {}, {})
+
+
 def test_a_worker_that_may_be_tried_again_is_announced() -> None:
     state = ready_state(steps=4)
     lease = next(iter(state.leases.values()))
@@ -412,7 +593,7 @@ def test_definitions_that_no_loader_uses_are_forgotten() -> None:
         out = state.handle(LOADER, ProvideDefinition(f"d{number}", [], "/", b""), 0.0)
     assert out[0] == ForgetDefinition("d1")
     assert state.definitions.keys() == {"d2"}
-    current = Session("t", "d2", 0, 0, planned(5), "tcp://loader:1")
+    current = Session("t", "d2", 0, 0, planned(5), ["tcp://loader:1"])
     state.handle(LOADER, OpenEpoch(current, 5, 0, [], 8, None), 0.0)
     state.handle(LOADER, ProvideDefinition("d3", [], "/", b""), 0.0)
     assert state.definitions.keys() == {"d2", "d3"}, "a pass still needs it"

@@ -13,10 +13,12 @@ import pytest
 import sample_datasets as datasets
 import torch
 from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.ops.pipeline import (
+    MadeStep,
     Pipeline,
     SampleError,
     define,
@@ -108,6 +110,7 @@ def test_description_tells_pipelines_apart() -> None:
     assert pipeline_of(datasets.Augmented(5)).description() == {
         "dataset": "sample_datasets.Augmented",
         "length": "5",
+        "fingerprint": "",
         "collate_fn": "torch.utils.data._utils.collate.default_collate",
         "batched": "True",
     }
@@ -147,3 +150,13 @@ def test_user_code_cannot_end_the_epoch_by_a_stray_stop_iteration() -> None:
 def test_a_sample_drawn_twice_in_a_listed_order_is_augmented_differently() -> None:
     seeds = SampleSeeds(np.array([7, 7]), 1, 2, listed_step=0)
     assert len({*seeds, *SampleSeeds(np.array([7, 7]), 1, 2, listed_step=1)}) == 4
+
+
+class Pinnable:
+    def pin_memory(self) -> str:
+        return "pinned"
+
+
+def test_a_step_that_torch_pins_pins_its_batch() -> None:
+    pinned, _ = torch_pin.pin_memory((MadeStep({"x": Pinnable()}, 1, 0, []), b""))
+    assert pinned == MadeStep({"x": "pinned"}, 1, 0, [])

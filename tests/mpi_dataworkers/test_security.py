@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,12 @@ from mpi_dataworkers import DataLoader
 from mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file, write_address_file
 from mpi_dataworkers.codec import encode
 from mpi_dataworkers.errors import ConfigError, ServiceError
-from mpi_dataworkers.messages import Batch, Hello, Membership, Proof
+from mpi_dataworkers.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, Membership, Proof
 from mpi_dataworkers.transports.base import PeerUnreachable
-from mpi_dataworkers.transports.proof import is_proof, new_nonce, prove
-from mpi_dataworkers.transports.zmq import ZmqBatchSender
+from mpi_dataworkers.transports.proof import TicketGate, is_proof, new_nonce, new_ticket, prove
+from mpi_dataworkers.transports.zmq import BATCH_FRAME_BYTES, ZmqBatchReceiver, ZmqBatchSender, _Gate
 
+PROGRAMS = Path(__file__).with_name("programs")
 SERVICE = ServiceAddress("tcp://127.0.0.1:1", "a", "b", "c", "00" * 32)
 KEY = bytes(32)
 
@@ -38,6 +42,17 @@ def test_a_proof_holds_for_its_role_nonces_and_address_only() -> None:
     assert not is_proof(prove(KEY, "loader", b"", b"", "a"), KEY, "loader", b"", b"", "a"), "nonces are never short"
 
 
+def test_a_ticket_is_good_once_for_its_address_and_key() -> None:
+    gate = TicketGate(KEY, ["tcp://h:1"])
+    name, ticket = new_ticket(KEY, "tcp://h:1")
+    assert not gate.admits(name, b"x")
+    assert not gate.admits("\xe9".encode(), "\xe9".encode())
+    assert gate.admits(name, ticket)
+    assert not gate.admits(name, ticket), "a replay"
+    assert not gate.admits(*new_ticket(KEY, "tcp://h:2"))
+    assert not gate.admits(*new_ticket(bytes(31) + b"\1", "tcp://h:1"))
+
+
 def test_address_files_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "address"
     write_address_file(path, SERVICE)
@@ -52,9 +67,15 @@ def test_address_files_are_checked(tmp_path: Path) -> None:
             parse_service(service)
 
 
-def dealer_to(address: str, context: zmq.Context[Any]) -> zmq.Socket[Any]:
+def key_of(service: Any) -> str:
+    return read_address_file(service.address_file).batch_key
+
+
+def dealer_to(address: str, context: zmq.Context[Any], ticket: tuple[bytes, bytes] | None = None) -> zmq.Socket[Any]:
     dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
     dealer.linger = 0
+    if ticket is not None:
+        dealer.plain_username, dealer.plain_password = ticket
     dealer.connect(address)
     return dealer
 
@@ -67,43 +88,52 @@ def test_a_stranger_can_neither_deliver_nor_read_batches(service: Any) -> None:
         client = loader._stream.client
         assert client is not None
         session = passing._passing._pass.session.session_id  # type: ignore[attr-defined]
-        stranger = dealer_to(client.receiver, context)
         forged = Batch(session, 5, 1 << 60, 8, b"\xc0", [])
-        for frames in ([b""], [b"junk"], [encode(forged)], [encode(Membership(0))], [encode(Proof(b"x"))]):
-            stranger.send_multipart(frames)
-        stranger.send(encode(Hello("w", new_nonce())))
-        assert stranger.poll(5000), "the loader proves itself to anyone who asks"
-        stranger.recv()
-        stranger.send(encode(Proof(bytes(32))))
-        stranger.send(encode(forged))
-        assert not stranger.poll(300), "and says nothing more"
-        stranger.close()
+        for receiver in client.receivers:
+            if not receiver.startswith(("tcp", "ipc")):
+                continue
+            stranger = dealer_to(receiver, context, ticket=(b"ab" * 32, b"cd" * 32))
+            for frames in ([b""], [b"junk"], [encode(forged)], [encode(Membership(0))], [encode(Proof(b"x"))]):
+                stranger.send_multipart(frames)
+            stranger.send(encode(Hello("w", receiver, new_nonce())))
+            assert not stranger.poll(300), "without a ticket not even a handshake is read"
+            stranger.close()
+            insider = dealer_to(receiver, context, ticket=new_ticket(bytes.fromhex(key_of(service)), receiver))
+            insider.send(encode(Hello("w", receiver, new_nonce())))
+            assert insider.poll(5000), "the loader proves itself to anyone who asks with a ticket"
+            insider.recv()
+            insider.send(encode(Proof(bytes(32))))
+            insider.send(encode(forged))
+            assert not insider.poll(300), "and says nothing more"
+            insider.close()
         ids = [i for _, batch in passing for i in batch.tolist()]
         assert ids == list(range(8, 80))
 
 
 def test_a_data_worker_sends_nothing_to_an_impostor() -> None:
     with zmq.Context() as context:
+        gate = _Gate(context, b"PLAIN", lambda _: True)  # lets in whom it can get
         impostor = context.socket(zmq.ROUTER)
         impostor.linger = 0
-        port = impostor.bind_to_random_port("tcp://127.0.0.1")
+        impostor.plain_server = True
+        receiver = f"tcp://127.0.0.1:{impostor.bind_to_random_port('tcp://127.0.0.1')}"
         sender = ZmqBatchSender("11" * 32, "w")
-        import threading
 
         def answer() -> None:
+            while not impostor.poll(20):
+                gate.answer()
             name, _ = impostor.recv_multipart()
-            from mpi_dataworkers.messages import Challenge
-
             impostor.send_multipart([name, encode(Challenge(new_nonce(), bytes(32)))])
 
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(PeerUnreachable, match="does not hold this job's key; nothing was sent"):
-            sender.send(f"tcp://127.0.0.1:{port}", Batch("s", 0, 0, 1, b"", []), [b"secret"])
+            sender.send(receiver, Batch("s", 0, 0, 1, b"", []), [b"secret"])
         thread.join()
         assert not impostor.poll(200)
         sender.close(0)
         impostor.close()
+        gate.socket.close()
 
 
 def test_without_the_key_the_dispatcher_does_not_answer(service: Any, wait_until: Any) -> None:
@@ -132,6 +162,80 @@ def test_another_user_cannot_read_the_keys(service: Any, wait_until: Any) -> Non
         assert result.stdout == ""
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_user_of_the_host_gets_nothing_and_the_job_goes_on(service: Any) -> None:
+    """He knows every address, a used ticket and a recorded handshake. He can import hetstream, so he has its code."""
+    service.start_workers()
+    service.directory.chmod(0o755)
+    with DataLoader(datasets.Augmented(80), batch_size=8, service=service.name) as loader:
+        passing = iter(loader)
+        next(passing)
+        client = loader._stream.client
+        assert client is not None
+        (over_zmq,) = (address for address in client.receivers if address.startswith("tcp"))
+        key, worker, other = bytes.fromhex(key_of(service)), new_nonce(), new_nonce()
+        used = new_ticket(key, over_zmq)
+        with zmq.Context() as context:  # so that the ticket is used up
+            insider = dealer_to(over_zmq, context, ticket=used)
+            insider.send(encode(Hello("w", over_zmq, worker)))
+            assert insider.poll(5000)
+            insider.close()
+        recorded = [
+            encode(Hello("w", client.receivers[0], worker)),
+            encode(Proof(prove(key, "worker", worker, other, client.receivers[0]))),
+        ]
+        known = {
+            "session": passing._passing._pass.session.session_id,  # type: ignore[attr-defined]
+            "dispatcher": read_address_file(service.address_file).address,
+            "receivers": client.receivers,
+            "address_file": str(service.address_file),
+            "journal": str(service.directory / "work" / "journal.sqlite"),
+            "pid": os.getpid(),
+            "recorded": [one.hex() for one in recorded],
+            "ticket": [word.decode() for word in used],
+        }
+        intruder = subprocess.run(
+            [sys.executable, str(PROGRAMS / "intruder.py"), json.dumps(known)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert intruder.returncode == 0, intruder.stderr
+        assert json.loads(intruder.stdout) == [], intruder.stderr
+        ids = [i for _, batch in passing for i in batch.tolist()]
+        assert ids == list(range(8, 80))
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_stranger_cannot_make_a_loader_hold_memory() -> None:
+    """What is announced is not allocated, and what is sent is bounded by a frame and ended by the handshake's limit."""
+    receiver = ZmqBatchReceiver("11" * 32, ["tcp://127.0.0.1:*"])
+    host, _, port = receiver.addresses[0].removeprefix("tcp://").rpartition(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32)
+    before = rss_bytes()
+    strangers = []
+    for announced in (BATCH_FRAME_BYTES + 1, 1 << 40, (1 << 63) - 1, BATCH_FRAME_BYTES - 1):
+        stranger = socket.create_connection((host, int(port)))
+        strangers.append(stranger)
+        stranger.sendall(greeting)
+        got = b""
+        while len(got) < len(greeting):
+            got += stranger.recv(len(greeting) - len(got))
+        stranger.sendall(b"\x06" + announced.to_bytes(8, "big") + b"x" * 1000)  # a long command frame
+        if announced > BATCH_FRAME_BYTES:
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b"", "too long: closed at once"
+        receiver.receive()
+    assert rss_bytes() - before < 8 << 20
+    for stranger in strangers:
+        stranger.close()
+    receiver.close()
+
+
 def test_the_dispatcher_refuses_other_versions_and_goes_on(service: Any, wait_until: Any) -> None:
     wait_until(service.address_file.exists)
     program = f"""
@@ -149,7 +253,7 @@ endpoint.close()
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     version, truncated, wrong = result.stdout.splitlines()
-    assert "the peer speaks protocol version 7, this side version 1" in version
+    assert f"the peer speaks protocol version 7, this side version {PROTOCOL_VERSION}" in version
     assert "truncated or malformed" in truncated
     assert wrong == "Batch is not a message for a dispatcher"
     with DataLoader(datasets.Augmented(8), service=service.name) as loader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi_dataworkers.errors import PipelineError
@@ -33,6 +33,7 @@ def test_permute_spreads_evenly() -> None:
     assert ((counts - epochs / n) ** 2 / (epochs / n)).sum() < 37.7
 
 
+@settings(deadline=None)
 @given(
     n=st.integers(0, 400),
     batch_size=st.integers(1, 9),
@@ -66,6 +67,41 @@ def test_global_order_does_not_depend_on_the_world_size() -> None:
     for step in range(one.num_steps):
         split = np.concatenate([four.indices(step, rank) for rank in range(4)])
         assert split.tolist() == one.indices(step).tolist()
+
+
+@settings(deadline=None)
+@given(
+    n=st.integers(0, 300),
+    global_batch_size=st.integers(1, 24),
+    world_sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+)
+def test_with_a_global_batch_size_every_world_size_has_the_same_global_steps(
+    n: int, global_batch_size: int, world_sizes: tuple[int, int], drop_last: bool, shuffle: bool
+) -> None:
+    steps = []
+    for world_size in world_sizes:
+        try:
+            plan = EpochPlan(n, 1, world_size, drop_last, shuffle, 3, 1, global_batch_size=global_batch_size)
+        except PipelineError:
+            # At most half a global batch of ranks always works, but for a dataset that is smaller than that.
+            assert world_size > min(global_batch_size // 2, n)
+            return
+        shares = [[plan.indices(step, rank).tolist() for rank in range(world_size)] for step in range(plan.num_steps)]
+        for ranks in shares:
+            sizes = [len(share) for share in ranks]
+            assert min(sizes) >= 1
+            assert max(sizes) - min(sizes) <= 1
+        steps.append([[index for share in ranks for index in share] for ranks in shares])
+    assert steps[0] == steps[1]
+    seen = [index for step in steps[0] for index in step]
+    assert len(set(seen)) == len(seen) == (n - n % global_batch_size if drop_last else n)
+
+
+def test_a_short_last_global_batch_is_divided_with_the_one_before() -> None:
+    sizes = [[len(EpochPlan(n, 1, 1, global_batch_size=8).indices(k)) for k in range(3)] for n in (19, 20, 24)]
+    assert sizes == [[8, 6, 5], [8, 8, 4], [8, 8, 8]]
 
 
 def test_outside_the_plan_is_an_error() -> None:

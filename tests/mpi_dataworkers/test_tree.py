@@ -83,6 +83,22 @@ def test_nested_structures_keep_their_types() -> None:
     assert came["text array"].tolist() == ["a", "b"]
 
 
+def test_many_small_tensors_share_buffers_and_keep_what_they_are() -> None:
+    batch = {f"{dtype}{number}": (torch.rand(number, 3) * 9).to(dtype) for dtype in DTYPES for number in range(12)}
+    batch["turned"] = torch.arange(6.0).reshape(2, 3).t()
+    batch["learned"] = torch.nn.Parameter(torch.rand(3)).requires_grad_() * 2
+    batch["part"] = torch.rand(3, dtype=torch.cfloat).conj().imag
+    batch["large"] = torch.arange(100_000.0)
+    spec, buffers = flatten(batch)
+    came = travel(batch)
+    assert len(buffers) < len(batch) / 3
+    assert flatten(batch)[0] == spec, "a spec of equal structure is read once"
+    assert list(came) == list(batch)
+    for name, tensor in batch.items():
+        assert (came[name].dtype, came[name].shape) == (tensor.dtype, tensor.shape), name
+        assert came[name].reshape(-1).tolist() == tensor.reshape(-1).tolist(), name
+
+
 def test_sparse_tensors() -> None:
     sparse = torch.eye(3).to_sparse()
     assert torch.equal(travel(sparse).to_dense(), torch.eye(3))
@@ -100,3 +116,24 @@ def test_a_spec_that_does_not_fit_is_refused() -> None:
     for bad_spec, bad_views in ((spec, views[:1]), (spec[:-3], views), (b"", views), (b"\x91\xa1z", views)):
         with pytest.raises(ProtocolError):
             unflatten(bad_spec, bad_views)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[(7,)] * 20, [(length,) for length in range(1, 20)], [(rows, 3, 2) for rows in range(1, 20)], [()] * 20,
+     [(2, size) for size in range(1, 20)], [(), *[(3,)] * 19]],
+    ids=["equal", "ragged", "rows", "scalars", "columns", "mixed"],
+)  # fmt: skip
+def test_packed_tensors_of_any_shapes_are_tensors_of_their_own(shapes: list[tuple[int, ...]]) -> None:
+    batch = [torch.randn(shape) for shape in shapes]
+
+    came = travel(batch)
+
+    for sent, received in zip(batch, came, strict=True):
+        assert torch.equal(received, sent)
+    # In place, and with a gradient: what autograd forbids for the views that torch.split gives.
+    weight = torch.ones((), requires_grad=True)
+    came[0].mul_(weight * 2)
+    came[0].sum().backward()
+    assert torch.equal(came[0], batch[0] * 2)
+    assert torch.equal(came[1], batch[1])

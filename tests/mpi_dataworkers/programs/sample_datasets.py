@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import random
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from mpi_dataworkers import numpy_sample_generator, sample_generator
 
 
 class Augmented(Dataset[Any]):
@@ -39,6 +45,11 @@ class Striking(Augmented):
         self.trainer = os.getpid()
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.strike(index)
+        return super().__getitem__(index)
+
+    def strike(self, index: int) -> None:
+        """Send the signal, if it is time."""
         if index == self.index and os.getpid() != self.trainer:
             try:
                 os.close(os.open(self.flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -47,7 +58,27 @@ class Striking(Augmented):
             else:
                 self.flag.write_text(str(os.getpid()))
                 os.kill(os.getpid(), self.number)
+
+
+class Logged(Augmented):
+    """Writes down each sample that is read."""
+
+    def __init__(self, length: int, log: Path) -> None:
+        super().__init__(length)
+        self.log = log
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        descriptor = os.open(self.log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        os.write(descriptor, b"%d\n" % index)
+        os.close(descriptor)
         return super().__getitem__(index)
+
+
+class Large(Augmented):
+    """Sample i is 64 KiB of the number i."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((64, 1024), index % 251, dtype=torch.uint8)
 
 
 class UserError(Exception):
@@ -61,6 +92,27 @@ class Poisoned(Augmented):
         if index == 37:
             raise UserError(f"sample {index} is bad")
         return super().__getitem__(index)
+
+
+class NoneCanBeMade(Augmented):
+    """Every sample raises."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        raise UserError(f"sample {index} is bad")
+
+
+class NeverLoaded(Augmented):
+    """Large, and rebuilding it in a data worker does not end."""
+
+    def __init__(self, length: int, flag: Path) -> None:
+        super().__init__(length)
+        self.flag = flag
+        self.table = os.urandom(2 << 20)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.flag.touch()
+        time.sleep(600)
 
 
 class Holding(Augmented):
@@ -137,3 +189,355 @@ class InBatches(Augmented):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         noise = torch.rand(1).item()
         return [(torch.full((2,), index + noise), index) for index in indices]
+
+
+class Counted(Augmented):
+    """Writes down each index that is read, and takes as long as a file of its process says: `pace.PID`, in s."""
+
+    def __init__(self, length: int, directory: Path, sample_s: float = 0.0) -> None:
+        super().__init__(length)
+        self.directory = directory
+        self.sample_s = sample_s
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        pace = self.directory / f"pace.{os.getpid()}"
+        time.sleep(float(pace.read_text()) if pace.exists() else self.sample_s)
+        with (self.directory / "reads").open("a") as log:
+            log.write(f"{index} {os.getpid()}\n")
+        return super().__getitem__(index)
+
+
+def reads(directory: Path) -> list[tuple[int, int]]:
+    """What `Counted` wrote down: (index, process)."""
+    lines = (directory / "reads").read_text().splitlines()
+    return [(int(index), int(process)) for index, process in map(str.split, lines)]
+
+
+class Log(IterableDataset[Any]):
+    """A stream of `length` elements that divides itself as torch's documentation tells: worker w of n has w, w + n, ...
+
+    Element i is (values that depend on i and on all three random generators, i).
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def part(self) -> tuple[int, int]:
+        info = get_worker_info()
+        return (0, 1) if info is None else (info.id, info.num_workers)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, stride = self.part()
+        for index in range(first, self.length, stride):
+            noise = torch.rand(3) + random.random() + float(np.random.rand())
+            yield torch.full((3,), float(index)) + noise, index
+
+
+class PlainLog(Log):
+    """Does not know of workers."""
+
+    def part(self) -> tuple[int, int]:
+        return 0, 1
+
+
+class StrikingLog(Log):
+    """Sends a signal to its own process at one element, the first time anybody comes to it."""
+
+    def __init__(self, length: int, index: int, flag: Path, number: signal.Signals) -> None:
+        super().__init__(length)
+        self.striking = Striking(length, index, flag, number)
+
+    def __iter__(self) -> Iterator[Any]:
+        for values, index in super().__iter__():
+            self.striking.strike(index)
+            yield values, index
+
+
+class PoisonedLog(Log):
+    """One element raises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for values, index in super().__iter__():
+            if index == 37:
+                raise UserError(f"element {index} is bad")
+            yield values, index
+
+
+class DividedLog(Log):
+    """Is divided by worker_init_fn, the other way that torch's documentation tells."""
+
+    start, stop = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(self.start, self.stop)
+
+
+def divide(number: int) -> None:
+    """worker_init_fn of `DividedLog`."""
+    info = get_worker_info()
+    assert info is not None
+    each = -(-info.dataset.length // info.num_workers)
+    info.dataset.start, info.dataset.stop = info.id * each, min(info.dataset.length, (info.id + 1) * each)
+
+
+class Folder(IterableDataset[Any]):
+    """Reads files with an element a line, in the order of the list."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+
+    def __iter__(self) -> Iterator[Any]:
+        for file in self.files:
+            for line in file.read_text().splitlines():
+                yield int(line)
+
+
+class WhereLog(Log):
+    """Element i tells where it was made."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _, index in super().__iter__():
+            yield index, os.getpid()
+
+
+class Zipped(IterableDataset[Any]):
+    """Pairs of the ids of two logs."""
+
+    def __init__(self, *logs: Log) -> None:
+        self.logs = logs
+
+    def __iter__(self) -> Iterator[Any]:
+        for elements in zip(*self.logs, strict=False):
+            yield tuple(index for _, index in elements)
+
+
+class Spoiled(Augmented):
+    """Some samples raise, and each try is written down."""
+
+    def __init__(self, length: int, bad: set[int], log: Path) -> None:
+        super().__init__(length)
+        self.bad = bad
+        self.log = log
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.bad:
+            descriptor = os.open(self.log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+            os.write(descriptor, b"%d\n" % index)
+            os.close(descriptor)
+            raise UserError(f"sample {index} is bad")
+        return super().__getitem__(index)
+
+
+def tries_of(log: Path) -> list[int]:
+    """Samples of `Spoiled` that were tried, in order."""
+    return [int(line) for line in log.read_text().split()] if log.exists() else []
+
+
+class FailsOnce(Augmented):
+    """One sample raises the first time anybody reads it."""
+
+    def __init__(self, length: int, index: int, flag: Path) -> None:
+        super().__init__(length)
+        self.index = index
+        self.flag = flag
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.index and not self.flag.exists():
+            self.flag.touch()
+            raise UserError("this host is odd")
+        return super().__getitem__(index)
+
+
+def collate_without_20(samples: list[Any]) -> Any:
+    """A collate function that stumbles over one sample."""
+    if any(index == 20 for _, index in samples):
+        raise UserError("cannot collate")
+    return torch.utils.data.default_collate(samples)
+
+
+class OnlyHere(Augmented):
+    """Can be pickled, and not be put together elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(40)
+
+    def __reduce__(self) -> Any:
+        return fail_elsewhere, (os.getpid(),)
+
+
+def fail_elsewhere(pid: int, _: bytes = b"") -> OnlyHere:
+    """Rebuild `OnlyHere` in its own process."""
+    if pid != os.getpid():
+        raise UserError("not here")
+    return OnlyHere()
+
+
+class Ledger(Log):
+    """Knows its position, and writes each element that it reads to a file."""
+
+    def __init__(self, length: int, file: Path) -> None:
+        super().__init__(length)
+        self.file = file
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, stride = self.part()
+        while (index := first + stride * self.position) < self.length:
+            with self.file.open("a") as stream:
+                stream.write(f"{index}\n")
+            self.position += 1
+            yield torch.rand(3), index
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class LedgerOfIterators(Ledger):
+    """The same, but it is the iterator that knows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return LedgerIterator(self)
+
+    def state_dict(self) -> dict[str, int]:
+        raise AssertionError("the iterator's comes first")
+
+
+class LedgerIterator:
+    """Iterator of `LedgerOfIterators`."""
+
+    def __init__(self, ledger: LedgerOfIterators) -> None:
+        self.ledger = ledger
+        self.next, self.stride = ledger.part()
+
+    def __iter__(self) -> LedgerIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self.next >= self.ledger.length:
+            raise StopIteration
+        index, self.next = self.next, self.next + self.stride
+        with self.ledger.file.open("a") as stream:
+            stream.write(f"{index}\n")
+        return torch.rand(3), index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Hanging(Augmented):
+    """One sample takes for ever."""
+
+    def __init__(self, length: int, index: int, how: str) -> None:
+        super().__init__(length)
+        self.index = index
+        self.how = how
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.index:
+            hang_for_ever(self.how)
+        return super().__getitem__(index)
+
+
+class HangingWithFlag(Hanging):
+    """The same; a file tells when it hangs."""
+
+    def __init__(self, length: int, index: int, how: str, flag: Path) -> None:
+        super().__init__(length, index, how)
+        self.flag = flag
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.index:
+            self.flag.touch()
+        return super().__getitem__(index)
+
+
+def hang_for_ever(how: str) -> None:
+    """Sleep in Python, or in C with the GIL held."""
+    if how == "sleeps":
+        threading.Event().wait()
+    while True:
+        ctypes.PyDLL(None).sleep(1000)  # until the next signal
+
+
+class Deadly(Augmented):
+    """Some samples end the process that reads them."""
+
+    def __init__(self, length: int, deadly: set[int], how: str) -> None:
+        super().__init__(length)
+        self.deadly = deadly
+        self.how = how
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.deadly:
+            if self.how == "exit":
+                os._exit(7)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().__getitem__(index)
+
+
+class ThreadSafe(Dataset[Any]):
+    """Sample i is (i, a number of each of its generators, torch's threads); some samples wait, raise or end.
+
+    The samples `together` wait for one another: so many must be made at once.
+    """
+
+    thread_safe = True
+
+    def __init__(self, length: int, together: set[int] = frozenset(), does: dict[int, str] = {}) -> None:  # noqa: B006
+        self.length = length
+        self.together = together
+        self.does = does
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, int]:
+        first = sample_generator().random()
+        if index in self.together:
+            barrier_of(len(self.together)).wait(20)
+        if self.does.get(index) == "raise":
+            raise UserError(f"sample {index} is bad")
+        if self.does.get(index) == "hang":
+            hang_for_ever("sleeps")
+        if self.does.get(index) == "exit":
+            os._exit(7)
+        second = float(numpy_sample_generator().random())
+        return index, first + sample_generator().random(), second, torch.get_num_threads()
+
+
+@functools.cache
+def barrier_of(parties: int) -> threading.Barrier:
+    """One barrier for each number of threads in this process."""
+    return threading.Barrier(parties)
+
+
+class InMemory(Dataset[Any]):
+    """400 elements of a large array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Any:
+        return int(self.array[index * (len(self.array) // 400)])
+
+
+class LargeOnlyHere(OnlyHere):
+    """The same, and large."""
+
+    def __reduce__(self) -> Any:
+        return fail_elsewhere, (os.getpid(), bytes(2 << 20))
+
+
+def no_length(_: Any) -> int:
+    """A wrong `length_of`."""
+    return -1

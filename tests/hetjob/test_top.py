@@ -1,0 +1,95 @@
+"""The table of `hetstream top`, and how a service is found."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hetjob.errors import UsageError
+from hetjob.find_service import find_address_file
+from hetjob.top import render
+from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStats, LoaderStatus, Status
+
+
+def loader(rank: int, **changes: object) -> LoaderStatus:
+    row = LoaderStatus(
+        "resnet", 0, rank, 2, "gpu1", 90, 3, 1204, 5005, 12, 64, 3, 41.25, 396.1e6, 0.02, LoaderStats(steps=9000)
+    )
+    return LoaderStatus(**({name: getattr(row, name) for name in row.__struct_fields__} | changes))
+
+
+def worker(number: int, state: DataWorkerState = "working") -> DataWorkerStatus:
+    return DataWorkerStatus(number, f"cpu{number}", 100 + number, state, 2, 1100, 27.5, 0.98, 0, 11532.0, 0.1)
+
+
+def status(loaders: list[LoaderStatus], workers: list[DataWorkerStatus], lost: int = 0) -> Status:
+    return Status(2, 11532.0, workers, loaders, 3, lost, 10240, 3, 512.4)
+
+
+def test_the_table() -> None:
+    lines = render(status([loader(0), loader(1, wait_share=0.31)], [worker(1), worker(0, "silent")], 1), "job-8123")
+    assert lines == [
+        "job-8123  up 3:12:12, start 2",
+        "2 data worker process(es), 1 lost, 2 loader(s)   steps/s: 55.0 made, 82.5 taken   792.2 MB/s   "
+        "leases: 512/s, 3 of 10,240 revoked",
+        "",
+        "LOADER           HOST  EPOCH         STEP  STEPS/S   BYTES/S  WAITED  BUFFER  DATA WORKERS  LOCAL",
+        "resnet rank 0/2  gpu1      3  1,204/5,005     41.2  396.1 MB      2%   12/64             3      0",
+        "resnet rank 1/2  gpu1      3  1,204/5,005     41.2  396.1 MB     31%   12/64             3      0",
+        "",
+        "DATA WORKER  HOST  PID  STATE    LEASES  STEPS/S  BUSY  STEPS  REVOKED       UP",
+        "0            cpu0  100  silent        2     27.5   98%  1,100        0  3:12:12",
+        "1            cpu1  101  working       2     27.5   98%  1,100        0  3:12:12",
+    ]
+
+
+def test_colour_marks_what_needs_attention_and_moves_nothing() -> None:
+    one = status([loader(0, wait_share=0.9)], [worker(0, "unreachable"), worker(1)])
+    plain, colored = render(one, "x"), render(one, "x", color=True)
+    assert [re.sub(r"\x1b\[\d+m", "", line).rstrip() for line in colored] == plain
+    assert re.findall(r"\x1b\[31m(.*?)\x1b", "\n".join(colored)) == ["   90%", "unreachable"]
+
+
+def test_a_service_without_anybody() -> None:
+    text = "\n".join(render(status([], []), "x"))
+    assert "no loader is connected" in text
+    assert "no data worker is registered" in text
+    assert "-" in render(status([loader(0, epoch=-1)], []), "x")[4].split()
+
+
+def nowhere(job_id: str) -> Path:
+    raise UsageError(f"Slurm does not know {job_id}")
+
+
+def test_a_service_is_found_by_name_number_directory_or_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+
+    def find(job: str | None = None, service: str | None = None, **environ: str) -> Path:
+        return find_address_file(job, service, environ, tmp_path, nowhere)
+
+    with pytest.raises(UsageError, match="no running service found"):
+        find()
+    first, again = tmp_path / ".hetstream/job-12", tmp_path / ".hetstream/job-12-restart-10"
+    other = tmp_path / ".hetstream/job-123"
+    for directory in (first, tmp_path / ".hetstream/job-12-restart-9", again, other):
+        directory.mkdir(parents=True)
+    (other / "address").touch()
+    assert find() == other / "address"
+    assert find("12") == find("12+1") == again / "address"
+    assert find(str(first)) == first / "address"
+    assert find(service="file:/a/b") == find(HETSTREAM_SERVICE="file:/a/b") == Path("/a/b")
+    assert find("123", HETSTREAM_SERVICE="file:/a/b") == other / "address"
+    (first / "address").touch()
+    with pytest.raises(UsageError, match="several services run"):
+        find()
+    with pytest.raises(UsageError, match="not both"):
+        find("12", "file:/a/b")
+    with pytest.raises(UsageError, match="neither a directory nor a job id"):
+        find("x")
+    with pytest.raises(UsageError, match="Slurm does not know 99"):
+        find("99")
+    with pytest.raises(UsageError, match="job-99"):
+        find_address_file("99", None, {}, tmp_path, lambda _: tmp_path)

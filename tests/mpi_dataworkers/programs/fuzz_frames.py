@@ -1,0 +1,65 @@
+"""One input of a fuzzer, through everything that reads bytes of a peer. Raises if any of it does more than refuse.
+
+Used by hypothesis (`test_fuzz.py`) and, run as a program with libFuzzer's arguments, by atheris, which looks for inputs
+that reach new lines.
+"""
+
+import contextlib
+import sys
+
+if __name__ == "__main__":
+    import atheris
+else:
+    atheris = None
+
+with atheris.instrument_imports(include=["mpi_dataworkers"]) if atheris else contextlib.nullcontext():
+    from mpi_dataworkers import codec
+    from mpi_dataworkers.errors import ProtocolError, RemoteError
+    from mpi_dataworkers.messages import Batch, Batches, Hello, Proof
+    from mpi_dataworkers.ops import tree
+    from mpi_dataworkers.transports import compression, extents, proof
+
+KEY = bytes(32)
+LIMIT = 64
+GATE = proof.TicketGate(KEY, ["tcp://h:1"])
+
+
+def refuse_pickle(_: bytes) -> None:
+    """Pickled leaves come only from peers that have proved the key: here nobody has."""
+    raise RemoteError("pickle")
+
+
+def feed(data: bytes) -> None:
+    """Read the bytes as each kind of input in turn."""
+    view = memoryview(bytearray(data))  # as it comes from a transport: writable
+    with contextlib.suppress(ProtocolError, RemoteError):
+        message = codec.decode(view)
+        batches = message.batches if isinstance(message, Batches) else [message]
+        for batch in batches:
+            if isinstance(batch, Batch):
+                tree.unflatten(batch.spec, codec.split([view, view[: LIMIT // 2], view[:0]], batch.buffers))
+        if isinstance(message, Hello):
+            proof.prove(KEY, "loader", message.nonce, proof.new_nonce(), message.receiver)
+        if isinstance(message, Proof):
+            assert not proof.is_proof(message.proof, KEY, "worker", proof.new_nonce(), proof.new_nonce(), "tcp://h:1")
+    with contextlib.suppress(ProtocolError, RemoteError):
+        tree.unflatten(data, [view[:8], view[:16], view[:0]])
+    with contextlib.suppress(ProtocolError):
+        compression.decompress([view], [len(data)])
+    with contextlib.suppress(ProtocolError):
+        assert sum(frame.nbytes for frame in extents.find_frames(view)) <= len(data)
+    with contextlib.suppress(ProtocolError):
+        pieces = [view[start : start + LIMIT] for start in range(0, len(data), LIMIT)]
+        assert b"".join(codec.join(pieces, LIMIT)) == data
+    assert not GATE.admits(data[:64], data[64:])
+
+
+def main() -> None:
+    """Run atheris with the arguments of libFuzzer."""
+    tree._load = refuse_pickle
+    atheris.Setup(sys.argv, feed)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What another user of the host tries, who knows all addresses but not the key. Prints what it got, one line each.
+
+Run with the loader's and the dispatcher's addresses, the address file and recorded bytes of a handshake.
+"""
+
+import json
+import os
+import socket
+import sys
+
+import zmq
+
+from mpi_dataworkers.codec import encode
+from mpi_dataworkers.messages import Batch, Hello, Proof, ProvideDefinition, RegisterWorker
+from mpi_dataworkers.transports.base import PeerUnreachable
+from mpi_dataworkers.transports.shm import ShmBatchSender
+from mpi_dataworkers.transports.zmq import ZmqBatchSender
+
+known = json.loads(sys.argv[1])
+forged = Batch(known["session"], 5, 1 << 60, 8, b"\xc0", [])
+got = []
+
+
+def attempt(name, action, *arguments):
+    try:
+        result = action(*arguments)
+    except (OSError, zmq.ZMQError, PeerUnreachable) as error:
+        result = None
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+    if result:
+        got.append(f"{name}: {result!r}")
+
+
+def read_file(path):
+    with open(path) as stream:
+        return stream.read()
+
+
+def talk_zmq(address, frames, ticket):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.sndtimeo = 500
+        if ticket:
+            dealer.plain_username, dealer.plain_password = (word.encode() for word in ticket)
+        dealer.connect(address)
+        for frame in frames:
+            dealer.send(frame)
+        return dealer.recv() if dealer.poll(300) else None
+
+
+def talk_seqpacket(address, frames):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(0.5)
+        connection.connect(address.removeprefix("shm:").replace("@", "\0", 1))
+        for frame in frames:
+            connection.send(frame)
+        return connection.recv(4096)
+
+
+def deliver(sender, address):
+    sender.send(address, forged, [])
+    return "delivered"
+
+
+# Not before the imports: another user cannot read the interpreter that root has.
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+attempt("address file", read_file, known["address_file"])
+attempt("journal", read_file, known["journal"])
+attempt("files of the trainer", os.listdir, f"/proc/{known['pid']}/fd")
+definition = encode(ProvideDefinition("d", [], "/", b"cos\nsystem\n(S'touch /tmp/intruder'\ntR."))
+attempt("dispatcher", talk_zmq, known["dispatcher"], [encode(RegisterWorker("h", 1, "", [])), definition], None)
+handshake = [encode(Hello("w", known["receivers"][0], bytes(32))), encode(Proof(bytes(32))), encode(forged)]
+replayed = [bytes.fromhex(text) for text in known["recorded"]]
+for address in known["receivers"]:
+    if address.startswith("shm:"):
+        attempt("shm", talk_seqpacket, address, handshake)
+        attempt("shm replay", talk_seqpacket, address, replayed)
+    else:
+        attempt(address, talk_zmq, address, handshake, None)
+        attempt(address + " with a ticket", talk_zmq, address, handshake, known["ticket"])
+for guess in ("00" * 32, "ff" * 32):
+    for sender in (ShmBatchSender(guess, "w"), ZmqBatchSender(guess, "w")):
+        for address in known["receivers"]:
+            if address.startswith("shm:") == isinstance(sender, ShmBatchSender):
+                attempt(f"{address} with a guessed key", deliver, sender, address)
+        sender.close(0)
+print(json.dumps(got))

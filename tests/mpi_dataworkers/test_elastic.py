@@ -1,0 +1,248 @@
+"""Data workers that come and go in mid-epoch: nothing lost, nothing made twice without need, the same bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sample_datasets as datasets
+
+from mpi_dataworkers import DataLoader
+
+
+@pytest.fixture
+def loaders() -> Iterator[Callable[..., DataLoader]]:
+    """Make loaders that are closed after the test."""
+    made: list[DataLoader] = []
+
+    def make(dataset: Any, **options: Any) -> DataLoader:
+        made.append(DataLoader(dataset, **{"batch_size": 4, "shuffle": True, "seed": 5} | options))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+def as_bytes(batch: Any) -> tuple[bytes, list[int]]:
+    values, ids = batch
+    return values.numpy().tobytes(), ids.tolist()
+
+
+def test_a_data_worker_that_drains_leaves_nothing_to_make_again(service: Any, loaders: Any, tmp_path: Path) -> None:
+    service.start_workers(1)
+    leaving = service.start_workers(2)
+    loader = loaders(datasets.Counted(1200, tmp_path, 0.001), service=service.name)
+    seen = []
+    for batch in loader:
+        seen.append(as_bytes(batch))
+        if len(seen) == 60:
+            leaving.send_signal(signal.SIGTERM)
+    assert leaving.wait(timeout=10) == 0
+    assert seen == [as_bytes(batch) for batch in loaders(datasets.Augmented(1200))]
+    assert Counter(index for index, _ in datasets.reads(tmp_path)) == Counter(range(1200))
+    assert service.log("dispatcher").count("drains") == 2
+    assert loader.stats()["duplicates_dropped"] == 0
+
+
+def test_an_idle_data_worker_takes_what_a_slow_one_has_not_begun(service: Any, loaders: Any, tmp_path: Path) -> None:
+    service.start_workers(2)
+    # All of the epoch fits the window, so all is leased before it shows that one worker has become slow.
+    loader = loaders(datasets.Counted(800, tmp_path, 0.0005), service=service.name)
+    passing = iter(loader)
+    seen = [as_bytes(next(passing)) for _ in range(40)]
+    slow = datasets.reads(tmp_path)[-1][1]
+    (tmp_path / "pace").write_text("0.2")
+    (tmp_path / "pace").rename(tmp_path / f"pace.{slow}")
+    seen += [as_bytes(batch) for batch in passing]
+    assert seen == [as_bytes(batch) for batch in loaders(datasets.Augmented(800))]
+    assert "go to idle data_worker" in service.log("dispatcher")
+
+
+def test_growing_to_eight_and_shrinking_to_one_changes_no_byte(
+    service: Any, loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETSTREAM_BUFFER_BYTES", "4000")  # a short window, so that who comes gets steps at once
+    service.start_workers(1)
+    loader = loaders(datasets.Counted(4000, tmp_path, 0.001), service=service.name)
+    seen: list[tuple[bytes, list[int]]] = []
+    others: list[Any] = []
+    for batch in loader:
+        seen.append(as_bytes(batch))
+        if len(seen) == 40:
+            others = [service.start_workers(3), service.start_workers(4)]
+        elif others and len(seen) % 20 == 0 and len({process for _, process in datasets.reads(tmp_path)}) == 8:
+            others.pop().send_signal(signal.SIGTERM)
+    assert not others, "not all eight came to make batches"
+    assert seen == [as_bytes(batch) for batch in loaders(datasets.Augmented(4000))]
+    assert Counter(index for index, _ in datasets.reads(tmp_path)) == Counter(range(4000))
+    assert loader.stats()["local_steps"] == 0
+
+
+def test_the_first_batch_of_a_data_worker_that_joins(service: Any, loaders: Any, tmp_path: Path) -> None:
+    """Bound: a second from its registration; before that, its command imports torch."""
+    service.start_workers(1)
+    loader = loaders(datasets.Counted(1_000_000, tmp_path, 0.01), service=service.name, batch_size=1)
+    passing = iter(loader)
+    next(passing)
+    started = time.monotonic()
+    joiner = service.start_workers(1)
+    registered_s = time.monotonic() - started
+    for _ in passing:
+        if len({process for _, process in datasets.reads(tmp_path)}) == 2:
+            break
+    first_s = time.monotonic() - started
+    print(f"joiner: registered after {registered_s:.2f} s, first sample seen after {first_s:.2f} s")
+    assert first_s - registered_s < 5.0, "a loaded machine may take its time, but not this much"
+    assert joiner.poll() is None
+
+
+def test_a_dispatcher_that_comes_back_costs_the_trainer_less_than_a_second(
+    service: Any, loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a million steps behind: recovery depends on who is there, not on how far they are."""
+    monkeypatch.setenv("HETSTREAM_BUFFER_BYTES", "4000")  # about 16 steps, so that new leases are soon needed
+    service.start_workers(2)
+    loader = loaders(datasets.Counted(8_000_000, tmp_path, 0.001), service=service.name)
+    loader.load_state_dict(loader.state_dict() | {"step": 1_000_000})
+    waits, batches = [], []
+    passing = iter(loader)
+    for number in range(300):
+        begun = time.monotonic()
+        batches.append(as_bytes(next(passing)))
+        waits.append(time.monotonic() - begun)
+        if number == 50:
+            service.kill_dispatcher()
+            service.start_dispatcher()
+    print(f"longest wait with a dispatcher killed and started again: {max(waits[10:]):.2f} s")
+    assert max(waits[10:]) < 5.0, "the silence after which a loader works locally"
+    assert loader.stats()["local_steps"] == 0
+    local = loaders(datasets.Augmented(8_000_000))
+    local.load_state_dict(local.state_dict() | {"step": 1_000_000})
+    assert batches == [as_bytes(batch) for batch, _ in zip(local, range(300), strict=False)]
+
+
+def test_data_workers_serve_what_they_hold_while_the_dispatcher_is_away(
+    service: Any, loaders: Any, tmp_path: Path, wait_until: Any
+) -> None:
+    service.start_workers(1)
+    loader = loaders(datasets.Counted(400, tmp_path, 0.05), service=service.name)
+    passing = iter(loader)
+    begin = [as_bytes(next(passing))]
+    service.kill_dispatcher()
+    read = len(datasets.reads(tmp_path))
+    begin.append(as_bytes(next(passing)))
+    assert len(datasets.reads(tmp_path)) > read, "made while there was no dispatcher"
+    assert loader.stats()["local_steps"] == 0
+    service.start_dispatcher()
+    wait_until(lambda: service.log("dispatcher").count(" registered") == 2, timeout_s=30, what="its coming back")
+    assert begin == [as_bytes(batch) for batch, _ in zip(loaders(datasets.Augmented(400)), range(2), strict=False)]
+
+
+def test_restarts_before_within_and_between_epochs_of_several_datasets(
+    service: Any, loaders: Any, wait_until: Any
+) -> None:
+    worker = service.start_workers(1)
+    one, two = (loaders(datasets.Augmented(length), service=service.name) for length in (203, 120))
+
+    def restart() -> None:
+        service.kill_dispatcher()
+        service.start_dispatcher()
+
+    seen: list[list[Any]] = [[], []]
+    restart()
+    for epoch in range(3):
+        for loader, mine in ((one, seen[0]), (two, seen[1])):
+            for number, batch in enumerate(loader):
+                mine.append(as_bytes(batch))
+                if number == 9 and epoch == 1:
+                    restart()
+                    if loader is two:
+                        worker.kill()
+                        worker.wait()
+                        worker = service.start_workers(1)
+        restart()
+    for length, mine in ((203, seen[0]), (120, seen[1])):
+        local = loaders(datasets.Augmented(length))
+        assert mine == [as_bytes(batch) for _ in range(3) for batch in local]
+    # One that is not connected when the service ends is not told of the end.
+    wait_until(lambda: one.stats()["num_data_workers"] == 1, timeout_s=30, what="the data worker's return")
+
+
+def test_four_of_five_data_workers_end_and_reading_goes_on_with_one_step_outstanding(
+    service: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETSTREAM_BUFFER_BYTES", "1")
+    service.start_workers(1)
+    four = service.start_workers(4)
+    loader = loaders(datasets.Augmented(1100), service=service.name, batch_size=1, shuffle=False)
+    seen = []
+    for _, ids in loader:
+        seen += ids.tolist()
+        if len(seen) == 100:
+            four.kill()
+    assert seen == list(range(1100))
+
+
+def test_who_comes_first_waits_for_the_others(service: Any, tmp_path: Path, loaders: Any, wait_until: Any) -> None:
+    (tmp_path / "late").mkdir()
+    late = type(service)(tmp_path / "late")
+    worker = late._start("worker.log", "worker", "--service", late.name, "--processes", "1")
+    late.workers.append(worker)
+    late.start_dispatcher()
+    try:
+        assert not late.address_file.exists()
+        loader = loaders(datasets.Augmented(40), service=late.name, shuffle=False)
+        assert [index for _, ids in loader for index in ids.tolist()] == list(range(40))
+        loader.close()
+        wait_until(lambda: "registered" in late.log("dispatcher"), timeout_s=30)
+    finally:
+        late.stop()
+
+
+def test_a_large_dataset_reaches_a_data_worker_that_comes_later(service: Any, loaders: Any, tmp_path: Path) -> None:
+    dataset = datasets.Counted(400, tmp_path)
+    dataset.payload = os.urandom(6 << 20)
+    passing = iter(loaders(dataset, service=service.name))
+    service.start_workers(1)
+    next(passing)
+    for _ in passing:
+        pass
+    assert any(process != os.getpid() for _, process in datasets.reads(tmp_path))
+
+
+def test_the_same_job_may_come_and_go_three_times_and_an_abandoned_iterator_frees_its_leases(
+    service: Any, loaders: Any, wait_until: Any
+) -> None:
+    service.start_workers(1)
+    for number in range(3):
+        loader = loaders(datasets.Augmented(4000), service=service.name, job_name="mine")
+        passing = iter(loader)
+        next(passing)
+        del passing
+        wait_until(lambda number=number: service.log("dispatcher").count("closed at step 1 of 1000") == number + 1)
+        assert len(list(loader)) == 1000
+        loader.close()
+
+
+@pytest.mark.slow
+def test_a_data_worker_holds_nothing_for_loaders_that_are_gone(service: Any, loaders: Any, wait_until: Any) -> None:
+    worker = service.start_workers(1)
+
+    def descriptors() -> int:
+        (process,) = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+        return len(list(Path(f"/proc/{process}/fd").iterdir()))
+
+    before = descriptors()
+    for _ in range(6):
+        loader = loaders(datasets.Augmented(40), service=service.name)
+        assert len(list(loader)) == 10
+        loader.close()
+    assert descriptors() > before + 6
+    wait_until(lambda: descriptors() <= before + 3, timeout_s=30, what="the end of the connections")

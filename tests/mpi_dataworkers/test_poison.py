@@ -1,0 +1,299 @@
+"""Samples that cannot be made: tried elsewhere, then raised, skipped or put in quarantine; never lost in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sample_datasets as datasets
+
+from mpi_dataworkers import DataLoader, watch
+from mpi_dataworkers.dispatcher.state import DispatcherState
+from mpi_dataworkers.errors import DataWorkerDied, OptionsError, PipelineError, StateError
+from mpi_dataworkers.failures import StepFailures, Verdict
+from mpi_dataworkers.loader import skipped
+from mpi_dataworkers.messages import (
+    BatchFailed,
+    ErrorPolicy,
+    FailStep,
+    Failure,
+    Fate,
+    GrantLease,
+    LoaderStats,
+    OpenEpoch,
+    PlannedOrder,
+    RegisterConsumer,
+    RegisterWorker,
+    ReportProgress,
+    Session,
+)
+
+LOADER = "loader"
+
+
+def bad(sample_index: int = -1, is_final: bool = False) -> Failure:
+    return Failure(sample_index, ("builtins", "ValueError"), "bad", "trace", "host", 1, is_final)
+
+
+def ids_of(loader: Any) -> list[list[int]]:
+    return [ids.tolist() for _, ids in loader]
+
+
+@pytest.fixture
+def loaders() -> Iterator[Callable[..., DataLoader]]:
+    """Make loaders that are closed after the test."""
+    made: list[DataLoader] = []
+
+    def make(dataset: Any, **options: Any) -> DataLoader:
+        made.append(DataLoader(dataset, **{"batch_size": 8} | options))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+# --- decisions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_comes_after_max_attempts_and_a_sample_left_out_begins_a_new_count() -> None:
+    policy = ErrorPolicy("skip", 2)
+    failures = StepFailures()
+    verdicts = [failures.note("w0", bad(index), policy) for index in (5, 5, 6, 6, 6, 6)]
+    assert verdicts == [Verdict.TRY_AGAIN, Verdict.LEAVE_OUT] * 3
+    assert [failure.sample_index for failure in failures.left_out] == [5, 6, -1], "one that is gone fails no more"
+    assert [failures.note("w0", bad(), policy) for _ in range(2)] == [Verdict.TRY_AGAIN, Verdict.RAISE]
+    assert StepFailures().note("w0", bad(3), ErrorPolicy("raise", 1)) is Verdict.RAISE
+    assert StepFailures().note("w0", bad(is_final=True), ErrorPolicy("quarantine", 1)) is Verdict.RAISE
+
+
+class Simulated:
+    """A dispatcher with one loader in one pass and workers w0, w1, ..., whose messages tests send."""
+
+    def __init__(self, policy: ErrorPolicy, workers: int = 2, steps: int = 4) -> None:
+        self.state = DispatcherState(1, 0.0)
+        self.leases: dict[str, list[GrantLease]] = {}
+        self.failed: list[BatchFailed] = []
+        order = PlannedOrder(steps, 1, 1, 0, False, False, 0)
+        self.send(LOADER, RegisterConsumer("job", 0, 0, 1, "host", 1, "d", {}))
+        for number in range(workers):
+            self.send(f"w{number}", RegisterWorker("host", number, "", []))
+        session = Session("s", "d", 0, 0, order, ["tcp://loader:1"], errors=policy)
+        self.send(LOADER, OpenEpoch(session, steps, 0, [], steps, None))
+
+    def send(self, peer: str, message: Any) -> None:
+        for one in self.state.handle(peer, message, 1.0):
+            message = getattr(one, "message", None)
+            if isinstance(message, GrantLease):
+                self.leases.setdefault(one.peer, []).append(message)
+            elif isinstance(message, BatchFailed):
+                self.failed.append(message)
+        self.state.validate()
+
+    def fail(self, step: int, failure: Failure) -> str:
+        token = next(t for t, lease in self.state.leases.items() if lease.first <= step < lease.stop)
+        worker = self.state.leases[token].worker
+        self.send(worker, FailStep(token, step, failure))
+        return worker
+
+
+def test_a_failed_step_goes_to_a_worker_that_has_not_failed_it() -> None:
+    service = Simulated(ErrorPolicy(max_attempts=3), workers=3)
+    tried = [service.fail(0, bad(0)) for _ in range(3)]
+    assert sorted(tried) == ["w0", "w1", "w2"]
+    (failed,) = service.failed
+    assert (failed.step, failed.failure.sample_index) == (0, 0)
+    assert 0 not in {step for lease in service.state.leases.values() for step in range(lease.first, lease.stop)}
+
+
+def test_with_one_worker_a_step_is_tried_there_again_and_not_for_ever() -> None:
+    service = Simulated(ErrorPolicy(max_attempts=3), workers=1)
+    assert [service.fail(0, bad(0)) for _ in range(3)] == ["w0"] * 3
+    assert len(service.failed) == 1
+    service.send(LOADER, ReportProgress("s", 1, [], 4, LoaderStats()))
+    assert not service.state.sessions["s"].failures, "nothing is kept of steps that the loader has passed"
+
+
+def test_a_skipped_sample_is_named_in_the_next_lease_of_its_step() -> None:
+    service = Simulated(ErrorPolicy("skip", max_attempts=1), workers=1)
+    service.fail(1, bad(1))
+    lease = service.leases["w0"][-1]
+    assert (lease.first_step, lease.stop_step) == (1, 2)
+    assert [failure.sample_index for failure in lease.left_out[1]] == [1]
+    service.fail(1, bad())
+    assert [failure.sample_index for failure in service.leases["w0"][-1].left_out[1]] == [1, -1]
+    service.fail(1, bad())
+    assert [one.step for one in service.failed] == [1], "nothing is left to leave out"
+
+
+# --- real processes -------------------------------------------------------------------------------------------------
+
+BAD = {9, 10, 37}
+WHERE = ["data workers", "in process", "own processes", "fallback"]
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("policy", ["skip", "quarantine"])
+def test_bad_samples_are_left_out_in_order_counted_and_told(
+    service: Any, loaders: Any, where: str, policy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"on_error": policy, "max_attempts": 2}
+    if policy == "quarantine":
+        options["quarantine_dir"] = tmp_path / "quarantine"
+    if where == "data workers":
+        service.start_workers(2)
+    if where in ("data workers", "fallback"):
+        options["service"] = service.name
+    if where == "own processes":
+        options["num_workers"] = 1
+    whole = range(64, 72)
+    loader = loaders(datasets.Spoiled(80, BAD | set(whole), tmp_path / "log"), **options)
+    expected = [[i for i in range(first, first + 8) if i not in BAD] for first in range(0, 80, 8) if first != 64]
+    assert ids_of(loader) == expected
+    stats = loader.stats()
+    assert (stats["skipped"], stats["samples"], stats["steps"]) == (11, 69, 9)
+    assert [(one.epoch, one.sample_index) for one in loader.skipped_samples] == [(0, i) for i in (*sorted(BAD), *whole)]
+    assert loader.skipped_samples[0].error == "UserError: sample 9 is bad"
+    assert sum("skipped sample" in line for line in caplog.messages) == 11
+    tries = datasets.tries_of(tmp_path / "log")
+    assert {tries.count(index) for index in (*BAD, *whole)} == {2}
+    assert ids_of(loader) == expected, "the next epoch"
+    again = datasets.tries_of(tmp_path / "log")[len(tries) :]
+    assert loader.stats()["skipped"] == 22
+    if policy == "skip":
+        assert len(again) == 22
+        return
+    assert not again, "samples in quarantine are not tried again"
+    (file,) = (tmp_path / "quarantine").iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["index"] for line in lines] == [*sorted(BAD), *whole]
+    assert set(lines[0]) == {"epoch", "step", "index", "type", "text", "traceback", "host", "pid"}
+    assert (lines[0]["type"], lines[0]["step"]) == ("sample_datasets.UserError", 1)
+    resumed = loaders(datasets.Spoiled(80, BAD | set(whole), tmp_path / "log"), **options)
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert ids_of(resumed) == expected
+    assert len(datasets.tries_of(tmp_path / "log")) == len(tries)
+
+
+def test_a_sample_that_fails_once_is_made_elsewhere(service: Any, loaders: Any, tmp_path: Path) -> None:
+    service.start_workers(2)
+    loader = loaders(datasets.FailsOnce(80, 37, tmp_path / "flag"), service=service.name)
+    assert ids_of(loader) == ids_of(loaders(datasets.Augmented(80)))
+    assert (tmp_path / "flag").exists()
+    assert loader.stats()["skipped"] == 0
+    assert "step=4 sample=37 failed on" in service.log("dispatcher")
+
+
+def test_a_collate_function_that_fails_skips_its_step_and_a_pipeline_that_cannot_be_used_is_raised(
+    service: Any, loaders: Any
+) -> None:
+    service.start_workers()
+    options = {"service": service.name, "on_error": "skip", "max_attempts": 2}
+    loader = loaders(datasets.Augmented(40), collate_fn=datasets.collate_without_20, **options)
+    assert ids_of(loader) == [list(range(first, first + 8)) for first in (0, 8, 24, 32)]
+    assert loader.stats()["skipped"] == 8
+    assert [(one.epoch, one.sample_index) for one in loader.skipped_samples] == [(0, -1)]
+    with pytest.raises(PipelineError, match="cannot be rebuilt in a data worker"):
+        next(iter(loaders(datasets.OnlyHere(), **options)))
+
+
+def test_quarantine_is_bounded_and_states_with_more_are_refused(
+    loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skipped, "MAX_QUARANTINED", 3)
+    dataset = datasets.Spoiled(40, set(range(0, 40, 8)), tmp_path / "log")
+    loader = loaders(dataset, on_error="quarantine", max_attempts=1)
+    with pytest.raises(PipelineError, match="4 samples of the dataset are broken, more than the 3 that can be in"):
+        list(loader)
+    state = loader.state_dict()
+    assert state["quarantined"] == [0, 8, 16]
+    for damaged in ([1, 2, 3, 4], [-1], ["a"], "abc"):
+        with pytest.raises(StateError, match="no list of at most 3 quarantined"):
+            loader.load_state_dict(state | {"quarantined": damaged})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"on_error": "ignore"}, "on_error='ignore': must be"),
+        ({"max_attempts": 0}, "max_attempts=0: must be"),
+        ({"sample_timeout_s": 0}, "sample_timeout_s=0: must be"),
+        ({"quarantine_dir": "/tmp"}, "goes with on_error='quarantine'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_policies_are_checked_when_the_loader_is_made(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionsError, match=says):
+        DataLoader(datasets.Augmented(4), **options)
+
+
+# --- processes that hang and die ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["sleeps", "holds the GIL"])
+def test_a_hung_transform_is_raised_with_its_stack_and_its_process_replaced(
+    service: Any, loaders: Any, how: str
+) -> None:
+    service.start_workers()
+    loader = loaders(datasets.Hanging(24, 11, how), service=service.name, sample_timeout_s=2, max_attempts=2)
+    passing = iter(loader)
+    assert next(passing)[1].tolist() == list(range(8))
+    with pytest.raises(DataWorkerDied, match=r"hung: .*sample_timeout_s=2, at sample 11 of step 1") as raised:
+        next(passing)
+    assert "in hang_for_ever" in str(raised.value), "the stack is in the trainer's exception"
+    assert next(passing)[1].tolist() == list(range(16, 24)), "the process was replaced"
+    assert "in hang_for_ever" in service.log("worker")
+    log = service.log("dispatcher")
+    assert log.count("sample=11 failed on") == 2
+    assert "in the place of a process that hung" in log
+
+
+@pytest.mark.parametrize("how", ["segfault", "exit"])
+def test_a_sample_that_ends_its_process_is_left_out_and_nothing_else(service: Any, loaders: Any, how: str) -> None:
+    service.start_workers(2)
+    loader = loaders(datasets.Deadly(80, {11, 12, 50}, how), service=service.name, on_error="skip", max_attempts=2)
+    assert [i for ids in ids_of(loader) for i in ids] == [i for i in range(80) if i not in (11, 12, 50)]
+    assert [one.sample_index for one in loader.skipped_samples] == [11, 12, 50]
+    word = "was killed by signal 11 (SIGSEGV)" if how == "segfault" else "ended with code 7"
+    assert word in loader.skipped_samples[0].error
+    assert word in service.log("dispatcher")
+    assert loader.stats()["local_steps"] == 0
+
+
+def test_a_process_that_dies_again_and_again_is_raised_in_the_trainer(service: Any, loaders: Any) -> None:
+    service.start_workers()
+    passing = iter(loaders(datasets.Deadly(24, {3}, "exit"), service=service.name))
+    with pytest.raises(DataWorkerDied, match="ended with code 7, at sample 3 of step 0"):
+        next(passing)
+    assert len(list(passing)) == 2
+    assert service.log("dispatcher").count("in the place of a process that ended with code 7") == 3
+
+
+def test_a_late_report_of_a_death_does_not_count_against_a_step_that_was_changed() -> None:
+    service = Simulated(ErrorPolicy("skip", max_attempts=1), workers=1)
+    token = next(one for one, lease in service.state.leases.items() if lease.first == 0)
+    service.fail(0, bad(0))
+    renewed = service.leases["w0"][-1]
+    assert [failure.sample_index for failure in renewed.left_out[0]] == [0]
+    fate = Fate("ended with code 7", "s", token, 0, bad(0))
+    service.send("w9", RegisterWorker("host", 9, "w8", [], fate))
+    assert [failure.sample_index for failure in service.leases["w0"][-1].left_out.get(0, [])] in ([], [0])
+    assert service.state.sessions["s"].failures[0].attempts == 0
+    assert renewed.token in service.state.leases, "nor is the lease taken back"
+
+
+def test_how_processes_end_in_words(tmp_path: Path) -> None:
+    assert watch.how_it_ended(7, True) == "ended with code 7"
+    assert watch.how_it_ended(-9, False) == "was killed by signal 9 (SIGKILL)"
+    assert watch.how_it_ended(-9, True) == "was killed by the kernel: out of memory"
+    assert watch.fate_of("ended with code 7", None, "", "h", 1).failure is None
+    cases = [("3:cpu:/job\n0::/job\n", "job/memory.events"), ("4:memory:/job\n", "memory/job/memory.oom_control")]
+    for groups, file in cases:
+        (tmp_path / "groups").write_text(groups)
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("low 0\noom_kill 3\noom_group_kill 0\n")
+        assert watch.count_oom_kills(tmp_path / "groups", tmp_path) == 3
+    assert watch.count_oom_kills(tmp_path / "none", tmp_path) == 0

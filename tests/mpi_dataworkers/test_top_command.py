@@ -1,0 +1,90 @@
+"""`hetstream top` and `hetstream events` as a user calls them, beside a running service."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import sample_datasets as datasets
+
+from mpi_dataworkers import DataLoader
+
+HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
+
+
+def hetstream(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([HETSTREAM, *words], capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+def test_top_and_events_show_a_running_service(service: Any) -> None:
+    service.start_workers()
+    with DataLoader(datasets.Augmented(64), batch_size=4, service=service.name, job_name="shown") as loader:
+        batches = iter(loader)
+        next(batches)
+        shown = hetstream("top", "--service", service.name)
+        assert shown.returncode == 0, shown.stderr
+        assert "shown rank 0/1" in shown.stdout
+        assert "\x1b" not in shown.stdout, "no terminal, no colours"
+        (row,) = json.loads(hetstream("top", "--json", "--once", str(service.address_file.parent)).stdout)["loaders"]
+        assert (row["job"], row["epoch"], row["num_steps"]) == ("shown", 0, 16)
+        list(batches)
+    told = hetstream("events", "--service", service.name)
+    assert told.returncode == 0, told.stderr
+    assert "all steps were taken" in told.stdout
+    lines = hetstream("events", "--json", "--service", service.name).stdout.splitlines()
+    assert json.loads(lines[0])["event"] == "DispatcherStarted"
+    assert len(lines) == len(told.stdout.splitlines())
+
+
+def test_top_on_a_terminal_draws_until_ctrl_c(service: Any) -> None:
+    service.start_workers()
+    ours, theirs = pty.openpty()
+    command = [HETSTREAM, "top", "--interval", "0.1", "--service", service.name]
+    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE) as top:
+        os.close(theirs)
+        seen = b""
+        while seen.count(b"\x1b[J") < 3:
+            seen += os.read(ours, 65536)
+        top.send_signal(signal.SIGINT)
+        while True:
+            try:
+                seen += os.read(ours, 65536)
+            except OSError:  # the terminal's other end is closed
+                break
+        assert top.stderr is not None
+        assert top.stderr.read() == b""
+    os.close(ours)
+    assert top.returncode == 130
+    assert b"DATA WORKER" in seen
+    assert seen.endswith(b"\x1b[?7h"), "lines wrap again"
+
+
+def test_following_events_ends_by_ctrl_c(service: Any) -> None:
+    command = [HETSTREAM, "events", "--follow", "--json", "--service", service.name]
+    service.start_workers()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as follower:
+        assert follower.stdout is not None
+        assert follower.stderr is not None
+        names = [json.loads(follower.stdout.readline())["event"] for _ in range(2)]
+        assert names == ["DispatcherStarted", "DataWorkerRegistered"]
+        service.start_workers()
+        assert json.loads(follower.stdout.readline())["data_worker"] == 1
+        follower.send_signal(signal.SIGINT)
+        assert follower.stderr.read() == b""
+    assert follower.returncode == 130
+
+
+def test_there_is_one_clear_error_where_there_is_no_service(tmp_path: Path) -> None:
+    missing = hetstream("top", "--service", f"file:{tmp_path}/address")
+    assert missing.returncode == 1
+    assert missing.stderr.count("\n") == 1
+    assert "there is no address file" in missing.stderr
+    none = hetstream("events", "--service", f"file:{tmp_path}/address")
+    assert none.returncode == 2
+    assert "no events.jsonl" in none.stderr

@@ -1,0 +1,425 @@
+"""What every rail must do, whatever carries the bytes. A new transport adds itself to RAILS."""
+
+from __future__ import annotations
+
+import collections
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from zmq.utils.garbage import gc as zero_copy
+
+from mpi_dataworkers.codec import Buffer, fuse, split
+from mpi_dataworkers.errors import ProtocolError
+from mpi_dataworkers.messages import Batch, Batches, EndOfShard
+from mpi_dataworkers.ops.tree import flatten, unflatten
+from mpi_dataworkers.transports import shm as shm_module
+from mpi_dataworkers.transports import zmq as zmq_module
+from mpi_dataworkers.transports.base import BatchReceiver, BatchSender, PeerUnreachable, ReceivedBatch
+from mpi_dataworkers.transports.compression import compress, decompress
+from mpi_dataworkers.transports.rails import RailSender
+from mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
+from mpi_dataworkers.transports.zmq import ZmqBatchReceiver, ZmqBatchSender
+
+KEY = "5a" * 32
+POOL_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Rail:
+    """How to make both ends, with a job's batch key."""
+
+    name: str
+    receiver: Callable[[str], BatchReceiver]
+    sender: Callable[[str], BatchSender]
+
+
+RAILS = [
+    Rail("tcp", lambda key: ZmqBatchReceiver(key, ["tcp://127.0.0.1:*"]), lambda key: ZmqBatchSender(key, "w")),
+    Rail(
+        "ipc",
+        lambda key: ZmqBatchReceiver(key, [f"ipc://@hetstream-test-{os.urandom(8).hex()}"]),
+        lambda key: ZmqBatchSender(key, "w"),
+    ),
+    Rail("shm", lambda key: ShmReceiver(key, POOL_BYTES), lambda key: ShmBatchSender(key, "w")),
+    Rail("mpi", lambda key: _mpi().MpiReceiver(key), lambda key: _mpi().MpiBatchSender(key, "w")),
+]
+
+
+def _mpi() -> Any:
+    """The MPI rail, whose import calls MPI_Init: not in a process that goes on to other tests, or forks."""
+    if "PMI_RANK" not in os.environ:
+        pytest.skip("this process is no rank of an MPI world; test_mpi.py runs this suite in one")
+    from mpi_dataworkers.transports import mpi
+
+    return mpi
+
+
+class Loader:
+    """A receiver with a thread of its own, as in a loader; what comes is in `batches`."""
+
+    def __init__(self, receiver: BatchReceiver) -> None:
+        self.receiver = receiver
+        self.address = receiver.addresses[0]
+        self.batches: queue.SimpleQueue[ReceivedBatch | ProtocolError] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="receiver")
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in self.receiver.sources:
+            poller.register(source, zmq.POLLIN)
+        while not self._stop.is_set():
+            poller.poll(20)
+            for batch in self.receiver.receive():
+                self.batches.put(batch)
+            batch = None  # nothing here may keep a batch
+
+    def take(self) -> ReceivedBatch:
+        batch = self.batches.get(timeout=20)
+        assert isinstance(batch, ReceivedBatch), batch
+        return batch
+
+    def is_quiet(self, for_s: float = 0.2) -> bool:
+        try:
+            self.batches.get(timeout=for_s)
+        except queue.Empty:
+            return True
+        return False
+
+    def stop(self) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            self.receiver.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _zero_copy_thread() -> Iterator[None]:
+    """pyzmq keeps one thread for frames that are sent without a copy, from the first of them on."""
+    zmq.Frame(bytes(zmq.COPY_THRESHOLD), copy=False)
+    if "PMI_RANK" in os.environ:
+        _mpi()  # MPI_Init opens what MPI_Finalize closes
+    yield
+    zero_copy.stop()
+
+
+@pytest.fixture(params=RAILS, ids=lambda rail: rail.name)
+def rail(request: pytest.FixtureRequest) -> Rail:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def loader(rail: Rail) -> Iterator[Loader]:
+    one = Loader(rail.receiver(KEY))
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def sender(rail: Rail) -> Iterator[BatchSender]:
+    one = rail.sender(KEY)
+    yield one
+    one.close(0.0)
+
+
+def header(step: int, buffers: Sequence[tuple[int, int, int]] = (), spec: bytes = b"") -> Batch:
+    return Batch("session", step, 1, 1, spec, list(buffers))
+
+
+def pattern(step: int, size: int) -> bytes:
+    return np.random.default_rng(step).bytes(size)
+
+
+def frames_of(batch: ReceivedBatch) -> list[bytes]:
+    return [bytes(frame) for frame in batch.frames]
+
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+TREES: dict[str, Any] = {
+    "nested": {"a": [torch.arange(7), (torch.ones(2, 3), "text", 3.5, None)], 5: Point(np.arange(4.0), b"raw")},
+    "0-d": [torch.tensor(3.25), np.array(7), torch.tensor(True)],
+    "empty": [torch.empty(0, 3), np.empty((2, 0), dtype=np.int16), [], {}],
+    "non-contiguous": [torch.arange(24).reshape(4, 6).t(), np.arange(24).reshape(4, 6)[:, ::2], torch.arange(9)[::3]],
+    "dtypes": [torch.ones(5, dtype=kind) for kind in (torch.bool, torch.bfloat16, torch.float16, torch.complex64)],
+    "ragged": [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)],
+    "sparse": [torch.eye(4).to_sparse()],
+    "large": torch.arange(700_000, dtype=torch.float64),
+}
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        if left.layout is torch.sparse_coo:
+            return right.layout is left.layout and same(left.to_dense(), right.to_dense())
+        if left.is_nested:
+            return right.layout is left.layout and same(left.unbind(), right.unbind())
+        return left.dtype is right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_every_kind_of_batch_arrives_bit_for_bit(loader: Loader, sender: BatchSender, tree: str) -> None:
+    spec, buffers = flatten(TREES[tree])
+    frames, places = fuse(buffers)
+    sender.send(loader.address, header(1, places, spec), frames)
+    received = loader.take()
+    assert isinstance(received.header, Batch)
+    assert received.rail == loader.address.partition(":")[0]
+    assert same(unflatten(received.header.spec, split(received.frames, received.header.buffers)), TREES[tree])
+
+
+def test_batches_of_one_data_worker_come_in_order(loader: Loader, sender: BatchSender) -> None:
+    sizes = [0, 1, 100, 20_000, 70_000, 300_000, 5_000_000]
+    sent = [[pattern(step, sizes[step % 7])] * (step % 3) for step in range(60)]
+    for step, frames in enumerate(sent):
+        sender.send(loader.address, header(step), frames)
+    for step, frames in enumerate(sent):
+        received = loader.take()
+        assert isinstance(received.header, Batch)
+        assert (received.header.step, frames_of(received)) == (step, frames)
+
+
+def test_frames_over_a_limit_of_the_transport_are_whole_again(
+    loader: Loader, sender: BatchSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_module, "BATCH_FRAME_BYTES", 1 << 20)
+    frames = [pattern(size, size) for size in ((1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20, 9 << 20)]
+    sender.send(loader.address, header(0, spec=pattern(9, 3 << 20)), [*frames, b""])
+    assert frames_of(loader.take()) == [*frames, b""]
+
+
+def test_many_small_tensors_are_one_frame(loader: Loader, sender: BatchSender) -> None:
+    tree = [torch.full((number,), number) for number in range(141)]
+    spec, buffers = flatten(tree)
+    frames, places = fuse(buffers)
+    sender.send(loader.address, header(0, places, spec), frames)
+    received = loader.take()
+    assert len(received.frames) == 1
+    assert same(unflatten(spec, split(received.frames, places)), tree)
+
+
+def test_everything_that_a_data_worker_delivers_passes(loader: Loader, sender: BatchSender) -> None:
+    deliveries = [Batches([header(0), header(1)]), EndOfShard("session", 2, 1)]
+    for delivery in deliveries:
+        sender.send(loader.address, delivery, [])
+    assert [loader.take().header for _ in deliveries] == deliveries
+
+
+def test_received_tensors_can_be_written(loader: Loader, sender: BatchSender) -> None:
+    for size in (100, 300_000):
+        sender.send(loader.address, header(0), [bytes(size)])
+        tensor = torch.frombuffer(loader.take().frames[0], dtype=torch.uint8)
+        assert int(tensor.add_(1).sum()) == size
+
+
+def test_a_loader_that_keeps_every_batch_gets_every_batch(loader: Loader, sender: BatchSender) -> None:
+    sent = [pattern(step, 300_000) for step in range(3 * POOL_BYTES // 300_000)]
+    for step, frame in enumerate(sent):
+        sender.send(loader.address, header(step), [frame])
+    kept = [loader.take() for _ in sent]
+    assert [frames_of(one) for one in kept] == [[frame] for frame in sent]
+    del kept
+    for step, frame in enumerate(sent):  # and there is room again
+        sender.send(loader.address, header(step), [frame])
+        assert frames_of(loader.take()) == [frame]
+
+
+def test_a_slow_loader_loses_nothing(rail: Rail, sender: BatchSender) -> None:
+    """Back-pressure: the data worker may run ahead or wait, but every batch arrives."""
+    loader = Loader(rail.receiver(KEY))
+    try:
+        done = threading.Thread(
+            target=lambda: [sender.send(loader.address, header(step), [bytes(400_000)]) for step in range(40)]
+        )
+        done.start()
+        for step in range(40):
+            received = loader.take()
+            assert isinstance(received.header, Batch)
+            assert received.header.step == step
+        done.join()
+    finally:
+        loader.stop()
+
+
+@pytest.mark.parametrize("size", [100, 3_000_000, 40_000_000])
+def test_a_data_worker_that_is_killed_while_it_sends_harms_nobody(
+    rail: Rail, loader: Loader, sender: BatchSender, size: int
+) -> None:
+    if rail.name == "mpi":
+        pytest.skip("when a rank is killed, the launcher ends the whole MPI world")
+    child = os.fork()
+    if child == 0:
+        try:
+            own = rail.sender(KEY)
+            own.send(loader.address, header(0), [b"first"])
+            own.send(loader.address, header(1), [bytes(size)])
+            own.send(loader.address, header(2), [bytes(size)])
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    sender.send(loader.address, header(3), [b"of another"])
+    steps = []
+    while 3 not in steps:
+        received = loader.take()
+        assert isinstance(received.header, Batch)
+        assert received.header.step in (0, 3) or len(received.frames[0]) == size, "whole or not at all"
+        steps.append(received.header.step)
+
+
+def test_a_loader_that_is_gone_is_an_error_soon(
+    rail: Rail, loader: Loader, sender: BatchSender, wait_until: Any
+) -> None:
+    sender.send(loader.address, header(0), [bytes(10)])
+    loader.take()
+    loader.stop()
+
+    def fails() -> bool:
+        try:
+            sender.send(loader.address, header(1), [bytes(100_000)])
+        except PeerUnreachable:
+            return True
+        return False
+
+    wait_until(fails, timeout_s=10, what="PeerUnreachable")
+
+
+def test_an_address_without_a_loader_is_an_error(rail: Rail, sender: BatchSender) -> None:
+    loader = Loader(rail.receiver(KEY))
+    loader.stop()
+    with pytest.raises(PeerUnreachable, match=r"hetstream|127\.0\.0\.1|mpi:"):
+        sender.send(loader.address, header(0), [])
+
+
+def test_a_data_worker_with_another_key_delivers_nothing(rail: Rail, loader: Loader) -> None:
+    stranger = rail.sender("a5" * 32)
+    with pytest.raises(PeerUnreachable, match=r"key|answer"):
+        stranger.send(loader.address, header(0), [b"forged"])
+    stranger.close(0.0)
+    assert loader.is_quiet()
+
+
+def test_a_new_connection_is_proven_anew(rail: Rail, loader: Loader, sender: BatchSender) -> None:
+    for step in range(3):
+        sender.send(loader.address, header(step), [b"x"])
+        assert frames_of(loader.take()) == [b"x"]
+        sender.drop(loader.address)
+
+
+def test_closing_leaves_no_name_behind(loader: Loader, sender: BatchSender, wait_until: Any) -> None:
+    sender.send(loader.address, header(0), [bytes(300_000)])
+    kept = loader.take()
+    sender.close(0.0)
+    loader.stop()
+    assert bytes(kept.frames[0]) == bytes(300_000), "a batch outlives both ends"
+    del kept
+    name = loader.address.rpartition("@")[2]
+    wait_until(lambda: name not in Path("/proc/net/unix").read_text(), what="the end of the socket's name")
+
+
+# --- the choice between rails ---------------------------------------------------------------------------------------
+
+
+def test_a_data_worker_takes_the_best_rail_that_it_reaches(caplog: pytest.LogCaptureFixture) -> None:
+    over_shm, over_zmq = Loader(RAILS[2].receiver(KEY)), Loader(RAILS[0].receiver(KEY))
+    elsewhere = ("shm:@hetstream-elsewhere", "ipc://@hetstream-elsewhere")
+    sender = RailSender(KEY, "w")
+    try:
+        with caplog.at_level("INFO"):
+            sender.send((over_shm.address, over_zmq.address), header(0), [])
+            assert over_shm.take().rail == "shm"
+            for step in range(2):
+                sender.send((*elsewhere, "rdma://h", over_zmq.address), header(step), [])
+                assert over_zmq.take().rail == "tcp"
+        (first, second) = (record.getMessage() for record in caplog.records)
+        assert first == f"batches to the loader go by {over_shm.address}"
+        assert "elsewhere" in second
+        assert "rdma://h is of no rail that this data worker knows" in second
+        over_shm.stop()
+        sender.send((over_shm.address, over_zmq.address), header(3), [])
+        assert over_zmq.take().rail == "tcp", "a rail that fails is left for the next"
+        with pytest.raises(PeerUnreachable, match=r"elsewhere.*; .*elsewhere"):
+            sender.send(elsewhere, header(0), [])
+        with pytest.raises(PeerUnreachable, match="no rail"):
+            sender.send((), header(0), [])
+    finally:
+        sender.close(0.0)
+        over_zmq.stop()
+        over_shm.stop()
+
+
+def test_memory_that_cannot_be_had_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, sender = Loader(RAILS[2].receiver(KEY)), ShmBatchSender(KEY, "w")
+    monkeypatch.setattr(shm_module, "available_bytes", lambda: 1 << 20)
+    try:
+        frames: list[Buffer] = [pattern(1, 600_000)]
+        sender.send(loader.address, header(0), frames)
+        assert frames_of(loader.take()) == frames
+        assert sender._channels[loader.address]._reserved == 0
+    finally:
+        sender.close(0.0)
+        loader.stop()
+
+
+@pytest.mark.slow
+def test_a_batch_of_more_than_two_gib_is_whole(loader: Loader, sender: BatchSender) -> None:
+    size = (1 << 31) + 12_345
+    frame = np.zeros(size, dtype=np.uint8)
+    frame[:: 1 << 20] = np.arange(len(frame[:: 1 << 20])) % 251
+    frame[-1] = 7
+    sender.send(loader.address, header(0), [frame.data, b"behind it"])
+    received = loader.batches.get(timeout=120)
+    assert isinstance(received, ReceivedBatch)
+    assert np.array_equal(np.frombuffer(received.frames[0], dtype=np.uint8), frame)
+    assert bytes(received.frames[1]) == b"behind it"
+
+
+# --- compression ----------------------------------------------------------------------------------------------------
+
+zstandard = pytest.importorskip("zstandard")
+
+
+def test_over_tcp_only_what_shrinks_is_compressed() -> None:
+    loader = Loader(ZmqBatchReceiver(KEY, ["tcp://127.0.0.1:*"], compress=True))
+    sender = ZmqBatchSender(KEY, "w")
+    frames: list[Buffer] = [bytes(500_000), pattern(1, 500_000), b"small", bytes(range(256)) * 1000]
+    try:
+        sender.send(loader.address, header(7, spec=bytes(100_000)), frames)
+        received = loader.take()
+        assert frames_of(received) == frames
+        assert received.header == header(7, spec=bytes(100_000))
+        torch.frombuffer(received.frames[0], dtype=torch.uint8).add_(1)  # writable
+        sent, sizes = compress(frames)
+        assert sizes == [500_000, -1, -1, 256_000]
+        assert sum(map(len, sent)) < 510_000
+    finally:
+        sender.close(0.0)
+        loader.stop()
+
+
+@pytest.mark.parametrize("announced", [-0, 99_999, 100_001, 1 << 60])
+def test_a_frame_that_is_not_what_it_announced_is_refused(announced: int) -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(100_000))
+    with pytest.raises(ProtocolError, match="decompress"):
+        decompress([bomb], [announced])
+    with pytest.raises(ProtocolError, match="cannot be decompressed"):
+        decompress([b"junk"], [10])
+    with pytest.raises(ProtocolError, match="1 frames came with 0 sizes"):
+        decompress([bomb], [])

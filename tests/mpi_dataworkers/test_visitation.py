@@ -1,0 +1,390 @@
+"""How often each element comes, and in which order: every policy and promise with real data workers and real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sample_datasets as datasets
+import torch
+
+from mpi_dataworkers import DataLoader, ShardingPolicy
+from mpi_dataworkers.errors import ConfigError, JobNameConflict, PipelineError, StateError
+
+
+def as_bytes(loader: Any) -> list[tuple[bytes, list[int]]]:
+    """Comparable values: the bytes and the ids of each batch."""
+    return [(values.numpy().tobytes(), ids.tolist()) for values, ids in loader]
+
+
+def ids_of(loader: Any) -> list[int]:
+    return [index for _, ids in loader for index in ids.tolist()]
+
+
+@pytest.fixture
+def loaders() -> Iterator[Callable[..., DataLoader]]:
+    """Make loaders that are closed after the test."""
+    made: list[DataLoader] = []
+
+    def make(dataset: Any, **options: Any) -> DataLoader:
+        made.append(DataLoader(dataset, **{"batch_size": 4} | options))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+def test_a_stream_gives_the_same_batches_for_any_number_of_data_workers(three: Any, loaders: Any) -> None:
+    streamed, local = loaders(datasets.Log(203), service=three.name), loaders(datasets.Log(203))
+    for _ in range(2):
+        batches = as_bytes(streamed)
+        assert batches == as_bytes(local)
+        assert sorted(index for _, ids in batches for index in ids) == list(range(203))
+    assert streamed.stats()["local_steps"] == 0
+    with pytest.raises(TypeError):
+        len(streamed)
+
+
+def test_one_shard_is_the_sequence_itself(three: Any, loaders: Any) -> None:
+    loader = loaders(datasets.PlainLog(50), service=three.name, num_shards=1)
+    assert ids_of(loader) == list(range(50))
+
+
+@pytest.mark.parametrize("where", ["service", "local", "process"])
+@pytest.mark.parametrize("length", [0, 1, 3, 41])
+def test_short_streams_end_at_once_and_exactly(three: Any, loaders: Any, length: int, where: str) -> None:
+    options = {"service": {"service": three.name}, "local": {}, "process": {"num_workers": 2}}[where]
+    loader = loaders(datasets.Log(length), **options)
+    for _ in range(2):
+        assert sorted(ids_of(loader)) == list(range(length))
+    dropping = loaders(datasets.Log(length), drop_last=True, num_shards=2, **options)
+    assert len(ids_of(dropping)) == sum((len(range(shard, length, 2)) // 4) * 4 for shard in range(2))
+
+
+@pytest.mark.parametrize("policy", ["data", "file", "file_or_data", "dynamic"])
+@pytest.mark.parametrize("shuffle", [None, True])
+def test_files_come_once_whole_under_each_policy(
+    three: Any, loaders: Any, tmp_path: Path, policy: str, shuffle: bool | None
+) -> None:
+    files = [tmp_path / f"part{number}" for number in range(11)]
+    for number, file in enumerate(files):
+        file.write_text("".join(f"{100 * number + line}\n" for line in range(number)))
+    if policy == "data":
+        shuffle = None
+    options: dict[str, Any] = {"sharding": policy, "num_shards": 3, "shuffle": shuffle, "batch_size": None}
+    streamed = loaders(datasets.Folder(files), service=three.name, **options)
+    first, second = list(streamed), list(streamed)
+    assert sorted(first) == sorted(100 * number + line for number in range(11) for line in range(number))
+    assert first == list(loaders(datasets.Folder(files), **options))
+    assert (first == second) == (not shuffle)
+    assert sorted(second) == sorted(first)
+
+
+def test_off_gives_every_element_as_often_as_there_are_data_workers(three: Any, loaders: Any) -> None:
+    for dataset in (datasets.Augmented(30), datasets.PlainLog(30)):
+        loader = loaders(dataset, service=three.name, sharding=ShardingPolicy.OFF)
+        assert Counter(ids_of(loader)) == Counter(list(range(30)) * 3)
+    with pytest.raises(TypeError):
+        len(loader)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_off_shuffles_alike_only_with_a_seed(three: Any, loaders: Any, seed: int | None) -> None:
+    loader = loaders(datasets.Augmented(16), service=three.name, sharding="off", shuffle=True, seed=seed)
+    iterator = iter(loader)
+    batches = [next(iterator)[1].tolist() for _ in range(12)]
+    assert list(iterator) == []
+    orders: dict[tuple[int, ...], int] = Counter(tuple(batch) for batch in batches)
+    assert sorted(index for batch in batches for index in batch) == sorted(list(range(16)) * 3)
+    assert set(orders.values()) == ({3} if seed is not None else {1})
+
+
+def test_indices_divided_by_a_fixed_number_keep_length_and_order(three: Any, loaders: Any) -> None:
+    options: dict[str, Any] = {"sharding": "data", "num_shards": 5, "shuffle": True, "seed": 1}
+    streamed = loaders(datasets.Augmented(53), service=three.name, **options)
+    local = loaders(datasets.Augmented(53), **options)
+    batches = as_bytes(streamed)
+    assert batches == as_bytes(local)
+    assert len(batches) == len(streamed) == 5 * 3
+    assert all(len({index % 5 for index in ids}) == 1 for _, ids in batches)
+    assert sorted(index for _, ids in batches for index in ids) == list(range(53))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_data_worker_lost_in_mid_shard_costs_nothing(
+    service: Any, loaders: Any, tmp_path: Path, number: signal.Signals
+) -> None:
+    flag = tmp_path / "struck"
+    service.start_workers(2)
+    loader = loaders(datasets.StrikingLog(400, 77, flag, number), service=service.name)
+    reference = loaders(datasets.Log(400))
+    assert as_bytes(loader) == as_bytes(reference)
+    assert flag.exists(), "no data worker came to the element"
+    if number == signal.SIGSTOP:
+        os.kill(int(flag.read_text()), signal.SIGCONT)
+    assert as_bytes(loader) == as_bytes(reference), "the next epoch, with the worker back or replaced"
+
+
+def test_a_dispatcher_killed_in_mid_shard_comes_back_where_it_was(service: Any, loaders: Any) -> None:
+    service.start_workers(2)
+    # Room for a few steps of each shard, so that most of them are made after the restart.
+    loader = loaders(datasets.Log(900), service=service.name, buffer_bytes=4000)
+    seen = []
+    for values, ids in loader:
+        seen.append((values.numpy().tobytes(), ids.tolist()))
+        if len(seen) == 20:
+            service.kill_dispatcher()
+            service.start_dispatcher()
+    assert seen == as_bytes(loaders(datasets.Log(900)))
+    assert loader.stats()["local_steps"] == 0
+
+
+def test_without_data_workers_a_stream_is_read_in_the_trainer(service: Any, loaders: Any) -> None:
+    loader = loaders(datasets.Log(100), service=service.name)
+    before = torch.random.get_rng_state()
+    assert as_bytes(loader) == as_bytes(loaders(datasets.Log(100)))
+    assert loader.stats()["local_steps"] > 0
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("iterable", [True, False], ids=["stream", "indices"])
+def test_at_most_once_goes_on_without_what_a_lost_worker_held(
+    service: Any, loaders: Any, tmp_path: Path, iterable: bool
+) -> None:
+    flag = tmp_path / "struck"
+    service.start_workers(2)
+    striking = datasets.StrikingLog if iterable else datasets.Striking
+    dataset = striking(400, 77, flag, signal.SIGKILL)
+    loader = loaders(dataset, service=service.name, visitation="at_most_once")
+    ids = ids_of(loader)
+    stats = loader.stats()
+    assert flag.exists()
+    assert 77 not in ids
+    assert len(set(ids)) == len(ids), "nothing twice"
+    if iterable:
+        # Of each shard that the data worker held, the rest.
+        for shard in range(8):
+            missing = [index for index in range(shard, 400, 8) if index not in ids]
+            assert missing == list(range(missing[0], 400, 8)) if missing else shard != 77 % 8
+        assert 1 <= stats["lost_shards"] <= 8
+    else:
+        assert len(ids) + 4 * stats["lost_steps"] == 400
+        assert stats["lost_steps"] > 0
+    assert sorted(ids_of(loader)) == list(range(400)), "the next epoch has all of it again"
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": "off"}, {"sharding": "data", "num_shards": 3}], ids=str)
+def test_steps_as_they_come_are_the_same_steps_also_after_a_resume(
+    three: Any, loaders: Any, options: dict[str, Any]
+) -> None:
+    make = {"shuffle": True, "seed": 2, "service": three.name, "in_order": False} | options
+    whole = sorted(as_bytes(loaders(datasets.Augmented(200), **make)))
+    reference = sorted(as_bytes(loaders(datasets.Augmented(200), shuffle=True, seed=2, **options)))
+    assert whole == (sorted(reference * 3) if "off" in options.values() else reference)
+    loader = loaders(datasets.Augmented(200), **make)
+    iterator = iter(loader)
+    first = as_bytes(islice(iterator, 17))
+    state = json.loads(json.dumps(loader.state_dict()))
+    del iterator
+    resumed = loaders(datasets.Augmented(200), **make)
+    resumed.load_state_dict(state)
+    assert sorted(first + as_bytes(resumed)) == whole
+    here = loaders(datasets.Augmented(200), **make | {"service": None})
+    here.load_state_dict(state)
+    assert sorted(first + as_bytes(here)) == whole
+
+
+@pytest.mark.parametrize("at", [0, 1, 13, 25, 26, 27, 40])
+def test_the_state_of_a_stream_continues_at_any_step_with_other_workers(three: Any, loaders: Any, at: int) -> None:
+    whole = [*as_bytes(loader := loaders(datasets.Log(100))), *as_bytes(loader)]
+    saved = loaders(datasets.Log(100))
+    taken = 0
+    while taken < at:
+        for _ in saved:
+            taken += 1
+            if taken == at:
+                break
+    state = json.loads(json.dumps(saved.state_dict()))
+    assert len(json.dumps(state)) < 2000
+    resumed = loaders(datasets.Log(100), service=three.name)
+    resumed.load_state_dict(state)
+    rest = as_bytes(resumed)
+    while len(rest) < len(whole) - at:
+        rest += as_bytes(resumed)
+    assert rest == whole[at:]
+
+
+def test_a_state_of_another_division_is_refused(loaders: Any) -> None:
+    loader = loaders(datasets.Log(100), num_shards=4)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(StateError, match="num_shards: 4 in the state, 8 here"):
+        loaders(datasets.Log(100)).load_state_dict(loader.state_dict())
+    whole = {"copies": 1, "step": 1, "ahead": [], "snapshots": {}, "places": [[0, 1]], "turn": 0, "begun": 4}
+    for damage in (
+        {"places": [[99, 1]]},
+        {"copies": 10**11},
+        {"turn": 3},
+        {"ahead": [[3, 2]]},
+        {"snapshots": {"0": "x"}},
+    ):
+        with pytest.raises(StateError):
+            loader.load_state_dict(loader.state_dict() | {"shards": json.dumps(whole | damage)})
+    loader.load_state_dict(loader.state_dict() | {"shards": json.dumps(whole)})
+
+
+def test_a_stream_that_does_not_divide_itself_is_an_error_that_names_the_choices(three: Any, loaders: Any) -> None:
+    for options in ({}, {"service": three.name}):
+        loader = loaders(datasets.PlainLog(20), **options)
+        with pytest.raises(PipelineError, match=r"did not ask .*get_worker_info.*DATA.*FILE.*num_shards=1"):
+            next(iter(loader))
+    with pytest.raises(ConfigError, match="has no attribute `files`"):
+        loaders(datasets.PlainLog(20), sharding="file")
+
+
+@pytest.mark.parametrize("where", ["service", "local", "process"])
+def test_worker_init_fn_can_divide_a_stream(three: Any, loaders: Any, where: str) -> None:
+    options = {"service": {"service": three.name}, "local": {}, "process": {"num_workers": 1}}[where]
+    loader = loaders(datasets.DividedLog(50), worker_init_fn=datasets.divide, **options)
+    assert sorted(index for batch in loader for index in batch.tolist()) == list(range(50))
+
+
+@pytest.mark.parametrize("where", ["service", "local", "process"])
+def test_an_exception_in_a_stream_is_raised_at_its_step(three: Any, loaders: Any, where: str) -> None:
+    options = {"service": {"service": three.name}, "local": {}, "process": {"num_workers": 1}}[where]
+    iterator = iter(loaders(datasets.PoisonedLog(100), num_shards=2, **options))
+    seen: list[int] = []
+    with pytest.raises(datasets.UserError, match="element 37 is bad"):
+        seen.extend(index for _, ids in iterator for index in ids.tolist())
+    assert not {37, 39} & set(seen)
+    rest = ids_of(iterator)
+    # As in torch, what a generator that raised had left is not read.
+    assert sorted(seen + rest) == sorted([*range(0, 100, 2), *range(1, 33, 2)])
+
+
+def test_ranks_divide_the_shards(three: Any, loaders: Any) -> None:
+    ranks = [
+        loaders(datasets.Log(101), service=three.name, rank=rank, world_size=3, job_name="ranks") for rank in range(3)
+    ]
+    parts = [ids_of(loader) for loader in ranks]
+    assert sorted(index for part in parts for index in part) == list(range(101))
+    assert all(parts)
+
+
+def test_one_job_name_with_two_policies_is_refused_and_names_the_difference(
+    three: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in two programs, whose loaders are counted each by itself.
+    monkeypatch.setattr("mpi_dataworkers.loader.stream._ordinals", repeat(7))
+    options: dict[str, Any] = {"service": three.name, "job_name": "policies", "world_size": 2}
+    first = loaders(datasets.Augmented(40), **options, rank=0)
+    with pytest.raises(JobNameConflict, match="sharding: DYNAMIC there, DATA here"):
+        loaders(datasets.Augmented(40), sharding="data", **options, rank=1)
+    second = loaders(datasets.Augmented(40), **options, rank=1)
+    parts = [ids_of(first), ids_of(second)]
+    assert sorted(parts[0] + parts[1]) == list(range(40)), "two loaders of one name divide one stream"
+
+
+@pytest.mark.parametrize("dataset", [datasets.Augmented(10), datasets.Log(10)], ids=["indices", "stream"])
+@pytest.mark.parametrize("where", ["service", "local"])
+def test_repeat_gives_each_element_so_often(three: Any, loaders: Any, dataset: Any, where: str) -> None:
+    options = {"service": three.name} if where == "service" else {}
+    loader = loaders(dataset, repeat=3, shuffle=isinstance(dataset, datasets.Augmented) or None, **options)
+    iterator = iter(loader)
+    first = ids_of(islice(iterator, 5))
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = as_bytes(iterator)
+    assert Counter(first + [index for _, ids in rest for index in ids]) == Counter(list(range(10)) * 3)
+    again = loaders(dataset, repeat=3, shuffle=isinstance(dataset, datasets.Augmented) or None, **options)
+    again.load_state_dict(state)
+    assert as_bytes(again) == rest
+
+
+def test_an_endless_repeat_of_one_element_does_not_stall(three: Any, loaders: Any) -> None:
+    for dataset in (datasets.Augmented(1), datasets.Log(1)):
+        loader = loaders(dataset, service=three.name, repeat=None)
+        assert ids_of(islice(iter(loader), 40)) == [0] * 40
+        with pytest.raises(TypeError):
+            len(loader)
+    assert ids_of(loaders(datasets.Augmented(0), service=three.name, repeat=None)) == []
+    assert ids_of(loaders(datasets.Log(0), service=three.name, repeat=None)) == []
+
+
+def test_ten_epochs_and_two_iterators_at_once(three: Any, loaders: Any) -> None:
+    loader = loaders(datasets.Log(20), service=three.name)
+    for _ in range(10):
+        assert sorted(ids_of(loader)) == list(range(20))
+    first, second = iter(loader), iter(loader)
+    pairs = [(one[1].tolist(), two[1].tolist()) for one, two in zip(first, second, strict=True)]
+    for side in range(2):
+        assert sorted(index for pair in pairs for index in pair[side]) == list(range(20))
+
+
+def test_a_data_worker_that_joins_takes_a_shard_in_the_same_epoch(service: Any, loaders: Any) -> None:
+    service.start_workers(1)
+    loader = loaders(datasets.WhereLog(1500), service=service.name, batch_size=1)
+    seen: list[tuple[int, int]] = []
+    for index, process in loader:
+        seen.append((int(index), int(process)))
+        if len(seen) == 20:
+            service.start_workers(1)
+    assert len({process for _, process in seen}) == 2
+    assert sorted(index for index, _ in seen) == list(range(1500))
+
+
+@pytest.mark.parametrize("kind", [datasets.Ledger, datasets.LedgerOfIterators])
+@pytest.mark.parametrize("where", ["service", "local", "process"])
+def test_a_stream_with_a_state_is_not_read_again_after_a_resume(
+    three: Any, loaders: Any, tmp_path: Path, kind: Any, where: str
+) -> None:
+    options = {"service": {"service": three.name}, "local": {}, "process": {"num_workers": 1}}[where]
+    file = tmp_path / "read"
+    whole = as_bytes(loaders(kind(200, file), num_shards=3))
+    saved = loaders(kind(200, file), num_shards=3, **options)
+    iterator = iter(saved)
+    assert as_bytes(islice(iterator, 23)) == whole[:23]
+    state = json.loads(json.dumps(saved.state_dict()))
+    assert len(json.dumps(state)) < 2000
+    del iterator
+    saved.close()
+    file.unlink()
+    resumed = loaders(kind(200, file), num_shards=3, **options)
+    resumed.load_state_dict(state)
+    assert as_bytes(resumed) == whole[23:]
+    again = Counter(int(line) for line in file.read_text().split())
+    assert sorted(again) == sorted(index for _, ids in whole[23:] for index in ids), "nothing before the state"
+
+
+def test_another_data_worker_takes_a_shard_with_a_state_over_where_it_was(
+    service: Any, loaders: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "read"
+    first = service.start_workers(1)
+    # Room for some ten steps of each shard, so that the first data worker is not at the end when it leaves.
+    loader = loaders(datasets.Ledger(1000, file), num_shards=2, service=service.name, buffer_bytes=2000)
+    seen = []
+    for values, ids in loader:
+        seen.append((values.numpy().tobytes(), ids.tolist()))
+        if len(seen) == 60:
+            service.start_workers(1)
+            first.send_signal(signal.SIGTERM)
+            first.wait()
+    assert seen == as_bytes(loaders(datasets.Ledger(1000, tmp_path / "other"), num_shards=2))
+    times = Counter(int(line) for line in file.read_text().split())
+    assert sorted(times) == list(range(1000))
+    # The step in work when it was told to stop may be made again; what lies before it, hundreds of elements, is not.
+    assert sum(times.values()) - 1000 <= 2 * 4
+
+
+def test_a_state_that_is_not_json_is_told(loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.Ledger, "state_dict", lambda self: {"position": {1, 2}})
+    with pytest.raises(PipelineError, match=r"state_dict\(\) of Ledger holds a value that JSON does not have"):
+        next(iter(loaders(datasets.Ledger(20, tmp_path / "read"))))

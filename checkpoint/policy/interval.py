@@ -1,0 +1,271 @@
+"""When to save next: an interval from what saves cost and how often the job fails, or a fixed one. Pure.
+
+Called by the checkpointer, which measures, asks before every save whether one is due, and tells the schedule what it
+cost. It never reads a clock, and ranks never talk here: they exchange their decisions and all take `agree`'s.
+
+The interval is Young's, with Daly's higher-order terms, in the time that training loses to each save:
+
+    J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006
+
+Two bounds can make it longer: the share of the time that saves may cost, and the time that a generation takes to
+disk (a shorter interval would only make generations that never get there).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+DEFAULT_MAX_OVERHEAD = 0.03
+# The belief before anything is known, worth one failure: preemption, time limits, wrong programs and hardware together.
+DEFAULT_MTBF_S = 24 * 3600.0
+# Costs change with the state and the machine's load; the median of a few forgives a single slow save.
+_NUM_REMEMBERED = 8
+
+
+@dataclass(frozen=True)
+class Every:
+    """A fixed interval.
+
+    Attributes:
+        num_steps: training steps between two saves.
+        seconds: or the time between them; with several ranks it is turned into steps by their measured speed.
+    """
+
+    num_steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.num_steps is None) == (self.seconds is None):
+            raise ValueError("a fixed interval has either num_steps or seconds")
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps}: at least 1")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds={self.seconds}: more than 0")
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """An interval that follows measurements.
+
+    Attributes:
+        max_overhead: at most this share of the training time is spent blocked in saves.
+        mtbf_s: what to believe about the time between failures before the job's own history says more.
+    """
+
+    max_overhead: float = DEFAULT_MAX_OVERHEAD
+    mtbf_s: float = DEFAULT_MTBF_S
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 < self.max_overhead < 1:
+            problems.append(f"max_overhead={self.max_overhead}: a share between 0 and 1, such as 0.03")
+        if not 0 < self.mtbf_s < math.inf:
+            problems.append(f"mtbf_s={self.mtbf_s}: seconds, more than 0")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the job, as far as the time between failures is concerned.
+
+    Attributes:
+        started_s: when it started, in seconds of any one clock.
+        last_seen_s: its end, or the last moment at which it is known to have run.
+        failed: it did not end by itself.
+    """
+
+    started_s: float
+    last_seen_s: float
+    failed: bool
+
+
+@dataclass(frozen=True)
+class FailureHistory:
+    """What earlier attempts say about failures.
+
+    Attributes:
+        num_failures: attempts that did not end by themselves.
+        observed_s: how long all of them ran.
+    """
+
+    num_failures: int = 0
+    observed_s: float = 0.0
+
+    @classmethod
+    def of(cls, attempts: Iterable[Attempt]) -> FailureHistory:
+        """Count the failures. A clock that went backwards counts as no time."""
+        known = list(attempts)
+        return cls(
+            num_failures=sum(one.failed for one in known),
+            observed_s=sum(max(0.0, one.last_seen_s - one.started_s) for one in known),
+        )
+
+    def mtbf_s(self, prior_s: float, running_s: float = 0.0) -> float:
+        """The mean time between failures: a prior worth one failure in `prior_s`, and all that was observed.
+
+        Args:
+            prior_s: the belief before anything is observed.
+            running_s: how long the present attempt has run without a failure.
+        """
+        return (prior_s + self.observed_s + running_s) / (1 + self.num_failures)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How long to train until the next save.
+
+    Attributes:
+        num_steps: in steps, at least 1.
+        interval_s: in seconds of training, as far as it is known.
+        bound_by: what it follows from: `first`, `fixed`, `failures`, `overhead` or `persist`.
+        reason: the same in words and figures.
+    """
+
+    num_steps: int
+    interval_s: float | None
+    bound_by: str
+    reason: str
+
+
+def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Training time between two saves that loses the least to saves and failures together.
+
+    Args:
+        cost_s: how long a save blocks training.
+        mtbf_s: mean time between failures.
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+def decide(rule: Adaptive, *, cost_s: float, persist_s: float, step_s: float, mtbf_s: float) -> Decision:
+    """Choose the interval from measurements.
+
+    Args:
+        rule: the user's bounds.
+        cost_s: how long a save blocks training.
+        persist_s: how long a generation takes from memory to disk; 0 if none got there yet.
+        step_s: how long a training step takes.
+        mtbf_s: mean time between failures.
+    """
+    wanted = {
+        "failures": daly_interval_s(cost_s, mtbf_s),
+        "overhead": cost_s / rule.max_overhead,
+        "persist": persist_s,
+    }
+    bound_by = max(wanted, key=lambda name: wanted[name])
+    interval_s = wanted[bound_by]
+    num_steps = max(1, math.ceil(interval_s / step_s)) if step_s > 0 else 1
+    because = {
+        "failures": f"least loss at a failure every {_duration(mtbf_s)} and {_duration(cost_s)} blocked by each save",
+        "overhead": f"{_duration(cost_s)} blocked by each save may cost at most {rule.max_overhead:.3g} of the time",
+        "persist": f"a generation takes {_duration(persist_s)} to disk",
+    }[bound_by]
+    reason = f"every {num_steps} step(s) of {_duration(step_s)}, {_duration(interval_s)}: {because}"
+    return Decision(num_steps, interval_s, bound_by, reason)
+
+
+def agree(decisions: Sequence[Decision]) -> Decision:
+    """The one decision of all ranks: that of the rank which wants to save least often, the lowest of equals."""
+    return max(decisions, key=lambda decision: decision.num_steps)
+
+
+@dataclass
+class Schedule:
+    """When the next save is due. One per rank; every rank that is told the same decisions is due at the same steps.
+
+    Attributes:
+        rule: fixed or adaptive.
+        step: of the last save, or that training started from.
+        now_s: when training went on after it.
+        history: earlier attempts.
+        started_s: when this attempt began to train.
+        decision: what holds until the next save. Before the first save nothing is measured, so an adaptive schedule
+            has one after the first step: it costs one save, and the second one is chosen with knowledge.
+    """
+
+    rule: Every | Adaptive
+    step: int
+    now_s: float
+    history: FailureHistory = FailureHistory()
+    started_s: float = field(init=False)
+    decision: Decision = field(init=False)
+    _costs_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
+    _persists_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
+
+    def __post_init__(self) -> None:
+        self.started_s = self.now_s
+        self.decision = Decision(1, None, "first", "one step: what a save and a step cost is not known yet")
+        if isinstance(self.rule, Every) and self.rule.num_steps:
+            self.decision = _fixed(self.rule, 0.0)
+
+    def is_due(self, step: int, now_s: float, *, alone: bool = False) -> bool:
+        """Whether to save after `step`.
+
+        Args:
+            step: steps done so far.
+            now_s: the time now.
+            alone: there is one rank, so the clock may decide too: a save is due after the interval even if steps have
+                become slower than they were.
+        """
+        if step >= self.step + self.decision.num_steps:
+            return True
+        steps_rule = isinstance(self.rule, Every) and self.rule.num_steps is not None
+        interval_s = self.decision.interval_s
+        if steps_rule or not alone or interval_s is None or step <= self.step:
+            return False
+        return now_s >= self.now_s + interval_s
+
+    def note_persist(self, persist_s: float) -> None:
+        """A generation has got to disk, `persist_s` after the saver took it up."""
+        self._persists_s.append(persist_s)
+
+    def propose(self, step: int, blocked_s: float, now_s: float) -> Decision:
+        """What this rank would do after a save.
+
+        Args:
+            step: that was saved.
+            blocked_s: how long the save blocked training.
+            now_s: the time after it.
+        """
+        self._costs_s.append(blocked_s)
+        num_steps = step - self.step
+        step_s = max(0.0, now_s - blocked_s - self.now_s) / num_steps if num_steps > 0 else 0.0
+        if isinstance(self.rule, Every):
+            return _fixed(self.rule, step_s)
+        return decide(
+            self.rule,
+            cost_s=median(self._costs_s),
+            persist_s=median(self._persists_s) if self._persists_s else 0.0,
+            step_s=step_s,
+            mtbf_s=self.history.mtbf_s(self.rule.mtbf_s, now_s - self.started_s),
+        )
+
+    def adopt(self, decision: Decision, step: int, now_s: float) -> None:
+        """Count from the save of `step` on, with the decision that all ranks share."""
+        self.decision, self.step, self.now_s = decision, step, now_s
+
+
+def _fixed(rule: Every, step_s: float) -> Decision:
+    if rule.num_steps:
+        return Decision(rule.num_steps, None, "fixed", f"every {rule.num_steps} step(s), as asked")
+    assert rule.seconds
+    num_steps = max(1, math.ceil(rule.seconds / step_s)) if step_s > 0 else 1
+    reason = f"every {_duration(rule.seconds)}, as asked: {num_steps} step(s) of {_duration(step_s)}"
+    return Decision(num_steps, rule.seconds, "fixed", reason)
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as a person writes them, with three figures."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 2 * size or (unit == "s" and seconds >= 1):
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1000:.3g} ms"

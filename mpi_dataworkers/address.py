@@ -1,10 +1,12 @@
 """The address file of a service: where its dispatcher is and the job's keys, JSON with mode 0600.
 
-Written by the dispatcher, read by loaders and data workers. Whoever can read the file belongs to the job.
+Written by the dispatcher, read by loaders and data workers. Whoever can read the file belongs to the job. It is there
+for as long as the service is: a dispatcher that ends in order takes it away, one that was killed leaves it to the next.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -46,6 +48,24 @@ def write_address_file(path: Path, service: ServiceAddress) -> None:
     with os.fdopen(descriptor, "w") as stream:
         json.dump({"format": _FORMAT, **asdict(service)}, stream, indent=1)
     os.replace(temporary, path)
+
+
+def remove_address_file(path: Path, service: ServiceAddress) -> None:
+    """Take the file of a service away, unless it is another service's by now."""
+    with contextlib.suppress(OSError, ServiceError):
+        if read_address_file(path) == service:
+            path.unlink()
+
+
+def has_ended(path: Path) -> bool:
+    """Whether the service whose address file was here has ended; False also where nobody can tell."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:  # a file system that is away for a moment
+        return False
+    return False
 
 
 def parse_service(service: str) -> Path:

@@ -10,6 +10,7 @@
     ├── JobNameConflict          one job name, two different pipelines
     ├── ServiceError             the dispatcher or its address file
     │   ├── ServiceUnavailable   nothing answered in time
+    │   ├── ServiceEnded         the service came to its end before this process was part of it
     │   ├── AuthenticationError  the key is not this service's key
     │   └── Superseded           another process took this rank's place
     ├── ProtocolError            bytes that are no message of this protocol version
@@ -60,6 +61,10 @@ class ServiceError(HetstreamError):
 
 class ServiceUnavailable(ServiceError):
     """Nothing answered within the deadline."""
+
+
+class ServiceEnded(ServiceError):
+    """The service ended while this process was not connected to it."""
 
 
 class AuthenticationError(ServiceError):

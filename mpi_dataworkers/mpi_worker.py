@@ -6,6 +6,7 @@ cannot work, it stays until the trainers have ended, and they load their own dat
 
 from __future__ import annotations
 
+import logging
 import secrets
 import signal
 import sys
@@ -13,12 +14,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from mpi_dataworkers.errors import HetstreamError
+from mpi_dataworkers.address import has_ended
+from mpi_dataworkers.errors import HetstreamError, ServiceEnded
 from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.ops.pipeline import use_one_thread
 from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker, wait_for_address_file
+
+_log = logging.getLogger(__name__)
 
 # How soon the end of the trainers is seen.
 _LOOK_S = 0.1
@@ -44,6 +49,8 @@ def run_mpi_data_worker(address_file: Path, cache_bytes: int, num_threads: int =
     code = 0
     try:
         _work(address_file, cache_bytes, num_threads, world.is_over)
+    except ServiceEnded as ended:
+        _log.info("%s", ended)
     except HetstreamError as error:
         sys.stderr.write(f"hetstream worker: {type(error).__name__}: {error}\n")
         code = 1
@@ -59,7 +66,14 @@ def _work(address_file: Path, cache_bytes: int, num_threads: int, is_over: Calla
     use_one_thread()
     keep_freed_memory()
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
-    worker = DataWorker(service, secrets.token_hex(16), cache_bytes=cache_bytes, over_mpi=True, num_threads=num_threads)
+    worker = DataWorker(
+        service,
+        secrets.token_hex(16),
+        cache_bytes=cache_bytes,
+        over_mpi=True,
+        num_threads=num_threads,
+        has_ended=partial(has_ended, address_file),
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.stop())
     done = threading.Event()

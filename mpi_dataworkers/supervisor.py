@@ -19,12 +19,13 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.errors import HetstreamError
+from mpi_dataworkers.address import ServiceAddress, has_ended
+from mpi_dataworkers.errors import HetstreamError, ServiceEnded
 from mpi_dataworkers.exchange import LOAD_IN_SUPERVISOR, Exchange, Renew
 from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.messages import Fate
@@ -93,16 +94,24 @@ def run_data_workers(address_file: Path, num_processes: int, cache_bytes: int, n
     """
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
     exchange = Exchange() if num_processes > 1 else None
-    return _Supervisor(service, cache_bytes, exchange, num_threads).run(num_processes)
+    ended = partial(has_ended, address_file)
+    return _Supervisor(service, ended, cache_bytes, exchange, num_threads).run(num_processes)
 
 
 class _Supervisor:
     """Keeps the processes going."""
 
-    def __init__(self, service: ServiceAddress, cache_bytes: int, exchange: Exchange | None, num_threads: int) -> None:
+    def __init__(
+        self,
+        service: ServiceAddress,
+        ended: Callable[[], bool],
+        cache_bytes: int,
+        exchange: Exchange | None,
+        num_threads: int,
+    ) -> None:
         self._exchange = exchange
         self._num_threads = num_threads
-        self._service = service
+        self._service, self._has_ended = service, ended
         self._cache_bytes = cache_bytes
         self._children: dict[int, _Child] = {}
         self._stopping = False
@@ -246,13 +255,15 @@ class _Supervisor:
         use_one_thread()
         keep_freed_memory()
         try:
-            options = self._cache_bytes, child.page, fate, False, self._exchange, self._num_threads
+            options = self._cache_bytes, child.page, fate, False, self._exchange, self._num_threads, self._has_ended
             worker = DataWorker(self._service, child.worker_id, replaces, *options)
             for number in _SIGNALS:
                 signal.signal(number, lambda *_: worker.stop())
             worker.run()
         except Renew:
             return LOAD_IN_SUPERVISOR
+        except ServiceEnded as ended:
+            _log.info("%s", ended)
         except HetstreamError as error:
             sys.stderr.write(f"hetstream worker: {type(error).__name__}: {error}\n")
             return 1

@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -88,6 +88,8 @@ CONNECT_TIMEOUT_S = 30.0
 _QUIET_WAIT_S = 3.0
 # A dispatcher may be away for as long as a restart takes; after this the data worker takes the job for ended.
 GIVE_UP_S = 60.0
+# A silent dispatcher may have come to its end; the address file says so.
+_ASK_FILE_S = 2.0
 # Time for the last batches to leave at an orderly end.
 _LINGER_S = 2.0
 # A dispatcher that was restarted does not know who waits for a definition: ask again this often.
@@ -148,6 +150,7 @@ class DataWorker:
         over_mpi: this process is a rank of an MPI world.
         exchange: large pipelines that its supervisor loads; None to load all itself.
         num_threads: that make the samples of a batch, where the dataset is thread-safe.
+        has_ended: whether the service is over, for when there is no connection on which to be told.
     """
 
     def __init__(
@@ -161,14 +164,16 @@ class DataWorker:
         over_mpi: bool = False,
         exchange: Exchange | None = None,
         num_threads: int = 1,
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         self._registration = RegisterWorker(socket.gethostname(), os.getpid(), replaces, [], fate)
         self._page = page or WorkPage()
         self._exchange = exchange
         self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None
         self._said_one_thread = False
-        self._endpoint: WorkerEndpoint = ZmqWorkerEndpoint(service, worker_id, CONNECT_TIMEOUT_S)
+        self._endpoint: WorkerEndpoint = ZmqWorkerEndpoint(service, worker_id, CONNECT_TIMEOUT_S, has_ended)
         self._sender = RailSender(service.batch_key, worker_id, over_mpi)
+        self._has_ended = has_ended
         self._lock = threading.Lock()
         self._number = 0
         self._held: dict[int, GrantLease] = {}  # guarded by _lock: leases not finished and not revoked
@@ -478,6 +483,9 @@ class DataWorker:
                     held = sorted(self._held)
                 self._endpoint.send(WorkerHeartbeat(held))
                 next_heartbeat = now + HEARTBEAT_S
+                if now - last_heard > _ASK_FILE_S and not self._stopping and self._has_ended():
+                    _log.info("the service has ended")
+                    self.stop()
             if now - last_heard > GIVE_UP_S:
                 raise ServiceUnavailable(f"the dispatcher was silent for {GIVE_UP_S:g} s; this data worker ends")
         while self._outbox:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpi_dataworkers.address import ServiceAddress, write_address_file
+from mpi_dataworkers.address import ServiceAddress, remove_address_file, write_address_file
 from mpi_dataworkers.dispatcher.event_log import EventLog
 from mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped
 from mpi_dataworkers.dispatcher.journal import Journal
@@ -56,7 +56,7 @@ def serve(
     Args:
         bind: `tcp://HOST:PORT`; with port 0 a free one is found at the first start and kept.
         work_dir: the journal's directory.
-        address_file: written, mode 0600, when the dispatcher is ready.
+        address_file: written, mode 0600, when the dispatcher is ready, and removed at its end.
         should_stop: asked between bursts, several times a second.
         metrics_at: host and port at which to serve Prometheus metrics. Where that fails, the log says so and the
             service goes on: a job is worth more than its metrics.
@@ -83,6 +83,8 @@ def serve(
             metrics = _open_metrics(metrics_at, state)
             _loop(state, journal, event_log, metrics, endpoint, should_stop)
             event_log.report([DispatcherStopped(cause="it was told to")])
+            # First: who is not connected is not told, and looks there.
+            remove_address_file(address_file, service)
             for peer in (*state.consumers, *state.workers):
                 endpoint.send(peer, ShutDown())
             _write_summary(state, journal, work_dir)

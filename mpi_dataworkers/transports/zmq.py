@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mpi_dataworkers.address import ServiceAddress
 from mpi_dataworkers.codec import Buffer, chop, decode, encode, join
-from mpi_dataworkers.errors import AuthenticationError, ProtocolError, ServiceError, ServiceUnavailable
+from mpi_dataworkers.errors import AuthenticationError, ProtocolError, ServiceEnded, ServiceError, ServiceUnavailable
 from mpi_dataworkers.messages import Challenge, Compressed, Delivery, Hello, Message, Proof
 from mpi_dataworkers.transports.base import (
     BatchReceiver,
@@ -52,6 +52,8 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _SILENCE_MS = 4000
 _PING_MS = 1000
 _CLOSE_LINGER_MS = 1000
+# Who waits for a dispatcher looks this often whether the service has ended.
+_LOOK_MS = 200
 # Loaders come and go, and a connection that its loader closed stays a socket here (libzmq allows 1023).
 _MAX_CONNECTIONS = 64
 # Past this many connections, those that never proved the key are forgotten: strangers cannot fill the memory.
@@ -209,7 +211,9 @@ class ZmqDispatcherEndpoint:
 class _ZmqControl:
     """A CURVE connection to the dispatcher, with a waker."""
 
-    def __init__(self, service: ServiceAddress, peer: str, timeout_s: float) -> None:
+    def __init__(
+        self, service: ServiceAddress, peer: str, timeout_s: float, has_ended: Callable[[], bool] = lambda: False
+    ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         # Descriptors are reused: a wake after the close must not write to somebody else's. Reentrant, because a
         # finaliser that runs inside `wake` may call it.
@@ -230,13 +234,13 @@ class _ZmqControl:
         self._poller.register(self._control, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
         try:
-            self._connect(service.address, timeout_s)
+            self._connect(service.address, timeout_s, has_ended)
         except BaseException:  # also Ctrl-C: there is nobody yet to close it
             self._control.linger = 0
             self._close_control()
             raise
 
-    def _connect(self, address: str, timeout_s: float) -> None:
+    def _connect(self, address: str, timeout_s: float, has_ended: Callable[[], bool]) -> None:
         """Wait until the dispatcher has let us in, so that a wrong key is an error and not a silence."""
         # It stays open after this: it tells when a connection that was lost is back.
         self._monitor = monitor = self._control.get_monitor_socket(
@@ -247,7 +251,12 @@ class _ZmqControl:
         closed = 0
         self._control.connect(address)
         while True:
-            if not monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            left_ms = max(0, int((deadline - time.monotonic()) * 1000))
+            if not monitor.poll(min(left_ms, _LOOK_MS)):
+                if has_ended():
+                    raise ServiceEnded(f"the service at {address} ended before it let this process in")
+                if left_ms > 0:
+                    continue
                 if closed:
                     raise AuthenticationError(
                         f"{address} accepts connections and ends them before the key exchange is complete: the "
@@ -315,9 +324,10 @@ class ZmqWorkerEndpoint(_ZmqControl):
         service: address and keys.
         peer: this worker's id, 32 hexadecimal digits.
         timeout_s: how long to wait for the dispatcher.
+        has_ended: asked while it waits, several times a second: nobody tells a peer that is not connected.
 
     Raises:
-        ServiceUnavailable, AuthenticationError: as they say.
+        ServiceUnavailable, ServiceEnded, AuthenticationError: as they say.
     """
 
     def poll(self, timeout_s: float) -> list[Message | Reconnected]:

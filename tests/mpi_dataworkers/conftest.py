@@ -68,12 +68,7 @@ class Service:
             if self.dispatcher is not None:
                 self.dispatcher.wait(timeout=15)
             for one in self.workers:
-                try:
-                    one.wait(timeout=5)
-                except subprocess.TimeoutExpired:
-                    # Not connected when the service ended, a process that was just replaced say: it was not told.
-                    one.send_signal(signal.SIGTERM)
-                    one.wait(timeout=15)
+                one.wait(timeout=15)
         finally:
             for one in everything:
                 one.kill()

@@ -221,6 +221,40 @@ def test_who_comes_first_waits_for_the_others(service: Any, tmp_path: Path, load
         late.stop()
 
 
+def test_a_data_worker_that_is_not_connected_ends_with_its_service(service: Any, wait_until: Any) -> None:
+    connected = service.start_workers(1)
+    service.kill_dispatcher()
+    words = ("worker", "--service", service.name)
+    connecting = service._start("connecting.log", *words)
+    service.workers.append(connecting)
+    children = Path(f"/proc/{connecting.pid}/task/{connecting.pid}/children")
+    wait_until(children.read_text, 30, "its process")
+    # A dispatcher that was killed leaves its file to the next one, and data workers wait for that.
+    assert service.address_file.exists()
+    assert (connected.poll(), connecting.poll()) == (None, None)
+    service.address_file.unlink()
+    # They would give up after 60 s and 30 s.
+    assert connected.wait(timeout=15) == 0
+    assert connecting.wait(timeout=15) == 0
+    assert "the service has ended" in service.log("worker")
+    assert "ended before it let this process in" in service.log("connecting")
+
+
+def test_a_dispatcher_takes_its_own_address_file_away(service: Any, wait_until: Any) -> None:
+    wait_until(service.address_file.exists, 30, "the address file")
+    keys = service.address_file.read_bytes()
+    service.dispatcher.send_signal(signal.SIGTERM)
+    assert service.dispatcher.wait(timeout=15) == 0
+    assert not service.address_file.exists()
+    service.start_dispatcher()
+    wait_until(service.address_file.exists, 30, "the address file again")
+    assert service.address_file.read_bytes() == keys
+    service.address_file.write_bytes(another := keys.replace(b"tcp://", b"tcp://1"))
+    service.dispatcher.send_signal(signal.SIGTERM)
+    assert service.dispatcher.wait(timeout=15) == 0
+    assert service.address_file.read_bytes() == another
+
+
 def test_a_large_dataset_reaches_a_data_worker_that_comes_later(service: Any, loaders: Any, tmp_path: Path) -> None:
     dataset = datasets.Counted(400, tmp_path)
     dataset.payload = os.urandom(6 << 20)

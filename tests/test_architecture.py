@@ -26,6 +26,7 @@ HOMES = {
     "horovod": ("mpi_dataworkers/horovod.py",),
     "prometheus_client": ("mpi_dataworkers/dispatcher/metrics.py",),
     "zstandard": ("mpi_dataworkers/transports/compression.py",),
+    "xxhash": ("checkpoint/checksum.py",),
     "sqlite3": ("mpi_dataworkers/dispatcher/journal.py",),
 }
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

@@ -1,0 +1,90 @@
+"""Every error that checkpoints raise on purpose.
+
+CheckpointError
+├── OptionsError             an option or a call breaks its rule; also a ValueError
+├── UnsupportedState         a value of the state cannot be saved
+├── StateMismatch            what was saved does not fit what it is to be restored into
+├── NoCheckpoint             there is none where one is needed
+├── MissingRanks             a checkpoint without the files of some ranks
+├── Damaged                  bytes that are not what was written
+│   ├── DamagedLayout        a layout that breaks its rules
+│   ├── DamagedSegment       a slot file that is torn, short, foreign or of another version
+│   └── DamagedCheckpoint    a file of a checkpoint on disk
+├── DirectoryInUse           another job writes to this checkpoint directory
+├── DirectoryNotWritable     its file system says no
+├── NotEnoughSpace           the disk is too full for a checkpoint
+├── SharedMemoryFull         no room in memory for a generation
+├── StoreInUse               a living process has this rank's store, or this store's saver
+├── ForeignOwner             another user's files under our name
+└── SaverError               the saver cannot be started, or has died
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of all: the message says what failed, the value seen, the rule and the next step."""
+
+
+class OptionsError(CheckpointError, ValueError):
+    """An option, an environment value or a call breaks its rule."""
+
+
+class UnsupportedState(CheckpointError):
+    """A value of the state cannot be saved; the message names its place, its type and the way out."""
+
+
+class StateMismatch(CheckpointError):
+    """What was saved does not fit what it is to be restored into."""
+
+
+class NoCheckpoint(CheckpointError):
+    """There is no checkpoint where one is needed."""
+
+
+class MissingRanks(CheckpointError):
+    """A checkpoint lacks the files of some ranks."""
+
+
+class Damaged(CheckpointError):
+    """Bytes that are not what was written."""
+
+
+class DamagedLayout(Damaged):
+    """A layout that breaks its rules."""
+
+
+class DamagedSegment(Damaged):
+    """A slot file that is torn, short, another user's, of another version, or no slot file at all."""
+
+
+class DamagedCheckpoint(Damaged):
+    """A file of a checkpoint on disk that is not what was committed."""
+
+
+class DirectoryInUse(CheckpointError):
+    """Another job writes to this checkpoint directory."""
+
+
+class DirectoryNotWritable(CheckpointError):
+    """The file system refuses to write to the checkpoint directory."""
+
+
+class NotEnoughSpace(CheckpointError):
+    """The disk has no room for a checkpoint."""
+
+
+class SharedMemoryFull(CheckpointError):
+    """There is no room in memory for a generation. Nothing was written."""
+
+
+class StoreInUse(CheckpointError):
+    """A living process has this rank's store, or is the saver of this store."""
+
+
+class ForeignOwner(CheckpointError):
+    """Files of another user, or open to other users, where ours should be."""
+
+
+class SaverError(CheckpointError):
+    """The saver cannot be started, or has died."""

@@ -1,0 +1,36 @@
+"""Which saved record is which, and what its directory on disk is called. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_NAME = re.compile(r"step-(\d{10,})\.(\d+)")
+
+
+class Generation(NamedTuple):
+    """One saved record. A later attempt's step 60 is newer than an earlier attempt's step 100.
+
+    Attributes:
+        attempt: number of the start of the training job on its checkpoint directory, from 1.
+        step: of training.
+    """
+
+    attempt: int
+    step: int
+
+    @property
+    def directory_name(self) -> str:
+        """What the checkpoint of this generation is called; names of one attempt sort by step."""
+        return f"step-{self.step:010}.{self.attempt}"
+
+    @staticmethod
+    def of_directory(name: str) -> Generation | None:
+        """The generation that a directory of this name holds, or None if it is no checkpoint's name."""
+        match = _NAME.fullmatch(name)
+        found = Generation(int(match[2]), int(match[1])) if match else None
+        # Only the one spelling that `directory_name` writes.
+        return found if found and found.directory_name == name else None
+
+    def __str__(self) -> str:
+        return f"step {self.step} of attempt {self.attempt}"

@@ -1,0 +1,197 @@
+"""Where each tensor of a record lies in its payload. Pure; made by the trainer, read by the saver and the formats.
+
+The payload has two regions. *Region A* holds the tensors whose size is a multiple of 64 bytes (nearly all bytes of a
+model), back to back in the order of the state. *Region B* holds the others by falling item size, each at a multiple of
+64 bytes; on disk they are packed, and the order keeps each at a multiple of its item size. So region A goes to disk as
+it lies in memory, in one piece.
+
+Offsets follow from names, dtypes and shapes, so a layout's JSON holds only these: there are no offsets in it that could
+overlap or point outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
+
+from checkpoint.errors import DamagedLayout
+
+VERSION = 1
+ALIGN_BYTES = 64
+# Item sizes in bytes, by safetensors' names. complex128 has none: it is saved as F64 with one more dimension.
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+# Beyond any machine's memory, and far below what sums of offsets can overflow.
+MAX_PAYLOAD_BYTES = 1 << 56
+MAX_DIMENSIONS = 64
+# A key of the file's header that is not a tensor.
+_RESERVED_NAME = "__metadata__"
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that is to be laid out.
+
+    Attributes:
+        name: unique in its record.
+        dtype: a key of `ITEM_BYTES`.
+        shape: elements along each dimension; () for a scalar.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor and its place.
+
+    Attributes:
+        name: unique in its record.
+        dtype: a key of `ITEM_BYTES`.
+        shape: elements along each dimension; () for a scalar.
+        offset: where it begins in the payload, in bytes; a multiple of `ALIGN_BYTES`.
+        num_bytes: its size, in row-major order without holes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The places of all tensors of a record.
+
+    Attributes:
+        entries: in the order of the specs they were made from.
+        payload_bytes: size of the payload; a multiple of `ALIGN_BYTES`.
+        region_a_bytes: size of region A, which begins at 0; region B takes the rest.
+        digest: 32 hexadecimal digits; equal for equal names, dtypes, shapes and order.
+        encoded: the layout as JSON.
+    """
+
+    entries: tuple[Entry, ...]
+    payload_bytes: int
+    region_a_bytes: int
+    digest: str
+    encoded: bytes = field(repr=False, compare=False)
+
+    @property
+    def region_a(self) -> list[Entry]:
+        """The entries of region A by offset: back to back, without holes."""
+        return [entry for entry in self.entries if _is_in_region_a(entry.num_bytes)]
+
+    @property
+    def region_b(self) -> list[Entry]:
+        """The entries of region B by offset: by falling item size."""
+        return sorted(
+            (entry for entry in self.entries if not _is_in_region_a(entry.num_bytes)), key=lambda entry: entry.offset
+        )
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of all tensors without holes: what the data of a file takes."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def to_json(self) -> bytes:
+        """What `from_json` reads."""
+        return self.encoded
+
+
+def lay_out(specs: Iterable[TensorSpec]) -> Layout:
+    """Give every tensor its place.
+
+    Raises:
+        DamagedLayout: a name occurs twice or is not text, a dtype is unknown, a shape is none, or it is all too large.
+    """
+    ordered = list(specs)
+    sizes = [_num_bytes(spec) for spec in ordered]
+    repeated = [name for name, count in Counter(spec.name for spec in ordered).items() if count > 1]
+    if repeated:
+        raise DamagedLayout(f"{len(repeated)} names occur twice, {repeated[0]!r} first; names of a record are unique")
+    offsets = [0] * len(ordered)
+    end = 0
+    for number, size in enumerate(sizes):
+        if _is_in_region_a(size):
+            offsets[number] = end
+            end += size
+    region_a_bytes = end
+    rest = [number for number, size in enumerate(sizes) if not _is_in_region_a(size)]
+    for number in sorted(rest, key=lambda number: -ITEM_BYTES[ordered[number].dtype]):
+        offsets[number] = end
+        end += -(-sizes[number] // ALIGN_BYTES) * ALIGN_BYTES
+    if end > MAX_PAYLOAD_BYTES:
+        raise DamagedLayout(f"the tensors take {end} bytes, a record holds at most {MAX_PAYLOAD_BYTES}")
+    entries = tuple(
+        Entry(spec.name, spec.dtype, tuple(spec.shape), offset, size)
+        for spec, offset, size in zip(ordered, offsets, sizes, strict=True)
+    )
+    try:
+        encoded = msgspec.json.encode(_Form(VERSION, [(entry.name, entry.dtype, entry.shape) for entry in entries]))
+    except UnicodeEncodeError as error:
+        raise DamagedLayout(f"the name of a tensor is not text: {error}") from error
+    return Layout(entries, end, region_a_bytes, blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest(), encoded)
+
+
+def from_json(data: bytes | memoryview) -> Layout:
+    """Read what `Layout.to_json` gave.
+
+    Raises:
+        DamagedLayout: it is something else, or breaks a rule of `lay_out`.
+    """
+    try:
+        form = msgspec.json.decode(data, type=_Form)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise DamagedLayout(f"a layout of {len(data)} bytes cannot be read: {error}") from error
+    if form.version != VERSION:
+        raise DamagedLayout(f"a layout has version {form.version}, this release reads version {VERSION}")
+    return lay_out(TensorSpec(*tensor) for tensor in form.tensors)
+
+
+class _Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+
+
+def _is_in_region_a(num_bytes: int) -> bool:
+    return num_bytes % ALIGN_BYTES == 0
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    item_bytes = ITEM_BYTES.get(spec.dtype)
+    if item_bytes is None:
+        raise DamagedLayout(f"tensor {spec.name!r} has dtype {spec.dtype!r}, known are {', '.join(ITEM_BYTES)}")
+    if not spec.name or spec.name == _RESERVED_NAME:
+        raise DamagedLayout(f"a tensor cannot be called {spec.name!r}")
+    if len(spec.shape) > MAX_DIMENSIONS or any(not 0 <= size < MAX_PAYLOAD_BYTES for size in spec.shape):
+        raise DamagedLayout(f"tensor {spec.name!r} has shape {spec.shape}: at most {MAX_DIMENSIONS} sizes from 0 up")
+    return math.prod(spec.shape) * item_bytes

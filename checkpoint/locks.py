@@ -1,0 +1,112 @@
+"""File locks that end with the process that took them: who holds one lives. Used for stores, savers and directories.
+
+The lock is flock(2). A forked child (a data worker of torch's DataLoader) would share it and keep a dead trainer's lock
+alive, so a child gives up its copy at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from checkpoint.errors import CheckpointError
+
+_POLL_S = 0.005
+_held: set[FileLock] = set()
+
+
+class FileLock:
+    """A lock that is held from the beginning to `release`; also a context manager.
+
+    Attributes:
+        path: the locked file. It is made if it is missing, and never deleted by a lock.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        _held.add(self)
+
+    @classmethod
+    def try_exclusive(cls, path: Path) -> FileLock | None:
+        """Take the lock alone, or None while anybody holds it.
+
+        Raises:
+            CheckpointError: the file system has no locks.
+            OSError: the file cannot be opened.
+        """
+        return cls._try(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
+
+    @classmethod
+    def try_shared(cls, path: Path) -> FileLock | None:
+        """Take the lock beside others that share it, or None while somebody holds it alone. The file must exist.
+
+        Raises:
+            CheckpointError: the file system has no locks.
+            OSError: the file cannot be opened.
+        """
+        return cls._try(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
+
+    @classmethod
+    def wait_exclusive(cls, path: Path, timeout_s: float) -> FileLock:
+        """Take the lock alone, waiting for it.
+
+        Raises:
+            CheckpointError: it was not free within `timeout_s`, or the file system has no locks.
+            OSError: the file cannot be opened.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            lock = cls.try_exclusive(path)
+            if lock:
+                return lock
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(f"{path} was locked by another process for {timeout_s:g} s: fuser -v {path}")
+            time.sleep(_POLL_S)
+
+    @classmethod
+    def _try(cls, path: Path, descriptor: int, kind: int) -> FileLock | None:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError as exc:
+            os.close(descriptor)
+            if exc.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            raise CheckpointError(
+                f"{path}: the file system has no file locks ({exc.strerror}), and checkpoints need them; "
+                "ask for the mount option (Lustre: flock), or use another directory"
+            ) from exc
+        return cls(path, descriptor)
+
+    def is_of(self, path: Path) -> bool:
+        """Whether the locked file is the one that has this name now: it may have been deleted or moved meanwhile."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Give the lock up; a second time does nothing."""
+        if self in _held:
+            _held.discard(self)
+            os.close(self._descriptor)
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _forget_in_child() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

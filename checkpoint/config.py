@@ -1,5 +1,7 @@
 """Every setting that checkpoints read from the environment, in one place. No other module reads `os.environ`.
 
+HETSTREAM_CKPT_SAVER     1: the job has a saver on this node; a trainer starts its own only if that one does not come
+HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, for programs that ask for it
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
 """
 
@@ -7,6 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
+
+JOB_SAVER = "HETSTREAM_CKPT_SAVER"
+DIRECTORY = "HETSTREAM_CKPT_DIR"
+
+
+def job_has_savers(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the job's script has started savers."""
+    return environ.get(JOB_SAVER, "") == "1"
+
+
+def directory_of_job(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The checkpoint directory that the job's script names, or None."""
+    return Path(environ[DIRECTORY]) if environ.get(DIRECTORY) else None
 
 
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:

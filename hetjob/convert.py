@@ -8,6 +8,7 @@ The limits are Slurm's (https://slurm.schedmd.com/heterogeneous_jobs.html, "Limi
     ├── JobArrayNotSupported       Slurm has no arrays of heterogeneous jobs
     ├── AlreadyHeterogeneous       the script or the command line already has components
     ├── BurstBufferNotShared       a job's burst buffer belongs to one component
+    ├── CheckpointNotShared        the tasks of a job array would write one checkpoint directory
     ├── MissingPartition           no partition for the data workers, or one that does not exist
     ├── NeedsBackfill              heterogeneous jobs start only through sched/backfill
     ├── NotAShellScript            the job master is started by shell lines
@@ -24,10 +25,12 @@ import shlex
 from collections.abc import Sequence
 from fractions import Fraction
 
+from hetjob.convert_checkpoint import checkpoint_overrides
 from hetjob.directives import is_own, prologue_length
 from hetjob.errors import ConversionError, UsageError
 from hetjob.plan import Change, Component, HetPlan
 from hetjob.ports import Cluster
+from hetjob.request import count, gpus_per_task
 from hetjob.sbatch_options import (
     SbatchOption,
     SbatchOptions,
@@ -56,6 +59,10 @@ class AlreadyHeterogeneous(ConversionError):
 
 class BurstBufferNotShared(ConversionError):
     """A burst buffer that the data workers' component could not read."""
+
+
+class CheckpointNotShared(ConversionError):
+    """`--array` with one checkpoint directory."""
 
 
 class MissingPartition(ConversionError):
@@ -128,45 +135,37 @@ def convert(
     outside = [option for option in command_line if not is_own(option.name)]
     options = SbatchOptions((*script_options(script, name), *outside))
     _check_limits(spec, script, name, options)
-    partition = spec.data_worker_partition or default_partition
-    if partition is None:
-        raise MissingPartition(
-            f"{name}: no directive names the data workers' partition and the cluster's default is not known here. "
-            "Add --data-worker-partition=NAME; see the names with: sinfo -s"
-        )
-    overrides, changes = _trainer(spec, script, options)
-    worker = _worker_options(spec, partition)
-    worker_mb = _worker_mb(spec, options)
-    components = [Component(0, "trainer", tuple(words_of(overrides)))]
-    if spec.data_workers_min:
-        memory = _component_memory(spec, worker_mb, per_node=options.has("mem"))
-        words = (*worker, f"--ntasks={spec.data_workers_min}", *memory)
-        components.append(Component(1, "data_workers", words))
-        changes.append(
-            Change(
-                f"component 1 added: {spec.data_workers_min} data worker(s) of {spec.data_worker_cpus} CPUs in "
-                f"partition {partition}",
-                f"--data-workers={spec.data_workers_min}: they read, transform and batch; they start with the trainer",
+    overrides: list[SbatchOption] = []
+    changes: list[Change] = []
+    components: list[Component] = []
+    master_options: tuple[str, ...] | None = None
+    if spec.data_workers_max:
+        partition = spec.data_worker_partition or default_partition
+        if partition is None:
+            raise MissingPartition(
+                f"{name}: no directive names the data workers' partition and the cluster's default is not known here. "
+                "Add --data-worker-partition=NAME; see the names with: sinfo -s"
             )
-        )
-    if spec.companions:
-        changes.append(
-            Change(
-                f"up to {spec.companions} companion job(s), one data worker each, submitted when the trainer starts",
-                "companions come and go without touching the trainer; the job master cancels them at the end",
-            )
-        )
-    changes.append(
-        Change(
-            "a line before the first command starts the job master",
-            "it runs the dispatcher and the data workers, and points the program's DataLoader at them",
-        )
-    )
+        overrides, changes = _trainer(spec, script, options)
+        worker = _worker_options(spec, partition)
+        components, added = _data_workers(spec, options, worker, partition)
+        changes += added
+        worker_mb = _worker_mb(spec, options)
+        master_options = tuple(_master_options(spec, (*worker, *_memory_per_cpu(spec, worker_mb)), options))
+    saver_options: tuple[str, ...] | None = None
+    if spec.checkpoint is not None:
+        more, added = checkpoint_overrides(spec, SbatchOptions((*options.items, *overrides)))
+        # Of two with one name the checkpoint's is the last word: it was made from the other.
+        replaced = {option.name for option in more}
+        overrides = [*(option for option in overrides if option.name not in replaced), *more]
+        changes += added
+        saver_options = (f"--checkpoint={spec.checkpoint}",)
     given_outside = {option.name for option in outside}
     return HetPlan(
-        components=tuple(components),
+        components=(Component(0, "trainer", tuple(words_of(overrides))), *components),
         changes=tuple(changes),
-        master_options=tuple(_master_options(spec, (*worker, *_memory_per_cpu(spec, worker_mb)), options)),
+        master_options=master_options,
+        saver_options=saver_options,
         sbatch_options=(*words_of(outside), *words_of(item for item in overrides if item.name in given_outside)),
     )
 
@@ -192,6 +191,39 @@ def check_cluster(spec: JobSpec, cluster: Cluster) -> None:
         )
 
 
+def _data_workers(
+    spec: JobSpec, options: SbatchOptions, worker: Sequence[str], partition: str
+) -> tuple[list[Component], list[Change]]:
+    """Component 1, if there is one, and what is said about the data workers."""
+    components: list[Component] = []
+    changes: list[Change] = []
+    if spec.data_workers_min:
+        memory = _component_memory(spec, _worker_mb(spec, options), per_node=options.has("mem"))
+        words = (*worker, f"--ntasks={spec.data_workers_min}", *memory)
+        components.append(Component(1, "data_workers", words))
+        changes.append(
+            Change(
+                f"component 1 added: {spec.data_workers_min} data worker(s) of {spec.data_worker_cpus} CPUs in "
+                f"partition {partition}",
+                f"--data-workers={spec.data_workers_min}: they read, transform and batch; they start with the trainer",
+            )
+        )
+    if spec.companions:
+        changes.append(
+            Change(
+                f"up to {spec.companions} companion job(s), one data worker each, submitted when the trainer starts",
+                "companions come and go without touching the trainer; the job master cancels them at the end",
+            )
+        )
+    changes.append(
+        Change(
+            "a line before the first command starts the job master",
+            "it runs the dispatcher and the data workers, and points the program's DataLoader at them",
+        )
+    )
+    return components, changes
+
+
 def _check_limits(spec: JobSpec, script: str, name: str, options: SbatchOptions) -> None:
     lines = script.split("\n")
     if options.has("wrap"):
@@ -208,11 +240,16 @@ def _check_limits(spec: JobSpec, script: str, name: str, options: SbatchOptions)
             f"{name} {array.origin}: --array={array.value} is not supported with a heterogeneous job (Slurm limit). "
             f"Remove --array, or use --data-workers=0-{spec.data_workers_max}: companion jobs work with arrays"
         )
+    if array and spec.checkpoint:
+        raise CheckpointNotShared(
+            f"{name} {array.origin}: all tasks of --array={array.value} would write to one checkpoint directory. "
+            "Remove --array, or --checkpoint and name a directory for each task in the program"
+        )
     buffered = options.last("bb") or options.last("bbf")
     buffer_line = next(
         (number for number, line in enumerate(lines[: prologue_length(lines)], 1) if re.match(r"#(BB|DW)\s", line)), 0
     )
-    if buffered or buffer_line:
+    if (buffered or buffer_line) and spec.data_workers_max:
         raise BurstBufferNotShared(
             f"{name} {buffered.origin if buffered else f'line {buffer_line}'}: a job's burst buffer belongs to one "
             "component, so data workers could not read it (Slurm limit). Read from the shared file system instead"
@@ -248,7 +285,7 @@ def _trainer(spec: JobSpec, script: str, options: SbatchOptions) -> tuple[list[S
             )
         )
         return overrides, changes
-    gpus = _gpus_per_task(options)
+    gpus = gpus_per_task(options)
     wanted = spec.trainer_cpus or max(1, math.ceil(DEFAULT_TRAINER_CPUS_PER_GPU * max(gpus, Fraction(1))))
     why = "data workers do the preprocessing; the trainer keeps " + (
         f"--trainer-cpus={spec.trainer_cpus}" if spec.trainer_cpus else f"{DEFAULT_TRAINER_CPUS_PER_GPU} CPUs per GPU"
@@ -274,7 +311,7 @@ def _trainer(spec: JobSpec, script: str, options: SbatchOptions) -> tuple[list[S
                 "the trainer keeps its memory although it has fewer CPUs",
             )
     if asked is None:
-        tasks, total_gpus = options.number("ntasks") or 1, _count(options.value("gpus")) or 0
+        tasks, total_gpus = options.number("ntasks") or 1, count(options.value("gpus")) or 0
         hint = " (for one program with several CPUs write --ntasks=1 --cpus-per-task=N)" if tasks > 1 else ""
         changes.append(
             Change(
@@ -285,47 +322,6 @@ def _trainer(spec: JobSpec, script: str, options: SbatchOptions) -> tuple[list[S
     elif not overrides:
         changes.append(Change("trainer: CPUs unchanged", f"the script asks for {asked}, the trainer may keep {kept}"))
     return overrides, changes
-
-
-def _count(text: str | None) -> int | None:
-    """The number in `2`, `h200:2` or `2(S:0)`; `h200` alone is one. None for other forms."""
-    if not text:
-        return None
-    last = re.sub(r"\(.*\)$", "", text).split(":")[-1]
-    return int(last) if last.isascii() and last.isdigit() else (1 if re.fullmatch(r"[A-Za-z][\w.-]*", last) else None)
-
-
-def _gres_gpus(text: str | None) -> int:
-    """GPUs per node in a --gres list (`gpu:2`, `gres/gpu:h200:4,shard:1`)."""
-    total = 0
-    for part in (text or "").split(","):
-        words = part.removeprefix("gres/").removeprefix("gres:")
-        if words == "gpu" or words.startswith("gpu:"):
-            total += (_count(words.removeprefix("gpu").removeprefix(":")) or 1) if words != "gpu" else 1
-    return total
-
-
-def _gpus_per_task(options: SbatchOptions) -> Fraction:
-    """GPUs of one trainer task, from whatever form the script uses; 0 when it asks for none."""
-    per_task = _count(options.value("gpus-per-task"))
-    if per_task:
-        return Fraction(per_task)
-    nodes = _first_number(options.value("nodes")) or 1
-    per_node = _count(options.value("gpus-per-node")) or _gres_gpus(options.value("gres"))
-    per_socket = _count(options.value("gpus-per-socket")) or 0
-    per_node = per_node or per_socket * (options.number("sockets-per-node") or 1)
-    total = _count(options.value("gpus")) or per_node * nodes
-    per_gpu = options.number("ntasks-per-gpu")
-    if per_gpu and total:
-        return Fraction(1, per_gpu)
-    tasks = options.number("ntasks") or nodes * (options.number("ntasks-per-node") or 1)
-    return Fraction(total, tasks)
-
-
-def _first_number(text: str | None) -> int | None:
-    """The minimum in sbatch's node counts: `2`, `2-4`."""
-    match = re.match(r"\d+", text or "", re.ASCII)
-    return int(match[0]) if match and int(match[0]) > 0 else None
 
 
 def _srun_cpus_per_task(script: str) -> tuple[int, int] | None:

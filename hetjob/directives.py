@@ -113,7 +113,7 @@ def from_command_line(options: Sequence[SbatchOption]) -> list[Directive]:
 
 def is_own(name: str) -> bool:
     """Whether an option is hetstream's, or can only be meant as one: sbatch has none with these beginnings."""
-    return name in OPTIONS or name.startswith(("data-worker", "trainer-"))
+    return name in OPTIONS or name.startswith(("data-worker", "trainer-", "checkpoint"))
 
 
 def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
@@ -149,9 +149,14 @@ def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
             except ValueError as error:
                 value = directive.value if directive.value.isprintable() else repr(directive.value)
                 problems.append(f"{written}={value}: {error}")
+    names = {directive.name for directive in directives}
+    needs_data_workers = [name for name in names if not name.startswith("checkpoint")]
     # An unknown option may be this one misspelt.
-    if all(directive.name in OPTIONS and directive.name != "data-workers" for directive in directives):
+    if names <= OPTIONS.keys() and needs_data_workers and "data-workers" not in names:
         problems.append(f"{directives[0].origin}: --data-workers=MIN[-MAX] is missing; it says how many data workers")
     if problems:
         raise DirectiveError(f"{name} {'; '.join(problems)}")
-    return JobSpec(**fields)
+    try:
+        return JobSpec(**fields)
+    except DirectiveError as error:
+        raise DirectiveError(f"{name}: {error}") from error

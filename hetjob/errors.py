@@ -5,6 +5,7 @@ HetstreamError
 │   ├── DirectiveError       a `#HETSTREAM` line is wrong (with its line number)
 │   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
 ├── MasterError              the job master did not start
+├── SaversError              the checkpoint savers of a job did not start
 ├── ProgramNotFound          the user's program, or hetstream's own command, is not there
 └── SlurmCommandError        a Slurm command failed: argv, exit code, stdout, stderr
 """
@@ -21,6 +22,7 @@ __all__ = [
     "HetstreamError",
     "MasterError",
     "ProgramNotFound",
+    "SaversError",
     "SlurmCommandError",
     "UsageError",
 ]
@@ -36,6 +38,10 @@ class ConversionError(UsageError):
 
 class MasterError(HetstreamError):
     """The job master, or the dispatcher that it starts, did not come up."""
+
+
+class SaversError(HetstreamError):
+    """The job's checkpoint savers did not come up."""
 
 
 class ProgramNotFound(UsageError):

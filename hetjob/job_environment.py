@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ class JobEnvironment:
         submit_dir: where sbatch was called.
         het_size: number of components; 1 for an ordinary job.
         restarts: how often Slurm has requeued the job.
+        num_nodes: of component 0.
     """
 
     job_id: str
@@ -29,6 +31,7 @@ class JobEnvironment:
     submit_dir: Path
     het_size: int
     restarts: int
+    num_nodes: int = 1
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> JobEnvironment:
@@ -50,6 +53,7 @@ class JobEnvironment:
             submit_dir=Path(environ["SLURM_SUBMIT_DIR"]),
             het_size=int(environ.get("SLURM_HET_SIZE") or 1),
             restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+            num_nodes=int(environ.get("SLURM_JOB_NUM_NODES_HET_GROUP_0") or environ.get("SLURM_JOB_NUM_NODES") or 1),
         )
 
     @property
@@ -67,6 +71,11 @@ class JobEnvironment:
     def work_dir(self) -> Path:
         """The dispatcher's journal; removed at the end."""
         return self.directory / "dispatcher"
+
+    @property
+    def savers(self) -> Path:
+        """Logs of the checkpoint savers, and a file for each that is ready."""
+        return self.directory / "savers"
 
     @property
     def master_log(self) -> Path:
@@ -94,3 +103,8 @@ def export_variables(environ: Mapping[str, str], names: Mapping[str, str]) -> di
         return {}
     kept = [name for name in before.split(",") if name not in ("NONE", "NIL", "")]
     return {"SLURM_EXPORT_ENV": ",".join([*kept, *names])}
+
+
+def export_lines(variables: Mapping[str, str]) -> str:
+    """Shell text that exports variables."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())

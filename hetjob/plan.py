@@ -37,14 +37,16 @@ class HetPlan:
     """The result of a conversion.
 
     Attributes:
-        components: one (companions only) or two.
+        components: one (companions or checkpoints only) or two.
         changes: what differs and why, in the order of the script.
-        master_options: arguments of `hetstream master start`.
+        master_options: arguments of `hetstream master start`; None without data workers.
+        saver_options: arguments of `hetstream ckpt start`; None without checkpoints.
         sbatch_options: the options for sbatch's command line: the user's own, then those of `components[0]` that
             must win over a command line or an environment variable.
     """
 
     components: tuple[Component, ...]
     changes: tuple[Change, ...]
-    master_options: tuple[str, ...]
+    master_options: tuple[str, ...] | None
+    saver_options: tuple[str, ...] | None = None
     sbatch_options: tuple[str, ...] = ()

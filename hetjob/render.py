@@ -1,7 +1,7 @@
 """Write a plan into the user's script. Called by the command line; pure; never changes a byte that the user wrote.
 
 Everything is added in one block after the last option line: options for the trainer (later ones win in sbatch), the
-data-worker component, and the shell lines that start the job master.
+data-worker component, and the shell lines that start the job master and the checkpoint savers.
 """
 
 from __future__ import annotations
@@ -45,16 +45,33 @@ def _block(plan: HetPlan, program: Sequence[str]) -> list[str]:
         block.append(f"# Component {component.het_job_offset}, the {component.role.replace('_', ' ')}.")
         block.append("#SBATCH hetjob")
         block.append(f"#SBATCH {_words(component.options)}")
-    start = _words((*program, "master", "start", *plan.master_options))
-    block += [
-        "# Start the job master. If it cannot start, the script goes on and the trainer loads its own data.",
-        f"_hetstream=$({start}) ||",
-        '  echo "hetstream: no job master, so no data workers: the trainer loads its own data" >&2',
+    if plan.master_options is not None:
+        block += [
+            "# Start the job master. If it cannot start, the script goes on and the trainer loads its own data.",
+            *_start(
+                (*program, "master", "start", *plan.master_options),
+                "no job master, so no data workers: the trainer loads its own data",
+            ),
+        ]
+    if plan.saver_options is not None:
+        block += [
+            "# Start the checkpoint savers, one on each node. If they cannot start, each trainer starts its own.",
+            *_start(
+                (*program, "ckpt", "start", *plan.saver_options),
+                "no checkpoint savers of the job: each trainer starts its own",
+            ),
+        ]
+    return [*block, _END]
+
+
+def _start(command: Sequence[str], note: str) -> list[str]:
+    """Lines that run a command, export the variables that it prints, and say so if it fails; nothing else changes."""
+    return [
+        f"_hetstream=$({_words(command)}) ||",
+        f'  echo "hetstream: {note}" >&2',
         'eval "$_hetstream"',
         "unset _hetstream",
-        _END,
     ]
-    return block
 
 
 def _words(words: Sequence[str]) -> str:

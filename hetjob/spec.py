@@ -16,6 +16,10 @@ from hetjob.sbatch_options import megabytes
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
 DEFAULT_TRAINER_CPUS_PER_GPU = 2  # one for the training loop, one for receiving and pinning batches
 _COUNTS_RULE = "MIN is at least 0, MAX at least 1 and not below MIN"
+_CHECKPOINT_RULE = (
+    "--checkpoint=DIR and --checkpoint-size=SIZE belong together: the memory that checkpoints take counts into the "
+    "job's request. A model under Adam in 32 bits has about 12 bytes for each parameter; hetstream ckpt ls shows it"
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,9 @@ class DirectiveOption:
 
 OPTIONS: Mapping[str, DirectiveOption] = {
     "data-workers": DirectiveOption(
-        "MIN[-MAX]", "data workers that start together with the trainer, and the most that may join later", "required"
+        "MIN[-MAX]",
+        "data workers that start together with the trainer, and the most that may join later",
+        "required without --checkpoint",
     ),
     "data-worker-cpus": DirectiveOption("N", "CPUs, and so processes, of one data worker", "4"),
     "data-worker-partition": DirectiveOption("NAME", "Slurm partition of the data workers", "the cluster's default"),
@@ -47,6 +53,10 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "data-worker-qos": DirectiveOption("NAME", "QOS of the data workers", "the job's"),
     "trainer-cpus": DirectiveOption(
         "N", "CPUs that each trainer task keeps", "2 per GPU of the task, never more than the script asks for"
+    ),
+    "checkpoint": DirectiveOption("DIR", "checkpoint directory: the job gets savers of its own on each node", "none"),
+    "checkpoint-size": DirectiveOption(
+        "SIZE", "state of one trainer task, rounded up (`8G`)", "required with --checkpoint"
     ),
 }
 
@@ -65,10 +75,12 @@ class JobSpec:
         data_worker_account: account, or None for the job's.
         data_worker_qos: QOS, or None for the job's.
         trainer_cpus: CPUs of one trainer task, or None for 2 per GPU.
+        checkpoint: checkpoint directory as written, or None for a job without savers.
+        checkpoint_size: what one trainer task saves, as Slurm writes sizes.
     """
 
-    data_workers_min: int
-    data_workers_max: int
+    data_workers_min: int = 0
+    data_workers_max: int = 0
     data_worker_cpus: int = DEFAULT_DATA_WORKER_CPUS
     data_worker_partition: str | None = None
     data_worker_mem: str | None = None
@@ -76,10 +88,15 @@ class JobSpec:
     data_worker_account: str | None = None
     data_worker_qos: str | None = None
     trainer_cpus: int | None = None
+    checkpoint: str | None = None
+    checkpoint_size: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
-        problems = [] if 0 <= low <= high > 0 else [f"--data-workers={low}-{high}: {_COUNTS_RULE}"]
+        enough = 0 <= low <= high and (high > 0 or self.checkpoint is not None)
+        problems = [] if enough else [f"--data-workers={low}-{high}: {_COUNTS_RULE}"]
+        if (self.checkpoint is None) != (self.checkpoint_size is None):
+            problems.append(_CHECKPOINT_RULE)
         for option in OPTIONS:
             value = getattr(self, option.replace("-", "_"), None)
             rule = None if value is None else _broken_rule(option, value)
@@ -98,7 +115,7 @@ def _broken_rule(option: str, value: int | str) -> str | None:
     """The rule that one option's value breaks, in words; --data-workers has two values and its own rule."""
     if isinstance(value, int):
         return None if value >= 1 else "at least 1"
-    if option == "data-worker-mem":
+    if option in ("data-worker-mem", "checkpoint-size"):
         return None if megabytes(value) else "a size such as 16G or 8000M"
     return None if value and all(ord(char) >= 32 for char in value) else "a name, not empty and on one line"
 

@@ -106,11 +106,6 @@ def start(
     return variables | export_variables(environ, variables)
 
 
-def export_lines(variables: Mapping[str, str]) -> str:
-    """Shell text that exports variables."""
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
-
-
 def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str]) -> int:
     """Run the service of this job until SIGTERM.
 

@@ -24,6 +24,7 @@ VERBS = {
     "run": "run a training program with local data workers, without Slurm",
     "top": "show what the data workers and loaders of a running job do",
     "events": "print what happened in a job, with its causes",
+    "ckpt": "list, check and clean up checkpoints; run their saver",
     "dispatcher": "run the dispatcher of a job by hand",
     "worker": "run data workers by hand",
     "master": "run the job master (called by converted scripts)",

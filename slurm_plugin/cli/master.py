@@ -8,8 +8,8 @@ import os
 import sys
 
 from hetjob.errors import HetstreamError
-from hetjob.job_environment import JobEnvironment, plain_variables
-from hetjob.master.server import MasterConfig, export_lines, serve, start
+from hetjob.job_environment import JobEnvironment, export_lines, plain_variables
+from hetjob.master.server import MasterConfig, serve, start
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.program import own_program
 

@@ -185,5 +185,70 @@ def test_arrays_work_with_companions_only() -> None:
 
 def test_all_limits_are_conversion_errors() -> None:
     named = [value for value in vars(limits).values() if isinstance(value, type) and issubclass(value, ConversionError)]
-    assert len(named) == 8
+    assert len(named) == 9
     assert all(f" {error.__name__} " in (limits.__doc__ or "") for error in named if error is not ConversionError)
+
+
+CHECKPOINT = JobSpec(checkpoint="ckpt", checkpoint_size="8G")
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "kept"),
+    [
+        # Three slots of 8G for each trainer task of a node, in whatever form the script asks for memory.
+        ("--mem=64G", "--mem=88G"),
+        ("--mem=64G -N2 --ntasks-per-node=4", "--mem=160G"),
+        ("--mem=64G -N2 -n7", "--mem=160G"),
+        ("--mem=64G -N2 --gpus-per-node=4 --ntasks-per-gpu=1", "--mem=160G"),
+        ("--mem=64G --gpus=h200:2 --ntasks-per-gpu=2", "--mem=160G"),
+        ("--mem=65536 -N 2-4 -n 2", "--mem=88G"),
+        ("--mem-per-cpu=2G -c 8", "--mem-per-cpu=5G"),
+        ("--mem-per-cpu=2G", "--mem-per-cpu=26G"),
+        ("--mem-per-cpu=2G --cpus-per-gpu=4 --gpus=2", "--mem-per-cpu=5G"),
+        ("--mem-per-gpu=16G --gpus-per-task=2", "--mem-per-gpu=28G"),
+        ("--mem-per-gpu=16G --gpus=1 -n 2", "--mem-per-gpu=64G"),
+        ("--mem=10G --mem-per-cpu=1G", "--mem-per-cpu=25G"),
+    ],
+)
+def test_the_memory_of_checkpoints_counts(sbatch: str, kept: str) -> None:
+    plan = plan_of(sbatch, spec=CHECKPOINT)
+    assert [component.options for component in plan.components] == [(kept, "--requeue")]
+    assert "3 slots of 8G in /dev/shm" in plan.changes[0].why
+    assert plan.master_options is None
+    assert plan.saver_options == ("--checkpoint=ckpt",)
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "why"), [("--mem=0", "--mem=0 is all memory of the node"), ("-c4", "the script asks for none")]
+)
+def test_memory_that_cannot_be_counted_is_said(sbatch: str, why: str) -> None:
+    plan = plan_of(sbatch, spec=CHECKPOINT)
+    assert plan.components[0].options == ("--requeue",)
+    assert plan.changes[0].change == "trainer: memory unchanged"
+    assert why in plan.changes[0].why
+
+
+def test_the_memory_of_checkpoints_comes_on_top_of_what_fewer_cpus_need() -> None:
+    spec = JobSpec(2, 2, data_worker_partition="cpu", checkpoint="ckpt", checkpoint_size="2G")
+    plan = plan_of("--gres=gpu:1 -c16 --mem-per-cpu=4G", spec=spec)
+    assert plan.components[0].options == ("--cpus-per-task=2", "--mem-per-cpu=35G", "--requeue")
+
+
+def test_what_the_script_says_about_requeueing_holds() -> None:
+    assert plan_of("--no-requeue", spec=CHECKPOINT).components[0].options == ()
+    assert plan_of("--requeue", spec=CHECKPOINT).components[0].options == ()
+
+
+def test_a_checkpoint_directory_belongs_to_one_job() -> None:
+    with pytest.raises(limits.CheckpointNotShared, match="line 2: all tasks of --array=0-3"):
+        plan_of("--array=0-3", spec=CHECKPOINT)
+
+
+def test_options_of_the_command_line_lose_against_the_memory_of_checkpoints() -> None:
+    plan = plan_of("-c2", "--mem=8G", spec=JobSpec(checkpoint="ckpt", checkpoint_size="1G"))
+    assert plan.sbatch_options == ("--mem=8G", "--mem=11G")
+
+
+def test_checkpoints_need_no_backfill_and_share_burst_buffers() -> None:
+    check_cluster(CHECKPOINT, Cluster(frozenset({"gpu"}), "gpu", "sched/builtin"))
+    assert plan_of("--bb=x", spec=CHECKPOINT).saver_options

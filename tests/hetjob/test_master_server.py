@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from hetjob.errors import MasterError
-from hetjob.master.server import MasterConfig, export_lines, start
+from hetjob.job_environment import export_lines
+from hetjob.master.server import MasterConfig, start
 from hetjob.ports import Child
 from slurm_plugin.client.fake import FakeSlurm
 

@@ -23,7 +23,9 @@ PROGRAM = ROOT / "tests" / "cluster" / "programs" / "train.py"
 by_name = pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
 
 # What each template's trainer keeps, and its data-worker component.
-EXPECTED = {
+EXPECTED: dict[str, tuple[tuple[str, ...], str | None] | None] = {
+    "checkpoint": (("--cpus-per-task=2", "--mem=88G", "--requeue"), "--ntasks=2"),
+    "checkpoint-by-hand": None,
     "companions-only": (("--cpus-per-task=4",), None),
     "horovod": (("--cpus-per-task=2",), "--ntasks=4"),
     "multi-gpu-ddp": (("--cpus-per-task=2",), "--ntasks=4"),
@@ -36,17 +38,21 @@ EXPECTED = {
 def test_each_template_converts_to_sound_shell(template: Path) -> None:
     text = template.read_text()
     spec = read_spec(read_directives(text, template.name), template.name)
+    if EXPECTED[template.stem] is None:
+        assert spec is None
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        return
     assert spec is not None
     plan = convert(spec, text, template.name)
     result = render(text, plan, ("/opt/hetstream/bin/hetstream",))
     subprocess.run(["bash", "-n"], input=result, text=True, check=True)
-    trainer, data_workers = EXPECTED[template.stem]
+    trainer, data_workers = EXPECTED[template.stem]  # type: ignore[misc]
     assert plan.components[0].options == trainer
     if data_workers is None:
         assert len(plan.components) == 1
         assert "#SBATCH hetjob" not in result
     else:
-        assert plan.components[1].options == ("--partition=cpu", "--cpus-per-task=4", data_workers)
+        assert plan.components[1].options[:3] == ("--partition=cpu", "--cpus-per-task=4", data_workers)
     begin, end = result.index("# >>> hetstream >>>"), result.index("# <<< hetstream <<<\n")
     assert result[:begin] + result[end:].removeprefix("# <<< hetstream <<<\n") == text
 

@@ -1,7 +1,7 @@
 """Stands in for the `hetstream` command in tests of the job master: starts in milliseconds, without the data plane.
 
-`dispatcher` and `worker` wait for SIGTERM; `master serve` is the real one over FakeSlurm. A file `die-VERB` in the
-working directory makes that verb exit with 9 at once; every start is noted in `started`.
+`dispatcher`, `worker` and `ckpt saver` wait for SIGTERM; `master serve` is the real one over FakeSlurm. A file
+`die-VERB` in the working directory makes that verb exit with 9 at once; every start is noted in `started`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ elif verb == "worker":
     if not Path(value("--service").removeprefix("file:")).exists():
         sys.exit("no service")
     until_terminated()
+elif verb == "ckpt":
+    from hetjob.job_environment import JobEnvironment
+    from hetjob.savers import ready_file
+
+    ready = ready_file(JobEnvironment.read(os.environ))
+    ready.touch()
+    until_terminated()
+    ready.unlink()
 else:
     from hetjob.master.server import MasterConfig, serve
     from slurm_plugin.client.fake import FakeSlurm

@@ -1,0 +1,67 @@
+"""What checkpoints change in a job's request: memory for the slots, and the permission to requeue. Pure.
+
+Called by `convert.py` for a script with `--checkpoint`. A slot is a file in /dev/shm, and Slurm counts its pages
+against the memory of the job that writes them: without more memory in the request, the first saves would end the job.
+
+No `--signal` is added. Slurm gives `--signal=B:...` to the batch shell alone, which ends of it, or holds a trap back
+until its `srun` has ended; without `B:` every process of every step gets it, and the user's helper processes end of it.
+The savers know when the job ends and need no signal (`slurm_plugin/cli/ckpt_saver.py`).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hetjob.plan import Change
+from hetjob.request import gpus_per_task, tasks_per_node
+from hetjob.sbatch_options import SbatchOption, SbatchOptions, megabytes, memory_words
+from hetjob.spec import JobSpec
+
+# One slot is written while one is persisted and one holds the newest: then no save ever waits.
+NUM_SLOTS = 3
+
+
+def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[SbatchOption], list[Change]]:
+    """What component 0 gets beside what it asks for.
+
+    Args:
+        spec: with `checkpoint` and `checkpoint_size`.
+        options: of the script, with what conversion has changed in it so far.
+    """
+    assert spec.checkpoint_size is not None
+    size_mb = megabytes(spec.checkpoint_size)
+    assert size_mb is not None
+    overrides: list[SbatchOption] = []
+    changes: list[Change] = []
+    tasks = tasks_per_node(options)
+    why = f"{NUM_SLOTS} slots of {spec.checkpoint_size} in /dev/shm for each of {tasks} trainer task(s) of a node"
+    # What one unit of the option must hold more; --mem-per-cpu and --mem-per-gpu are counted for one task.
+    cpus = Fraction(
+        options.number("cpus-per-task") or (options.number("cpus-per-gpu") or 1) * gpus_per_task(options) or 1
+    )
+    shares = {
+        "mem": Fraction(tasks),
+        "mem-per-cpu": 1 / cpus,
+        "mem-per-gpu": 1 / (gpus_per_task(options) or Fraction(1)),
+    }
+    asked = next((item for item in reversed(options.items) if item.name in shares), None)
+    present_mb = megabytes(asked.value or "") if asked else None
+    if asked and present_mb:
+        value = memory_words(present_mb + float(NUM_SLOTS * size_mb * shares[asked.name]))
+        overrides.append(SbatchOption(asked.name, value, "hetstream", (f"--{asked.name}={value}",)))
+        changes.append(Change(f"trainer: --{asked.name}={value} (was {asked.value}, {asked.origin})", why))
+    else:
+        held = "--mem=0 is all memory of the node" if asked else "the script asks for none; the partition's must hold"
+        changes.append(Change("trainer: memory unchanged", f"{held}: {why}"))
+    if options.has("no-requeue"):
+        changes.append(Change("trainer: not requeued", "the script says --no-requeue; else it would go on by itself"))
+    elif not options.has("requeue"):
+        overrides.append(SbatchOption("requeue", None, "hetstream", ("--requeue",)))
+        changes.append(Change("trainer: --requeue", "after a node fails, the job starts again from its checkpoint"))
+    changes.append(
+        Change(
+            "a line before the first command starts the checkpoint savers, a step of its own on each node",
+            f"--checkpoint={spec.checkpoint}: they outlive a trainer that crashes, and write its last state to disk",
+        )
+    )
+    return overrides, changes

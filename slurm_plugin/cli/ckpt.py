@@ -1,0 +1,21 @@
+"""`hetstream ckpt ACTION`: checkpoints on disk and in memory, and the savers of a job. One file for each action."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+# In the order of the help text; each is a module `ckpt_NAME` beside this one.
+_ACTIONS = {
+    "start": "start the savers of this job (for batch scripts)",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb with all its actions."""
+    parser = subparsers.add_parser(
+        "ckpt", help=summary, description="Flash checkpoints: list, check, clean up, and write them to disk."
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for action, text in _ACTIONS.items():
+        importlib.import_module(f"slurm_plugin.cli.ckpt_{action}").add_parser(actions, text)

@@ -1,0 +1,50 @@
+"""`hetstream ckpt start`: start the checkpoint savers of this job. Called by batch scripts, converted or not."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from checkpoint.config import DIRECTORY
+from hetjob.errors import HetstreamError
+from hetjob.job_environment import export_lines, export_variables
+from hetjob.savers import start
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.program import own_program
+
+EPILOG = """\
+In a batch script, before the line that starts the trainers:
+
+  eval "$(hetstream ckpt start --checkpoint=DIR)"
+
+What it prints tells the trainers that the job has savers. If they cannot start it prints nothing for that, says why on
+stderr and exits with 1, and each trainer starts a saver of its own.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the action."""
+    parser = subparsers.add_parser(
+        "start", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="exported as HETSTREAM_CKPT_DIR, absolute")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start them and print shell text that exports the variables."""
+    directory = {DIRECTORY: str(args.checkpoint.absolute())} if args.checkpoint else {}
+    # Printed first: the program needs it even if no saver starts.
+    sys.stdout.write(export_lines(directory | export_variables(os.environ, directory)))
+    try:
+        variables = start(own_program(), CommandSlurm(), os.environ)
+    except HetstreamError as error:
+        logging.getLogger(__name__).debug("hetstream ckpt start failed", exc_info=True)
+        print(f"hetstream: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    variables |= export_variables(os.environ, directory | variables)
+    sys.stdout.write(export_lines(variables))
+    return 0

@@ -6,11 +6,13 @@ A request names a point of `POINTS`, how often it is passed until something happ
 
 kills a trainer when it begins its third save. The file is made just before (with the process id in it), and while
 it exists nothing happens, so the process that takes the dead one's place lives. Several requests are separated by
-commas. Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `exit` (code 70, without any clean-up).
+commas. Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `exit` (code 70, without any clean-up),
+`full` (the write fails as on a full disk).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections import Counter
@@ -33,8 +35,26 @@ POINTS = {
     "store.closing": "the trainer is about to mark its store as closed",
     "store.closed": "the store is marked as closed",
     "store.removing": "a store's first file is deleted",
+    "saver.ready": "the saver serves its stores and has not looked at them",
+    "saver.chosen": "it is decided what to write, nothing is written",
+    "saver.written": "a rank's part is whole on disk and nothing is committed",
+    "saver.committed": "the checkpoint is committed and nobody has been told",
+    "persist.announced": "the directory of an uncommitted checkpoint is there",
+    "persist.writing": "some MiB of a rank's file are written; passed again and again",
+    "persist.unsynced": "a rank's file is written, not synced",
+    "persist.synced": "a rank's file is on disk under its temporary name",
+    "persist.named": "a rank's file has its name and no manifest",
+    "persist.described": "a rank's manifest is there",
+    "commit.locked": "the set is complete and nothing is renamed",
+    "commit.renamed": "the directory has its final name, which is not yet synced",
+    "commit.synced": "the checkpoint is committed, `latest` still names an older one",
+    "commit.linked": "`latest` names the checkpoint",
+    "remove.renamed": "a checkpoint has lost its name and none of its files",
+    "remove.unlinked": "one of the files of a removed checkpoint is gone; passed for each of them",
+    "owner.numbered": "an attempt has its number, which is not yet written",
+    "owner.written": "the attempt's number is on disk, the history does not know it",
 }
-ACTIONS = ("kill", "stop", "exit")
+ACTIONS = ("kill", "stop", "exit", "full")
 _EXIT_CODE = 70
 
 
@@ -95,4 +115,6 @@ def _strike(fault: Fault) -> None:
     os.close(marker)
     if fault.action == "exit":
         os._exit(_EXIT_CODE)
+    if fault.action == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)

@@ -1,0 +1,267 @@
+"""A directory of checkpoints, as trainers, the command line and the saver's retention see it.
+
+Rank 0 of a job acquires it; every rank may read it; savers write to it through `commit.py`. Nothing here keeps a list:
+what is there is what the directory says, so a restart, another host or a person with `rm` changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint import commit, ownership
+from checkpoint.errors import CheckpointError, DamagedCheckpoint, MissingRanks, NoCheckpoint
+from checkpoint.files import write_whole
+from checkpoint.generation import Generation
+from checkpoint.locks import FileLock
+from checkpoint.manifest import Manifest
+from checkpoint.ownership import Identity, Owner
+from checkpoint.policy.interval import Attempt
+from checkpoint.policy.retention import Retention, Saved, Verdict, judge
+from checkpoint.rank_file import RankFile, open_file
+
+_log = logging.getLogger(__name__)
+
+# In a checkpoint whose bytes were found to be wrong: retention does not count it as good.
+_DAMAGED = "damaged.txt"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint.
+
+    Attributes:
+        path: its directory.
+        generation: which record it is.
+        manifests: one per rank, in order; empty if `problem` says that they cannot be read.
+        problem: what is wrong with it; "" if nothing is known.
+    """
+
+    path: Path
+    generation: Generation
+    manifests: tuple[Manifest, ...]
+    problem: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that saved it."""
+        return len(self.manifests)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all ranks' files."""
+        return sum(manifest.num_bytes for manifest in self.manifests)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What rank 0's `save` was given."""
+        return self.manifests[0].metrics if self.manifests else {}
+
+    @property
+    def time_s(self) -> float:
+        """When the last part was whole on disk, in seconds since 1970."""
+        return max((manifest.time_s for manifest in self.manifests), default=0.0)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A checkpoint that is not committed, or not yet.
+
+    Attributes:
+        path: its directory.
+        generation: which record it is.
+        ranks: whose parts are there.
+        world_size: how many there will be; None while there is none.
+    """
+
+    path: Path
+    generation: Generation
+    ranks: tuple[int, ...]
+    world_size: int | None
+
+
+class CheckpointDirectory:
+    """A directory of checkpoints.
+
+    Args:
+        path: the directory; `acquire` makes it if it is missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.attempt = 0
+        self._lock: FileLock | None = None
+
+    def acquire(self, identity: Identity) -> int:
+        """Become the owner: once per job, by its rank 0. The lock ends with this process.
+
+        Returns:
+            The number of this attempt, which no earlier one had.
+
+        Raises:
+            DirectoryInUse: another living job has it.
+            DirectoryNotWritable: it cannot be written to.
+            ForeignOwner: it belongs to another user.
+        """
+        ownership.prepare_directory(self.path)
+        seen = [(one.generation, one.time_s) for one in self.scan()]
+        self._lock, self.attempt = ownership.take(self.path, identity, seen, time.time())
+        return self.attempt
+
+    def release(self) -> None:
+        """End the attempt in order; without `acquire`, nothing."""
+        lock, self._lock = self._lock, None
+        if lock:
+            with lock:
+                ownership.end(self.path, self.attempt, time.time())
+
+    def owner(self) -> Owner | None:
+        """The newest attempt, which may have ended."""
+        return ownership.read_owner(self.path)
+
+    def past_attempts(self) -> list[Attempt]:
+        """How the attempts before the running one went, for the time between failures."""
+        return ownership.past_attempts(self.path)
+
+    def scan(self) -> list[Checkpoint]:
+        """Every committed checkpoint with what is wrong with it, newest first; bytes of tensors are not read."""
+        try:
+            found = commit.committed(self.path)
+        except FileNotFoundError:
+            return []
+        return [one for one in map(self._look_at, found) if one]
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The committed checkpoints that nothing is known against, newest first. The others are logged."""
+        scanned = self.scan()
+        for one in scanned:
+            if one.problem:
+                _log.warning("checkpoint %s is passed over: %s", one.generation, one.problem)
+        return [one for one in scanned if not one.problem]
+
+    def partials(self) -> list[Partial]:
+        """Checkpoints that are not committed, newest first."""
+        found = []
+        for generation in commit.announced(self.path):
+            path = commit.partial_path(self.path, generation)
+            names = [name.removesuffix(".json").split("-") for name in commit.parts_in(path)]
+            world_size = max((int(name[3]) for name in names), default=None)
+            found.append(Partial(path, generation, tuple(int(name[1]) for name in names), world_size))
+        return found
+
+    def complete_partials(self) -> list[Generation]:
+        """Commit what dead savers left complete and remove what can no longer become one.
+
+        Returns:
+            What was committed here, newest first.
+        """
+        return commit.complete(self.path)
+
+    @contextlib.contextmanager
+    def hold(self, generation: Generation) -> Iterator[Checkpoint]:
+        """Keep a checkpoint from being removed while it is read.
+
+        Raises:
+            NoCheckpoint: it is not there.
+            DamagedCheckpoint: its manifests or files are not what was committed.
+        """
+        with commit.holding(self.path, generation) as path:
+            checkpoint = self._look_at(generation) if path else None
+            if checkpoint is None:
+                raise NoCheckpoint(f"{self.path} has no {generation}: hetstream ckpt ls {self.path}")
+            if not checkpoint.manifests:
+                raise DamagedCheckpoint(checkpoint.problem)
+            yield checkpoint
+
+    def read(self, generation: Generation, rank: int, *, num_threads: int = 1) -> RankFile:
+        """Map a rank's file after every byte was compared with its checksum. Hold the checkpoint meanwhile.
+
+        Raises:
+            NoCheckpoint: it is not there.
+            MissingRanks: it has no such rank.
+            DamagedCheckpoint: the file is not what was written; the checkpoint is marked, so that the next one to ask
+                passes it over.
+        """
+        with self.hold(generation) as checkpoint:
+            if not 0 <= rank < checkpoint.world_size:
+                raise MissingRanks(
+                    f"{checkpoint.path} was saved by {checkpoint.world_size} rank(s), there is no rank {rank}"
+                )
+            manifest = checkpoint.manifests[rank]
+            try:
+                return open_file(checkpoint.path / manifest.part.file_name, manifest, num_threads)
+            except DamagedCheckpoint as error:
+                self.mark_damaged(generation, str(error))
+                raise
+
+    def mark_damaged(self, generation: Generation, problem: str) -> None:
+        """Write down that a checkpoint is damaged; where the directory cannot be written to, nothing."""
+        with contextlib.suppress(OSError):
+            write_whole(self.path / generation.directory_name / _DAMAGED, problem.encode())
+
+    def verify(self, generation: Generation) -> list[str]:
+        """Compare every byte of a checkpoint; what is wrong, and nothing if all is well. Marks it accordingly."""
+        problems = []
+        with commit.holding(self.path, generation) as path:
+            if path is None:
+                raise NoCheckpoint(f"{self.path} has no {generation}: hetstream ckpt ls {self.path}")
+            try:
+                manifests = self._manifests(generation)
+            except CheckpointError as error:
+                problems.append(str(error))
+                manifests = ()
+            for manifest in manifests:
+                try:
+                    open_file(path / manifest.part.file_name, manifest).close()
+                except DamagedCheckpoint as error:
+                    problems.append(str(error))
+            if problems:
+                self.mark_damaged(generation, "; ".join(problems))
+            else:
+                with contextlib.suppress(OSError):
+                    (path / _DAMAGED).unlink(missing_ok=True)
+        return problems
+
+    def retain(self, rule: Retention, *, dry_run: bool = False) -> list[Verdict]:
+        """Remove what a rule does not keep, except what is being read; one verdict each, oldest first."""
+        saved = [
+            Saved(one.generation.attempt, one.generation.step, not one.problem, one.metrics) for one in self.scan()
+        ]
+        verdicts = judge(saved, rule)
+        for verdict in verdicts if not dry_run else ():
+            if not verdict.keep:
+                name = Generation(verdict.saved.attempt, verdict.saved.step).directory_name
+                removed = commit.remove(self.path, name)
+                _log.info("checkpoint %s %s: %s", name, "removed" if removed else "stays, it is read", verdict.reason)
+        return verdicts
+
+    def _look_at(self, generation: Generation) -> Checkpoint | None:
+        path = self.path / generation.directory_name
+        try:
+            manifests = self._manifests(generation)
+        except FileNotFoundError:
+            return None
+        except CheckpointError as error:
+            return Checkpoint(path, generation, (), str(error))
+        try:
+            problem = (path / _DAMAGED).read_text(errors="replace")
+        except FileNotFoundError:
+            problem = ""
+        return Checkpoint(path, generation, manifests, problem)
+
+    def _manifests(self, generation: Generation) -> tuple[Manifest, ...]:
+        path = self.path / generation.directory_name
+        parts = commit.read_parts(path, generation)
+        world_size = next(iter(parts.values())).world_size if parts else 1
+        missing = [rank for rank in range(world_size) if rank not in parts]
+        if missing:
+            if not path.is_dir():
+                raise FileNotFoundError(path)
+            named = ", ".join(map(str, missing[:10])) + (" and more" if len(missing) > 10 else "")
+            raise MissingRanks(f"{path} lacks the parts of rank(s) {named} of {world_size}")
+        return tuple(parts[rank] for rank in range(world_size))

@@ -1,0 +1,98 @@
+"""The safetensors form of a rank's part: which bytes the file holds, and what a header says. Pure.
+
+Any safetensors library opens the file. Two things are ours: the header is padded so that the data begins on a page,
+which lets large tensors go from shared memory to disk and from disk to a mapping without a copy; and `__metadata__`
+holds the structure of the record around its tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from checkpoint.errors import DamagedCheckpoint
+from checkpoint.formats.plan import FilePlan, Range
+from checkpoint.layout import ITEM_BYTES, Entry
+
+PAGE_BYTES = 4096
+_LENGTH_BYTES = 8
+# The limit of the reference implementation.
+MAX_HEADER_BYTES = 100_000_000
+
+
+def plan_file(entries: Iterable[Entry], metadata: Mapping[str, str]) -> FilePlan:
+    """Lay a file out.
+
+    Args:
+        entries: what it shall hold, in the order of the payload; they may leave parts of the payload out.
+        metadata: text to carry along.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    ranges: list[Range] = []
+    for entry in entries:
+        table[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.num_bytes],
+        }
+        at += entry.num_bytes
+        if ranges and ranges[-1].offset + ranges[-1].num_bytes == entry.offset:
+            ranges[-1] = Range(ranges[-1].offset, ranges[-1].num_bytes + entry.num_bytes)
+        elif entry.num_bytes:
+            ranges.append(Range(entry.offset, entry.num_bytes))
+    text = json.dumps(table, separators=(",", ":")).encode()
+    padding = -(_LENGTH_BYTES + len(text)) % PAGE_BYTES
+    length = (len(text) + padding).to_bytes(_LENGTH_BYTES, "little")
+    return FilePlan((length + text + b" " * padding, *ranges))
+
+
+def read_header(data: memoryview, name: str) -> tuple[tuple[Entry, ...], dict[str, str], int]:
+    """Read and check the beginning of a file.
+
+    Args:
+        data: the whole file.
+        name: its path, for messages.
+
+    Returns:
+        The tensors, with offsets from where the data begins; the metadata; where the data begins.
+
+    Raises:
+        DamagedCheckpoint: it is no safetensors file, or it was cut off.
+    """
+    num_header = int.from_bytes(data[:_LENGTH_BYTES], "little") if len(data) >= _LENGTH_BYTES else MAX_HEADER_BYTES + 1
+    begin = _LENGTH_BYTES + num_header
+    if num_header > MAX_HEADER_BYTES or begin > len(data):
+        raise DamagedCheckpoint(f"{name}: bytes 0-7 announce a header of {num_header} bytes in a file of {len(data)}")
+    try:
+        table = json.loads(bytes(data[_LENGTH_BYTES:begin]))
+        metadata = {str(key): str(value) for key, value in table.pop("__metadata__", {}).items()}
+        entries = tuple(_entry(tensor, value) for tensor, value in table.items())
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise DamagedCheckpoint(f"{name}: the header in bytes 8-{begin} cannot be read: {exc!r}") from exc
+    problems = list(_problems(entries, len(data) - begin))
+    if problems:
+        raise DamagedCheckpoint(f"{name}: the header in bytes 8-{begin} is wrong: {'; '.join(problems)}")
+    return entries, metadata, begin
+
+
+def _entry(name: str, value: Mapping[str, Any]) -> Entry:
+    begin, end = value["data_offsets"]
+    shape = tuple(value["shape"])
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError(f"{name!r}: {value}")
+    return Entry(name, value["dtype"], shape, begin, end - begin)
+
+
+def _problems(entries: Iterable[Entry], num_data: int) -> Iterator[str]:
+    at = 0
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
+        if math.prod(entry.shape) * ITEM_BYTES.get(entry.dtype, -1) != entry.num_bytes:
+            yield f"{entry.name!r} has {entry.num_bytes} bytes for {entry.dtype}{list(entry.shape)}"
+        if entry.offset != at:
+            yield f"{entry.name!r} begins at {entry.offset} instead of {at}"
+        at = entry.offset + entry.num_bytes
+    if at != num_data:
+        yield f"{at} bytes of tensors in {num_data} bytes of data"

@@ -1,0 +1,203 @@
+"""Which job writes to a checkpoint directory, how often it was started, and how these starts ended.
+
+Rank 0 of the running attempt holds the lock; who it is stands beside it, for messages. The history says what the time
+between failures is. Nothing here looks at checkpoints except to tell when a dead attempt was last alive.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, ForeignOwner
+from checkpoint.faults import reach
+from checkpoint.files import sync_directory, write_whole
+from checkpoint.generation import Generation
+from checkpoint.locks import FileLock
+from checkpoint.policy.interval import Attempt
+
+_LOCK = ".lock"
+_OWNER = "owner.json"
+_HISTORY = "history.jsonl"
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Who uses a directory.
+
+    Attributes:
+        job: Slurm job id, or "local".
+        host: of rank 0.
+        pid: of rank 0.
+    """
+
+    job: str
+    host: str
+    pid: int
+
+    @staticmethod
+    def of_this_process(job: str) -> Identity:
+        """This process, as a part of `job`."""
+        return Identity(job, os.uname().nodename, os.getpid())
+
+    def __str__(self) -> str:
+        return f"job {self.job} on {self.host}, process {self.pid}"
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The newest attempt. Its process may be dead: the lock says.
+
+    Attributes:
+        attempt: its number.
+        identity: who made it.
+    """
+
+    attempt: int
+    identity: Identity
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """A line of the history: an attempt started, ended by itself, or was found dead."""
+
+    event: str
+    attempt: int
+    time_s: float
+    identity: Identity | None = None
+
+
+def prepare_directory(path: Path) -> None:
+    """Make a directory for checkpoints, or check that it is ours to write to.
+
+    Raises:
+        ForeignOwner: it belongs to another user.
+        DirectoryNotWritable: it cannot be made or written to.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise DirectoryNotWritable(f"{path} cannot be made a checkpoint directory: {error}") from error
+    if owner != os.geteuid():
+        raise ForeignOwner(
+            f"{path} belongs to user {owner}, this is user {os.geteuid()}; a checkpoint directory belongs to the user "
+            "who trains: choose another one"
+        )
+    if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise DirectoryNotWritable(f"{path} cannot be written to (ls -ld {path}; findmnt -T {path})")
+
+
+def take(
+    path: Path, identity: Identity, seen: Iterable[tuple[Generation, float]], now_s: float
+) -> tuple[FileLock, int]:
+    """Become the owner of a directory.
+
+    Args:
+        path: a directory that `prepare_directory` let pass.
+        identity: the new owner.
+        seen: committed checkpoints, and when each was written.
+        now_s: seconds since 1970.
+
+    Returns:
+        The lock, to be held while the attempt runs, and the attempt's number.
+
+    Raises:
+        DirectoryInUse: a living process owns it.
+        DirectoryNotWritable: it cannot be written to.
+    """
+    try:
+        lock = FileLock.try_exclusive(path / _LOCK)
+    except OSError as error:
+        raise DirectoryNotWritable(f"{path} cannot be locked: {error}") from error
+    if lock is None:
+        owner = read_owner(path)
+        named = owner.identity if owner else "a process that does not say who it is"
+        raise DirectoryInUse(
+            f"{path} is in use by {named}; two jobs cannot share a checkpoint directory: end that job (scancel), "
+            "or choose another directory"
+        )
+    try:
+        return lock, _number(path, identity, dict(_last_seen(seen)), now_s)
+    except OSError as error:
+        lock.release()
+        raise DirectoryNotWritable(f"{path} cannot be written to: {error}") from error
+    except BaseException:
+        lock.release()
+        raise
+
+
+def end(path: Path, attempt: int, now_s: float) -> None:
+    """Write down that an attempt ended by itself."""
+    _append(path, [_Event("ended", attempt, now_s)])
+
+
+def read_owner(path: Path) -> Owner | None:
+    """The newest attempt; None if there was none, or its file is no longer to be read."""
+    try:
+        return msgspec.json.decode((path / _OWNER).read_bytes(), type=Owner)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def past_attempts(path: Path) -> list[Attempt]:
+    """How long the attempts before the newest one ran and how they ended, as far as the history knows."""
+    started: dict[int, float] = {}
+    attempts = []
+    for event in _history(path):
+        if event.event == "started":
+            started[event.attempt] = event.time_s
+        elif event.attempt in started:
+            attempts.append(Attempt(started.pop(event.attempt), event.time_s, event.event == "died"))
+    return attempts
+
+
+def _number(path: Path, identity: Identity, last_seen: dict[int, float], now_s: float) -> int:
+    """Find a number that no attempt had, and write it down before anybody uses it."""
+    owner = read_owner(path)
+    events = _history(path)
+    known = [owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen]
+    attempt = max(known) + 1
+    reach("owner.numbered")
+    write_whole(path / _OWNER, msgspec.json.encode(Owner(attempt, identity)))
+    reach("owner.written")
+    open_starts = {event.attempt: event for event in events if event.event == "started"}
+    for event in events:
+        if event.event != "started":
+            open_starts.pop(event.attempt, None)
+    died = [
+        _Event("died", start.attempt, max(start.time_s, last_seen.get(start.attempt, start.time_s)))
+        for start in open_starts.values()
+    ]
+    _append(path, [*died, _Event("started", attempt, now_s, identity)])
+    return attempt
+
+
+def _last_seen(seen: Iterable[tuple[Generation, float]]) -> Iterable[tuple[int, float]]:
+    """The newest time of each attempt's checkpoints."""
+    return sorted((generation.attempt, time_s) for generation, time_s in seen)
+
+
+def _history(path: Path) -> list[_Event]:
+    """The lines of the history; a crash may have cut one off, and the one behind it begins a line of its own."""
+    try:
+        lines = (path / _HISTORY).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    events = []
+    for line in lines:
+        try:
+            events.append(msgspec.json.decode(line, type=_Event))
+        except msgspec.MsgspecError:
+            continue
+    return events
+
+
+def _append(path: Path, events: Iterable[_Event]) -> None:
+    descriptor = os.open(path / _HISTORY, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "r+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        file.write(b"\n" * torn + b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+        os.fsync(descriptor)
+    sync_directory(path)

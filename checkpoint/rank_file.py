@@ -1,0 +1,269 @@
+"""One rank's file of a checkpoint: written by the saver past the page cache, read back as a checked mapping.
+
+Neither knows of commits: `commit.py` gives the file its name and its place.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.checksum import Checksum
+from checkpoint.errors import DamagedCheckpoint
+from checkpoint.faults import reach
+from checkpoint.formats.plan import FilePlan, Range
+from checkpoint.formats.safetensors import read_header
+from checkpoint.layout import Entry
+from checkpoint.manifest import CHUNK_BYTES, Manifest
+
+# What O_DIRECT wants of memory, offset and size; more than any disk asks for.
+_BLOCK_BYTES = 4096
+# One write: large enough for full bandwidth, small enough to answer a signal in time.
+_WRITE_BYTES = 16 << 20
+# Small and unaligned pieces go through this buffer.
+_BUFFER_BYTES = 4 << 20
+# How much a file system without O_DIRECT may hold back: page cache counts against the job's memory.
+_SYNC_BYTES = 256 << 20
+
+
+def write_file(path: Path, plan: FilePlan, payload: memoryview) -> tuple[str, ...]:
+    """Write a file and bring its content to disk.
+
+    Args:
+        path: an old file of this name is overwritten.
+        plan: what it shall hold.
+        payload: the record's payload; it begins on a page, so that most of it goes to disk without a copy.
+
+    Returns:
+        Checksums of the file, one for every `CHUNK_BYTES`.
+
+    Raises:
+        OSError: as from write(2); what was written so far stays.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    # A checksum costs a tenth of the write, and waits for no disk: beside it, it costs nothing.
+    with ThreadPoolExecutor(1, "checksum") as pool:
+        try:
+            digests = pool.submit(_checksums, plan, payload)
+            with memoryview(mmap.mmap(-1, _BUFFER_BYTES)) as buffer:
+                writer = _Writer(descriptor, buffer)
+                for piece in plan.pieces:
+                    writer.add(piece, payload)
+                writer.finish()
+            reach("persist.unsynced")
+            os.fsync(descriptor)
+            return digests.result()
+        finally:
+            os.close(descriptor)
+
+
+class _Writer:
+    """Writes pieces one behind the other, in whole blocks past the page cache where the file system lets it.
+
+    Attributes:
+        position: bytes of the file that are written; a multiple of `_BLOCK_BYTES` until `finish`.
+        fill: bytes that wait in the buffer; they come next.
+    """
+
+    def __init__(self, descriptor: int, buffer: memoryview) -> None:
+        self._descriptor = descriptor
+        self._buffer = buffer
+        self.position = 0
+        self.fill = 0
+        self._unsynced_bytes = 0
+        self._direct = self._set_direct(True)
+
+    def add(self, piece: bytes | Range, payload: memoryview) -> None:
+        """Write a piece, or keep it for a full block."""
+        if isinstance(piece, bytes):
+            self._buffered(memoryview(piece))
+            return
+        view = payload[piece.offset : piece.offset + piece.num_bytes]
+        # The block that the buffer has begun is filled up; if memory and file then lie alike, the rest goes straight.
+        head = min(-self.fill % _BLOCK_BYTES, len(view))
+        if (piece.offset + head) % _BLOCK_BYTES == 0 and len(view) - head >= _BLOCK_BYTES:
+            self._buffered(view[:head])
+            self._flush()
+            middle = (len(view) - head) // _BLOCK_BYTES * _BLOCK_BYTES
+            self._write(view[head : head + middle])
+            view = view[head + middle :]
+        self._buffered(view)
+
+    def finish(self) -> None:
+        """Write what is left; the last block may be part of one, which O_DIRECT cannot write."""
+        blocks = self.fill // _BLOCK_BYTES * _BLOCK_BYTES
+        self._write(self._buffer[:blocks])
+        if self._direct:
+            self._direct = self._set_direct(False)
+        self._write(self._buffer[blocks : self.fill])
+
+    def _buffered(self, view: memoryview) -> None:
+        while view:
+            part = view[: len(self._buffer) - self.fill]
+            self._buffer[self.fill : self.fill + len(part)] = part
+            self.fill += len(part)
+            view = view[len(part) :]
+            if self.fill == len(self._buffer):
+                self._flush()
+
+    def _flush(self) -> None:
+        self._write(self._buffer[: self.fill])
+        self.fill = 0
+
+    def _write(self, view: memoryview) -> None:
+        while view:
+            try:
+                num_bytes = os.pwrite(self._descriptor, view[:_WRITE_BYTES], self.position)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                # Some file systems take the flag and refuse the write.
+                self._direct = self._set_direct(False)
+                continue
+            self.position += num_bytes
+            view = view[num_bytes:]
+            reach("persist.writing")
+            if not self._direct:
+                self._drop_behind(num_bytes)
+
+    def _drop_behind(self, num_bytes: int) -> None:
+        self._unsynced_bytes += num_bytes
+        if self._unsynced_bytes >= _SYNC_BYTES:
+            os.fdatasync(self._descriptor)
+            os.posix_fadvise(self._descriptor, 0, self.position, os.POSIX_FADV_DONTNEED)
+            self._unsynced_bytes = 0
+
+    def _set_direct(self, on: bool) -> bool:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return False
+        return on
+
+
+def _checksums(plan: FilePlan, payload: memoryview) -> tuple[str, ...]:
+    done: list[str] = []
+    digest, room = Checksum(), CHUNK_BYTES
+    for buffer in plan.buffers(payload):
+        at = 0
+        while at < len(buffer):
+            part = buffer[at : at + room]
+            digest.update(part)
+            at, room = at + len(part), room - len(part)
+            if not room:
+                done.append(f"{digest.value:016x}")
+                digest, room = Checksum(), CHUNK_BYTES
+    if room < CHUNK_BYTES:
+        done.append(f"{digest.value:016x}")
+    return tuple(done)
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A rank's file whose every byte was compared with its checksum; a context manager that unmaps it.
+
+    Attributes:
+        path: the file.
+        manifest: what is said about it.
+        metadata: text that it carries along.
+        entries: its tensors; offsets count from where the data begins.
+    """
+
+    path: Path
+    manifest: Manifest
+    metadata: dict[str, str]
+    entries: tuple[Entry, ...]
+    _mapping: mmap.mmap
+    _data: memoryview
+
+    def bytes_of(self, entry: Entry) -> memoryview:
+        """A tensor's bytes. Writing to them changes this mapping and not the file."""
+        return self._data[entry.offset : entry.offset + entry.num_bytes]
+
+    def close(self) -> None:
+        """Unmap the file, unless something still looks at its bytes: then with the last of these."""
+        self._data.release()
+        try:
+            self._mapping.close()
+        except BufferError:
+            return
+
+    def __enter__(self) -> RankFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_file(path: Path, manifest: Manifest, num_threads: int = 1) -> RankFile:
+    """Map a rank's file and compare it with its checksums.
+
+    Args:
+        path: the file.
+        manifest: what is said about it.
+        num_threads: how many compare.
+
+    Raises:
+        DamagedCheckpoint: it is missing, too short, or not what was written; the bytes and their tensors are named.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{path} is missing") from error
+    try:
+        num_bytes = os.fstat(descriptor).st_size
+        if num_bytes != manifest.num_bytes:
+            raise DamagedCheckpoint(f"{path} has {num_bytes} bytes, {manifest.num_bytes} were written")
+        damaged = _damaged_chunks(descriptor, manifest, num_threads)
+        # A private mapping: torch wants memory that it may write to, and nobody may change the file.
+        mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    with memoryview(mapping) as whole:
+        try:
+            entries, metadata, begin = read_header(whole, str(path))
+        except DamagedCheckpoint:
+            if not damaged:
+                raise
+            entries, begin = (), 0
+        if damaged:
+            raise DamagedCheckpoint(_describe(path, manifest, damaged, entries, begin))
+    return RankFile(path, manifest, metadata, entries, mapping, memoryview(mapping)[begin:])
+
+
+def _damaged_chunks(descriptor: int, manifest: Manifest, num_threads: int) -> list[int]:
+    def is_damaged(chunk: int) -> bool:
+        begin = chunk * manifest.chunk_bytes
+        end = min(begin + manifest.chunk_bytes, manifest.num_bytes)
+        os.posix_fadvise(descriptor, begin, (num_threads + 1) * manifest.chunk_bytes, os.POSIX_FADV_WILLNEED)
+        digest = Checksum()
+        for at in range(begin, end, _BUFFER_BYTES):
+            digest.update(os.pread(descriptor, min(_BUFFER_BYTES, end - at), at))
+        return f"{digest.value:016x}" != manifest.checksums[chunk]
+
+    with ThreadPoolExecutor(num_threads, "verify") as pool:
+        return [chunk for chunk, damaged in enumerate(pool.map(is_damaged, range(len(manifest.checksums)))) if damaged]
+
+
+def _describe(path: Path, manifest: Manifest, damaged: list[int], entries: Sequence[Entry], begin: int) -> str:
+    first = damaged[0] * manifest.chunk_bytes
+    end = min(first + manifest.chunk_bytes, manifest.num_bytes)
+    touched = list(_touched(entries, first - begin, end - begin))
+    named = ", ".join(touched[:3]) + (f" and {len(touched) - 3} more" if len(touched) > 3 else "")
+    return (
+        f"{path} is damaged in {len(damaged)} of {len(manifest.checksums)} chunks, first in bytes {first}-{end - 1}"
+        + (f" (tensors {named})" if named else "")
+    )
+
+
+def _touched(entries: Sequence[Entry], begin: int, end: int) -> Iterator[str]:
+    return (entry.name for entry in entries if entry.offset < end and entry.offset + entry.num_bytes > begin)

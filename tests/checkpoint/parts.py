@@ -1,0 +1,59 @@
+"""Records to write, made without torch: a few tensors of bytes, their layout, and the plan of a rank's file."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.commit import commit, write_part
+from checkpoint.formats.plan import FilePlan
+from checkpoint.formats.safetensors import plan_file
+from checkpoint.generation import Generation
+from checkpoint.layout import Layout, TensorSpec, lay_out
+from checkpoint.manifest import Part
+
+SPECS = (
+    TensorSpec("model.weight", "F32", (64, 33)),
+    TensorSpec("model.bias", "BF16", (33,)),
+    TensorSpec("mask", "BOOL", (7,)),
+    TensorSpec("empty", "F16", (0, 3)),
+    TensorSpec("step", "I64", ()),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record in page-aligned memory, as a slot holds it."""
+
+    layout: Layout
+    payload: memoryview
+
+    @property
+    def plan(self) -> FilePlan:
+        return plan_file([*self.layout.region_a, *self.layout.region_b], {"step": "120"})
+
+    def bytes_of(self, name: str) -> bytes:
+        entry = next(entry for entry in self.layout.entries if entry.name == name)
+        return bytes(self.payload[entry.offset : entry.offset + entry.num_bytes])
+
+
+def make_record(seed: int, specs: Sequence[TensorSpec] = SPECS) -> Record:
+    """A record whose bytes follow from `seed`."""
+    layout = lay_out(specs)
+    payload = memoryview(mmap.mmap(-1, max(4096, layout.payload_bytes)))[: layout.payload_bytes]
+    payload[:] = random.Random(seed).randbytes(layout.payload_bytes)
+    return Record(layout, payload)
+
+
+def write_checkpoint(
+    directory: Path, generation: Generation, world_size: int = 1, metrics: dict[str, float] | None = None
+) -> None:
+    """Write and commit a checkpoint whose ranks' records follow from the step."""
+    for rank in range(world_size):
+        record = make_record(generation.step * 1000 + rank)
+        part = Part(generation, rank, world_size, record.layout.digest, metrics or {})
+        write_part(directory, part, record.plan, record.payload)
+    assert commit(directory, generation, world_size) == ()

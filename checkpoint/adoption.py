@@ -1,0 +1,181 @@
+"""How a trainer comes by its store: it adopts what a dead trainer of the same identity has left, or makes a new one.
+
+The trainer's lock tells the dead from the living: it goes with the process. A trainer that ended as it should leaves a
+store for as long as its saver needs it; that one too is adopted, so that a training that is started again at once finds
+its newest generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from checkpoint.errors import ForeignOwner, SharedMemoryFull, StoreInUse
+from checkpoint.faults import reach
+from checkpoint.locks import FileLock
+from checkpoint.store_files import Holder, Identity, StoreFiles, list_stores
+
+_log = logging.getLogger(__name__)
+
+_TOKEN_BYTES = 4
+# Whoever looks whether a trainer lives holds its lock for a moment.
+_GRACE_S = 0.5
+# Two trainers of one identity that start at the same moment look for stores one after the other.
+_ALONE_TIMEOUT_S = 10.0
+_POLL_S = 0.002
+
+
+def own_store(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
+    """The store of an identity with the trainer's lock.
+
+    Args:
+        identity: whose it is.
+        shared_memory: where stores are.
+        fallback: where it is made if that is full or cannot be written to.
+
+    Raises:
+        StoreInUse: a living process has it.
+        SharedMemoryFull: not even a directory fits, and there is no fallback.
+        OSError: neither place can be written to.
+    """
+    with _alone_in(shared_memory):
+        files, lock = _adopt(identity, [root for root in (shared_memory, fallback) if root]) or _make_somewhere(
+            identity, shared_memory, fallback
+        )
+        _write_holder(files, identity)
+    return files, lock
+
+
+def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock] | None:
+    """The dead trainer's store with the newest generation; others of the same identity are deleted."""
+    found: list[tuple[StoreFiles, FileLock]] = []
+    try:
+        for files in (files for root in roots for files in list_stores(root, identity.prefix)):
+            if files.path.name.startswith("."):
+                continue  # it is being deleted
+            try:
+                files.check_owner()
+            except ForeignOwner as error:
+                _log.warning("%s", error)
+                continue
+            lock = _lock_dead(files, identity)
+            if lock:
+                found.append((files, lock))
+    except BaseException:
+        for _, lock in found:
+            lock.release()
+        raise
+    found.sort(key=lambda one: [content.age for content in one[0].complete()[:1]])
+    for files, lock in found[:-1]:
+        saver = FileLock.try_exclusive(files.saver_lock)
+        if saver:
+            _log.info("checkpoint store %s: an older one is deleted: %s", identity, files.path)
+            files.delete()
+            saver.release()
+        lock.release()
+    if not found:
+        return None
+    files, lock = found[-1]
+    files.closed.unlink(missing_ok=True)
+    reach("store.adopted")
+    return files, lock
+
+
+def _lock_dead(files: StoreFiles, identity: Identity) -> FileLock | None:
+    """The trainer's lock of a store, or None if the store has just been deleted."""
+    deadline_s = time.monotonic() + _GRACE_S
+    while True:
+        try:
+            lock = FileLock.try_exclusive(files.trainer_lock)
+        except FileNotFoundError:
+            return None
+        if lock:
+            if lock.is_of(files.trainer_lock):
+                return lock
+            lock.release()
+            return None
+        if time.monotonic() > deadline_s:
+            holder = files.holder()
+            raise StoreInUse(
+                f"{identity}: process {holder.pid} of host {holder.host} is this rank's trainer and lives. Two "
+                f"trainings need two checkpoint directories. See: fuser -v {files.trainer_lock}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _make_somewhere(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
+    try:
+        return _make(identity, shared_memory)
+    except OSError as error:
+        if fallback is None:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise SharedMemoryFull(
+                    f"{shared_memory} is full: {error.strerror}. See `df -i {shared_memory}`"
+                ) from error
+            raise
+        _log.warning("checkpoints leave shared memory: %s. Their store is in %s; saves are slower", error, fallback)
+        return _make(identity, fallback)
+
+
+def _make(identity: Identity, root: Path) -> tuple[StoreFiles, FileLock]:
+    name = identity.prefix + secrets.token_hex(_TOKEN_BYTES)
+    # Under another name until it is locked: nobody may take it for a dead trainer's.
+    hidden = StoreFiles(root / f".{name}")
+    hidden.path.mkdir(mode=0o700)
+    try:
+        lock = FileLock.try_exclusive(hidden.trainer_lock)
+        if lock is None:
+            raise StoreInUse(f"{hidden.path} was locked by another process while it was made; start again")
+        os.mkfifo(hidden.wake, 0o600)
+        hidden.path.rename(root / name)
+    except BaseException:
+        shutil.rmtree(hidden.path, ignore_errors=True)
+        raise
+    reach("store.created")
+    return StoreFiles(root / name), lock
+
+
+def _write_holder(files: StoreFiles, identity: Identity) -> None:
+    directory = os.path.realpath(identity.directory)
+    holder = Holder(os.getpid(), os.uname().nodename, identity.job, identity.component, identity.rank, directory)
+    # In memory without a free page the name of the directory has to do.
+    with contextlib.suppress(OSError):
+        files.trainer_lock.write_bytes(msgspec.json.encode(holder))
+
+
+@contextlib.contextmanager
+def _alone_in(root: Path) -> Iterator[None]:
+    """One trainer of this host after the other looks for its store. Locks the directory itself: no file is left."""
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield  # what is wrong with it is said where it is used
+        return
+    try:
+        deadline_s = time.monotonic() + _ALONE_TIMEOUT_S
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > deadline_s:
+                # Any user can lock this directory. Without the lock only twins of the same instant go unnoticed.
+                _log.warning(
+                    "%s has been locked by another process for %g s: fuser -v %s", root, _ALONE_TIMEOUT_S, root
+                )
+                break
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        # By name, and not by closing: a forked child may have a copy.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)

@@ -1,0 +1,469 @@
+"""A rank's generations in shared memory, as its trainer sees them. The saver's side is `view.py`.
+
+A save takes a slot, copies into it and publishes it: `Store.begin`, `WritableSlot.payload`, `WritableSlot.publish`.
+Overwritten is the oldest slot, never the newest complete one, and never one that somebody reads. With three slots there
+is always one, so a save waits for nothing; with two it waits while the saver writes the other to disk, and says how
+long. `prepare` allocates the memory, in a thread of its own. A store outlives its trainer, see `adoption.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from checkpoint.adoption import own_store
+from checkpoint.errors import DamagedSegment, OptionsError, SharedMemoryFull
+from checkpoint.faults import reach
+from checkpoint.generation import Generation
+from checkpoint.locks import FileLock
+from checkpoint.segment import MAX_METADATA_BYTES, PAGE_BYTES, Segment, State, check_room, file_bytes
+from checkpoint.store_files import Identity, SaverStatus, SlotContent, StoreFiles
+
+_log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SLOTS = 2
+# Whoever looks whether a slot is what it was holds its lock for a moment.
+_GRACE_S = 5.0
+_POLL_S = 0.002
+_SAY_WAITING_S = 5.0
+# Numbers and paths in the structure grow from save to save, and the slot need not.
+_METADATA_SLACK = 1.25
+_MAX_WORD = 2**64 - 1
+
+
+class _Slot:
+    """A place for a generation.
+
+    Attributes:
+        path: the slot file, which may be missing.
+        segment: it, mapped for writing; None if there is no usable file.
+        is_busy: a save writes to it, or a thread prepares it.
+        is_given_up: there was no memory for it, and the others have to do.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.segment: Segment | None = None
+        self.is_busy = False
+        self.is_given_up = False
+        with contextlib.suppress(DamagedSegment):
+            self.segment = Segment.open(path, writable=True)
+
+    def content(self) -> SlotContent | None:
+        """The complete generation in it."""
+        if self.segment:
+            with contextlib.suppress(DamagedSegment):
+                header = self.segment.header
+                if header.state == State.COMPLETE:
+                    return SlotContent(self.path, header)
+        return None
+
+    def fits(self, payload_bytes: int, metadata_bytes: int) -> bool:
+        """Whether there is room for so much."""
+        if self.segment:
+            with contextlib.suppress(DamagedSegment):
+                header = self.segment.header
+                return (
+                    header.payload_capacity_bytes >= payload_bytes and header.metadata_capacity_bytes >= metadata_bytes
+                )
+        return False
+
+    def age(self, payload_bytes: int, metadata_bytes: int) -> tuple[object, ...]:
+        """What to overwrite first is the smallest: an empty slot, one with room before others; then the oldest."""
+        content = self.content()
+        return (1, *content.age) if content else (0, not self.fits(payload_bytes, metadata_bytes))
+
+    def close(self) -> None:
+        """Unmap it."""
+        if self.segment:
+            self.segment.close()
+            self.segment = None
+
+
+class WritableSlot:
+    """A slot that is being written; `Store.begin` makes it. As a context manager it abandons what was not published.
+
+    Attributes:
+        payload: the memory to copy into, in bytes.
+        waited_s: how long the save waited for a free slot, in seconds.
+        allocated: the slot had to be made for this save: it took longer than the next one will.
+    """
+
+    def __init__(self, store: Store, slot: _Slot, lock: FileLock, waited_s: float, allocated: bool) -> None:
+        assert slot.segment is not None
+        self._store = store
+        self._slot = slot
+        self._segment = slot.segment
+        self._lock = lock
+        self._is_open = True
+        self.payload = self._segment.payload
+        self.waited_s = waited_s
+        self.allocated = allocated
+
+    def publish(self, generation: Generation, metadata: bytes, layout_digest: str) -> None:
+        """Make what was copied the newest generation, and wake the saver.
+
+        Args:
+            generation: not older than the newest.
+            metadata: see `segment.join_metadata`.
+            layout_digest: `Layout.digest` of the payload.
+
+        Raises:
+            OptionsError: the generation is older, or the metadata is larger than was said to `begin`.
+        """
+        self._check_open()
+        self._store._check_newest(generation)
+        self._segment.publish(generation, self._store._next_serial(), layout_digest, metadata)
+        reach("slot.complete")
+        self._end()
+        self._store.wake()
+        reach("slot.published")
+
+    def abandon(self) -> None:
+        """Give up what was copied: the slot is empty, and the other generations are as they were."""
+        self._check_open()
+        self._segment.abandon()
+        self._end()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise OptionsError("this slot has been published or abandoned")
+
+    def _end(self) -> None:
+        self._is_open = False
+        # An array over it keeps it; then the program must not write to it any more.
+        with contextlib.suppress(BufferError):
+            self.payload.release()
+        self._lock.release()
+        self._store._end_writing(self._slot)
+
+    def __enter__(self) -> WritableSlot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_open:
+            self.abandon()
+
+
+class Store:
+    """A rank's store; `open` makes or adopts it. A context manager that closes it.
+
+    `prepare` and `wake` may be called in any thread; one save goes on at a time.
+    """
+
+    def __init__(self, identity: Identity, files: StoreFiles, lock: FileLock, num_slots: int, fallback: Path | None):
+        self.identity = identity
+        self._files = files
+        self._lock = lock
+        self._fallback = fallback
+        self._pid = os.getpid()
+        self._is_open = True
+        self._writing: WritableSlot | None = None
+        self._changed = threading.Condition()
+        self._slots = _take_slots(files, num_slots)
+        self._serial = max((content.header.serial for content in self.held()), default=0)
+        # Read and write: it opens without a saver, and without one nothing is lost.
+        self._pipe = os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    @classmethod
+    def open(
+        cls, identity: Identity, num_slots: int = 3, shared_memory: Path = SHARED_MEMORY, fallback: Path | None = None
+    ) -> Store:
+        """Adopt the store that a dead trainer of this identity has left, or make one. Allocates no slot.
+
+        Args:
+            identity: whose it is.
+            num_slots: generations in memory, with the one that is being written; each takes the state's size.
+            shared_memory: a directory in memory.
+            fallback: a directory for what does not fit there.
+
+        Raises:
+            StoreInUse: a living process has the same identity.
+            SharedMemoryFull: not even the directory fits, and there is no fallback.
+            OSError: the directories cannot be written to.
+        """
+        if num_slots < MIN_SLOTS:
+            raise OptionsError(f"num_slots={num_slots}: a save needs a slot beside the last good one, so at least 2")
+        files, lock = own_store(identity, shared_memory, fallback)
+        try:
+            store = cls(identity, files, lock, num_slots, fallback)
+        except BaseException:
+            lock.release()
+            raise
+        generations = ", ".join(str(content.header.generation) for content in store.held()) or "nothing"
+        _log.info("checkpoint store %s is %s, with %s in it", identity, files.path, generations)
+        return store
+
+    @property
+    def path(self) -> Path:
+        """Its directory, for the saver."""
+        return self._files.path
+
+    @property
+    def in_fallback(self) -> list[Path]:
+        """Slots that are no shared memory but files in the fallback directory."""
+        return [slot.path for slot in self._slots if slot.path.is_symlink()]
+
+    def held(self) -> list[SlotContent]:
+        """The complete generations, newest first; `open` of each maps it for reading."""
+        contents = [content for slot in self._slots if (content := slot.content())]
+        return sorted(contents, key=lambda content: content.age, reverse=True)
+
+    def status(self) -> SaverStatus | None:
+        """What the saver last said; None before it has."""
+        return self._files.read_status()
+
+    def is_saver_alive(self) -> bool:
+        """Whether a saver serves this store."""
+        return self._files.is_saver_alive()
+
+    def wake(self) -> None:
+        """Make the saver look, if there is one."""
+        with contextlib.suppress(BlockingIOError):  # it has not looked at what is in the pipe
+            os.write(self._pipe, b"\0")
+
+    def prepare(self, payload_bytes: int, metadata_bytes: int) -> None:
+        """Allocate the slots and enter their pages into this process's page tables, so that no save has to.
+
+        Complete generations stay; their slots are enlarged by the saves that overwrite them. The GIL is free nearly
+        all the time.
+
+        Args:
+            payload_bytes: of the state.
+            metadata_bytes: of the state, about.
+
+        Raises:
+            SharedMemoryFull: there is no room, not in the fallback either.
+        """
+        for slot in self._slots:
+            with self._changed:
+                if not self._is_open:
+                    return
+                if slot.is_busy:
+                    continue
+                slot.is_busy = True
+            try:
+                if slot.content() is None and not slot.fits(payload_bytes, metadata_bytes):
+                    self._replace(slot, payload_bytes, metadata_bytes)
+                if slot.segment:
+                    slot.segment.populate()
+            except SharedMemoryFull as error:
+                if sum(other.fits(payload_bytes, metadata_bytes) for other in self._slots) < MIN_SLOTS:
+                    raise
+                self._give_up(slot, error)
+            finally:
+                self._free(slot)
+
+    def begin(self, payload_bytes: int, metadata_bytes: int) -> WritableSlot:
+        """Take a slot to write the next generation into.
+
+        Args:
+            payload_bytes: size of the payload.
+            metadata_bytes: size of the metadata; some more will fit.
+
+        Raises:
+            SharedMemoryFull: the slot has to be made, and there is no room; what is in memory stays.
+            OptionsError: another save has not ended.
+        """
+        began_s = time.monotonic()
+        while True:
+            slot, lock = self._take(payload_bytes, metadata_bytes)
+            waited_s = time.monotonic() - began_s
+            try:
+                allocated = not slot.fits(payload_bytes, metadata_bytes)
+                if allocated:
+                    if lock:
+                        lock.release()
+                    self._replace(slot, payload_bytes, metadata_bytes)
+                    # Somebody who meant the file before may hold the new one, for a moment.
+                    lock = FileLock.wait_exclusive(slot.path, _GRACE_S)
+                assert slot.segment is not None
+                assert lock is not None
+                slot.segment.begin(payload_bytes)
+            except BaseException as error:
+                if lock:
+                    lock.release()
+                self._free(slot)
+                if not isinstance(error, SharedMemoryFull) or not self._has_other(slot, payload_bytes, metadata_bytes):
+                    raise
+                self._give_up(slot, error)
+            else:
+                reach("slot.begun")
+                self._writing = WritableSlot(self, slot, lock, waited_s, allocated)
+                return self._writing
+
+    def close(self, *, keep: bool = False) -> None:
+        """Let go of the store. A second time, and in a forked child, it does nothing.
+
+        Args:
+            keep: leave all as after a crash, for the trainer that comes next. Else the saver is told that what is in
+                memory may go once it is on disk; without a living saver it goes now.
+        """
+        with self._changed:
+            if not self._is_open or os.getpid() != self._pid:
+                return
+            self._is_open = False
+            writing = self._writing
+        if writing:
+            writing.abandon()
+        with self._changed:
+            self._changed.wait_for(lambda: not any(slot.is_busy for slot in self._slots))
+        reach("store.closing")
+        try:
+            if not keep:
+                self._files.closed.touch(0o600)
+                reach("store.closed")
+                self.wake()
+        finally:
+            for slot in self._slots:
+                slot.close()
+            os.close(self._pipe)
+            saver = None if keep else FileLock.try_exclusive(self._files.saver_lock)
+            try:
+                if saver:
+                    self._files.delete()
+            finally:
+                self._lock.release()
+                if saver:
+                    saver.release()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take(self, payload_bytes: int, metadata_bytes: int) -> tuple[_Slot, FileLock | None]:
+        """A slot to overwrite, busy from here on, and the lock of its file if it has one."""
+        began_s, has_said = time.monotonic(), False
+        with self._changed:
+            while True:
+                self._check_usable()
+                others = self._not_newest()
+                usable = [slot for slot in others if not slot.is_given_up] or others
+                free = [slot for slot in usable if not slot.is_busy]
+                if any(slot.is_busy for slot in self._slots):
+                    # What is being prepared will be ready before what is begun now.
+                    free = [slot for slot in free if slot.fits(payload_bytes, metadata_bytes)]
+                for slot in sorted(free, key=lambda slot: slot.age(payload_bytes, metadata_bytes)):
+                    lock = FileLock.try_exclusive(slot.path) if slot.segment else None
+                    if lock or not slot.segment:
+                        slot.is_busy = True
+                        return slot, lock
+                self._changed.wait(_POLL_S)
+                if not has_said and time.monotonic() > began_s + _SAY_WAITING_S:
+                    has_said = True
+                    _log.warning(
+                        "a save has waited %g s for a slot of %s: all but the newest are being read or prepared; more "
+                        "slots (num_slots=%d) need no waiting",
+                        _SAY_WAITING_S,
+                        self.path,
+                        len(self._slots) + 1,
+                    )
+
+    def _not_newest(self) -> list[_Slot]:
+        newest = next(iter(self.held()), None)
+        return [slot for slot in self._slots if newest is None or slot.path != newest.path]
+
+    def _has_other(self, slot: _Slot, payload_bytes: int, metadata_bytes: int) -> bool:
+        return any(other.fits(payload_bytes, metadata_bytes) for other in self._not_newest() if other is not slot)
+
+    def _give_up(self, slot: _Slot, error: SharedMemoryFull) -> None:
+        slot.is_given_up = True
+        _log.warning("checkpoints have a slot less, and saves may wait for the saver: %s", error)
+
+    def _replace(self, slot: _Slot, payload_bytes: int, metadata_bytes: int) -> None:
+        """Give a slot a new file that is large enough; what it held is given up."""
+        metadata_bytes = min(int(metadata_bytes * _METADATA_SLACK) + PAGE_BYTES, MAX_METADATA_BYTES)
+        made = self.path / f"new-{slot.path.name}"
+        try:
+            # The memory of the old file is used again.
+            check_room(self.path, file_bytes(payload_bytes, metadata_bytes) - _size_in(slot.path))
+            slot.close()
+            _unlink_with_target(slot.path)
+            segment = Segment.create(made, payload_bytes, metadata_bytes)
+        except SharedMemoryFull as error:
+            if self._fallback is None:
+                raise
+            slot.close()
+            _unlink_with_target(slot.path)
+            segment = self._create_in_fallback(self._fallback, slot.path.name, payload_bytes, metadata_bytes, error)
+            made.symlink_to(segment.path)
+        reach("slot.allocated")
+        made.rename(slot.path)
+        reach("slot.placed")
+        segment.path = slot.path
+        slot.segment = segment
+
+    def _create_in_fallback(
+        self, fallback: Path, name: str, payload_bytes: int, metadata_bytes: int, full: SharedMemoryFull
+    ) -> Segment:
+        target = (fallback / f"{self.path.name}-{name}").absolute()
+        target.unlink(missing_ok=True)
+        try:
+            segment = Segment.create(target, payload_bytes, metadata_bytes)
+        except (SharedMemoryFull, OSError) as error:
+            raise SharedMemoryFull(f"{full}. The fallback does not help: {error}") from error
+        _log.warning("checkpoints leave shared memory: %s. A slot is now the file %s; saves are slower", full, target)
+        return segment
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def _check_newest(self, generation: Generation) -> None:
+        if not all(0 <= number <= _MAX_WORD for number in generation):
+            raise OptionsError(f"{generation}: attempt and step must be from 0 to {_MAX_WORD}")
+        newest = next(iter(self.held()), None)
+        if newest and generation < newest.header.generation:
+            raise OptionsError(
+                f"{generation} is older than {newest.header.generation}, which is in memory: steps of an attempt grow"
+            )
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise OptionsError(f"{self.path}: a forked child cannot save; only process {self._pid} can")
+        if not self._is_open:
+            raise OptionsError(f"{self.path}: the store is closed")
+        if self._writing:
+            raise OptionsError("a save is under way: publish or abandon it before the next")
+
+    def _free(self, slot: _Slot) -> None:
+        with self._changed:
+            slot.is_busy = False
+            self._changed.notify_all()
+
+    def _end_writing(self, slot: _Slot) -> None:
+        self._writing = None
+        self._free(slot)
+
+
+def _take_slots(files: StoreFiles, num_slots: int) -> list[_Slot]:
+    """The slots of a store, those that are there first; the oldest beyond `num_slots` are deleted."""
+    for left_over in files.path.glob("new-*"):
+        _unlink_with_target(left_over)
+    there = [content.path for content in files.complete()]
+    there += [path for path in files.slots() if path not in there]
+    for path in there[num_slots:]:
+        _unlink_with_target(path)
+    unused = (path for number in range(num_slots) if (path := files.slot(number)) not in there[:num_slots])
+    return [_Slot(path) for path in sorted([*there[:num_slots], *unused][:num_slots])]
+
+
+def _size_in(path: Path) -> int:
+    """Bytes that a file takes where it is; a link takes none."""
+    try:
+        return 0 if path.is_symlink() else path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _unlink_with_target(path: Path) -> None:
+    if path.is_symlink():
+        Path(os.readlink(path)).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)

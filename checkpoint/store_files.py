@@ -1,0 +1,298 @@
+"""A store as files: one rank's directory in shared memory, who owns it and what lies in it. Used by both of its sides.
+
+    /dev/shm/hetstream-ckpt-<uid>-<job>-<component>-<rank>-<hash of the checkpoint directory>-<token>/
+        slot-0 ...       generations, see `segment.py`; a link where shared memory was full
+        trainer.lock     locked by the trainer as long as it lives; says who it is
+        saver.lock       locked by the saver as long as it lives
+        wake             a pipe: a byte for each generation
+        status.json      what the saver has done
+        closed           there once the trainer has ended as it should
+
+Python's `multiprocessing.shared_memory` is not used: its resource tracker deletes segments of other processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from checkpoint.errors import CheckpointError, DamagedSegment, ForeignOwner, OptionsError
+from checkpoint.faults import reach
+from checkpoint.generation import Generation
+from checkpoint.locks import FileLock
+from checkpoint.segment import Header, Segment, State, read_header
+
+_NAME = re.compile(r"\.?hetstream-ckpt-(\d+)-([\w.+]+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})", re.ASCII)
+_JOB = re.compile(r"[\w.+]{1,64}", re.ASCII)
+_SLOT = re.compile(r"slot-\d+")
+_HASH_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose store it is. Two living processes never have the same.
+
+    Attributes:
+        job: Slurm's id of the job, of the leader in a heterogeneous job; "local" without Slurm.
+        component: offset in the heterogeneous job; 0 without.
+        rank: of the trainer.
+        directory: the checkpoint directory.
+    """
+
+    job: str
+    component: int
+    rank: int
+    directory: Path
+
+    def __post_init__(self) -> None:
+        if not _JOB.fullmatch(self.job):
+            raise OptionsError(f"job {self.job!r}: must be 1 to 64 letters, digits, '_', '.' or '+'")
+        if self.component < 0 or self.rank < 0:
+            raise OptionsError(f"component {self.component} and rank {self.rank}: must not be negative")
+
+    @property
+    def prefix(self) -> str:
+        """How the names of this identity's stores begin."""
+        path = os.fsencode(os.path.realpath(self.directory))
+        digest = blake2b(path, digest_size=_HASH_BYTES).hexdigest()
+        return f"{stores_prefix()}{self.job}-{self.component}-{self.rank}-{digest}-"
+
+    def __str__(self) -> str:
+        return f"job={self.job}+{self.component} rank={self.rank} directory={self.directory}"
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who has or had a store, as its trainer.lock says.
+
+    Attributes:
+        pid: of the trainer.
+        host: where it runs.
+        job: see `Identity`.
+        component: see `Identity`.
+        rank: see `Identity`.
+        directory: see `Identity`; "" where it was not written down.
+    """
+
+    pid: int
+    host: str
+    job: str
+    component: int
+    rank: int
+    directory: str
+
+
+class SaverStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the saver of a store tells its trainer and the next saver.
+
+    Attributes:
+        pid: of the saver.
+        persisted: newest generation of this store that is on disk.
+        persisting: generation that is being written.
+        num_persisted: generations that this saver has written.
+        num_skipped: generations that were replaced in memory before the saver came to them.
+        num_failed: attempts to write that failed.
+        error: why the last attempt failed; "" if it did not.
+        persist_s: how long the last one took, in seconds.
+        persist_bytes: how much it wrote.
+    """
+
+    pid: int
+    persisted: Generation | None = None
+    persisting: Generation | None = None
+    num_persisted: int = 0
+    num_skipped: int = 0
+    num_failed: int = 0
+    error: str = ""
+    persist_s: float = 0.0
+    persist_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SlotContent:
+    """A slot with a complete generation.
+
+    Attributes:
+        path: the slot file.
+        header: what it says.
+    """
+
+    path: Path
+    header: Header
+
+    @property
+    def age(self) -> tuple[Generation, int]:
+        """The newer a generation, the larger; of one that was published twice, the later."""
+        return self.header.generation, self.header.serial
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Segment]:
+        """The generation, mapped for reading and locked against being overwritten.
+
+        Raises:
+            DamagedSegment: it is not there any more, or damaged.
+        """
+        lock = _lock_to_read(self.path)
+        try:
+            with Segment.open(self.path) as segment:
+                # The trainer may have replaced or overwritten the file before it was locked.
+                if not lock.is_of(self.path) or segment.header.serial != self.header.serial:
+                    raise DamagedSegment(f"{self.path}: {self.header.generation} has been overwritten meanwhile")
+                yield segment
+        finally:
+            lock.release()
+
+
+class StoreFiles:
+    """The files of one store.
+
+    Args:
+        path: its directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trainer_lock = path / "trainer.lock"
+        self.saver_lock = path / "saver.lock"
+        self.wake = path / "wake"
+        self.status = path / "status.json"
+        self.closed = path / "closed"
+
+    def slot(self, number: int) -> Path:
+        """Where a slot is or is to be."""
+        return self.path / f"slot-{number}"
+
+    def slots(self) -> list[Path]:
+        """The slot files that are there, usable or not."""
+        try:
+            return [self.path / name for name in sorted(os.listdir(self.path)) if _SLOT.fullmatch(name)]
+        except FileNotFoundError:
+            return []
+
+    def complete(self) -> list[SlotContent]:
+        """The complete generations, newest first. Damaged slots are left out."""
+        found = []
+        for path in self.slots():
+            with contextlib.suppress(DamagedSegment):
+                header = read_header(path)
+                if header.state == State.COMPLETE:
+                    found.append(SlotContent(path, header))
+        return sorted(found, key=lambda content: content.age, reverse=True)
+
+    def check_owner(self) -> None:
+        """Refuse what is no directory of this user alone.
+
+        Raises:
+            CheckpointError: it is not there.
+            ForeignOwner: it is another's, or others can write to it.
+        """
+        try:
+            status = os.lstat(self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: there is no store: {error.strerror}") from error
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ForeignOwner(
+                f"{self.path}: a store is a directory of user {os.geteuid()} with mode 700; this has owner "
+                f"{status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. It is not used. See: ls -ld {self.path}"
+            )
+
+    def holder(self) -> Holder:
+        """Who has or had the store."""
+        try:
+            return msgspec.json.decode(self.trainer_lock.read_bytes(), type=Holder)
+        except (OSError, msgspec.MsgspecError):
+            # Memory was too full to write it down. The name says all but the process and the directory.
+            match = _NAME.fullmatch(self.path.name)
+            job, component, rank = match.group(2, 3, 4) if match else ("", "0", "0")
+            return Holder(0, "", job, int(component), int(rank), "")
+
+    def read_status(self) -> SaverStatus | None:
+        """What the saver last said; None before it has."""
+        try:
+            return msgspec.json.decode(self.status.read_bytes(), type=SaverStatus)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def write_status(self, status: SaverStatus) -> None:
+        """Replace what the saver says; readers see the old or the new.
+
+        Raises:
+            OSError: there is no room.
+        """
+        temporary = self.path / ".status.json"
+        temporary.write_bytes(msgspec.json.encode(status))
+        temporary.rename(self.status)
+
+    def is_trainer_alive(self) -> bool:
+        """Whether a process holds the store as its trainer."""
+        return _is_locked(self.trainer_lock)
+
+    def is_saver_alive(self) -> bool:
+        """Whether a process holds the store as its saver."""
+        return _is_locked(self.saver_lock)
+
+    def num_bytes(self) -> int:
+        """Memory that the slots take."""
+        total = 0
+        for path in self.slots():
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+        return total
+
+    def delete(self) -> None:
+        """Delete the store with what its links point to. For who holds both locks."""
+        hidden = self.path.with_name("." + self.path.name.removeprefix("."))
+        # From here on nobody takes it for a store, however far the deletion gets.
+        self.path.rename(hidden)
+        for entry in list(hidden.iterdir()):
+            if entry.is_symlink():
+                # Only what `Store` has made: a file named after the store.
+                target = Path(os.readlink(entry))
+                if target.name.startswith(self.path.name.removeprefix(".")):
+                    target.unlink(missing_ok=True)
+            entry.unlink()
+            reach("store.removing")
+        hidden.rmdir()
+
+
+def stores_prefix() -> str:
+    """How the names of all stores of this user begin."""
+    return f"hetstream-ckpt-{os.geteuid()}-"
+
+
+def list_stores(root: Path, prefix: str) -> list[StoreFiles]:
+    """The directories below `root` whose name begins so; with a dot in front while they are made or deleted."""
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:
+        return []
+    return [
+        StoreFiles(root / name) for name in names if name.removeprefix(".").startswith(prefix) and _NAME.fullmatch(name)
+    ]
+
+
+def _lock_to_read(path: Path) -> FileLock:
+    try:
+        lock = FileLock.try_shared(path)
+    except OSError as error:
+        raise DamagedSegment(f"{path}: it cannot be opened: {error.strerror}") from error
+    if lock is None:
+        raise DamagedSegment(f"{path}: it is being written")
+    return lock
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        lock = FileLock.try_shared(path)
+    except OSError:
+        return False
+    if lock:
+        lock.release()
+    return lock is None

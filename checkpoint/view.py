@@ -1,0 +1,204 @@
+"""The other side of a store: what the saver, `gc` and tools do with the store of a trainer, living or dead.
+
+Nothing here changes a generation. A store is removed by who holds its trainer's lock and its saver's lock: nobody lives
+who could use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.errors import DamagedSegment, ForeignOwner, StoreInUse
+from checkpoint.generation import Generation
+from checkpoint.locks import FileLock
+from checkpoint.segment import Segment
+from checkpoint.store_files import Holder, SaverStatus, SlotContent, StoreFiles, list_stores, stores_prefix
+
+# The trainer may publish while the slots are looked at.
+_TRIES_EACH = 3
+_TRIES = 9
+_PIPE_BYTES = 1 << 16
+
+
+class StoreView:
+    """A store as its saver sees it. A context manager.
+
+    Args:
+        path: the store's directory.
+
+    Raises:
+        CheckpointError: it is not there.
+        ForeignOwner: it is another user's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.files = StoreFiles(path)
+        self.files.check_owner()
+        self._saver_lock: FileLock | None = None
+        self._pipe = -1
+
+    @property
+    def path(self) -> Path:
+        """The store's directory."""
+        return self.files.path
+
+    @property
+    def holder(self) -> Holder:
+        """Who has or had the store as its trainer: job, rank, checkpoint directory."""
+        return self.files.holder()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the trainer has ended as it should: what is in memory may go once it is on disk."""
+        return self.files.closed.exists()
+
+    @property
+    def persisted(self) -> Generation | None:
+        """Newest generation that this saver or one before it reported as persisted."""
+        status = self.files.read_status()
+        return status.persisted if status else None
+
+    def trainer_alive(self) -> bool:
+        """Whether the trainer's process lives."""
+        return self.files.is_trainer_alive()
+
+    def saver_alive(self) -> bool:
+        """Whether this or another process is the store's saver."""
+        return self._saver_lock is not None or self.files.is_saver_alive()
+
+    def become_saver(self) -> None:
+        """Be the only saver of the store until `close`.
+
+        Raises:
+            StoreInUse: another process is.
+        """
+        self._saver_lock = self._saver_lock or self._try_lock(self.files.saver_lock)
+        if self._saver_lock is None:
+            raise StoreInUse(f"{self.path} has a saver that lives: fuser -v {self.files.saver_lock}")
+
+    def fileno(self) -> int:
+        """To poll for reading: the trainer has published a generation, or has closed the store."""
+        if self._pipe < 0:
+            # Read and write: without a writer of its own the pipe would report its end over and over.
+            self._pipe = os.open(self.files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        return self._pipe
+
+    def drain(self) -> None:
+        """Take off all that has come, so that the next poll waits for something new."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.fileno(), _PIPE_BYTES):
+                pass
+
+    def generations(self) -> list[SlotContent]:
+        """The complete generations, newest first."""
+        return self.files.complete()
+
+    @contextlib.contextmanager
+    def newest_unpersisted(self) -> Iterator[Segment | None]:
+        """The newest generation if it is newer than what is persisted, else None. It stays as it is meanwhile."""
+        with contextlib.ExitStack() as held:
+            yield self._hold_newest(held)
+
+    def _hold_newest(self, held: contextlib.ExitStack) -> Segment | None:
+        for attempt in range(_TRIES):
+            persisted = self.persisted
+            newer = [one for one in self.files.complete() if persisted is None or one.header.generation > persisted]
+            if not newer:
+                return None
+            # One that was overwritten since it was looked at has a newer beside it; a damaged one has at best an older.
+            with contextlib.suppress(DamagedSegment):
+                return held.enter_context(newer[min(attempt // _TRIES_EACH, len(newer) - 1)].open())
+        return None
+
+    def report(self, status: SaverStatus) -> None:
+        """Tell the trainer, and the saver after this one, what has been done."""
+        self.files.write_status(status)
+
+    def remove(self) -> bool:
+        """Delete the store and free its memory, unless its trainer or another saver lives: then False."""
+        trainer = self._try_lock(self.files.trainer_lock)
+        saver = self._saver_lock or self._try_lock(self.files.saver_lock)
+        try:
+            if trainer is None or saver is None or not trainer.is_of(self.files.trainer_lock):
+                return False
+            self.files.delete()
+            return True
+        finally:
+            for lock in (trainer, saver if saver is not self._saver_lock else None):
+                if lock:
+                    lock.release()
+
+    def close(self) -> None:
+        """Stop being the saver. A second time does nothing."""
+        if self._saver_lock:
+            self._saver_lock.release()
+            self._saver_lock = None
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def __enter__(self) -> StoreView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _try_lock(self, path: Path) -> FileLock | None:
+        try:
+            return FileLock.try_exclusive(path)
+        except FileNotFoundError:
+            return None
+
+
+@dataclass(frozen=True)
+class FoundStore:
+    """A store of this user, for `gc` and lists.
+
+    Attributes:
+        path: its directory.
+        holder: who has or had it.
+        trainer_alive: whether the trainer lives.
+        saver_alive: whether a saver lives.
+        closed: whether the trainer ended as it should.
+        generations: what is in it, newest first.
+        persisted: newest generation on disk.
+        num_bytes: memory that it takes.
+    """
+
+    path: Path
+    holder: Holder
+    trainer_alive: bool
+    saver_alive: bool
+    closed: bool
+    generations: list[Generation]
+    persisted: Generation | None
+    num_bytes: int
+
+
+def find_stores(roots: Iterable[Path] = (Path("/dev/shm"),)) -> list[FoundStore]:
+    """The stores of this user below some directories, with those that are half made or half deleted.
+
+    `StoreView(found.path).remove()` deletes one that is nobody's.
+    """
+    found = []
+    for files in (files for root in roots for files in list_stores(root, stores_prefix())):
+        with contextlib.suppress(ForeignOwner):
+            files.check_owner()
+            status = files.read_status()
+            found.append(
+                FoundStore(
+                    files.path,
+                    files.holder(),
+                    files.is_trainer_alive(),
+                    files.is_saver_alive(),
+                    files.closed.exists(),
+                    [content.header.generation for content in files.complete()],
+                    status.persisted if status else None,
+                    files.num_bytes(),
+                )
+            )
+    return found

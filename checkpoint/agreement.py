@@ -1,0 +1,108 @@
+"""Which generation all ranks restore. Pure; called by the checkpointer of every rank with the same offers.
+
+The newest generation that every rank has wins, in memory or on disk. What was newer and had to be passed over is named
+with the reason: a training that silently goes back is the worst that a checkpoint can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from checkpoint.generation import Generation
+
+Source = Literal["memory", "disk"]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A whole record that a rank can read.
+
+    Attributes:
+        generation: which.
+        world_size: ranks that saved it.
+    """
+
+    generation: Generation
+    world_size: int
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What one rank could restore from.
+
+    Attributes:
+        memory: records in this host's memory.
+        disk: committed checkpoints that this rank can see.
+        problems: what is there and cannot be used, in words.
+    """
+
+    memory: list[Held] = []
+    disk: list[Held] = []
+    problems: list[str] = []
+
+    def without(self, generation: Generation, source: Source, problem: str) -> Offer:
+        """The offer after a record of it turned out to be unusable."""
+        memory = [held for held in self.memory if source != "memory" or held.generation != generation]
+        disk = [held for held in self.disk if source != "disk" or held.generation != generation]
+        return Offer(memory, disk, [*self.problems, problem])
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What all ranks do.
+
+    Attributes:
+        generation: to restore; None: nothing is there.
+        world_size: ranks that saved it.
+        sources: by rank.
+        notes: what was passed over and why, newest first; then the problems of each rank.
+    """
+
+    generation: Generation | None
+    world_size: int
+    sources: list[Source]
+    notes: list[str]
+
+
+def agree(offers: Sequence[Offer]) -> Choice:
+    """Choose the newest generation that every rank can restore, from memory where it has it there.
+
+    Args:
+        offers: of every rank, by rank.
+    """
+    # A record in memory is one rank's own: with another number of ranks only the disk has all of them.
+    memory = [{held.generation for held in offer.memory if held.world_size == len(offers)} for offer in offers]
+    disk = [{held.generation: held.world_size for held in offer.disk} for offer in offers]
+    known = {held.generation for offer in offers for held in (*offer.memory, *offer.disk)}
+    notes: list[str] = []
+    chosen: Generation | None = None
+    for generation in sorted(known, reverse=True):
+        missing = [
+            rank for rank in range(len(offers)) if generation not in memory[rank] and generation not in disk[rank]
+        ]
+        if not missing:
+            chosen = generation
+            break
+        notes.append(f"{generation} is passed over: {_why(generation, offers, missing)}")
+    notes += [
+        f"rank {rank}: {problem}" if len(offers) > 1 else problem
+        for rank, offer in enumerate(offers)
+        for problem in offer.problems
+    ]
+    if chosen is None:
+        return Choice(None, 0, [], notes)
+    sources: list[Source] = ["memory" if chosen in of_rank else "disk" for of_rank in memory]
+    on_disk = [of_rank[chosen] for of_rank in disk if chosen in of_rank]
+    return Choice(chosen, on_disk[0] if on_disk else len(offers), sources, notes)
+
+
+def _why(generation: Generation, offers: Sequence[Offer], missing: Sequence[int]) -> str:
+    sizes = {held.world_size for offer in offers for held in offer.memory if held.generation == generation}
+    if sizes - {len(offers)}:
+        return (
+            f"it is in memory only and was saved by {max(sizes)} rank(s), now there are {len(offers)}; "
+            "the disk has no such checkpoint"
+        )
+    having = [str(rank) for rank in range(len(offers)) if rank not in missing]
+    where = f"only rank(s) {', '.join(having)} have it" if having else "no rank has it whole"
+    return f"{where}, of {len(offers)} rank(s)"

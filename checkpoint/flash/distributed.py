@@ -1,0 +1,88 @@
+"""Talking to the other ranks: one operation, over torch.distributed or whatever the program brings.
+
+Called by the checkpointer when it starts and when it restores, never while it saves: a rank that saves waits for no
+other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Communicator(Protocol):
+    """What the checkpointer needs from the group of trainers.
+
+    Attributes:
+        rank: of this process, from 0.
+        world_size: number of processes.
+    """
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Give `data` to every rank; the answers by rank. Every rank calls it."""
+        ...
+
+
+class Alone:
+    """A program of one process."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """The one answer."""
+        return [data]
+
+
+class TorchCommunicator:
+    """The ranks of a torch.distributed process group.
+
+    Args:
+        group: the group; None: all ranks.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        # NCCL carries device tensors only.
+        is_nccl = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Give `data` to every rank; the answers by rank. Every rank calls it."""
+        sizes = self._gather(torch.tensor([len(data)], dtype=torch.int64))
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(data.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
+        return [bytes(one[: int(size)].numpy()) for one, size in zip(self._gather(padded), sizes, strict=True)]
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        here = tensor.to(self._device)
+        answers = [torch.empty_like(here) for _ in range(self.world_size)]
+        dist.all_gather(answers, here, group=self._group)
+        return [answer.cpu() for answer in answers]
+
+
+def communicator() -> Communicator:
+    """All ranks of torch.distributed where the program has initialised it, else this process alone."""
+    if dist.is_available() and dist.is_initialized():
+        return TorchCommunicator()
+    return Alone()
+
+
+def gather(ranks: Communicator, value: T) -> list[T]:
+    """Exchange a typed value with every rank, as JSON.
+
+    Args:
+        value: a msgspec.Struct, dataclass or plain value; the answers have its type.
+    """
+    answers = ranks.all_gather(msgspec.json.encode(value))
+    return [msgspec.json.decode(answer, type=type(value)) for answer in answers]

@@ -1,0 +1,633 @@
+"""From a program's state to tensors and a tree, to a plan of where each tensor is copied, and back to views.
+
+Called by the checkpointer for every save. Flattening looks at every tensor once; everything else is done once for each
+layout and kept: which entries there are, which tensors share memory, and the views of a slot that are copied into.
+Never allocates for a save that has the layout of the one before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils import _pytree
+
+from checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
+from checkpoint.layout import ALIGN_BYTES, ITEM_BYTES, Entry, Layout, TensorSpec, lay_out
+from checkpoint.structure import (
+    MAX_INLINE_BYTES,
+    TENSOR,
+    Encoder,
+    MakeForeign,
+    Node,
+    Shard,
+    TensorRef,
+    inline_bytes,
+    loaded_class,
+    name_of,
+)
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+# Kept under the name of another dtype, with one more dimension, because safetensors has no name for them.
+_CARRIERS: dict[str, tuple[str, int]] = {"C128": ("F64", 2), "C32": ("F16", 2), "F4_X2": ("U8", 1)}
+for _name, _torch_name in (
+    ("F8_E8M0", "float8_e8m0fnu"),
+    ("F4_X2", "float4_e2m1fn_x2"),
+    ("C128", "complex128"),
+    ("C32", "complex32"),
+):
+    if hasattr(torch, _torch_name):  # a torch of before this dtype
+        DTYPES[_name] = getattr(torch, _torch_name)
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WORDS: dict[str, Callable[[str], Any]] = {
+    "$dtype": lambda word: getattr(torch, word),
+    "$layout": lambda word: getattr(torch, word),
+    "$memory_format": lambda word: getattr(torch, word),
+    "$device": torch.device,
+}
+# Overlapping tensors are kept as the memory that they span unless that is so much more than the tensors themselves.
+_MAX_SPAN_FACTOR = 2
+
+
+@dataclass
+class Leaves:
+    """A state taken apart.
+
+    Attributes:
+        tree: top-level key to encoded value; tensors are numbers.
+        names: of the tensors: their places in the state.
+        tensors: the tensors themselves, not copied.
+        kinds: what each is, as in `TensorRef.kind`.
+        shards: number of a tensor to its place in the sharded whole.
+    """
+
+    tree: dict[str, Node] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    shards: dict[int, Shard] = field(default_factory=dict)
+
+
+class Flattener:
+    """Takes states apart.
+
+    Args:
+        allow_pickle: pickle what has no other form, instead of refusing it.
+    """
+
+    def __init__(self, *, allow_pickle: bool = False) -> None:
+        self._allow_pickle = allow_pickle
+        self._leaves = Leaves()
+        self._encoder = Encoder(
+            {
+                torch.Tensor: self._tensor,
+                torch.nn.Parameter: self._parameter,
+                torch.nn.Buffer: self._tensor,
+                np.ndarray: self._array,
+                bytes: self._bytes,
+                torch.Size: lambda _path, value: {"$size": list(value)},
+                torch.dtype: _word,
+                torch.layout: _word,
+                torch.memory_format: _word,
+                torch.device: lambda _path, value: {"$device": str(value)},
+            },
+            self._foreign,
+        )
+
+    def flatten(self, state: Mapping[str, Any]) -> Leaves:
+        """Take a state apart; objects with `state_dict` are replaced by what it gives.
+
+        Args:
+            state: top-level key to anything.
+
+        Raises:
+            UnsupportedState: something in it cannot be stored.
+        """
+        leaves = self._leaves = Leaves()
+        try:
+            for key, value in state.items():
+                leaves.tree[key] = self._encoder.encode(key, value)
+        finally:
+            self._leaves = Leaves()  # keep no tensor alive
+        return leaves
+
+    def _add(self, path: str, tensor: torch.Tensor, kind: str) -> Node:
+        leaves = self._leaves
+        number = len(leaves.tensors)
+        leaves.names.append(path)
+        leaves.tensors.append(tensor)
+        leaves.kinds.append(kind)
+        return {TENSOR: number}
+
+    def _tensor(self, path: str, tensor: torch.Tensor) -> Node:
+        if tensor.layout is not torch.strided:
+            return self._sparse(path, tensor)
+        return self._add(path, tensor, "grad" if tensor.requires_grad else "tensor")
+
+    def _parameter(self, path: str, tensor: torch.Tensor) -> Node:
+        return self._add(path, tensor, "parameter" if tensor.requires_grad else "frozen_parameter")
+
+    def _sparse(self, path: str, tensor: torch.Tensor) -> Node:
+        if tensor.layout is not torch.sparse_coo:
+            return self._no_form(path, tensor, f"a tensor of layout {tensor.layout}")
+        parts = [
+            self._add(f"{path}.indices", tensor._indices(), "tensor"),
+            self._add(f"{path}.values", tensor._values(), "tensor"),
+        ]
+        return {"$sparse_coo": [parts, list(tensor.shape), tensor.is_coalesced()]}
+
+    def _array(self, path: str, array: np.ndarray[Any, Any]) -> Node:
+        if array.nbytes <= MAX_INLINE_BYTES or not array.dtype.isnative or array.dtype not in _NUMPY_DTYPES:
+            return self._encoder.unusual(path, array)
+        is_plain = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+        return self._add(path, torch.from_numpy(array if is_plain else array.copy()), "numpy")
+
+    def _bytes(self, path: str, value: bytes, kind: str = "bytes") -> Node:
+        if len(value) <= MAX_INLINE_BYTES and kind == "bytes":
+            return inline_bytes(path, value)
+        return self._add(path, torch.frombuffer(bytearray(value or b"\0"), dtype=torch.uint8), kind)
+
+    def _foreign(self, path: str, value: Any) -> Node:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor_subclass(path, value)
+        if callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None)):
+            return self._encoder.item(path, value.state_dict())
+        if kind in _pytree.SUPPORTED_NODES:
+            children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+            context_node = self._encoder.item(f"{path}[context]", context)
+            return {"$node": [name_of(kind), context_node, self._encoder.items(path, children)]}
+        return self._no_form(path, value, None) if self._allow_pickle and not _has_form(value) else NotImplemented
+
+    def _tensor_subclass(self, path: str, tensor: torch.Tensor) -> Node:
+        module = sys.modules.get("torch.distributed.tensor")
+        if module is not None and isinstance(tensor, module.DTensor):
+            local, shard = _local_shard(path, tensor)
+            kind = self._kind_of(tensor)
+            self._leaves.shards[len(self._leaves.tensors)] = shard
+            return self._add(path, local, kind)
+        if isinstance(tensor, torch.nn.Parameter) and not hasattr(tensor, "__torch_dispatch__"):
+            return self._parameter(path, tensor)
+        return self._no_form(path, tensor, f"a tensor of type {type(tensor).__module__}.{type(tensor).__qualname__}")
+
+    @staticmethod
+    def _kind_of(tensor: torch.Tensor) -> str:
+        if isinstance(tensor, torch.nn.Parameter):
+            return "parameter" if tensor.requires_grad else "frozen_parameter"
+        return "grad" if tensor.requires_grad else "tensor"
+
+    def _no_form(self, path: str, value: Any, what: str | None) -> Node:
+        if not self._allow_pickle:
+            raise UnsupportedState(
+                f"{path} is {what}, which a checkpoint cannot hold. Store a plain tensor instead "
+                "(to_dense(), to_local(), dequantize()), or allow pickle with allow_pickle=True, to save and to load"
+            )
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:  # pickling runs the user's code
+            raise UnsupportedState(f"{path} cannot be pickled either: {error}") from error
+        return {"$pickle": self._bytes(path, data, "pickle")}
+
+
+def _has_form(value: Any) -> bool:
+    """Whether the structure knows values like this one without pickle."""
+    is_named = isinstance(value, tuple) and hasattr(type(value), "_fields")
+    is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_named or is_data or (isinstance(value, np.generic) and not value.dtype.hasobject)
+
+
+def _word(_path: str, value: Any) -> Node:
+    return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+
+
+_NUMPY_DTYPES = frozenset(
+    np.dtype(word)
+    for word in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+
+
+def _local_shard(path: str, tensor: Any) -> tuple[torch.Tensor, Shard]:
+    """A DTensor's part on this rank, and where it belongs."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedState(
+            f"{path} is a DTensor with placements {tensor.placements}: a partial sum has no value of its own; "
+            "call full_tensor() or redistribute() first"
+        )
+    local = tensor.to_local()
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shard = Shard(
+        global_shape=tuple(tensor.shape),
+        offsets=tuple(offsets),
+        mesh_shape=tuple(tensor.device_mesh.shape),
+        placements=tuple(str(placement) for placement in tensor.placements),
+    )
+    return local, shard
+
+
+# Plans
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that a plan depends on; equal signatures have equal plans. The addresses say which tensors share memory."""
+
+    names: list[str]
+    kinds: list[str]
+    shards: dict[int, Shard]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    strides: list[tuple[int, ...]]
+    addresses: list[int]
+
+    @staticmethod
+    def of(leaves: Leaves) -> Signature:
+        """Of the leaves of a state."""
+        tensors = leaves.tensors
+        return Signature(
+            leaves.names,
+            leaves.kinds,
+            leaves.shards,
+            [tensor.dtype for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+            [tensor.stride() for tensor in tensors],
+            [tensor.data_ptr() for tensor in tensors],
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """An entry that is a stretch of memory which several tensors are views of.
+
+    Attributes:
+        entry: its index.
+        leaf: number of a tensor whose storage it is in.
+        offset_bytes: where it begins, from the beginning of that tensor.
+    """
+
+    entry: int
+    leaf: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the tensors of a state are laid out.
+
+    Attributes:
+        layout: the entries.
+        refs: what each number in the tree is.
+        encoded_refs: the same as JSON.
+        sources: for each entry, the number of the tensor that is copied into it.
+        spans: the entries that are copied from a stretch of memory instead.
+    """
+
+    layout: Layout
+    refs: list[TensorRef]
+    encoded_refs: msgspec.Raw
+    sources: list[int]
+    spans: list[Span]
+
+    def tensors_to_copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is copied, in the order of the entries."""
+        copied = [tensors[number] for number in self.sources]
+        for span in self.spans:
+            entry = self.layout.entries[span.entry]
+            copied[span.entry] = _stretch(tensors[span.leaf], span.offset_bytes, DTYPES[entry.dtype], entry.shape)
+        return copied
+
+
+def make_plan(leaves: Leaves, shared: Iterable[str] = ()) -> Plan:
+    """Decide which entries a state needs.
+
+    Args:
+        shared: top-level keys whose tensors come last, so that a rank's own lie together.
+
+    Raises:
+        UnsupportedState: a tensor has no memory to copy, or a dtype that no file can hold.
+    """
+    shared = set(shared)
+    groups = sorted(_group(leaves), key=lambda group: _place(group, leaves.names[group.named_after], shared))
+    specs: list[TensorSpec] = []
+    sources: list[int] = []
+    spans: list[Span] = []
+    refs: list[TensorRef | None] = [None] * len(leaves.tensors)
+    names = _unique(leaves.names)
+    for group in groups:
+        entry = len(specs)
+        first = group.members[0]
+        specs.append(TensorSpec(names[group.named_after], group.dtype, group.shape))
+        sources.append(first)
+        if group.is_span:
+            spans.append(Span(entry, first, group.start - leaves.tensors[first].data_ptr()))
+        for number in group.members:
+            view = group.view_of(leaves.tensors[number])
+            refs[number] = TensorRef(entry, leaves.kinds[number], *view, shard=leaves.shards.get(number))
+    known = [ref for ref in refs if ref is not None]
+    return Plan(lay_out(specs), known, msgspec.Raw(msgspec.json.encode(known)), sources, spans)
+
+
+def _place(group: _Group, name: str, shared: set[str]) -> tuple[bool, int, bool, int]:
+    """Sorts entries as the layout will lay them, and a rank's own before the shared ones."""
+    item_bytes = ITEM_BYTES[group.dtype]
+    in_region_b = math.prod(group.shape) * item_bytes % ALIGN_BYTES != 0
+    return in_region_b, -item_bytes if in_region_b else 0, name.partition(".")[0] in shared, group.named_after
+
+
+@dataclass
+class _Group:
+    """Tensors that make one entry."""
+
+    members: list[int]
+    named_after: int
+    dtype: str
+    shape: tuple[int, ...]
+    start: int = 0
+    is_span: bool = False
+
+    def view_of(
+        self, tensor: torch.Tensor
+    ) -> tuple[str | None, tuple[int, ...] | None, tuple[int, ...] | None, int, bool]:
+        """dtype, shape, strides, offset and is_permuted of a member's reference."""
+        name = NAMES[tensor.dtype]
+        shape = tuple(tensor.shape)
+        is_same = name == self.dtype and shape == self.shape
+        dtype = None if name == self.dtype else name
+        if not self.is_span:
+            strides = None if tensor.is_contiguous() or not _is_dense(tensor) else tensor.stride()
+            return dtype, None if is_same else shape, strides, 0, strides is not None
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        return dtype, None if is_same else shape, strides, tensor.data_ptr() - self.start, False
+
+
+def _group(leaves: Leaves) -> list[_Group]:
+    """Which tensors are one entry: equal views of one place, and views that overlap."""
+    tensors = leaves.tensors
+    same: dict[Any, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        _check_memory(leaves.names[number], tensor)
+        is_copied_alone = tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg()
+        key = (
+            number
+            if is_copied_alone
+            else (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        )
+        same.setdefault(key, []).append(number)
+    groups = []
+    for clump in _overlapping(tensors, list(same.values())):
+        span = _span(tensors, clump)
+        groups += [span] if span else [_alone(tensors, members) for members in clump]
+    return groups
+
+
+def _overlapping(tensors: Sequence[torch.Tensor], places: list[list[int]]) -> Iterable[list[list[int]]]:
+    """Places whose memory touches, together."""
+
+    def begin(members: list[int]) -> tuple[str, int]:
+        return str(tensors[members[0]].device), tensors[members[0]].data_ptr()
+
+    clump: list[list[int]] = []
+    device, end = "", 0
+    for members in sorted(places, key=begin):
+        tensor = tensors[members[0]]
+        start = tensor.data_ptr()
+        if clump and tensor.numel() and start < end and begin(members)[0] == device:
+            clump.append(members)
+            end = max(end, start + _span_bytes(tensor))
+            continue
+        if clump:
+            yield clump
+        clump, device, end = [members], begin(members)[0], start + _span_bytes(tensor)
+    if clump:
+        yield clump
+
+
+def _alone(tensors: Sequence[torch.Tensor], members: list[int]) -> _Group:
+    tensor = tensors[members[0]]
+    name = NAMES[tensor.dtype]
+    carrier, width = _CARRIERS.get(name, (name, 0))
+    shape = (*tensor.shape, width) if width else tuple(tensor.shape)
+    return _Group(members, members[0], carrier, shape)
+
+
+def _span(tensors: Sequence[torch.Tensor], clump: list[list[int]]) -> _Group | None:
+    """One entry for tensors that overlap, or None if each is better kept on its own."""
+    members = sorted(number for place in clump for number in place)
+    ones = [tensors[place[0]] for place in clump]
+    if len(ones) == 1 and not _overlaps_itself(ones[0]):
+        return None
+    start = min(one.data_ptr() for one in ones)
+    num_bytes = max(one.data_ptr() + _span_bytes(one) for one in ones) - start
+    is_aligned = all((one.data_ptr() - start) % one.element_size() == 0 for one in ones)
+    is_worth_it = num_bytes <= _MAX_SPAN_FACTOR * sum(one.numel() * one.element_size() for one in ones)
+    storage = ones[0].untyped_storage()
+    is_inside = storage.data_ptr() <= start and start + num_bytes <= storage.data_ptr() + storage.nbytes()
+    if not (is_aligned and is_worth_it and is_inside) or any(NAMES[one.dtype] in _CARRIERS for one in ones):
+        return None
+    for number in members:
+        whole = tensors[number]
+        if whole.data_ptr() == start and whole.is_contiguous() and _span_bytes(whole) == num_bytes:
+            return _Group(members, number, NAMES[whole.dtype], tuple(whole.shape), start, is_span=True)
+    kinds = {one.dtype for one in ones}
+    dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
+    return _Group(members, members[0], NAMES[dtype], (num_bytes // dtype.itemsize,), start, is_span=True)
+
+
+def _check_memory(path: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise UnsupportedState(f"{path} is a tensor on the meta device: it has no values to save; materialise it first")
+    if tensor.is_quantized or tensor.dtype not in NAMES:
+        raise UnsupportedState(
+            f"{path} has dtype {tensor.dtype}, which a checkpoint cannot hold: save tensor.int_repr() with its scale "
+            "and zero point, or tensor.view(torch.uint8)"
+        )
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() > _span_bytes(tensor)
+
+
+def _stretch(tensor: torch.Tensor, offset_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory near a tensor, in the same storage, as a row-major tensor."""
+    storage = tensor.untyped_storage()
+    begin = tensor.data_ptr() - storage.data_ptr() + offset_bytes
+    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    made.set_(storage, begin, (math.prod(shape) * dtype.itemsize,), (1,))
+    return made.view(dtype).view(shape)
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names with a suffix where two places of the state read the same, such as keys 1 and "1"."""
+    taken: set[str] = set()
+    unique = []
+    for name in names:
+        # File formats reserve this one, and know no text that is not Unicode.
+        plain = name.encode("utf-8", "backslashreplace").decode() or "_"
+        plain = plain if plain != "__metadata__" else "__metadata__~"
+        count, candidate = 1, plain
+        while candidate in taken:
+            count += 1
+            candidate = f"{plain}~{count}"
+        taken.add(candidate)
+        unique.append(candidate)
+    return unique
+
+
+# Views of a payload
+
+
+def entry_views(layout: Layout, payload: memoryview) -> list[torch.Tensor]:
+    """One tensor for each entry, without copying.
+
+    Args:
+        payload: the record's payload, as bytes; read-only memory must not be written through the tensors.
+    """
+    if not layout.payload_bytes:
+        return [torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for entry in layout.entries]
+    whole = torch.frombuffer(payload, dtype=torch.uint8, count=layout.payload_bytes)
+    by_dtype: dict[str, torch.Tensor] = {}
+    views = []
+    for entry in layout.entries:
+        flat = by_dtype.get(entry.dtype)
+        if flat is None:
+            flat = by_dtype[entry.dtype] = whole.view(DTYPES[entry.dtype])
+        offset = entry.offset // flat.element_size()
+        views.append(flat[offset : offset + entry.num_bytes // flat.element_size()].view(entry.shape))
+    return views
+
+
+def view_of(ref: TensorRef, entry: Entry, view: torch.Tensor) -> torch.Tensor:
+    """The tensor of a reference as it lies in its entry, without copying: row-major if `is_permuted`.
+
+    Raises:
+        DamagedCheckpoint: the reference points outside its entry, or has a dtype unknown here.
+    """
+    if ref.dtype is None and ref.shape is None and ref.strides is None and not ref.offset_bytes:
+        return view
+    name = ref.dtype or entry.dtype
+    if name not in DTYPES:
+        raise DamagedCheckpoint(f"tensor {entry.name!r} has dtype {name!r}, which this torch does not have")
+    dtype = DTYPES[name]
+    shape = entry.shape if ref.shape is None else ref.shape
+    strides = _row_major(shape) if ref.strides is None or ref.is_permuted else ref.strides
+    is_right = (
+        len(strides) == len(shape)
+        and all(size >= 0 for size in shape)
+        and all(stride >= 0 for stride in strides)
+        and ref.offset_bytes % dtype.itemsize == 0
+    )
+    if is_right:
+        count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+        is_right = ref.offset_bytes + count * dtype.itemsize <= entry.num_bytes
+    if not is_right:
+        raise DamagedCheckpoint(f"the structure describes a view of tensor {entry.name!r} that is not inside it: {ref}")
+    if not all(shape):
+        return torch.empty(shape, dtype=dtype)
+    flat = view.reshape(-1).view(torch.uint8).view(dtype)
+    return flat.as_strided(shape, strides, flat.storage_offset() + ref.offset_bytes // dtype.itemsize)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def make_foreign(*, allow_pickle: bool) -> MakeForeign:
+    """What makes the values again that the pure structure does not know, for `Record.decode`.
+
+    Args:
+        allow_pickle: unpickle what was pickled. Only for checkpoints of one's own: unpickling runs what it says.
+    """
+
+    def foreign(tag: str, body: Node, again: Callable[[Node], Any]) -> Any:
+        if tag in _WORDS:
+            value = _WORDS[tag](body)
+            if type(value).__name__ != tag[1:]:
+                raise DamagedCheckpoint(f"the structure calls {body!r} a {tag[1:]}")
+            return value
+        if tag == "$size":
+            return torch.Size(body)
+        if tag == "$sparse_coo":
+            parts, shape, is_coalesced = body
+            indices, values = again(parts)
+            return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=is_coalesced)
+        if tag == "$node":
+            return _registered(body[0], again(body[1]), again(body[2]))
+        if tag == "$pickle":
+            return _unpickled(again(body), allow_pickle=allow_pickle)
+        raise DamagedCheckpoint(f"the structure has a value of kind {tag!r}, which this release does not know")
+
+    return foreign
+
+
+def _registered(name: str, context: Any, children: list[Any]) -> Any:
+    """A value of a type that the program has registered with torch's pytree."""
+    kind = loaded_class(name)
+    if kind not in _pytree.SUPPORTED_NODES:
+        raise StateMismatch(
+            f"the checkpoint holds a {name}, which this program has not registered: call "
+            "torch.utils._pytree.register_pytree_node for it before the checkpoint is loaded"
+        )
+    return _pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+
+
+def _unpickled(data: bytes, *, allow_pickle: bool) -> Any:
+    if not allow_pickle:
+        raise StateMismatch(
+            "the checkpoint holds a pickled object. Unpickling runs what the file says, so it has to be allowed: "
+            "allow_pickle=True, for checkpoints of your own"
+        )
+    return pickle.loads(data)

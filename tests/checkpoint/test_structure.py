@@ -1,0 +1,273 @@
+"""The structure of a state: every value that it takes comes back as it was, everything else is refused by name."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint.errors import DamagedCheckpoint, UnsupportedState
+from checkpoint.structure import Encoder, Foreign, Record, Shard, TensorRef, decode
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    warmup: int
+    rates: list[float]
+
+
+def through(value: Any) -> Any:
+    """A value after it was encoded, written as JSON, read and decoded."""
+    return decode(msgspec.json.decode(msgspec.json.encode(Encoder().encode("state", value))), ())
+
+
+VALUES = {
+    "none": None,
+    "bool": True,
+    "large int": 1 << 200,
+    "smallest int": -(1 << 63),
+    "float": 0.1,
+    "integral float": 3.0,
+    "large float": 1e300,
+    "subnormal": 5e-324,
+    "minus zero": -0.0,
+    "infinity": math.inf,
+    "minus infinity": -math.inf,
+    "complex": complex(1.5, -math.inf),
+    "text": 'a "quoted" line\n\x00 ü 🙂',
+    "surrogate": "file\udcff",
+    "bytes": bytes(range(256)),
+    "bytearray": bytearray(b"ab"),
+    "tuple": (1, (2.0, "x"), ()),
+    "list": [1, [2, []]],
+    "set": {1, 2, "x"},
+    "frozenset": frozenset({(1, 2)}),
+    "keys of all kinds": {1: "a", (1, 2): "b", None: "c", False: "d", "$tensor": 3, "e\udcff": 4, 2.5: 5, b"k": 6},
+    "dict like a tag": {"$dict": []},
+    "empty key": {"": 1},
+    "counter": Counter({30: 1, 80: 2}),
+    "defaultdict": defaultdict(list, {"a": [1]}),
+    "defaultdict without factory": defaultdict(None, {"a": 1}),
+    "deque": deque([1, 2], maxlen=5),
+    "range": range(1, 9, 2),
+    "slice": slice(1, None, 2),
+    "namedtuple": Point(1, [2]),
+    "dataclass": Schedule(3, [0.1, 0.2]),
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+def test_values_come_back_with_their_types(value: Any) -> None:
+    back = through(value)
+    assert back == value
+    assert type(back) is type(value)
+    assert repr(back) == repr(value)  # also the order of keys, and the sign of zero
+
+
+def test_nan_and_its_sisters_come_back() -> None:
+    assert math.isnan(through(math.nan))
+
+
+def test_order_and_metadata_of_a_state_dict_come_back() -> None:
+    state: Any = OrderedDict([("b", 1), ("a", 2)])
+    state._metadata = OrderedDict([("", {"version": 1})])
+    back = through(state)
+    assert type(back) is OrderedDict
+    assert list(back.items()) == [("b", 1), ("a", 2)]
+    assert back._metadata == state._metadata
+
+
+def test_factories_and_lengths_go_on_working() -> None:
+    back = through({"d": defaultdict(int), "q": deque([1], maxlen=1)})
+    back["d"]["new"] += 1
+    back["q"].append(2)
+    assert (back["d"]["new"], list(back["q"])) == (1, [2])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.uint32).reshape(2, 3),
+        np.array(3.5),
+        np.zeros((0, 2)),
+        np.array(["a", "bcd"]),
+        np.array([1, 2], ">i4"),
+        np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]),
+        np.array(["2026-01-01"], "datetime64[D]"),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_come_back(array: np.ndarray[Any, Any]) -> None:
+    back = through(array)
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+    back.setflags(write=True)
+
+
+def test_numpy_scalars_stay_numpy_scalars() -> None:
+    for value in (np.float32(0.1), np.int64(-5), np.bool_(True), np.float64(2.5), np.complex128(1j)):
+        back = through(value)
+        assert type(back) is type(value)
+        assert back == value
+
+
+_plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=5) | st.integers() | st.tuples(st.integers(), st.text()), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_plain)
+def test_any_plain_tree_comes_back(value: Any) -> None:
+    assert _bits(through(value)) == _bits(value)
+
+
+def _bits(value: Any) -> Any:
+    """A value in a form in which NaN equals itself and -0.0 differs from 0.0."""
+    if isinstance(value, float):
+        return ("float", "nan" if math.isnan(value) else struct.pack("d", value))
+    if isinstance(value, complex):
+        return ("complex", _bits(value.real), _bits(value.imag))
+    if isinstance(value, dict):
+        return [(_bits(key), _bits(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, [_bits(one) for one in value])
+    return (type(value).__name__, value)
+
+
+def test_what_cannot_be_stored_is_named_with_its_place_and_the_way_out() -> None:
+    with pytest.raises(UnsupportedState, match=r"state\.a\.1 is a .*random\.Random.*allow_pickle=True"):
+        through({"a": [1, random.Random()]})
+    with pytest.raises(UnsupportedState, match=r"state\.f is a builtins\.function"):
+        through({"f": through})
+    with pytest.raises(UnsupportedState, match=r"state\.d is a defaultdict of"):
+        through({"d": defaultdict(lambda: 3)})
+    with pytest.raises(UnsupportedState, match=r"numpy\.ndarray"):
+        through(np.array([object()]))
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(UnsupportedState, match="contains itself"):
+        through(loop)
+
+
+def test_classes_of_modules_that_are_not_loaded_come_back_in_a_plain_form() -> None:
+    named = decode({"$named": ["no.such.module:Pair", {"a": 1, "b": 2}]}, ())
+    assert (type(named).__name__, named.a, named.b) == ("Pair", 1, 2)
+    assert decode({"$data": ["no.such.module:Config", {"a": 1}]}, ()) == SimpleNamespace(a=1)
+    # Neither is what is no named tuple and no dataclass made because a file says so.
+    assert decode({"$data": ["subprocess:Popen", {"args": ["true"]}]}, ()) == SimpleNamespace(args=["true"])
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"$tensor": 5},
+        {"$tensor": -1},
+        {"$tensor": "0"},
+        {"$tensor": True},
+        {"$bytes": "!"},
+        {"$int": "x"},
+        {"$complex": ["a", 1]},
+        {"$dict": [[1]]},
+        {"$default": ["system", []]},
+        {"$array": ["|O", [1], "AAAAAAAAAAA="]},
+        {"$array": ["<f8", [2], "AAAAAAAAAAA="]},
+        {"$deque": 3},
+        {"$range": ["a"]},
+        {"$named": ["x:y", {"not an identifier": 1}]},
+        {"$tuple": 1},
+    ],
+)
+def test_damaged_nodes_are_refused(node: Any) -> None:
+    with pytest.raises(DamagedCheckpoint):
+        decode(node, ["only one"])
+
+
+def test_unknown_tags_are_kept_for_readers_without_torch() -> None:
+    assert decode({"a": {"$dtype": "float32"}}, ()) == {"a": Foreign("$dtype", "float32")}
+
+
+def _record() -> Record:
+    return Record(
+        tree={
+            "model": {"w": {"$tensor": 0}, "tied": {"$tensor": 1}},
+            "loader": [{"$tensor": 2}, 7],
+            "_rng": {"$tensor": 3},
+        },
+        tensors=[
+            TensorRef(1),
+            TensorRef(1),
+            TensorRef(0, "grad", shard=Shard((4, 2), (2, 0), (2,), ("S(0)",))),
+            TensorRef(2, "numpy", "C128", (2,), (1,), 64),
+        ],
+        shared=["model"],
+        rank=1,
+        world_size=2,
+        metrics={"loss": 0.5},
+    )
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    assert Record.read(_record().write()) == _record()
+
+
+def test_the_own_part_of_a_record_needs_only_its_own_entries() -> None:
+    record = _record()
+    assert record.own == ["loader", "_rng"]
+    part, entries = record.only(record.own)
+    assert entries == [0, 2]
+    assert part.tree == {"loader": [{"$tensor": 0}, 7], "_rng": {"$tensor": 1}}
+    assert [ref.entry for ref in part.tensors] == [0, 1]
+    assert part.tensors[0].shard == record.tensors[2].shard
+    assert (part.shared, part.rank, part.world_size, part.metrics) == ([], 1, 2, {"loss": 0.5})
+    shared, entries = record.only(["model"])
+    assert (entries, shared.shared) == ([1], ["model"])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b'{"tree":{},"tensors":[{"entry":-1}]}',
+        b'{"tree":{},"tensors":[],"version":99}',
+        b'{"tree":{},"tensors":[],"rank":2}',
+        b"[" * 100_000,
+    ],
+)
+def test_damaged_records_are_refused(damage: bytes) -> None:
+    with pytest.raises(DamagedCheckpoint):
+        Record.read(damage)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(_record().write()) * 8 - 1))
+def test_a_flipped_bit_never_does_more_than_to_be_refused_or_to_give_another_value(bit: int) -> None:
+    data = bytearray(_record().write())
+    data[bit // 8] ^= 1 << bit % 8
+    try:
+        record = Record.read(bytes(data))
+        record.decode(lambda ref: ref)
+        record.only(record.own)
+    except DamagedCheckpoint:
+        pass

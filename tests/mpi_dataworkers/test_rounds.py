@@ -92,7 +92,7 @@ def collate(samples: list[Any]) -> Any:
 def steps_of(one: Any, first: int = 0) -> list[Any]:
     made = []
     while (step := one.read(first + len(made))) is not None:
-        made.append((step[0][0].numpy().tobytes(), step[0][1]))
+        made.append((step.batch[0].numpy().tobytes(), step.batch[1]))
     return made
 
 

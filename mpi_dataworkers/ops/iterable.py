@@ -43,9 +43,9 @@ def generator_problem(dataset: Any) -> str:
     """Why the elements of a dataset cannot be left out one by one, and what to change."""
     return (
         f"{type(dataset).__name__}.__iter__ is a generator, and a generator ends with its exception: what follows "
-        "a bad element could not be read. Give `return map(self.decode, self.read())`, where the generator `read` gives "
-        "what cannot fail and `decode` makes elements of it, or an iterator with a __next__ that goes on; or catch the "
-        "exception where it is raised"
+        "a bad element could not be read. Give `return map(self.decode, self.read())`, where the generator `read` "
+        "gives what cannot fail and `decode` makes elements of it, or an iterator with a __next__ that goes on; or "
+        "catch the exception where it is raised"
     )
 
 

@@ -6,11 +6,12 @@ APPNOTE.TXT 6.3 of the zip format: 4.3.7 (local header), 4.3.12 (central directo
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import IO, cast
 
 from checkpoint.errors import DamagedCheckpoint
 from checkpoint.formats.plan import FilePlan, Range
@@ -145,7 +146,7 @@ def _end_of(count: int, num_bytes: int, at: int) -> bytes:
     return end64 + _END.pack(_END_MAGIC, 0, 0, shown, shown, min(num_bytes, _MAX32), min(at, _MAX32), 0)
 
 
-def find_records(file: BinaryIO, num_bytes: int) -> dict[str, tuple[int, int]]:
+def find_records(file: io.BufferedIOBase, num_bytes: int) -> dict[str, tuple[int, int]]:
     """Where the records of an archive lie.
 
     Args:
@@ -159,7 +160,7 @@ def find_records(file: BinaryIO, num_bytes: int) -> dict[str, tuple[int, int]]:
         DamagedCheckpoint: it is no zip archive, is truncated, or holds a record that is not stored as it is.
     """
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(cast(IO[bytes], file)) as archive:
             infos = archive.infolist()
     # zipfile raises whatever its parsing runs into: BadZipFile, struct.error, UnicodeDecodeError ...
     except Exception as error:
@@ -174,7 +175,7 @@ def find_records(file: BinaryIO, num_bytes: int) -> dict[str, tuple[int, int]]:
     return places
 
 
-def _begin_of(file: BinaryIO, info: zipfile.ZipInfo, num_bytes: int) -> int:
+def _begin_of(file: io.BufferedIOBase, info: zipfile.ZipInfo, num_bytes: int) -> int:
     if not 0 <= info.header_offset <= num_bytes - _LOCAL.size:
         raise DamagedCheckpoint(f"the archive's record {info.filename!r} begins outside the file")
     file.seek(info.header_offset)

@@ -6,10 +6,10 @@ structure, which `torch.load` passes over and a restore reads.
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import BinaryIO
 
 from checkpoint.errors import Damaged, DamagedCheckpoint
 from checkpoint.formats.plan import FilePlan, Range
@@ -60,7 +60,7 @@ def _inline(name: str, data: bytes) -> ZipRecord:
     return ZipRecord(_FOLDER + name, data, zlib.crc32(data))
 
 
-def read_torch(file: BinaryIO, num_bytes: int, name: str) -> tuple[tuple[Entry, ...], Record]:
+def read_torch(file: io.BufferedIOBase, num_bytes: int, name: str) -> tuple[tuple[Entry, ...], Record]:
     """Find out what a file of ours holds and where. Nothing is unpickled.
 
     Args:
@@ -80,7 +80,7 @@ def read_torch(file: BinaryIO, num_bytes: int, name: str) -> tuple[tuple[Entry, 
         raise DamagedCheckpoint(f"{name}: {error}") from error
 
 
-def _read_torch(file: BinaryIO, num_bytes: int) -> tuple[tuple[Entry, ...], Record]:
+def _read_torch(file: io.BufferedIOBase, num_bytes: int) -> tuple[tuple[Entry, ...], Record]:
     records = find_records(file, num_bytes)
     if _FOLDER + _LAYOUT not in records or _FOLDER + _STRUCTURE not in records:
         raise DamagedCheckpoint(
@@ -98,7 +98,7 @@ def _read_torch(file: BinaryIO, num_bytes: int) -> tuple[tuple[Entry, ...], Reco
     return tuple(entries), record
 
 
-def _read(file: BinaryIO, offset: int, size: int) -> bytes:
+def _read(file: io.BufferedIOBase, offset: int, size: int) -> bytes:
     if size > _MAX_JSON_BYTES:
         raise DamagedCheckpoint(f"the structure takes {size} bytes, at most {_MAX_JSON_BYTES} are read")
     file.seek(offset)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,8 +204,13 @@ class CheckpointDirectory:
         with contextlib.suppress(OSError):
             write_whole(self.path / generation.directory_name / _DAMAGED, problem.encode())
 
-    def verify(self, generation: Generation) -> list[str]:
-        """Compare every byte of a checkpoint; what is wrong, and nothing if all is well. Marks it accordingly."""
+    def verify(self, generation: Generation, progress: Callable[[int], None] | None = None) -> list[str]:
+        """Compare every byte of a checkpoint; what is wrong, and nothing if all is well. Marks it accordingly.
+
+        Args:
+            generation: which.
+            progress: told how many more bytes have been compared.
+        """
         problems = []
         with commit.holding(self.path, generation) as path:
             if path is None:
@@ -217,7 +222,7 @@ class CheckpointDirectory:
                 manifests = ()
             for manifest in manifests:
                 try:
-                    open_file(path / manifest.part.file_name, manifest).close()
+                    open_file(path / manifest.part.file_name, manifest, progress=progress).close()
                 except DamagedCheckpoint as error:
                     problems.append(str(error))
             if problems:

@@ -16,7 +16,6 @@ import msgspec
 
 from checkpoint.checksum import checksum
 from checkpoint.errors import DamagedCheckpoint
-from checkpoint.formats.part import SUFFIXES, Format
 from checkpoint.generation import Generation
 
 VERSION = 1
@@ -39,7 +38,6 @@ class Part:
         world_size: how many parts there are.
         layout_digest: digest of the record's layout in memory.
         metrics: what `save` was given.
-        format: of the file.
     """
 
     generation: Generation
@@ -47,12 +45,11 @@ class Part:
     world_size: int
     layout_digest: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    format: Format = "safetensors"
 
     @property
     def file_name(self) -> str:
         """Name of the file that holds it."""
-        return f"rank-{self.rank:05}-of-{self.world_size:05}{SUFFIXES[self.format]}"
+        return f"rank-{self.rank:05}-of-{self.world_size:05}.safetensors"
 
     @property
     def manifest_name(self) -> str:
@@ -72,7 +69,6 @@ class Part:
             # JSON has no NaN, and a metric that is none is as good as not there.
             metrics={name: float(value) for name, value in self.metrics.items() if math.isfinite(value)},
             time_s=time_s,
-            format=self.format,
         )
 
 
@@ -90,7 +86,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metrics: what `save` was given; rank 0's count.
         time_s: when the file was whole on disk, in seconds since 1970. Told to people, never compared.
         chunk_bytes: how many bytes one checksum covers.
-        format: of the file.
         version: of this form.
         itself: checksum of all of the above; "" in one that is not written yet.
     """
@@ -105,15 +100,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float]
     time_s: float
     chunk_bytes: _Positive = CHUNK_BYTES
-    format: Format = "safetensors"
     version: int = VERSION
     itself: str = ""
 
     @property
     def part(self) -> Part:
         """Whose part of which record this is."""
-        generation = Generation(self.attempt, self.step)
-        return Part(generation, self.rank, self.world_size, self.layout_digest, self.metrics, self.format)
+        return Part(Generation(self.attempt, self.step), self.rank, self.world_size, self.layout_digest, self.metrics)
 
     def to_json(self) -> bytes:
         """What `read_manifest` reads."""

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,10 @@ from pathlib import Path
 from checkpoint.checksum import Checksum
 from checkpoint.errors import DamagedCheckpoint
 from checkpoint.faults import reach
-from checkpoint.formats.part import read_part, structure_in
 from checkpoint.formats.plan import FilePlan, Range
+from checkpoint.formats.safetensors import read_header
 from checkpoint.layout import Entry
 from checkpoint.manifest import CHUNK_BYTES, Manifest
-from checkpoint.structure import Record
 
 # What O_DIRECT wants of memory, offset and size; more than any disk asks for.
 _BLOCK_BYTES = 4096
@@ -171,14 +169,13 @@ def _checksums(plan: FilePlan, payload: memoryview) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RankFile:
-    """A rank's file whose every byte was compared with its checksum, unless it was opened without; a context manager
-    that unmaps it.
+    """A rank's file whose every byte was compared with its checksum; a context manager that unmaps it.
 
     Attributes:
         path: the file.
         manifest: what is said about it.
         metadata: text that it carries along.
-        entries: its tensors by the numbers that the structure calls them by; offsets count from where the data begins.
+        entries: its tensors; offsets count from where the data begins.
     """
 
     path: Path
@@ -187,30 +184,6 @@ class RankFile:
     entries: tuple[Entry, ...]
     _mapping: mmap.mmap
     _data: memoryview
-    _unchecked: list[int]
-
-    @functools.cached_property
-    def record(self) -> Record:
-        """The structure of the state around the tensors.
-
-        Raises:
-            DamagedCheckpoint: the file was not written for a state, or the structure breaks its form.
-        """
-        return structure_in(self.metadata, str(self.path))
-
-    def check(self, num_threads: int = 1) -> None:
-        """Compare what was not compared when the file was opened; a second time, nothing.
-
-        Raises:
-            DamagedCheckpoint: it is not what was written; the bytes and their tensors are named.
-        """
-        if self._unchecked:
-            begin = len(self._mapping) - len(self._data)
-            with open(self.path, "rb") as file:
-                damaged = _damaged_chunks(file.fileno(), self.manifest, self._unchecked, num_threads)
-            if damaged:
-                raise DamagedCheckpoint(_describe(self.path, self.manifest, damaged, self.entries, begin))
-            self._unchecked.clear()
 
     def bytes_of(self, entry: Entry) -> memoryview:
         """A tensor's bytes. Writing to them changes this mapping and not the file."""
@@ -231,14 +204,16 @@ class RankFile:
         self.close()
 
 
-def open_file(path: Path, manifest: Manifest, num_threads: int = 1, *, tensors: bool = True) -> RankFile:
+def open_file(
+    path: Path, manifest: Manifest, num_threads: int = 1, progress: Callable[[int], None] | None = None
+) -> RankFile:
     """Map a rank's file and compare it with its checksums.
 
     Args:
         path: the file.
         manifest: what is said about it.
         num_threads: how many compare.
-        tensors: compare these too; without, `RankFile.check` does when the first of them is wanted.
+        progress: told how many more bytes have been compared.
 
     Raises:
         DamagedCheckpoint: it is missing, too short, or not what was written; the bytes and their tensors are named.
@@ -251,43 +226,26 @@ def open_file(path: Path, manifest: Manifest, num_threads: int = 1, *, tensors: 
         num_bytes = os.fstat(descriptor).st_size
         if num_bytes != manifest.num_bytes:
             raise DamagedCheckpoint(f"{path} has {num_bytes} bytes, {manifest.num_bytes} were written")
+        damaged = _damaged_chunks(descriptor, manifest, num_threads, progress)
         # A private mapping: torch wants memory that it may write to, and nobody may change the file.
         mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
-        entries: tuple[Entry, ...] = ()
-        metadata: dict[str, str] = {}
-        begin = 0
-        unreadable: DamagedCheckpoint | None = None
-        with memoryview(mapping) as whole:
-            try:
-                entries, metadata, begin = read_part(manifest.format, whole, str(path))
-            except DamagedCheckpoint as error:
-                unreadable = error
-        chunks = list(range(len(manifest.checksums)))
-        if not tensors and not unreadable:
-            chunks = _chunks_beside(entries, begin, manifest)
-        damaged = _damaged_chunks(descriptor, manifest, chunks, num_threads)
     finally:
         os.close(descriptor)
-    if damaged:
-        raise DamagedCheckpoint(_describe(path, manifest, damaged, entries, begin))
-    if unreadable:
-        raise unreadable
-    unchecked = sorted({*range(len(manifest.checksums))} - {*chunks})
-    return RankFile(path, manifest, metadata, entries, mapping, memoryview(mapping)[begin:], unchecked)
+    with memoryview(mapping) as whole:
+        try:
+            entries, metadata, begin = read_header(whole, str(path))
+        except DamagedCheckpoint:
+            if not damaged:
+                raise
+            entries, begin = (), 0
+        if damaged:
+            raise DamagedCheckpoint(_describe(path, manifest, damaged, entries, begin))
+    return RankFile(path, manifest, metadata, entries, mapping, memoryview(mapping)[begin:])
 
 
-def _chunks_beside(entries: Sequence[Entry], begin: int, manifest: Manifest) -> list[int]:
-    """Chunks with bytes before or behind all tensors: what the file says about itself."""
-    first = min((begin + entry.offset for entry in entries if entry.num_bytes), default=manifest.num_bytes)
-    end = max((begin + entry.offset + entry.num_bytes for entry in entries if entry.num_bytes), default=0)
-    size = manifest.chunk_bytes
-    wanted = {*range(-(-first // size))}
-    if end < manifest.num_bytes:
-        wanted |= {*range(end // size, len(manifest.checksums))}
-    return sorted(wanted)
-
-
-def _damaged_chunks(descriptor: int, manifest: Manifest, chunks: Sequence[int], num_threads: int) -> list[int]:
+def _damaged_chunks(
+    descriptor: int, manifest: Manifest, num_threads: int, progress: Callable[[int], None] | None
+) -> list[int]:
     def is_damaged(chunk: int) -> bool:
         begin = chunk * manifest.chunk_bytes
         end = min(begin + manifest.chunk_bytes, manifest.num_bytes)
@@ -297,8 +255,14 @@ def _damaged_chunks(descriptor: int, manifest: Manifest, chunks: Sequence[int], 
             digest.update(os.pread(descriptor, min(_BUFFER_BYTES, end - at), at))
         return f"{digest.value:016x}" != manifest.checksums[chunk]
 
+    found = []
     with ThreadPoolExecutor(num_threads, "verify") as pool:
-        return [chunk for chunk, damaged in zip(chunks, pool.map(is_damaged, chunks), strict=True) if damaged]
+        for chunk, damaged in enumerate(pool.map(is_damaged, range(len(manifest.checksums)))):
+            if damaged:
+                found.append(chunk)
+            if progress:
+                progress(min(manifest.chunk_bytes, manifest.num_bytes - chunk * manifest.chunk_bytes))
+    return found
 
 
 def _describe(path: Path, manifest: Manifest, damaged: list[int], entries: Sequence[Entry], begin: int) -> str:

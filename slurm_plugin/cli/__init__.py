@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from checkpoint.errors import CheckpointError, OptionsError
 from hetjob.errors import HetstreamError, UsageError
 
 VERBS = {
@@ -64,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except HetstreamError as error:
+    except (HetstreamError, CheckpointError) as error:
         if args.verbose:
             logging.getLogger(__name__).exception("hetstream %s failed", verb)
         print(f"hetstream {verb}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        return 2 if isinstance(error, UsageError | OptionsError) else 1
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has enough. Nothing more may be written, not even by Python at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,6 +7,9 @@ import importlib
 
 # In the order of the help text; each is a module `ckpt_NAME` beside this one.
 _ACTIONS = {
+    "ls": "list checkpoints on disk, and what this host's memory holds",
+    "verify": "read checkpoints and compare their checksums",
+    "gc": "remove what dead jobs left in memory, and unfinished checkpoints",
     "start": "start the savers of this job (for batch scripts)",
 }
 

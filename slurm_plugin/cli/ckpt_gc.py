@@ -1,0 +1,104 @@
+"""`hetstream ckpt gc`: remove what dead jobs left in this host's memory, and unfinished checkpoints on disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.policy.collection import LOCAL_JOB, reason_to_keep, reason_to_remove
+from checkpoint.view import FoundStore, StoreView, find_stores
+from hetjob.errors import SlurmCommandError
+from hetjob.table import size_words
+from slurm_plugin.cli.ckpt_ls import existing
+from slurm_plugin.client.slurm import CommandSlurm
+
+EPILOG = """\
+Memory: a store of this user goes if no process holds it, its job is over (squeue is asked; a requeued job is not over)
+and its newest generation is on disk. What cannot be asked is kept. Nobody else's memory is looked at.
+
+Disk: in each DIR, a checkpoint whose parts are all there is committed, and parts that are older than the newest
+checkpoint are removed. Newer ones stay: a job may still complete them.
+
+Exit code 1: a DIR is no directory or cannot be written to.
+
+examples:
+  hetstream ckpt gc --dry-run
+  hetstream ckpt gc checkpoints
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the action."""
+    parser = subparsers.add_parser(
+        "gc", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directories", nargs="*", type=Path, metavar="DIR", help="checkpoint directories")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, with the reason")
+    parser.add_argument("--discard-unsaved", action="store_true", help="give up what is in memory alone, too")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collect, and say what was done with everything that was found."""
+    directories = [existing(path) for path in args.directories]
+    stores = find_stores()
+    jobs: dict[str, str] | None = {}
+    if any(store.holder.job != LOCAL_JOB for store in stores):
+        try:
+            jobs = CommandSlurm().living_jobs()
+        except SlurmCommandError as error:
+            print(f"hetstream ckpt gc: {error}", file=sys.stderr)
+            jobs = None
+    rows = [_collect(store, jobs, args) for store in stores]
+    for directory in directories:
+        rows += _complete(directory, args.dry_run)
+    if args.json:
+        print(json.dumps({"meta": {"version": 1}, "dry_run": args.dry_run, "found": rows}, indent=1))
+        return 0
+    for row in rows:
+        print(f"{'would be ' if args.dry_run and row['action'] != 'kept' else ''}{row['action']}  {row['path']}")
+        print(f"    because {row['reason']}" + (f"; {size_words(row['num_bytes'])}" if row["num_bytes"] else ""))
+    if not rows:
+        print("nothing to collect")
+    return 0
+
+
+def _collect(store: FoundStore, jobs: dict[str, str] | None, args: argparse.Namespace) -> dict[str, Any]:
+    keep = reason_to_keep(store, jobs, discard_unsaved=args.discard_unsaved)
+    action, reason = ("kept", keep) if keep else ("removed", reason_to_remove(store))
+    if not keep and not args.dry_run:
+        with StoreView(store.path) as view:
+            if not view.remove():
+                action, reason = "kept", "somebody has taken it up meanwhile"
+    return {"path": str(store.path), "action": action, "reason": reason, "num_bytes": store.num_bytes}
+
+
+def _complete(directory: CheckpointDirectory, dry_run: bool) -> list[dict[str, Any]]:
+    """One row for each unfinished checkpoint."""
+    partials = directory.partials()
+    newest = max((one.generation for one in directory.scan()), default=None)
+    planned: dict[Path, tuple[str, str]] = {}
+    for part in partials:
+        whole = part.world_size is not None and len(part.ranks) == part.world_size
+        if whole:
+            planned[part.path] = ("committed", "all parts are there")
+        elif newest and part.generation <= newest:
+            planned[part.path] = ("removed", f"{newest} is newer and complete")
+        else:
+            planned[part.path] = ("kept", "no checkpoint is newer; a job may still complete it")
+    if not dry_run:
+        directory.complete_partials()
+        for path, (action, _) in planned.items():
+            if action != "kept" and path.exists():
+                planned[path] = ("kept", "somebody reads or writes it, or a part of it is damaged")
+            elif action == "kept" and not path.exists():
+                planned[path] = ("removed", "a newer one was committed meanwhile")
+    return [
+        {"path": str(path), "action": action, "reason": reason, "num_bytes": 0}
+        for path, (action, reason) in planned.items()
+    ]

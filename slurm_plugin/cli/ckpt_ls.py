@@ -1,0 +1,203 @@
+"""`hetstream ckpt ls`: checkpoints on disk, and what this host's memory holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoint.directory import Checkpoint, CheckpointDirectory, Partial
+from checkpoint.errors import NoCheckpoint
+from checkpoint.generation import Generation
+from checkpoint.view import FoundStore, find_stores
+from hetjob.table import RED, YELLOW, Cell, duration_words, size_words, table
+
+EPILOG = """\
+States on disk: `committed` (the newest is `latest`), `damaged` with what is wrong, `partial` with the ranks that are
+missing. A damaged or partial checkpoint is never restored.
+
+Without DIR, the memory of this host alone. Exit code 1: DIR is no directory.
+
+examples:
+  hetstream ckpt ls checkpoints
+  hetstream ckpt ls --json checkpoints     for scripts
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the action."""
+    parser = subparsers.add_parser(
+        "ls", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="checkpoint directory")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print them."""
+    directory = existing(args.directory) if args.directory else None
+    checkpoints = directory.scan() if directory else []
+    partials = directory.partials() if directory else []
+    stores = find_stores()
+    if directory:
+        wanted = os.path.realpath(directory.path)
+        stores = [store for store in stores if os.path.realpath(store.holder.directory) == wanted]
+    now_s = time.time()
+    if args.json:
+        print(json.dumps(_as_json(directory, checkpoints, partials, stores, now_s), indent=1))
+        return 0
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    if directory:
+        print("\n".join(disk_table(directory.path, checkpoints, partials, now_s, color)))
+        print()
+    print("\n".join(memory_table(stores, color)))
+    return 0
+
+
+def existing(path: Path) -> CheckpointDirectory:
+    """A directory that is there.
+
+    Raises:
+        NoCheckpoint: it is not.
+    """
+    if not path.is_dir():
+        raise NoCheckpoint(f"{path} is no directory. Name the one that FlashCheckpointer was given")
+    return CheckpointDirectory(path)
+
+
+def disk_table(
+    path: Path, checkpoints: Sequence[Checkpoint], partials: Sequence[Partial], now_s: float, color: bool = False
+) -> list[str]:
+    """What is on disk, newest first."""
+    newest = checkpoints[0].generation if checkpoints else None
+    rows: list[tuple[Generation, list[Cell]]] = []
+    for one in checkpoints:
+        state = "committed, latest" if one.generation == newest else "committed"
+        mark = ""
+        if one.problem:
+            state, mark = f"damaged: {one.problem}", RED
+        rows.append(
+            (
+                one.generation,
+                [
+                    (str(one.generation.step), ""),
+                    (str(one.generation.attempt), ""),
+                    (str(one.world_size) if one.manifests else "?", ""),
+                    (size_words(one.num_bytes), ""),
+                    (duration_words(max(0.0, now_s - one.time_s)) if one.time_s else "?", ""),
+                    (state, mark),
+                ],
+            )
+        )
+    for part in partials:
+        there = f"{len(part.ranks)}/{part.world_size or '?'}"
+        state = f"partial: {_missing(part)}"
+        cells = [str(part.generation.step), str(part.generation.attempt), there, "-", "-"]
+        rows.append((part.generation, [*((cell, "") for cell in cells), (state, YELLOW)]))
+    if not rows:
+        return [f"{path}: no checkpoint"]
+    rows.sort(key=lambda row: row[0], reverse=True)
+    head = ["STEP", "ATTEMPT", "RANKS", "SIZE", "AGE", "STATE"]
+    return [str(path), *table(head, [cells for _, cells in rows], ("STATE",), color)]
+
+
+def memory_table(stores: Sequence[FoundStore], color: bool = False) -> list[str]:
+    """What is in this host's memory."""
+    if not stores:
+        return ["nothing in memory on this host"]
+    rows: list[list[Cell]] = []
+    for store in stores:
+        newest = store.generations[0] if store.generations else None
+        unsaved = newest and (store.persisted is None or newest > store.persisted)
+        rows.append(
+            [
+                (store.holder.job, ""),
+                (f"{store.holder.component}", ""),
+                (str(store.holder.rank), ""),
+                (", ".join(map(_short, store.generations)) or "-", ""),
+                (_short(store.persisted) if store.persisted else "-", YELLOW if unsaved else ""),
+                (size_words(store.num_bytes), ""),
+                ("lives" if store.trainer_alive else "ended" if store.closed else "died", ""),
+                ("lives" if store.saver_alive else "-", ""),
+            ]
+        )
+    head = ["JOB", "COMPONENT", "RANK", "IN MEMORY", "ON DISK", "SIZE", "TRAINER", "SAVER"]
+    return ["in memory on this host (step.attempt, newest first)", *table(head, rows, ("JOB", "IN MEMORY"), color)]
+
+
+def _short(generation: Generation) -> str:
+    return f"{generation.step}.{generation.attempt}"
+
+
+def _missing(part: Partial) -> str:
+    if part.world_size is None:
+        return "no rank has written its part"
+    missing = [rank for rank in range(part.world_size) if rank not in part.ranks]
+    if not missing:
+        return "complete but not committed; hetstream ckpt gc commits it"
+    named = ", ".join(map(str, missing[:10])) + (" and more" if len(missing) > 10 else "")
+    return f"rank(s) {named} of {part.world_size} missing"
+
+
+def _as_json(
+    directory: CheckpointDirectory | None,
+    checkpoints: Sequence[Checkpoint],
+    partials: Sequence[Partial],
+    stores: Sequence[FoundStore],
+    now_s: float,
+) -> dict[str, Any]:
+    owner = directory.owner() if directory else None
+    return {
+        "meta": {"version": 1},
+        "directory": str(directory.path) if directory else None,
+        "owner": {"attempt": owner.attempt, "job": owner.identity.job, "host": owner.identity.host} if owner else None,
+        "checkpoints": [
+            {
+                **as_fields(one.generation),
+                "path": str(one.path),
+                "world_size": one.world_size,
+                "num_bytes": one.num_bytes,
+                "age_s": round(max(0.0, now_s - one.time_s), 3) if one.time_s else None,
+                "state": "damaged" if one.problem else "committed",
+                "problem": one.problem,
+                "metrics": dict(one.metrics),
+            }
+            for one in checkpoints
+        ],
+        "partials": [
+            {
+                **as_fields(part.generation),
+                "path": str(part.path),
+                "world_size": part.world_size,
+                "ranks": list(part.ranks),
+            }
+            for part in partials
+        ],
+        "memory": [
+            {
+                "path": str(store.path),
+                "job": store.holder.job,
+                "component": store.holder.component,
+                "rank": store.holder.rank,
+                "directory": store.holder.directory,
+                "generations": [as_fields(one) for one in store.generations],
+                "persisted": as_fields(store.persisted) if store.persisted else None,
+                "num_bytes": store.num_bytes,
+                "trainer_alive": store.trainer_alive,
+                "saver_alive": store.saver_alive,
+                "closed": store.closed,
+            }
+            for store in stores
+        ],
+    }
+
+
+def as_fields(generation: Generation) -> dict[str, int]:
+    """A generation in JSON."""
+    return {"step": generation.step, "attempt": generation.attempt}

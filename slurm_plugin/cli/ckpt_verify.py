@@ -1,0 +1,88 @@
+"""`hetstream ckpt verify`: read checkpoints and compare every byte with its checksum."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from checkpoint.directory import Checkpoint
+from checkpoint.errors import NoCheckpoint
+from hetjob.table import size_words
+from slurm_plugin.cli.ckpt_ls import as_fields, existing
+
+EPILOG = """\
+A checkpoint that turns out to be damaged is marked (`damaged.txt` in its directory), so that no restore takes it; one
+that is whole again loses the mark.
+
+Exit codes: 0 all are good, 1 one is damaged or there is none.
+
+examples:
+  hetstream ckpt verify checkpoints               all of them
+  hetstream ckpt verify --step 1200 checkpoints   those of one step, of whichever attempt
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the action."""
+    parser = subparsers.add_parser(
+        "verify", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="checkpoint directory")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoints of this step alone")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read them, newest first, and say how each is."""
+    directory = existing(args.directory)
+    chosen = [one for one in directory.scan() if args.step in (None, one.generation.step)]
+    if not chosen:
+        step = "" if args.step is None else f" of step {args.step}"
+        raise NoCheckpoint(f"{args.directory} has no checkpoint{step}. See: hetstream ckpt ls {args.directory}")
+    results: list[dict[str, Any]] = []
+    for number, one in enumerate(chosen, start=1):
+        progress = _Progress(one, f"{number}/{len(chosen)}")
+        began_s = time.monotonic()
+        problems = directory.verify(one.generation, progress.advance)
+        took_s = time.monotonic() - began_s
+        progress.clear()
+        results.append({**as_fields(one.generation), "path": str(one.path), "problems": problems, "took_s": took_s})
+        if not args.json:
+            good = f"good  {size_words(one.num_bytes)} in {took_s:.1f} s"
+            print(f"{one.path.name}  {'damaged: ' + '; '.join(problems) if problems else good}", flush=True)
+    if args.json:
+        print(json.dumps({"meta": {"version": 1}, "checkpoints": results}, indent=1))
+    return 1 if any(result["problems"] for result in results) else 0
+
+
+class _Progress:
+    """One line on a terminal that says how far a checkpoint has been read; elsewhere nothing.
+
+    Args:
+        checkpoint: that is read.
+        place: of it among all.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, place: str) -> None:
+        self._checkpoint = checkpoint
+        self._place = place
+        self._done_bytes = 0
+        self._is_shown = sys.stderr.isatty()
+        self.advance(0)
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes have been compared."""
+        self._done_bytes += num_bytes
+        if self._is_shown:
+            of = f"{size_words(self._done_bytes)} of {size_words(self._checkpoint.num_bytes)}"
+            print(f"\r\x1b[K{self._place} {self._checkpoint.path.name}  {of}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave the line empty."""
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -170,7 +170,7 @@ def from_json(data: bytes | memoryview) -> Layout:
     """
     try:
         form = msgspec.json.decode(data, type=_Form)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedLayout(f"a layout of {len(data)} bytes cannot be read: {error}") from error
     if form.version != VERSION:
         raise DamagedLayout(f"a layout has version {form.version}, this release reads version {VERSION}")

@@ -16,6 +16,7 @@ import msgspec
 
 from checkpoint.checksum import checksum
 from checkpoint.errors import DamagedCheckpoint
+from checkpoint.formats.part import SUFFIXES, Format
 from checkpoint.generation import Generation
 
 VERSION = 1
@@ -38,6 +39,7 @@ class Part:
         world_size: how many parts there are.
         layout_digest: digest of the record's layout in memory.
         metrics: what `save` was given.
+        format: of the file.
     """
 
     generation: Generation
@@ -45,11 +47,12 @@ class Part:
     world_size: int
     layout_digest: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    format: Format = "safetensors"
 
     @property
     def file_name(self) -> str:
         """Name of the file that holds it."""
-        return f"rank-{self.rank:05}-of-{self.world_size:05}.safetensors"
+        return f"rank-{self.rank:05}-of-{self.world_size:05}{SUFFIXES[self.format]}"
 
     @property
     def manifest_name(self) -> str:
@@ -69,6 +72,7 @@ class Part:
             # JSON has no NaN, and a metric that is none is as good as not there.
             metrics={name: float(value) for name, value in self.metrics.items() if math.isfinite(value)},
             time_s=time_s,
+            format=self.format,
         )
 
 
@@ -86,6 +90,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metrics: what `save` was given; rank 0's count.
         time_s: when the file was whole on disk, in seconds since 1970. Told to people, never compared.
         chunk_bytes: how many bytes one checksum covers.
+        format: of the file.
         version: of this form.
         itself: checksum of all of the above; "" in one that is not written yet.
     """
@@ -100,13 +105,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float]
     time_s: float
     chunk_bytes: _Positive = CHUNK_BYTES
+    format: Format = "safetensors"
     version: int = VERSION
     itself: str = ""
 
     @property
     def part(self) -> Part:
         """Whose part of which record this is."""
-        return Part(Generation(self.attempt, self.step), self.rank, self.world_size, self.layout_digest, self.metrics)
+        generation = Generation(self.attempt, self.step)
+        return Part(generation, self.rank, self.world_size, self.layout_digest, self.metrics, self.format)
 
     def to_json(self) -> bytes:
         """What `read_manifest` reads."""

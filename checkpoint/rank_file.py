@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,11 @@ from pathlib import Path
 from checkpoint.checksum import Checksum
 from checkpoint.errors import DamagedCheckpoint
 from checkpoint.faults import reach
+from checkpoint.formats.part import read_part, structure_in
 from checkpoint.formats.plan import FilePlan, Range
-from checkpoint.formats.safetensors import read_header
 from checkpoint.layout import Entry
 from checkpoint.manifest import CHUNK_BYTES, Manifest
+from checkpoint.structure import Record
 
 # What O_DIRECT wants of memory, offset and size; more than any disk asks for.
 _BLOCK_BYTES = 4096
@@ -169,13 +171,14 @@ def _checksums(plan: FilePlan, payload: memoryview) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RankFile:
-    """A rank's file whose every byte was compared with its checksum; a context manager that unmaps it.
+    """A rank's file whose every byte was compared with its checksum, unless it was opened without; a context manager
+    that unmaps it.
 
     Attributes:
         path: the file.
         manifest: what is said about it.
         metadata: text that it carries along.
-        entries: its tensors; offsets count from where the data begins.
+        entries: its tensors by the numbers that the structure calls them by; offsets count from where the data begins.
     """
 
     path: Path
@@ -184,6 +187,30 @@ class RankFile:
     entries: tuple[Entry, ...]
     _mapping: mmap.mmap
     _data: memoryview
+    _unchecked: list[int]
+
+    @functools.cached_property
+    def record(self) -> Record:
+        """The structure of the state around the tensors.
+
+        Raises:
+            DamagedCheckpoint: the file was not written for a state, or the structure breaks its form.
+        """
+        return structure_in(self.metadata, str(self.path))
+
+    def check(self, num_threads: int = 1) -> None:
+        """Compare what was not compared when the file was opened; a second time, nothing.
+
+        Raises:
+            DamagedCheckpoint: it is not what was written; the bytes and their tensors are named.
+        """
+        if self._unchecked:
+            begin = len(self._mapping) - len(self._data)
+            with open(self.path, "rb") as file:
+                damaged = _damaged_chunks(file.fileno(), self.manifest, self._unchecked, num_threads)
+            if damaged:
+                raise DamagedCheckpoint(_describe(self.path, self.manifest, damaged, self.entries, begin))
+            self._unchecked.clear()
 
     def bytes_of(self, entry: Entry) -> memoryview:
         """A tensor's bytes. Writing to them changes this mapping and not the file."""
@@ -205,7 +232,12 @@ class RankFile:
 
 
 def open_file(
-    path: Path, manifest: Manifest, num_threads: int = 1, progress: Callable[[int], None] | None = None
+    path: Path,
+    manifest: Manifest,
+    num_threads: int = 1,
+    progress: Callable[[int], None] | None = None,
+    *,
+    tensors: bool = True,
 ) -> RankFile:
     """Map a rank's file and compare it with its checksums.
 
@@ -214,6 +246,7 @@ def open_file(
         manifest: what is said about it.
         num_threads: how many compare.
         progress: told how many more bytes have been compared.
+        tensors: compare these too; without, `RankFile.check` does when the first of them is wanted.
 
     Raises:
         DamagedCheckpoint: it is missing, too short, or not what was written; the bytes and their tensors are named.
@@ -226,25 +259,48 @@ def open_file(
         num_bytes = os.fstat(descriptor).st_size
         if num_bytes != manifest.num_bytes:
             raise DamagedCheckpoint(f"{path} has {num_bytes} bytes, {manifest.num_bytes} were written")
-        damaged = _damaged_chunks(descriptor, manifest, num_threads, progress)
         # A private mapping: torch wants memory that it may write to, and nobody may change the file.
         mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
+        entries: tuple[Entry, ...] = ()
+        metadata: dict[str, str] = {}
+        begin = 0
+        unreadable: DamagedCheckpoint | None = None
+        with memoryview(mapping) as whole:
+            try:
+                entries, metadata, begin = read_part(manifest.format, whole, str(path))
+            except DamagedCheckpoint as error:
+                unreadable = error
+        chunks = list(range(len(manifest.checksums)))
+        if not tensors and not unreadable:
+            chunks = _chunks_beside(entries, begin, manifest)
+        damaged = _damaged_chunks(descriptor, manifest, chunks, num_threads, progress)
     finally:
         os.close(descriptor)
-    with memoryview(mapping) as whole:
-        try:
-            entries, metadata, begin = read_header(whole, str(path))
-        except DamagedCheckpoint:
-            if not damaged:
-                raise
-            entries, begin = (), 0
-        if damaged:
-            raise DamagedCheckpoint(_describe(path, manifest, damaged, entries, begin))
-    return RankFile(path, manifest, metadata, entries, mapping, memoryview(mapping)[begin:])
+    if damaged:
+        raise DamagedCheckpoint(_describe(path, manifest, damaged, entries, begin))
+    if unreadable:
+        raise unreadable
+    unchecked = sorted({*range(len(manifest.checksums))} - {*chunks})
+    return RankFile(path, manifest, metadata, entries, mapping, memoryview(mapping)[begin:], unchecked)
+
+
+def _chunks_beside(entries: Sequence[Entry], begin: int, manifest: Manifest) -> list[int]:
+    """Chunks with bytes before or behind all tensors: what the file says about itself."""
+    first = min((begin + entry.offset for entry in entries if entry.num_bytes), default=manifest.num_bytes)
+    end = max((begin + entry.offset + entry.num_bytes for entry in entries if entry.num_bytes), default=0)
+    size = manifest.chunk_bytes
+    wanted = {*range(-(-first // size))}
+    if end < manifest.num_bytes:
+        wanted |= {*range(end // size, len(manifest.checksums))}
+    return sorted(wanted)
 
 
 def _damaged_chunks(
-    descriptor: int, manifest: Manifest, num_threads: int, progress: Callable[[int], None] | None
+    descriptor: int,
+    manifest: Manifest,
+    chunks: Sequence[int],
+    num_threads: int,
+    progress: Callable[[int], None] | None = None,
 ) -> list[int]:
     def is_damaged(chunk: int) -> bool:
         begin = chunk * manifest.chunk_bytes
@@ -257,7 +313,7 @@ def _damaged_chunks(
 
     found = []
     with ThreadPoolExecutor(num_threads, "verify") as pool:
-        for chunk, damaged in enumerate(pool.map(is_damaged, range(len(manifest.checksums)))):
+        for chunk, damaged in zip(chunks, pool.map(is_damaged, chunks), strict=True):
             if damaged:
                 found.append(chunk)
             if progress:

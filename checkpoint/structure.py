@@ -501,7 +501,7 @@ def _named(name: str, fields: dict[str, Any]) -> Any:
 def _data_object(name: str, fields: dict[str, Any]) -> Any:
     kind = loaded_class(name)
     if (
-        kind is None
+        not isinstance(kind, type)
         or not dataclasses.is_dataclass(kind)
         or {one.name for one in dataclasses.fields(kind)} != {*fields}
     ):

@@ -52,8 +52,15 @@ class SlurmClient(Protocol):
     def cluster(self) -> Cluster:
         """Partitions and scheduler of the cluster."""
 
-    def submit(self, script: str, options: Sequence[str]) -> str:
-        """Submit a batch script and return its job id."""
+    def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
+        """Submit a batch script and return its job id.
+
+        Args:
+            script: its text.
+            options: of sbatch.
+            key: a word that names this submission; one that was made already, and whose answer was lost, is not made
+                again.
+        """
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job and all its array tasks; one that has ended already is no error."""

@@ -343,13 +343,14 @@ class DataWorker:
         try:
             if isinstance(session.order, ShardOrder):
                 reader = self._reader(session, session.order, pipeline)
-                made = reader.read(step, lease.snapshot)
+                made = reader.read(step, lease.snapshot, left_out)
                 if made is None:
                     end = EndOfShard(session.session_id, reader.num_steps, lease.token)
                     gathered.add_alone(end, [])
                     self._outbox.append(end)  # before the lease is settled
                     return False
-                batch, num_samples = made
+                batch, num_samples = made.batch, made.num_samples
+                num_skipped, left_out = made.num_skipped, made.left_out
                 snapshot = reader.snapshot
             else:
                 indices = indices_of(lease, epoch, place, pipeline.buckets)
@@ -391,6 +392,7 @@ class DataWorker:
                 self._page.at_sample,
                 self._rounds,
                 session.definition_id,
+                session.errors.on_error != "raise",
             )
         return self._readers[session.session_id]
 

@@ -1,13 +1,16 @@
 """Errors of the cluster side.
 
     HetstreamError
-    └── DevclusterError          the throw-away Slurm cluster
-        ├── SlurmMissing         programs or packages that the cluster needs are not there
-        ├── InstallFailed        apt could not install or fetch them
-        ├── ClusterExists        this state directory is in use already
-        ├── NoCluster            no cluster lives in this state directory
-        ├── BootFailed           a daemon ended or the nodes did not get ready in time
-        └── TeardownFailed       processes outlived SIGKILL
+    ├── DevclusterError          the throw-away Slurm cluster
+    │   ├── SlurmMissing         programs or packages that the cluster needs are not there
+    │   ├── InstallFailed        apt could not install or fetch them
+    │   ├── ClusterExists        this state directory is in use already
+    │   ├── NoCluster            no cluster lives in this state directory
+    │   ├── BootFailed           a daemon ended or the nodes did not get ready in time
+    │   └── TeardownFailed       processes outlived SIGKILL
+    ├── UnreadableAnswer         a Slurm command printed what no known version prints
+    ├── UnsupportedSlurm         the cluster's Slurm is older than hetstream reads
+    └── UnknownJob               no such job in the queue
 
 Slurm commands that fail raise `hetjob.errors.SlurmCommandError`.
 """
@@ -24,6 +27,9 @@ __all__ = [
     "NoCluster",
     "SlurmMissing",
     "TeardownFailed",
+    "UnknownJob",
+    "UnreadableAnswer",
+    "UnsupportedSlurm",
 ]
 
 
@@ -53,3 +59,26 @@ class BootFailed(DevclusterError):
 
 class TeardownFailed(DevclusterError):
     """Processes of the cluster outlived SIGKILL."""
+
+
+class UnreadableAnswer(HetstreamError):
+    """A Slurm command printed what no known version prints.
+
+    Args:
+        problem: what is wrong with it.
+        record: the part of the output that could not be read.
+    """
+
+    def __init__(self, problem: str, record: str) -> None:
+        super().__init__(
+            f"Slurm's answer could not be read: {problem} in {record[:200]!r}. "
+            "Please report it with the output of: scontrol --version"
+        )
+
+
+class UnsupportedSlurm(HetstreamError):
+    """The cluster's Slurm is older than hetstream reads."""
+
+
+class UnknownJob(HetstreamError):
+    """No such job is in the queue."""

@@ -21,7 +21,7 @@ HOMES = {
     "zmq": ("mpi_dataworkers/transports/zmq.py",),
     "mpi4py": ("mpi_dataworkers/transports/mpi.py",),
     "torch": ("mpi_dataworkers/loader/", "mpi_dataworkers/ops/", "checkpoint/flash/"),
-    "h5py": ("mpi_dataworkers/sources/",),
+    "h5py": ("mpi_dataworkers/sources/", "checkpoint/formats/hdf5.py"),
     "PIL": ("mpi_dataworkers/sources/",),
     "horovod": ("mpi_dataworkers/horovod.py",),
     "prometheus_client": ("mpi_dataworkers/dispatcher/metrics.py",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from checkpoint.errors import DamagedCheckpoint
@@ -22,27 +22,26 @@ _LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 
 
-def plan_file(entries: Iterable[Entry], metadata: Mapping[str, str]) -> FilePlan:
-    """Lay a file out.
+def plan_file(entries: Sequence[Entry], metadata: Mapping[str, str]) -> FilePlan:
+    """Lay a file out: the header names the entries in the given order, the data follows that of the payload.
 
     Args:
-        entries: what it shall hold, in the order of the payload; they may leave parts of the payload out.
+        entries: what it shall hold; they may leave parts of the payload out.
         metadata: text to carry along.
     """
-    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    places: dict[str, list[int]] = {}
     at = 0
     ranges: list[Range] = []
-    for entry in entries:
-        table[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [at, at + entry.num_bytes],
-        }
+    for entry in sorted(entries, key=lambda entry: entry.offset):
+        places[entry.name] = [at, at + entry.num_bytes]
         at += entry.num_bytes
         if ranges and ranges[-1].offset + ranges[-1].num_bytes == entry.offset:
             ranges[-1] = Range(ranges[-1].offset, ranges[-1].num_bytes + entry.num_bytes)
         elif entry.num_bytes:
             ranges.append(Range(entry.offset, entry.num_bytes))
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for entry in entries:
+        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": places[entry.name]}
     text = json.dumps(table, separators=(",", ":")).encode()
     padding = -(_LENGTH_BYTES + len(text)) % PAGE_BYTES
     length = (len(text) + padding).to_bytes(_LENGTH_BYTES, "little")
@@ -57,7 +56,7 @@ def read_header(data: memoryview, name: str) -> tuple[tuple[Entry, ...], dict[st
         name: its path, for messages.
 
     Returns:
-        The tensors, with offsets from where the data begins; the metadata; where the data begins.
+        The tensors in the header's order, with offsets from where the data begins; the metadata; where the data begins.
 
     Raises:
         DamagedCheckpoint: it is no safetensors file, or it was cut off.

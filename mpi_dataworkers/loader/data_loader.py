@@ -78,6 +78,7 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         repeat: passes over the data of one iteration; None for an endless stream.
         on_error: what becomes of a sample that raises, kills its process or hangs: `raise` it here at its step; `skip`
             it, told and counted; `quarantine`: skip it in later epochs and in resumed runs too, without trying it.
+            An element of an IterableDataset that raises is skipped where it is met, and met again in each epoch.
         max_attempts: how often a step is tried before that, on different data workers where there are several.
         sample_timeout_s: a data worker that is at one sample for longer hangs: its process is replaced, and the attempt
             counts.
@@ -215,7 +216,9 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         named = {"sharing": str(sharing), "pipeline_name": pipeline_name or ""}
         found = service or service_from_environment()
         said = self._order_description | named
-        skipped = SkippedSamples(options.error_policy(), options.quarantine_directory(), _file_name(identity))
+        skipped = SkippedSamples(
+            options.error_policy(), options.quarantine_directory(), _file_name(identity), not options.is_iterable
+        )
         in_rounds = StreamBuckets(length_of, tuple(bucket_boundaries or ())) if length_of is not None else None
         buckets = self._buckets or in_rounds
         self._stream = make_stream(self, found, identity, said, shared, buffer_bytes, buckets, skipped)

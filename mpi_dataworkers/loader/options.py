@@ -6,6 +6,7 @@ To add a keyword: a field here with its default, a rule in one of the functions 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -31,7 +32,7 @@ from mpi_dataworkers.data_state import MAX_EPOCH
 from mpi_dataworkers.errors import HetstreamError, OptionsError
 from mpi_dataworkers.loader.device import check_device
 from mpi_dataworkers.messages import ErrorPolicy
-from mpi_dataworkers.ops.iterable import files_of
+from mpi_dataworkers.ops.iterable import files_of, generator_problem
 from mpi_dataworkers.visitation import Guarantee, Traits, decide
 
 # Seeds travel as signed 64-bit numbers.
@@ -356,11 +357,10 @@ def _dataset_rules(options: LoaderOptions) -> Iterator[str]:
     if options.is_iterable:
         if options.sampler is not None or options.batch_sampler is not None:
             yield f"sampler or batch_sampler: {type(options.dataset).__name__} is an IterableDataset, in its own order"
-        if options.on_error != "raise":
-            yield (
-                f"on_error={options.on_error!r}: an IterableDataset's iterator ends with the exception; catch it in "
-                "__iter__"
-            )
+        if options.on_error != "raise" and inspect.isgeneratorfunction(type(options.dataset).__iter__):
+            yield f"on_error={options.on_error!r}: {generator_problem(options.dataset)}"
+        if options.on_error != "raise" and options.length_of is not None:
+            yield f"on_error={options.on_error!r} with length_of: all ranks must form the same rounds"
         if options.sharing is not None:
             yield f"sharing={options.sharing!r}: an IterableDataset is read by one job"
     elif not hasattr(options.dataset, "__getitem__"):

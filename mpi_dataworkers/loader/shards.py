@@ -22,7 +22,7 @@ from mpi_dataworkers.loader.stream import FailedStep, LocalFailure, Stream, earl
 from mpi_dataworkers.messages import BatchFailed, ErrorPolicy, ShardOrder
 from mpi_dataworkers.ops.iterable import ShardReader
 from mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
-from mpi_dataworkers.ops.rounds import RankReader, open_shard
+from mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
 from mpi_dataworkers.reorder import as_ranges
 from mpi_dataworkers.sharding import EpochPlan, derive_seed
 from mpi_dataworkers.visitation import Cut, Guarantee
@@ -234,16 +234,22 @@ class ShardedIterator(Iterator[Any]):
 
     def _make(self, shard: int, step: int) -> Delivered | None:
         """Make a step in this process; None when the stream has no such step."""
+        policy = self._stream.skipped.policy
         try:
             stream = self._division.stream(shard, self._epoch)
             if isinstance(stream, PlannedPass):
                 return self._stream.make_locally(stream, step, self._seed, self._epoch)
             if shard not in self._readers:
-                self._readers[shard] = open_shard(self._stream.pipeline, stream, self._seed, self._epoch)
+                self._readers[shard] = open_shard(
+                    self._stream.pipeline, stream, self._seed, self._epoch, skips=policy.on_error != "raise"
+                )
             with generators_kept():
                 reader = self._readers[shard]
-                made = reader.read(step, self._snapshots.get(shard, "").encode())
-            return made and Delivered(self._stream.pinned(made[0]), made[1], 0, "local", snapshot=reader.snapshot)
+                made = read_step(reader, step, self._snapshots.get(shard, "").encode(), policy)
+            if made is None:
+                return None
+            rest = made.num_skipped, made.left_out, reader.snapshot
+            return Delivered(self._stream.pinned(made.batch), made.num_samples, 0, "local", 0, *rest)
         except SampleError as error:
             failure = error.user_error()
             return Delivered(LocalFailure(failure if isinstance(failure, Exception) else error), -1, 0, "local")
@@ -369,10 +375,11 @@ class _WholePass(torch.utils.data.IterableDataset[Any]):
             seeds = stream.seeds(place.step, indices, self._seed, self._epoch)
             return make_step(self._pipeline, indices, seeds, self._policy), b""
         if place.shard not in readers:
-            readers[place.shard] = open_shard(self._pipeline, stream, self._seed, self._epoch)
+            skips = self._policy.on_error != "raise"
+            readers[place.shard] = open_shard(self._pipeline, stream, self._seed, self._epoch, skips=skips)
         reader = readers[place.shard]
-        made = reader.read(place.step, self._snapshots.get(place.shard, "").encode())
-        return made and (MadeStep(*made, 0, []), reader.snapshot)
+        made = read_step(reader, place.step, self._snapshots.get(place.shard, "").encode(), self._policy)
+        return None if made is None else (made, reader.snapshot)
 
 
 def _ahead_of(state: dict[str, Any] | None) -> set[int]:

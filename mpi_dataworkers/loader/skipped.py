@@ -37,12 +37,14 @@ class SkippedSamples:
         policy: what becomes of errors.
         directory: where `quarantine` writes its file, or None.
         name: the file's name without suffix, of this loader alone.
+        keeps_away: whether `quarantine` can keep samples from being tried again: elements of a stream it cannot.
     """
 
-    def __init__(self, policy: ErrorPolicy, directory: Path | None, name: str) -> None:
+    def __init__(self, policy: ErrorPolicy, directory: Path | None, name: str, keeps_away: bool = True) -> None:
         self.policy = policy
         self.samples: list[SkippedSample] = []
         self._file = directory / f"{name}.jsonl" if directory is not None else None
+        self._keeps_away = keeps_away
         self._num_told = 0
 
     def note(self, epoch: int, step: int, failures: Sequence[Failure]) -> None:
@@ -82,7 +84,7 @@ class SkippedSamples:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
-        if failure.sample_index >= 0:
+        if failure.sample_index >= 0 and self._keeps_away:
             self._quarantine({*self.policy.quarantined, failure.sample_index})
 
     def _quarantine(self, samples: set[int]) -> None:

@@ -2,6 +2,9 @@
 
 A step is a function of (pipeline, seed, epoch, shard, step): before the first element, and before each step, the
 generators of `random`, NumPy and torch are seeded, so a reader that begins anew and skips comes to the same batches.
+
+With `on_error="skip"` an element that raises is left out where it is met, because an iterator cannot be asked for it
+again; which ones were left out is part of the snapshot, so that who reads the shard again leaves out the same.
 """
 
 from __future__ import annotations
@@ -9,18 +12,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import GeneratorType
 from typing import Any
 
+import msgspec
 import numpy as np
 from torch.utils.data._utils import worker as torch_worker
 
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.generators import making_sample
-from mpi_dataworkers.messages import ShardOrder
-from mpi_dataworkers.ops.pipeline import Pipeline, SampleError, seed_generators
+from mpi_dataworkers.messages import Failure, ShardOrder
+from mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
+from mpi_dataworkers.reorder import as_ranges
 from mpi_dataworkers.sharding import derive_seed, permute
 from mpi_dataworkers.visitation import Cut
+
+# An iterator that raises so often without an element between does not get any further.
+_MAX_IN_A_ROW = 1000
 
 
 def files_of(dataset: Any) -> Sequence[Any] | None:
@@ -28,6 +37,16 @@ def files_of(dataset: Any) -> Sequence[Any] | None:
     files = getattr(dataset, "files", None)
     sized = hasattr(files, "__len__") and hasattr(files, "__getitem__")
     return None if not sized or isinstance(files, str | bytes | dict) else files
+
+
+def generator_problem(dataset: Any) -> str:
+    """Why the elements of a dataset cannot be left out one by one, and what to change."""
+    return (
+        f"{type(dataset).__name__}.__iter__ is a generator, and a generator ends with its exception: what follows "
+        "a bad element could not be read. Give `return map(self.decode, self.read())`, where the generator `read` "
+        "gives what cannot fail and `decode` makes elements of it, or an iterator with a __next__ that goes on; or "
+        "catch the exception where it is raised"
+    )
 
 
 class _Info(torch_worker.WorkerInfo):
@@ -48,11 +67,13 @@ class ShardReader:
         seed: base of the random state.
         epoch: the epoch.
         at_sample: called with -1 before each element.
+        skips: leave out elements that raise.
 
     Attributes:
         num_steps: how many steps the shard has, -1 until its end was reached.
         position: the step that comes next.
-        snapshot: where the reader was after the last step, as JSON, if the dataset or its iterator has a state.
+        snapshot: where the reader was after the last step, as JSON, if the dataset or its iterator has a state, and
+            what it has left out, if it has.
         snapshot_step: the step that comes next there.
     """
 
@@ -63,8 +84,10 @@ class ShardReader:
         seed: int,
         epoch: int,
         at_sample: Callable[[int], None] = lambda _: None,
+        skips: bool = False,
     ) -> None:
         self.num_steps = -1
+        self._skips = skips
         self._at_sample = at_sample
         self._pipeline = pipeline
         self._order = order
@@ -76,49 +99,65 @@ class ShardReader:
         self.position = 0
         self._elements = 0
         self._exhausted = False
+        self._left_out: set[int] = set()  # elements, by their number in the iterator's order
+        self._judged = 0  # of the elements before this one it is known whether they are left out
+        self._is_wanted = True  # the step that is being read; else it is passed over
+        self._is_last_try = False
+        self._failures: list[Failure] = []  # of the step that is being read
         self.snapshot, self.snapshot_step = b"", 0
 
-    def read(self, step: int, snapshot: bytes = b"") -> tuple[Any, int] | None:
+    def read(self, step: int, snapshot: bytes = b"", without: Collection[Failure] = ()) -> MadeStep | None:
         """Make one step: the next one costs its elements, another one as many as lie before it.
 
         Args:
             step: which one.
             snapshot: of a reader of this shard at or before the step, in whatever process; "" for the beginning.
+            without: if there are any, the step's elements are read and left out, all of them.
 
         Returns:
-            The batch and its number of samples, or None when the shard has fewer steps.
+            The step, or None when the shard has fewer.
 
         Raises:
             SampleError: user code raised; the step counts as read.
             PipelineError: the dataset does not divide itself, or cannot be copied.
         """
+        self._is_last_try = bool(without)
         samples = self._samples_of(step, snapshot)
         if samples is None:
             return None
         self.snapshot, self.snapshot_step = self._save(), self.position
+        failures = self._failures
+        if without or not samples:
+            return MadeStep(None, 0, len(samples) + len(failures), [*failures, *without])
         try:
-            return self._pipeline.collate_fn(samples if self._order.batch_size else samples[0]), len(samples)
+            batch = self._pipeline.collate_fn(samples if self._order.batch_size else samples[0])
         except Exception as error:
             raise SampleError(-1) from error
+        return MadeStep(batch, len(samples), len(failures), failures)
 
     def _samples_of(self, step: int, snapshot: bytes = b"") -> list[Any] | None:
         """Go to a step and read its elements."""
         if 0 <= self.num_steps <= step:
             return None
         saved = json.loads(snapshot) if snapshot else None
-        if saved is not None and saved["step"] > step:
+        if saved is not None and saved["elements"] > self._judged:
+            self._judged = saved["elements"]
+            self._left_out = {number for first, stop in saved["left_out"] for number in range(first, stop)}
+        if saved is not None and (saved["state"] is None or saved["step"] > step):
             saved = None
         if self._iterator is None or step < self.position or (saved is not None and self.position < saved["step"]):
             try:
                 self._begin(saved)
             except SampleError:
-                if step == 0:
+                if step == 0 or self._skips:
                     raise
+        self._is_wanted = False
         while self.position < step:
             # An exception of a step before this one was, or will be, raised in its own place.
             with contextlib.suppress(SampleError):
                 if self._next_samples() is None:
                     return None
+        self._is_wanted = True
         return self._next_samples()
 
     def _begin(self, saved: dict[str, Any] | None) -> None:
@@ -149,15 +188,24 @@ class ShardReader:
                 if saved is not None and saved["iterators"]:
                     self._iterator.load_state_dict(saved["state"])
             except Exception as error:
+                name, kind = type(self._dataset).__name__, type(error).__name__
+                self._iterator = None
                 if saved is not None:
-                    self._iterator = None
-                    name, kind = type(self._dataset).__name__, type(error).__name__
                     raise PipelineError(f"{name} cannot go back to where it was: {kind}: {error}") from error
+                if self._skips and self._is_last_try:
+                    raise PipelineError(
+                        f"{name} cannot be read at all, so nothing is left out: {kind}: {error}"
+                    ) from error
+                if self._skips:
+                    raise SampleError(-1) from error
                 # As in torch, that is all of it: one failed step.
                 self._iterator, self.position = iter(()), 1
                 vars(self._info)["asked"] = True
                 raise SampleError(-1) from error
 
+        if self._skips and isinstance(self._iterator, GeneratorType):
+            self._iterator = None
+            raise PipelineError(generator_problem(self._dataset))
         if saved is not None:
             vars(self._info)["asked"] = True  # where it began
             self.position, self._elements, self._exhausted = saved["step"], saved["elements"], saved["exhausted"]
@@ -168,19 +216,23 @@ class ShardReader:
         owner: Any = self._iterator
         if not all(hasattr(owner, name) for name in methods):
             owner = self._dataset
-        if not all(hasattr(owner, name) for name in methods):
+        state = None
+        if all(hasattr(owner, name) for name in methods):
+            try:
+                with self._as_worker():
+                    state = owner.state_dict()
+            except Exception as error:
+                raise SampleError(-1) from error
+        elif not self._left_out:
             return b""
-        try:
-            with self._as_worker():
-                state = owner.state_dict()
-        except Exception as error:
-            raise SampleError(-1) from error
         saved = {
             "step": self.position,
             "elements": self._elements,
             "exhausted": self._exhausted,
             "iterators": owner is self._iterator and owner is not self._dataset,
             "state": state,
+            # A reader with a state does not read again what lies before.
+            "left_out": as_ranges(sorted(self._left_out)) if state is None else [],
         }
         try:
             return json.dumps(saved).encode()
@@ -211,17 +263,23 @@ class ShardReader:
         order = self._order
         wanted = max(1, order.batch_size)
         samples: list[Any] = []
+        self._failures = []
         seed = derive_seed(self._seed, self.position)
         seed_generators(seed)
         try:
             with self._as_worker(), making_sample(seed):
                 while len(samples) < wanted and (found := self._next_element()) is not None:
                     samples += found
+        except PipelineError:
+            raise
         except Exception as error:
             self.position += 1
             raise SampleError(-1) from error
         self._check_divided()
-        if not samples or (order.drop_last and len(samples) < wanted):
+        if order.drop_last and len(samples) < wanted:
+            samples = []
+        # A step that has nothing but what it left out is given, so that it is told.
+        if not samples and not self._failures:
             self.num_steps = self.position
             return None
         self.position += 1
@@ -229,17 +287,46 @@ class ShardReader:
 
     def _next_element(self) -> tuple[Any] | None:
         """The next element of this shard; None at the end."""
+        in_a_row = 0
         while not self._exhausted:
             self._at_sample(-1)
+            element, error = None, None
             try:
                 element = next(self._iterator)
             except StopIteration:
                 self._exhausted = True
                 break
+            except Exception as raised:
+                if not self._skips:
+                    raise
+                error = raised
             number, self._elements = self._elements, self._elements + 1
-            if self._order.cut != Cut.ELEMENTS.value or number % self._order.num_shards == self._order.shard:
+            in_a_row = 0 if error is None else in_a_row + 1
+            if in_a_row > _MAX_IN_A_ROW:
+                name = type(self._dataset).__name__
+                raise PipelineError(f"the iterator of {name} raised {in_a_row} times in a row, and goes on") from error
+            is_here = self._order.cut != Cut.ELEMENTS.value or number % self._order.num_shards == self._order.shard
+            if is_here and (not self._skips or self._keeps(number, error)):
                 return (element,)
         return None
+
+    def _keeps(self, number: int, error: Exception | None) -> bool:
+        """Whether an element is part of its step, for who leaves some out."""
+        if number >= self._judged:
+            self._judged = number + 1
+            if error is not None:
+                self._left_out.add(number)
+        if number in self._left_out:
+            self._failures.append(self._told(number, error))
+            return False
+        if error is not None and self._is_wanted:
+            raise error  # it was there when the shard was read before, and may be at the next try
+        return True
+
+    def _told(self, number: int, error: Exception | None) -> Failure:
+        failure = describe_failure(error or RuntimeError("left out, as it was when the shard was read before"))
+        text = f"element {number} of shard {self._order.shard}: {failure.text}"
+        return msgspec.structs.replace(failure, sample_index=number, text=text)
 
     def _check_divided(self) -> None:
         order = self._order

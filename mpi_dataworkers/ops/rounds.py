@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.messages import ShardOrder
+from mpi_dataworkers.failures import StepFailures, Verdict
+from mpi_dataworkers.messages import ErrorPolicy, Failure, ShardOrder
 from mpi_dataworkers.ops.iterable import ShardReader
-from mpi_dataworkers.ops.pipeline import Pipeline, SampleError, seed_generators
+from mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
 from mpi_dataworkers.rounds import RoundFormer
 from mpi_dataworkers.sharding import derive_seed
 
@@ -149,14 +150,14 @@ class RankReader:
         self._readers, self._pipeline, self._rank = readers, pipeline, order.rank
         self._seed = derive_seed(seed, epoch, order.seed_shard, _COLLATE_SEED)
 
-    def read(self, step: int, _: bytes = b"") -> tuple[Any, int] | None:
-        """Make one step of this rank, as `ShardReader.read`; the snapshot is always empty."""
+    def read(self, step: int, _: bytes = b"", __: Collection[Failure] = ()) -> MadeStep | None:
+        """Make one step of this rank, as `ShardReader.read`; there is no snapshot, and nothing is left out."""
         samples, self.num_steps = self._readers.slice_of(self._rank, step)
         if samples is None:
             return None
         seed_generators(derive_seed(self._seed, step, self._rank))
         try:
-            return self._pipeline.collate_fn(samples), len(samples)
+            return MadeStep(self._pipeline.collate_fn(samples), len(samples), 0, [])
         except Exception as error:
             raise SampleError(-1) from error
 
@@ -183,6 +184,7 @@ def open_shard(
     at_sample: Callable[[int], None] = lambda _: None,
     shared: SharedRounds | None = None,
     definition_id: str = "",
+    skips: bool = False,
 ) -> ShardReader | RankReader:
     """A reader of one shard, for this rank.
 
@@ -190,9 +192,10 @@ def open_shard(
         pipeline, order, seed, epoch, at_sample: as in `ShardReader`.
         shared: with whom to share rounds; None to read for one rank alone.
         definition_id: names the pipeline among the shared.
+        skips: leave out elements that raise; not in rounds.
     """
     if order.world_size == 0:
-        return ShardReader(pipeline, order, seed, epoch, at_sample)
+        return ShardReader(pipeline, order, seed, epoch, at_sample, skips)
 
     def begin(ranks: Collection[int]) -> _RoundReader:
         return _RoundReader(pipeline, order, seed, epoch, at_sample, ranks)
@@ -203,3 +206,20 @@ def open_shard(
         key = definition_id, seed, epoch, msgspec.structs.replace(order, rank=0)
         readers = shared.readers(key, lambda: _Readers(begin, range(order.world_size)))
     return RankReader(readers, pipeline, order, seed, epoch)
+
+
+def read_step(reader: ShardReader | RankReader, step: int, snapshot: bytes, policy: ErrorPolicy) -> MadeStep | None:
+    """Read a step in this process, with the attempts and the policy that it has on data workers.
+
+    Raises:
+        SampleError: user code raised, and the policy is to raise.
+    """
+    if policy.on_error == "raise":
+        return reader.read(step, snapshot)
+    failures = StepFailures()
+    while True:
+        try:
+            return reader.read(step, snapshot, failures.left_out)
+        except SampleError as error:
+            if failures.note("", describe_failure(error), policy) is Verdict.RAISE:
+                raise

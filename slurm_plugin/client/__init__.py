@@ -1,1 +1,4 @@
-"""Slurm's commands and their output: `run.py` runs them, parsers beside it read what they print."""
+"""Slurm: `slurm.py` is the client, `fake.py` its stand-in, `model.py` what both say of a cluster.
+
+`run.py` runs commands, `read.py` takes snapshots with the parsers beside it, `retry.py` judges failures.
+"""

@@ -14,6 +14,7 @@ from signal import SIGTERM
 from hetjob.errors import SlurmCommandError
 from hetjob.ports import Child, Cluster
 from hetjob.processes import start_child
+from slurm_plugin.client.model import Snapshot
 
 
 @dataclass
@@ -28,6 +29,8 @@ class FakeSlurm:
         refuse: names of methods that fail, each as its command would.
         calls: every call so far: method name and its words.
         jobs: job id -> its processes, one for each array task.
+        keys: submission key -> the job that has it.
+        seen: what `snapshot` says.
     """
 
     directory: Path
@@ -37,15 +40,24 @@ class FakeSlurm:
     refuse: set[str] = field(default_factory=set)
     calls: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     jobs: dict[str, list[Child]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    seen: Snapshot = field(default_factory=lambda: Snapshot(0.0, "22.05.8", "fake", (), (), ()))
 
     def cluster(self) -> Cluster:
         """The facts it was made with."""
         self._record("cluster", "sinfo", [])
         return self.facts
 
-    def submit(self, script: str, options: Sequence[str]) -> str:
-        """Start the script at once, as often as `--array=0-N` says."""
+    def snapshot(self, *, details: bool = False) -> Snapshot:
+        """What it was told to say."""
+        self._record("snapshot", "squeue", ["--json"] if details else [])
+        return self.seen
+
+    def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
+        """Start the script at once, as often as `--array=0-N` says; with a key, only the first time."""
         self._record("submit", "sbatch", options)
+        if key in self.keys:
+            return self.keys[key]
         job_id = str(1000 + len(self.jobs))
         path = self.directory / f"job-{job_id}.sh"
         path.write_text(script)
@@ -55,7 +67,26 @@ class FakeSlurm:
             start_child(["sh", str(path)], env=self.environ, log=path.with_suffix(f".{task}.out"))
             for task in range(count)
         ]
+        if key:
+            self.keys[key] = job_id
         return job_id
+
+    def find(self, key: str) -> str | None:
+        """The job that was submitted with this key."""
+        self._record("find", "squeue", [key])
+        return self.keys.get(key)
+
+    def hold(self, job_id: str) -> None:
+        """Only recorded: everything has started already."""
+        self._record("hold", "scontrol", ["hold", job_id])
+
+    def release(self, job_id: str) -> None:
+        """Only recorded."""
+        self._record("release", "scontrol", ["release", job_id])
+
+    def update(self, job_id: str, fields: Mapping[str, str]) -> None:
+        """Only recorded."""
+        self._record("update", "scontrol", [job_id, *(f"{name}={value}" for name, value in fields.items())])
 
     def cancel(self, job_id: str) -> None:
         """End the job's processes."""

@@ -1,6 +1,7 @@
-"""The Slurm client: `hetjob.ports.SlurmClient` over the command line. Used by the job master and `hetstream sbatch`.
+"""The Slurm client: `hetjob.ports.SlurmClient` over the command line, and all that hetstream reads and changes.
 
-Commands and their text output are the base on every version: their JSON is missing on 22.05 and differs later.
+Used by the job master, `hetstream sbatch` and the commands for admins. `read.py` reads, `retry.py` says which failures
+pass by themselves. It never uses more rights than its user has, and never goes round a refusal.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hetjob.errors import SlurmCommandError
 from hetjob.ports import Child, Cluster
 from hetjob.processes import start_child
+from slurm_plugin.client.model import Snapshot
+from slurm_plugin.client.read import CommandReader, release_of
+from slurm_plugin.client.retry import with_retries
 from slurm_plugin.client.run import EXIT_NOT_FOUND, run_slurm
 
 # Variables that say which job this is and how to reach its controller. Every other SLURM_ variable describes the
@@ -30,10 +35,17 @@ class CommandSlurm:
 
     Args:
         environ: the environment to run them in; None means this process's own.
+        sleep: waits before a command is tried again, in seconds.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
         self._environ = dict(os.environ if environ is None else environ)
+        self._sleep = sleep
+        self._reader = CommandReader(self._environ)
+
+    def snapshot(self, *, details: bool = False) -> Snapshot:
+        """The cluster now; see `CommandReader.snapshot`."""
+        return self._reader.snapshot(details=details)
 
     def cluster(self) -> Cluster:
         """Partitions (a default one is marked `*` by sinfo) and scheduler of the cluster."""
@@ -47,18 +59,79 @@ class CommandSlurm:
             scheduler=scheduler[1] if scheduler else None,
         )
 
-    def submit(self, script: str, options: Sequence[str]) -> str:
-        """Submit a script from standard input and return the job id (`sbatch --parsable` prints `id[;cluster]`)."""
-        argv = ["sbatch", "--parsable", *options]
-        done = run_slurm(argv, env=_outside_of_steps(self._environ), stdin=script)
-        job_id = done.stdout.strip().split(";")[0]
-        if not job_id.isdigit():
-            raise SlurmCommandError(argv, 0, done.stdout, done.stderr, "sbatch printed no job id. Check: squeue --me")
-        return job_id
+    def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
+        """Submit a script from standard input and return the job id (`sbatch --parsable` prints `id[;cluster]`).
+
+        Args:
+            script: text of the batch script.
+            options: of sbatch.
+            key: a word that names this submission. It is written into the job's comment, and after a lost answer the
+                job is looked for by it, so that it is never submitted twice. Without a key a lost answer is an error.
+
+        Raises:
+            SlurmCommandError: sbatch refused, or slurmctld was busy for too long.
+        """
+        argv = ["sbatch", "--parsable", *(_with_key(options, key) if key else options)]
+        environ = _outside_of_steps(self._environ)
+
+        def act() -> str:
+            done = run_slurm(argv, env=environ, stdin=script)
+            job_id = done.stdout.strip().split(";")[0]
+            if not job_id.isdigit():
+                raise SlurmCommandError(
+                    argv, 0, done.stdout, done.stderr, "sbatch printed no job id. Check: squeue --me"
+                )
+            return job_id
+
+        find = (lambda: self.find(key)) if key else None
+        return with_retries(act, find=find, repeatable=False, sleep=self._sleep)
+
+    def find(self, key: str) -> str | None:
+        """The job id of the submission with this key; None if no pending or running job has it."""
+        token = key_token(key)
+        found = (job for job in self._reader.jobs() if token in job.comment.split())
+        return next((str(job.array_job_id or (job.het.het_job_id if job.het else job.job_id)) for job in found), None)
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job. `scancel --quiet` says nothing, and succeeds, about jobs that have ended."""
-        run_slurm(["scancel", "--quiet", job_id], env=self._environ, hint=f"Check: squeue --jobs={job_id}")
+        self._act(["scancel", "--quiet", job_id], job_id)
+
+    def hold(self, job_id: str) -> None:
+        """Keep a pending job from starting. Its owner can release it; only what an operator holds stays held."""
+        self._act(["scontrol", "hold", job_id], job_id)
+
+    def release(self, job_id: str) -> None:
+        """Let a held job start."""
+        self._act(["scontrol", "release", job_id], job_id)
+
+    def update(self, job_id: str, fields: Mapping[str, str]) -> None:
+        """Change fields of a job in one call: Slurm does not check updates against each other.
+
+        Args:
+            job_id: the record's own number; of a component `31+1` not all fields can be changed.
+            fields: as `scontrol update` names them, such as `{"TimeLimit": "20"}`. rc 0 is no proof that a field took
+                effect: read the job again (22.05 ignores `TresPerNode=gres/opp:p2:1`).
+
+        Raises:
+            ValueError: a field that adds (`TimeLimit+`): done twice after a lost answer, it would add twice.
+        """
+        adding = [name for name in fields if not name.isalnum()]
+        if adding:
+            raise ValueError(f"update of {', '.join(adding)}: must be NAME=VALUE, because it may be sent twice")
+        words = [f"{name}={value}" for name, value in fields.items()]
+        self._act(["scontrol", "update", f"JobId={job_id}", *words], job_id)
+
+    def _act(self, argv: Sequence[str], job_id: str) -> None:
+        """Run a command that may be run twice."""
+
+        def act() -> None:
+            try:
+                run_slurm(argv, env=self._environ, hint=f"Check: squeue --jobs={job_id}")
+            except SlurmCommandError as error:
+                if not _took_effect(error):
+                    raise
+
+        with_retries(act, sleep=self._sleep)
 
     def node_address(self, node: str) -> str:
         """`NodeAddr` in `scontrol show node`."""
@@ -102,10 +175,42 @@ class CommandSlurm:
         not count; that option came with the same release.
         """
         said = run_slurm(["srun", "--version"], env=self._environ).stdout
-        version = re.search(r"(\d+)\.(\d+)", said)
-        if version and (int(version[1]), int(version[2])) >= (23, 11):
-            return "--external-launcher"
-        return "--overlap"
+        return "--external-launcher" if release_of(said) >= (23, 11) else "--overlap"
+
+
+def key_token(key: str) -> str:
+    """The word in a job's comment that says which submission it is.
+
+    Raises:
+        ValueError: the key is not one word of letters, digits and . _ : + -
+    """
+    if not re.fullmatch(r"[A-Za-z0-9._:+-]{1,128}", key):
+        raise ValueError(f"submission key {key!r}: must be 1 to 128 letters, digits or . _ : + -")
+    return f"hetstream:key={key}"
+
+
+def _with_key(options: Sequence[str], key: str) -> list[str]:
+    """The options with the key's token behind what they say as comment; a comment in the script gives way."""
+    kept, comment = [], ""
+    words = iter(options)
+    for word in words:
+        if word == "--comment":
+            comment = next(words, "")
+        elif word.startswith("--comment="):
+            comment = word.removeprefix("--comment=")
+        else:
+            kept.append(word)
+    return [f"--comment={comment} {key_token(key)}".replace("= ", "="), *kept]
+
+
+def _took_effect(error: SlurmCommandError) -> bool:
+    """Whether an update of an array was applied to all tasks that have not ended: scontrol exits with 1 all the same.
+
+    22.05 lists `33_0-3,5: No error` too, 26.05 writes `20_[4]: Job has already finished`.
+    """
+    lines = [line for line in f"{error.stdout}\n{error.stderr}".splitlines() if line.strip()]
+    told = [re.fullmatch(r"\d+_[\[\]\d,-]+: (No error|Job has already finished)", line.strip()) for line in lines]
+    return bool(told) and all(told)
 
 
 def run_sbatch(words: Sequence[str], environ: Mapping[str, str]) -> int:

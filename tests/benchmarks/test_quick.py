@@ -104,3 +104,13 @@ def test_synthetic_photographs_can_be_read(tmp_path: Path) -> None:
     image, _ = source[0]
     assert image.shape == (375, 500, 3)
     assert image.std() > 10, "a picture without detail is no stand-in for a photograph"
+
+
+def test_slurm_parse() -> None:
+    """It needs no clients: it measures its own process."""
+    command = [sys.executable, "-m", "benchmarks.slurm_parse", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(done.stdout)
+    assert (document["num_jobs"], document["num_nodes"]) == (500, 200)
+    assert set(document["as_used_cpu_s"]) == {"22.05", "24.11", "26.05"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,6 +199,90 @@ def test_a_collate_function_that_fails_skips_its_step_and_a_pipeline_that_cannot
     assert [(one.epoch, one.sample_index) for one in loader.skipped_samples] == [(0, -1)]
     with pytest.raises(PipelineError, match="cannot be rebuilt in a data worker"):
         next(iter(loaders(datasets.OnlyHere(), **options)))
+
+
+def expected_of_stream(length: int, bad: set[int], num_shards: int, batch_size: int) -> list[list[int]]:
+    """Batches of a stream without its bad elements: each shard fills its batches with what follows."""
+    shards = [[i for i in range(shard, length, num_shards) if i not in bad] for shard in range(num_shards)]
+    steps = [[ids[at : at + batch_size] for at in range(0, len(ids), batch_size)] for ids in shards]
+    return [step for turn in itertools.zip_longest(*steps) for step in turn if step]
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("sharding", ["hint", "data"])
+def test_bad_elements_of_a_stream_are_left_out_in_order_counted_and_told(
+    service: Any, loaders: Any, where: str, sharding: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"num_shards": 2, "batch_size": 4, "sharding": sharding}
+    options |= {"on_error": "quarantine", "quarantine_dir": tmp_path / "quarantine"}
+    if where == "data workers":
+        service.start_workers(2)
+    if where in ("data workers", "fallback"):
+        options["service"] = service.name
+    if where == "own processes":
+        options["num_workers"] = 1
+    bad = {0, 9, 10, 11, 32, 76, 78, 79}  # 76, 78: the end of a shard; 79: that of the other
+    dataset = datasets.SpoiledLog(80, bad) if sharding == "hint" else datasets.SpoiledPlainLog(80, bad)
+    loader = loaders(dataset, **options)
+    expected = expected_of_stream(80, bad, 2, 4)
+    assert ids_of(loader) == expected
+    stats = loader.stats()
+    assert (stats["skipped"], stats["samples"], stats["steps"]) == (8, 72, len(expected))
+    assert sum("skipped sample" in line for line in caplog.messages) == 8
+    errors = [one.error for one in loader.skipped_samples]
+    assert {
+        f"UserError: element {i // 2 if sharding == 'hint' else i} of shard {i % 2}: element {i} is bad" for i in bad
+    } == set(errors)
+    assert [one.epoch for one in loader.skipped_samples] == [0] * 8
+    (file,) = (tmp_path / "quarantine").iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["text"] for line in lines] == [error.removeprefix("UserError: ") for error in errors]
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+    assert ids_of(loader) == expected, "the next epoch meets them again"
+    assert loader.stats()["skipped"] == 16
+    assert loader.state_dict()["quarantined"] == []
+
+
+def test_what_a_stream_left_out_once_is_left_out_by_who_takes_over_and_by_who_continues(
+    service: Any, loaders: Any, tmp_path: Path
+) -> None:
+    service.start_workers(2)
+    options = {"service": service.name, "on_error": "skip", "num_shards": 2, "batch_size": 4, "buffer_bytes": 4000}
+    dataset = datasets.UnsteadyLog(2000, 10, tmp_path / "failed", 1501, tmp_path / "struck")
+    loader = loaders(dataset, **options)
+    passing = iter(loader)
+    seen = [next(passing)[1].tolist() for _ in range(100)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert len(json.dumps(state)) < 2000
+    whole = seen + [ids.tolist() for _, ids in passing]
+    assert (tmp_path / "failed").exists()
+    assert (tmp_path / "struck").exists()
+    assert sorted(i for ids in whole for i in ids) == [i for i in range(2000) if i != 10]
+    assert whole == expected_of_stream(2000, {10}, 2, 4)
+    for make in (options, options | {"service": None}):
+        resumed = loaders(dataset, **make)
+        resumed.load_state_dict(state)
+        assert seen + ids_of(resumed) == whole, "although the element can be made now"
+
+
+def test_of_a_stream_only_elements_are_left_out(service: Any, loaders: Any) -> None:
+    for on_error in ("skip", "quarantine"):
+        with pytest.raises(OptionsError, match=r"Log.__iter__ is a generator.*return map\(self.decode"):
+            loaders(datasets.PoisonedLog(40), on_error=on_error)
+    with pytest.raises(OptionsError, match="with length_of: all ranks must form the same rounds"):
+        loaders(datasets.SpoiledLog(4, set()), on_error="skip", length_of=len, bucket_boundaries=[4])
+    with pytest.raises(PipelineError, match=r"HiddenGenerator.__iter__ is a generator"):
+        next(iter(loaders(datasets.HiddenGenerator(40), on_error="skip")))
+    with pytest.raises(PipelineError, match="Stuck raised 1001 times in a row"):
+        next(iter(loaders(datasets.Stuck(40), on_error="skip")))
+    service.start_workers()
+    options: dict[str, Any] = {"service": service.name, "on_error": "skip", "max_attempts": 2, "num_shards": 1}
+    loader = loaders(datasets.SpoiledLog(40, {17}), collate_fn=datasets.collate_without_20, **options)
+    assert ids_of(loader) == [[*range(8)], [*range(8, 16)], [*range(25, 33)], [*range(33, 40)]]
+    assert [one.sample_index for one in loader.skipped_samples] == [17, -1]
+    assert loader.stats()["skipped"] == 1 + 8
+    with pytest.raises(DataWorkerDied, match="ended with code 7"):
+        list(loaders(datasets.DeadlyLog(16, 3), **options))
 
 
 def test_quarantine_is_bounded_and_states_with_more_are_refused(

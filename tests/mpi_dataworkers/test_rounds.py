@@ -92,7 +92,7 @@ def collate(samples: list[Any]) -> Any:
 def steps_of(one: Any, first: int = 0) -> list[Any]:
     made = []
     while (step := one.read(first + len(made))) is not None:
-        made.append((step[0][0].numpy().tobytes(), step[0][1]))
+        made.append((step.batch[0].numpy().tobytes(), step.batch[1]))
     return made
 
 
@@ -112,7 +112,7 @@ def test_one_process_reads_a_shard_once_for_all_ranks_wherever_they_are() -> Non
     shared = SharedRounds()
     Counted.read = 0
     first, second = (reader(rank, shared, Counted(200)) for rank in range(2))
-    ahead = [first.read(step)[0][1] for step in range(12)]
+    ahead = [first.read(step).batch[1] for step in range(12)]
     assert [ids for _, ids in steps_of(second)] == [ids for _, ids in alone[1]]
     assert ahead + [ids for _, ids in steps_of(first, 12)] == [ids for _, ids in alone[0]]
     assert Counted.read == 200
@@ -129,7 +129,7 @@ def test_an_element_that_raises_takes_the_place_of_a_round_in_every_rank() -> No
             try:
                 if (step := one.read(len(made))) is None:
                     return made
-                made.append(step[0][1])
+                made.append(step.batch[1])
             except Exception as error:  # noqa: BLE001, whatever user code raises is its step's outcome
                 made.append(str(error.__cause__))
 

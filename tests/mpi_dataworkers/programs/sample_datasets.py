@@ -263,6 +263,77 @@ class PoisonedLog(Log):
             yield values, index
 
 
+class SpoiledLog(Log):
+    """Some elements cannot be made; its iterator goes on behind them."""
+
+    def __init__(self, length: int, bad: set[int]) -> None:
+        super().__init__(length)
+        self.bad = bad
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.decode, super().__iter__())
+
+    def decode(self, element: Any) -> Any:
+        if element[1] in self.bad:
+            raise UserError(f"element {element[1]} is bad")
+        return element
+
+
+class SpoiledPlainLog(SpoiledLog):
+    """The same, and it does not know of workers."""
+
+    def part(self) -> tuple[int, int]:
+        return 0, 1
+
+
+class DeadlyLog(SpoiledLog):
+    """An element that ends the process of a data worker."""
+
+    def __init__(self, length: int, deadly: int) -> None:
+        super().__init__(length, {deadly})
+
+    def decode(self, element: Any) -> Any:
+        if element[1] in self.bad:
+            os._exit(7)
+        return element
+
+
+class UnsteadyLog(SpoiledLog):
+    """One element cannot be made the first time that anybody comes to it, and a later one ends its process once."""
+
+    def __init__(self, length: int, index: int, flag: Path, deadly: int, struck: Path) -> None:
+        super().__init__(length, set())
+        self.index, self.flag = index, flag
+        self.striking = Striking(length, deadly, struck, signal.SIGKILL)
+
+    def decode(self, element: Any) -> Any:
+        if element[1] == self.index and not self.flag.exists():
+            self.flag.touch()
+            raise UserError("not now")
+        self.striking.strike(element[1])
+        return element
+
+
+class HiddenGenerator(Log):
+    """Its iterator is a generator, which its class does not show."""
+
+    def __iter__(self) -> Iterator[Any]:
+        elements = super().__iter__()
+        return (element for element in elements)
+
+
+class Stuck(Log):
+    """An iterator that raises for ever."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(fail_at_all, iter(int, 1))
+
+
+def fail_at_all(_: Any) -> None:
+    """Raises."""
+    raise UserError("never")
+
+
 class DividedLog(Log):
     """Is divided by worker_init_fn, the other way that torch's documentation tells."""
 

@@ -1,0 +1,280 @@
+"""What hetstream knows of a cluster: jobs, nodes, partitions, and what they hold. Pure; made by the parsers beside it.
+
+The same model comes from every Slurm from 22.05 on. Times are seconds since the epoch, memory is MB as Slurm counts it
+(1024 * 1024 bytes). A number that Slurm does not say, or that has no limit, is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+# Base states and flags in which a node runs nothing new. The words are Slurm's (node_state_string in its source).
+UNUSABLE = frozenset(
+    {"DOWN", "ERROR", "FAIL", "FAILING", "FUTURE", "UNKNOWN", "INVALID", "INVALID_REG", "DRAIN", "DRAINED", "DRAINING"}
+    | {"NOT_RESPONDING", "MAINTENANCE", "MAINT", "POWERED_DOWN", "POWERING_DOWN"}
+    | {"REBOOT", "REBOOT_REQUESTED", "REBOOT_ISSUED"}
+)
+# Reasons of a pending job that free resources would not help.
+WAITS_FOR_SOMETHING_ELSE = ("JobHeld", "Dependency", "BeginTime", "JobArrayTaskLimit", "DependencyNeverSatisfied")
+
+
+@dataclass(frozen=True, slots=True)
+class Gres:
+    """Generic resources of one kind: `gpu:h200:4`, `shard:h200:3(3/4,-/4)`, `opp:p1:1(IDX:1)`.
+
+    Attributes:
+        name: `gpu`, `shard`, `opp`.
+        type: `h200`; empty if the resource has no type.
+        count: how many.
+        indices: which devices are in use, where Slurm says so.
+    """
+
+    name: str
+    type: str
+    count: int
+    indices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HetComponent:
+    """Which component of which heterogeneous job: `31+1` is `HetComponent(31, 1)`."""
+
+    het_job_id: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """What a running job holds on one node."""
+
+    node: str
+    cpus: int
+    memory_mb: int
+    gres: tuple[Gres, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One record of squeue: a job, a component, an array task, or all the pending tasks of an array.
+
+    Whether it takes whole nodes (`--exclusive`) is not in it: 26.05 says the same of jobs that do and that do not.
+
+    Attributes:
+        job_id: the record's own number, which `scancel` and `scontrol update` take for one component or array task.
+        array_job_id: the array's number; None if it is no array.
+        array_tasks: which tasks the record stands for: `4`, or `3-5%3` of those that are pending.
+        het: which component of a heterogeneous job; None if it is none.
+        partitions: where it runs, or may.
+        state: in Slurm's spelling, such as `PENDING`.
+        reason: why it is pending.
+        num_nodes: nodes that it has, or the least that it asks for.
+        num_cpus: on all nodes together.
+        memory_mb: on all nodes together.
+        gres_per_node, gres_per_task, gres_per_job: what it asks for in each way.
+        nodes: where it runs.
+        shares: what it holds on each node; empty unless details were asked for.
+        start_s: when it started; of a pending job, when Slurm plans to start it.
+        time_limit_s: None if it has none.
+        required_nodes: `--nodelist`.
+    """
+
+    job_id: int
+    name: str
+    user: str
+    partitions: tuple[str, ...]
+    state: str
+    reason: str
+    num_nodes: int
+    num_cpus: int
+    num_tasks: int
+    cpus_per_task: int
+    memory_mb: int
+    array_job_id: int | None = None
+    array_tasks: str = ""
+    het: HetComponent | None = None
+    account: str = ""
+    qos: str = ""
+    gres_per_node: tuple[Gres, ...] = ()
+    gres_per_task: tuple[Gres, ...] = ()
+    gres_per_job: tuple[Gres, ...] = ()
+    nodes: tuple[str, ...] = ()
+    shares: tuple[NodeShare, ...] = ()
+    submit_s: float | None = None
+    eligible_s: float | None = None
+    start_s: float | None = None
+    end_s: float | None = None
+    time_limit_s: float | None = None
+    priority: int = 0
+    dependency: str = ""
+    required_nodes: tuple[str, ...] = ()
+    features: str = ""
+    reservation: str = ""
+    comment: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name that Slurm's own tables give it: `29`, `31+1`, `33_4`, `33_[3-5%3]`."""
+        if self.het:
+            return f"{self.het.het_job_id}+{self.het.offset}"
+        if self.array_job_id is not None:
+            tasks = self.array_tasks
+            return f"{self.array_job_id}_{tasks if tasks.isdigit() else f'[{tasks}]'}"
+        return str(self.job_id)
+
+    @property
+    def is_pending(self) -> bool:
+        return self.state == "PENDING"
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in ("RUNNING", "COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED")
+
+    @property
+    def waits_for_resources(self) -> bool:
+        """Whether it is pending and free resources could start it."""
+        return self.is_pending and not self.reason.startswith(WAITS_FOR_SOMETHING_ELSE)
+
+    @property
+    def num_records(self) -> int:
+        """How many jobs the record stands for: the number of pending tasks of an array, otherwise 1."""
+        if not self.array_tasks or not self.is_pending:
+            return 1
+        tasks = self.array_tasks.split("%")[0]
+        return sum(_range_length(part) for part in tasks.split(",")) or 1
+
+    def count(self, name: str) -> int:
+        """How many of one GRES it asks for on all nodes together."""
+        if self.gres_per_job and any(gres.name == name for gres in self.gres_per_job):
+            return total(self.gres_per_job, name)
+        per_node = total(self.gres_per_node, name) * max(1, self.num_nodes)
+        return per_node or total(self.gres_per_task, name) * max(1, self.num_tasks)
+
+    def type_of(self, name: str) -> str:
+        """The type of a GRES that it insists on; empty if any will do."""
+        wanted = (*self.gres_per_job, *self.gres_per_node, *self.gres_per_task)
+        return next((gres.type for gres in wanted if gres.name == name and gres.type), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node.
+
+    Attributes:
+        states: base state and flags, such as `{"MIXED", "PLANNED"}`.
+        cpus: CPUs for jobs, without those reserved for the system.
+        cpus_allocated: of those.
+        memory_mb: `RealMemory`, what jobs can be given.
+        memory_allocated_mb: of that.
+        gres: what it has. `gres_used`: what jobs hold of it. `gres_drained`: what is out of use.
+        reason: why it is out of use.
+        version: of its slurmd.
+    """
+
+    name: str
+    states: frozenset[str]
+    partitions: tuple[str, ...]
+    cpus: int
+    cpus_allocated: int
+    memory_mb: int
+    memory_allocated_mb: int
+    gres: tuple[Gres, ...] = ()
+    gres_used: tuple[Gres, ...] = ()
+    gres_drained: tuple[Gres, ...] = ()
+    features: tuple[str, ...] = ()
+    reason: str = ""
+    version: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new jobs can start on it as soon as there is room."""
+        return not self.states & UNUSABLE
+
+    @property
+    def state(self) -> str:
+        """One word for tables: what keeps it from use, otherwise its base state."""
+        bad = sorted(self.states & UNUSABLE)
+        base = [word for word in ("IDLE", "MIXED", "ALLOCATED", "COMPLETING") if word in self.states]
+        return "+".join([*base[:1], *bad] if bad else base[:1] or sorted(self.states)).lower()
+
+    @property
+    def cpus_free(self) -> int:
+        return max(0, self.cpus - self.cpus_allocated)
+
+    @property
+    def memory_free_mb(self) -> int:
+        return max(0, self.memory_mb - self.memory_allocated_mb)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in use or to be had."""
+        return max(0, total(self.gres, "gpu") - total(self.gres_drained, "gpu"))
+
+    def gpus_of_type(self, gpu_type: str) -> int:
+        """GPUs of one type; of all types if it is empty."""
+        return total(self.gres, "gpu", gpu_type)
+
+    def gpus_free(self, gpu_type: str = "") -> int:
+        """GPUs that a job could have whole: neither held nor shared out in shards."""
+        shared = sum(max(len(gres.indices), gres.count > 0) for gres in self.gres_used if gres.name == "shard")
+        free = self.gpus - total(self.gres_used, "gpu") - shared
+        if gpu_type:
+            free = min(free, self.gpus_of_type(gpu_type) - total(self.gres_used, "gpu", gpu_type))
+        return max(0, free)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """One partition.
+
+    Attributes:
+        is_up: jobs in it start.
+        priority_tier: jobs of a higher tier are looked at first, and may preempt.
+        preempt_mode: such as `REQUEUE` or `OFF`.
+        max_time_s: the longest time limit; None if there is no limit.
+        max_cpus_per_node: None if there is no limit.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    is_default: bool = False
+    is_up: bool = True
+    priority_tier: int = 1
+    preempt_mode: str = "OFF"
+    max_time_s: float | None = None
+    max_cpus_per_node: int | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A cluster at one moment.
+
+    Attributes:
+        taken_s: when.
+        version: of slurmctld, such as `22.05.8`.
+        source: which backend read it, for notes and JSON.
+        jobs: pending and running ones.
+        config: `scontrol show config`.
+    """
+
+    taken_s: float
+    version: str
+    source: str
+    jobs: tuple[Job, ...]
+    nodes: tuple[Node, ...]
+    partitions: tuple[Partition, ...]
+    config: Mapping[str, str] = field(default_factory=dict)
+
+
+def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:
+    """How many of one kind, of one type or of all."""
+    return sum(one.count for one in gres if one.name == name and gres_type in ("", one.type))
+
+
+def _range_length(text: str) -> int:
+    """Tasks in `7`, `3-5` or `0-9:3`; squeue cuts long lists with `...`, which counts as none."""
+    bounds, _, step = text.partition(":")
+    first, _, last = bounds.partition("-")
+    if not first.isdigit() or (last and not last.isdigit()):
+        return 0
+    return (int(last or first) - int(first)) // int(step or 1) + 1

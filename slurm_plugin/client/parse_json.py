@@ -1,0 +1,270 @@
+"""JSON of `squeue`, `sinfo` (22.05) and `scontrol show node|job` (24.11 on), as the model. Pure; called by `read.py`.
+
+Only the keys named here are decoded: a job of 24.11 has 13 kB, most of it the state of every core. Numbers are plain,
+or null, or `{set, infinite, number}`; states are a string or a list of strings.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from slurm_plugin.client.gres import parse_gres
+from slurm_plugin.client.hostlist import expand
+from slurm_plugin.client.model import HetComponent, Job, Node, NodeShare
+from slurm_plugin.client.parse_text import NO_LIMIT_S, in_use, node_states
+from slurm_plugin.client.values import megabytes, tres
+from slurm_plugin.errors import UnreadableAnswer
+
+
+class _Number(msgspec.Struct):
+    set: bool = True
+    infinite: bool = False
+    number: float = 0
+
+
+_Num = int | float | _Number | None
+_Words = str | list[str] | None
+
+
+class _Count(msgspec.Struct):
+    count: int = 0
+
+
+class _Memory(msgspec.Struct):
+    allocated: int = 0
+
+
+class _Allocation(msgspec.Struct):
+    """24.11 on."""
+
+    name: str
+    cpus: _Count = msgspec.field(default_factory=_Count)
+    memory: _Memory = msgspec.field(default_factory=_Memory)
+
+
+class _AllocatedNodes(msgspec.Struct):
+    allocation: list[_Allocation] = msgspec.field(default_factory=list)
+
+
+class _Socket(msgspec.Struct):
+    cores: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class _OldAllocation(msgspec.Struct):
+    """22.05; its `cpus_used` is 0, so the cores are counted."""
+
+    nodename: str
+    memory_allocated: int = 0
+    sockets: dict[str, _Socket] = msgspec.field(default_factory=dict)
+
+
+class _Resources(msgspec.Struct):
+    nodes: str | _AllocatedNodes | None = None
+    allocated_nodes: list[_OldAllocation] = msgspec.field(default_factory=list)
+
+
+class _Job(msgspec.Struct):
+    job_id: int
+    job_state: _Words
+    partition: str = ""
+    name: str | None = ""
+    user_name: str | None = ""
+    account: str | None = ""
+    qos: str | None = ""
+    state_reason: str | None = ""
+    node_count: _Num = None
+    cpus: _Num = None
+    tasks: _Num = None
+    cpus_per_task: _Num = None
+    tres_req_str: str | None = ""
+    tres_alloc_str: str | None = ""
+    tres_per_node: str | None = ""
+    tres_per_task: str | None = ""
+    tres_per_job: str | None = ""
+    array_job_id: _Num = None
+    array_task_id: _Num = None
+    array_task_string: str | None = ""
+    het_job_id: _Num = None
+    het_job_offset: _Num = None
+    nodes: str | None = ""
+    gres_detail: list[str] = msgspec.field(default_factory=list)
+    job_resources: _Resources | None = None
+    submit_time: _Num = None
+    eligible_time: _Num = None
+    start_time: _Num = None
+    end_time: _Num = None
+    time_limit: _Num = None
+    priority: _Num = None
+    dependency: str | None = ""
+    required_nodes: str | None = ""
+    features: str | None = ""
+    resv_name: str | None = ""
+    comment: str | None = ""
+
+
+class _Node(msgspec.Struct):
+    name: str
+    state: _Words
+    cpus: int
+    alloc_cpus: int
+    real_memory: int
+    alloc_memory: int
+    effective_cpus: int | None = None
+    state_flags: list[str] = msgspec.field(default_factory=list)
+    partitions: list[str] = msgspec.field(default_factory=list)
+    gres: str | None = ""
+    gres_used: str | None = ""
+    gres_drained: str | None = ""
+    active_features: _Words = None
+    reason: str | None = ""
+    version: str | None = None
+    slurmd_version: str | None = None
+
+
+class _JobsAnswer(msgspec.Struct):
+    jobs: list[_Job]
+
+
+class _NodesAnswer(msgspec.Struct):
+    nodes: list[_Node]
+
+
+def parse_jobs(text: str | bytes) -> tuple[Job, ...]:
+    """The jobs of `squeue --json` or `scontrol show job --json`, with what they hold on each node.
+
+    Raises:
+        UnreadableAnswer: it is not that.
+    """
+    return tuple(_job(row) for row in _decode(text, _JobsAnswer).jobs)
+
+
+def parse_nodes(text: str | bytes) -> tuple[Node, ...]:
+    """The nodes of `scontrol show node --json`, or of `sinfo --json` of 22.05.
+
+    Raises:
+        UnreadableAnswer: it is not that; newer versions group the nodes of `sinfo --json`.
+    """
+    return tuple(_node(row) for row in _decode(text, _NodesAnswer).nodes)
+
+
+_A = TypeVar("_A")
+
+
+def _decode(text: str | bytes, wanted: type[_A]) -> _A:
+    try:
+        return msgspec.json.decode(text, type=wanted)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        shown = text if isinstance(text, str) else text.decode(errors="replace")
+        raise UnreadableAnswer(str(exc), shown) from exc
+
+
+def _job(row: _Job) -> Job:
+    words = _words(row.job_state)
+    asked = tres(row.tres_alloc_str or row.tres_req_str or "")
+    het_job_id = _whole(row.het_job_id)
+    task_id = _number(row.array_task_id)
+    tasks = row.array_task_string or ("" if task_id is None else str(int(task_id)))
+    array_job_id = _whole(row.array_job_id)
+    limit_min = _number(row.time_limit)
+    try:
+        return Job(
+            job_id=row.job_id,
+            name=row.name or "",
+            user=row.user_name or "",
+            partitions=tuple(row.partition.split(",")),
+            state=words[0] if words else "",
+            reason="" if row.state_reason in (None, "None") else str(row.state_reason),
+            num_nodes=int(asked.get("node") or _whole(row.node_count, 1)),
+            num_cpus=_whole(row.cpus, 1),
+            num_tasks=_whole(row.tasks, 1),
+            cpus_per_task=_whole(row.cpus_per_task, 1),
+            memory_mb=megabytes(asked.get("mem", "")),
+            array_job_id=array_job_id if array_job_id and tasks else None,
+            array_tasks=tasks if array_job_id else "",
+            het=HetComponent(het_job_id, _whole(row.het_job_offset)) if het_job_id else None,
+            account=row.account or "",
+            qos=row.qos or "",
+            gres_per_node=parse_gres(row.tres_per_node or ""),
+            gres_per_task=parse_gres(row.tres_per_task or ""),
+            gres_per_job=parse_gres(row.tres_per_job or ""),
+            nodes=expand(row.nodes or ""),
+            shares=_shares(row),
+            submit_s=_number(row.submit_time) or None,
+            eligible_s=_number(row.eligible_time) or None,
+            start_s=_number(row.start_time) or None,
+            end_s=None if "PENDING" in words else _number(row.end_time) or None,
+            time_limit_s=None if limit_min in (None, NO_LIMIT_S / 60) else float(limit_min or 0) * 60,
+            priority=_whole(row.priority),
+            dependency=row.dependency or "",
+            required_nodes=expand(row.required_nodes or ""),
+            features=row.features or "",
+            reservation=row.resv_name or "",
+            comment=row.comment or "",
+        )
+    except ValueError as exc:
+        raise UnreadableAnswer(str(exc), f"job {row.job_id}") from exc
+
+
+def _shares(row: _Job) -> tuple[NodeShare, ...]:
+    """GRES of each node are in the order of the nodes."""
+    held = row.job_resources
+    if held is None:
+        return ()
+    if isinstance(held.nodes, _AllocatedNodes):
+        places = [(one.name, one.cpus.count, one.memory.allocated) for one in held.nodes.allocation]
+    else:
+        cores = [
+            sum(state.startswith("allocated") for socket in one.sockets.values() for state in socket.cores.values())
+            for one in held.allocated_nodes
+        ]
+        threads = _whole(row.cpus, 1) / max(1, sum(cores))
+        places = [
+            (one.nodename, round(count * threads), one.memory_allocated)
+            for one, count in zip(held.allocated_nodes, cores, strict=True)
+        ]
+    details = [*row.gres_detail, *[""] * (len(places) - len(row.gres_detail))]
+    return tuple(
+        NodeShare(name, cpus, memory_mb, parse_gres(detail))
+        for (name, cpus, memory_mb), detail in zip(places, details, strict=False)
+    )
+
+
+def _node(row: _Node) -> Node:
+    try:
+        return Node(
+            name=row.name,
+            states=node_states([*_words(row.state), *row.state_flags]),
+            partitions=tuple(row.partitions),
+            cpus=row.effective_cpus or row.cpus,
+            cpus_allocated=row.alloc_cpus,
+            memory_mb=row.real_memory,
+            memory_allocated_mb=row.alloc_memory,
+            gres=parse_gres(row.gres or ""),
+            gres_used=in_use(row.gres_used or ""),
+            gres_drained=parse_gres(row.gres_drained or ""),
+            features=tuple(_words(row.active_features)),
+            reason=row.reason or "",
+            version=row.version or row.slurmd_version or "",
+        )
+    except ValueError as exc:
+        raise UnreadableAnswer(str(exc), f"node {row.name}") from exc
+
+
+def _words(value: _Words) -> list[str]:
+    """A list of words, of the string with commas that 22.05 has in its place too."""
+    if isinstance(value, str):
+        return [word for word in value.split(",") if word]
+    return value or []
+
+
+def _number(value: _Num) -> float | None:
+    if isinstance(value, _Number):
+        return value.number if value.set and not value.infinite else None
+    return value
+
+
+def _whole(value: _Num, otherwise: int = 0) -> int:
+    number = _number(value)
+    return otherwise if number is None else int(number)

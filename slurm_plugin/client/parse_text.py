@@ -1,0 +1,195 @@
+"""Text that Slurm's commands print, as the model. Pure; called by `read.py`.
+
+`squeue -O` with separators of our own, and the one-line records of `scontrol show`. Both are alike from 22.05 to 26.05;
+fields that a version does not know are left out of the record, and unknown ones are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from slurm_plugin.client.gres import parse_gres
+from slurm_plugin.client.hostlist import expand
+from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition
+from slurm_plugin.client.values import megabytes, moment, seconds, text_or_empty, tres, whole
+from slurm_plugin.errors import UnreadableAnswer
+
+# Control characters: names and comments may hold anything else, the separator of other programs too.
+FIELD_END, RECORD_END = "\x1f", "\x1e"
+# Fields of squeue, least for what the model holds; the last one ends the record.
+JOB_FIELDS = (
+    "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserName", "Account", "QOS", "Partition",
+    "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "tres-alloc", "tres-per-node",
+    "tres-per-task", "tres-per-job", "NodeList", "SubmitTime", "EligibleTime", "StartTime", "EndTime", "TimeLimit",
+    "PriorityLong", "Dependency", "ReqNodes", "Feature", "Reservation", "Name", "Comment",
+)  # fmt: skip
+# What slurmctld writes into a running job that has no time limit.
+NO_LIMIT_S = 365 * 24 * 3600.0
+_T = TypeVar("_T")
+_KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z:/_]*)=")
+
+
+def job_format(fields: Sequence[str] = JOB_FIELDS) -> str:
+    """The value of `squeue -O` whose output `parse_jobs` reads."""
+    ends = [FIELD_END] * (len(fields) - 1) + [RECORD_END]
+    return ",".join(f"{name}:{end}" for name, end in zip(fields, ends, strict=True))
+
+
+def parse_jobs(
+    text: str, fields: Sequence[str] = JOB_FIELDS, field_end: str = FIELD_END, record_end: str = RECORD_END
+) -> tuple[Job, ...]:
+    """The jobs that `squeue --noheader -O` printed.
+
+    Raises:
+        UnreadableAnswer: a record has another number of fields, or a value has another form.
+    """
+    jobs = []
+    for record in text.split(record_end):
+        line = record.removeprefix("\n")
+        if not line:
+            continue
+        values = line.split(field_end)
+        if len(values) != len(fields):
+            raise UnreadableAnswer(f"squeue printed {len(values)} fields and not {len(fields)}", line)
+        jobs.append(_checked(line, _job, dict(zip(fields, values, strict=True))))
+    return tuple(jobs)
+
+
+def _job(row: Mapping[str, str]) -> Job:
+    asked = tres(row["tres-alloc"])
+    job_id = int(row["JobID"])
+    tasks = text_or_empty(row.get("ArrayTaskID", ""))
+    het_job_id = whole(row.get("HetJobID", ""))
+    return Job(
+        job_id=job_id,
+        name=row.get("Name", ""),
+        user=row["UserName"],
+        partitions=tuple(row["Partition"].split(",")),
+        state=row["State"],
+        reason=text_or_empty(row["Reason"]),
+        num_nodes=whole(asked.get("node", ""), whole(row.get("NumNodes", "").split("-")[0], 1)),
+        num_cpus=whole(row["NumCPUs"].split("-")[0], 1),
+        num_tasks=whole(row.get("NumTasks", ""), 1),
+        cpus_per_task=whole(row.get("cpus-per-task", ""), 1),
+        memory_mb=megabytes(asked.get("mem", "")),
+        array_job_id=int(row["ArrayJobID"]) if tasks else None,
+        array_tasks=tasks,
+        het=HetComponent(het_job_id, whole(row["HetJobOffset"])) if het_job_id else None,
+        account=text_or_empty(row.get("Account", "")),
+        qos=text_or_empty(row.get("QOS", "")),
+        gres_per_node=parse_gres(row["tres-per-node"]),
+        gres_per_task=parse_gres(row.get("tres-per-task", "")),
+        gres_per_job=parse_gres(row.get("tres-per-job", "")),
+        nodes=expand(row["NodeList"]),
+        submit_s=moment(row.get("SubmitTime", "")),
+        eligible_s=moment(row.get("EligibleTime", "")),
+        start_s=moment(row["StartTime"]),
+        end_s=None if row["State"] == "PENDING" else moment(row.get("EndTime", "")),
+        time_limit_s=_limit(seconds(row["TimeLimit"])),
+        priority=whole(row["PriorityLong"]),
+        dependency=text_or_empty(row.get("Dependency", "")),
+        required_nodes=expand(row.get("ReqNodes", "")),
+        features=text_or_empty(row.get("Feature", "")),
+        reservation=text_or_empty(row.get("Reservation", "")),
+        comment=text_or_empty(row.get("Comment", "")),
+    )
+
+
+def _limit(time_s: float | None) -> float | None:
+    """A running job without a limit has one of 365 days (seen on 22.05 and 26.05)."""
+    return None if time_s == NO_LIMIT_S else time_s
+
+
+def parse_nodes(text: str) -> tuple[Node, ...]:
+    """The nodes of `scontrol --details --oneliner show node`; without details nothing says what is in use.
+
+    Raises:
+        UnreadableAnswer: a record lacks a value, or a value has another form.
+    """
+    return tuple(_checked(line, _node, record(line)) for line in _records(text, "NodeName="))
+
+
+def _node(row: Mapping[str, str]) -> Node:
+    return Node(
+        name=row["NodeName"],
+        states=node_states(row["State"].split("+")),
+        partitions=tuple(row["Partitions"].split(",")) if row.get("Partitions") else (),
+        cpus=whole(row.get("CPUEfctv", ""), whole(row["CPUTot"])),
+        cpus_allocated=whole(row["CPUAlloc"]),
+        memory_mb=whole(row["RealMemory"]),
+        memory_allocated_mb=whole(row["AllocMem"]),
+        gres=parse_gres(row["Gres"]),
+        gres_used=in_use(row.get("GresUsed", "")),
+        gres_drained=parse_gres(row.get("GresDrain", "")),
+        features=tuple(filter(None, text_or_empty(row.get("ActiveFeatures", "")).split(","))),
+        reason=row.get("Reason", "").split(" [")[0],
+        version=row.get("Version", ""),
+    )
+
+
+def in_use(text: str) -> tuple[Gres, ...]:
+    """GRES of which something is in use: 22.05 and JSON list the others too, with 0."""
+    return tuple(gres for gres in parse_gres(text) if gres.count or gres.indices)
+
+
+def node_states(words: Sequence[str]) -> frozenset[str]:
+    """Base state and flags of a node, from words such as `MIXED` or `DOWN*`, whose marks are flags too."""
+    marks = {"*": "NOT_RESPONDING", "~": "POWERED_DOWN", "#": "POWERING_UP", "%": "POWERING_DOWN", "$": "MAINTENANCE",
+             "@": "REBOOT_REQUESTED", "^": "REBOOT_ISSUED", "!": "POWER_DOWN", "-": "PLANNED"}  # fmt: skip
+    found = set()
+    for word in words:
+        found |= {flag for mark, flag in marks.items() if mark in word}
+        found.add(word.strip("".join(marks)).upper())
+    return frozenset(found - {""})
+
+
+def parse_partitions(text: str) -> tuple[Partition, ...]:
+    """The partitions of `scontrol --oneliner show partition`.
+
+    Raises:
+        UnreadableAnswer: a record lacks a value, or a value has another form.
+    """
+    return tuple(_checked(line, _partition, record(line)) for line in _records(text, "PartitionName="))
+
+
+def _partition(row: Mapping[str, str]) -> Partition:
+    return Partition(
+        name=row["PartitionName"],
+        nodes=expand(row["Nodes"]),
+        is_default=row.get("Default") == "YES",
+        is_up=row["State"] == "UP",
+        priority_tier=whole(row.get("PriorityTier", ""), 1),
+        preempt_mode=row.get("PreemptMode", "OFF"),
+        max_time_s=seconds(row.get("MaxTime", "")),
+        max_cpus_per_node=whole(row.get("MaxCPUsPerNode", "")) or None,
+    )
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """The settings of `scontrol show config`."""
+    found = (re.match(r"(\w+)\s*=\s?(.*)", line) for line in text.split("\n"))
+    return {match[1]: match[2].strip() for match in found if match}
+
+
+def record(line: str) -> dict[str, str]:
+    """The `Key=Value` pairs of a one-line record. Values may hold blanks; of a key given twice the first one counts."""
+    pieces = _KEY.split(line)
+    row: dict[str, str] = {}
+    for key, value in zip(pieces[1::2], pieces[2::2], strict=True):
+        row.setdefault(key, value)
+    return row
+
+
+def _records(text: str, first: str) -> Iterator[str]:
+    return (line for line in text.split("\n") if line.startswith(first))
+
+
+def _checked(line: str, make: Callable[[Mapping[str, str]], _T], row: Mapping[str, str]) -> _T:
+    try:
+        return make(row)
+    except KeyError as exc:
+        raise UnreadableAnswer(f"no field {exc}", line) from exc
+    except ValueError as exc:
+        raise UnreadableAnswer(str(exc), line) from exc

@@ -1,0 +1,88 @@
+"""Read a cluster with Slurm's commands: one snapshot of jobs, nodes, partitions and configuration.
+
+Called by `CommandSlurm`. Four commands whatever the size of the cluster, none of which changes anything. Jobs come from
+`squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running jobs:
+what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+
+from slurm_plugin.client import parse_json, parse_text
+from slurm_plugin.client.model import Job, Node, Partition, Snapshot
+from slurm_plugin.client.run import run_slurm
+from slurm_plugin.errors import UnsupportedSlurm
+
+OLDEST = (22, 5)
+_JSON_IN_SCONTROL = (23, 2)
+_HINT = "Check: scontrol ping"
+
+
+class CommandReader:
+    """Reads with squeue and scontrol.
+
+    Args:
+        environ: the environment to run them in.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        # A user's own defaults (SQUEUE_FORMAT, SQUEUE_STATES, SLURM_TIME_FORMAT) would change what is printed.
+        self._environ = {
+            name: value for name, value in environ.items() if not name.startswith(("SQUEUE_", "SINFO_", "SCONTROL_"))
+        } | {"SLURM_TIME_FORMAT": "standard"}
+
+    def snapshot(self, *, details: bool = False) -> Snapshot:
+        """The cluster now.
+
+        Args:
+            details: also what each running job holds on each of its nodes, which costs JSON of all jobs.
+
+        Raises:
+            SlurmCommandError: a command failed.
+            UnsupportedSlurm: slurmctld is older than 22.05.
+            UnreadableAnswer: a command printed what no known version prints.
+        """
+        config = parse_text.parse_config(self._run("scontrol", "show", "config"))
+        version = config.get("SLURM_VERSION", "")
+        release = release_of(version)
+        if release < OLDEST:
+            raise UnsupportedSlurm(
+                f"slurmctld is Slurm {version or 'of an unknown version'}: hetstream reads 22.05 and newer. "
+                "Check: scontrol show config | grep SLURM_VERSION"
+            )
+        return Snapshot(
+            taken_s=time.time(),
+            version=version,
+            source="commands",
+            jobs=self.jobs(details=details),
+            nodes=self._nodes(release),
+            partitions=self._partitions(),
+            config=config,
+        )
+
+    def jobs(self, *, details: bool = False) -> tuple[Job, ...]:
+        """Pending and running jobs of all partitions, hidden ones too."""
+        if details:
+            found = parse_json.parse_jobs(self._run("squeue", "--all", "--json"))
+            return tuple(job for job in found if job.is_pending or job.is_running)
+        return parse_text.parse_jobs(self._run("squeue", "--all", "--noheader", "-O", parse_text.job_format()))
+
+    def _nodes(self, release: tuple[int, int]) -> tuple[Node, ...]:
+        if release >= _JSON_IN_SCONTROL:
+            return parse_json.parse_nodes(self._run("scontrol", "--all", "--details", "show", "node", "--json"))
+        return parse_text.parse_nodes(self._run("scontrol", "--all", "--details", "--oneliner", "show", "node"))
+
+    def _partitions(self) -> tuple[Partition, ...]:
+        return parse_text.parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"))
+
+    def _run(self, *argv: str) -> str:
+        return run_slurm(argv, env=self._environ, hint=_HINT).stdout
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """(22, 5) of `22.05.8` or `slurm-wlm 22.05.8`; (0, 0) if there is no version in it."""
+    match = re.search(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

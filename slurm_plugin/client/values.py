@@ -1,0 +1,82 @@
+"""Slurm's ways to write a value: durations, times, memory, and its words for none. Pure; called by the parsers."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from functools import lru_cache
+
+NONE_WORDS = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "Unknown", "UNLIMITED", "INFINITE", "NOT_SET"})
+_DURATION = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]?)B?[nc]?")
+_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2, "P": 1024**3}
+
+
+def text_or_empty(value: str) -> str:
+    """The text itself, or nothing where Slurm writes a word for nothing."""
+    return "" if value in NONE_WORDS else value
+
+
+@lru_cache(maxsize=4096)
+def seconds(value: str) -> float | None:
+    """Seconds of `3-02:03:04`, `02:03:04`, `5:00` (minutes and seconds) or `7` (minutes); None for no limit.
+
+    Raises:
+        ValueError: another form.
+    """
+    if value in NONE_WORDS or value == "Partition_Limit":
+        return None
+    match = _DURATION.fullmatch(value)
+    if not match:
+        raise ValueError(f"time {value!r}: must be [DAYS-]HOURS:MINUTES:SECONDS")
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:  # days are followed by hours, then minutes
+        hours, minutes, secs = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, secs = numbers
+    else:  # minutes, then seconds
+        hours, (minutes, secs) = 0, [*numbers, 0][:2]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + secs)
+
+
+@lru_cache(maxsize=16384)
+def moment(value: str) -> float | None:
+    """Seconds since the epoch of `2026-11-20T16:00:15`, which Slurm writes in local time; None for no time.
+
+    Raises:
+        ValueError: another form; SLURM_TIME_FORMAT can make Slurm write one.
+    """
+    if value in NONE_WORDS:
+        return None
+    return datetime.fromisoformat(value).timestamp()
+
+
+@lru_cache(maxsize=4096)
+def megabytes(value: str) -> int:
+    """MB of `100M`, `62.50G` or `4000`; 0 for none.
+
+    Raises:
+        ValueError: another form.
+    """
+    if value in NONE_WORDS:
+        return 0
+    match = _MEMORY.fullmatch(value)
+    if not match:
+        raise ValueError(f"memory {value!r}: must be a number with K, M, G, T or P")
+    return round(float(match[1]) * _MB[match[2]])
+
+
+@lru_cache(maxsize=4096)
+def tres(value: str) -> dict[str, str]:
+    """The items of `cpu=2,mem=50M,node=1,billing=2`. Callers share the dict and must not change it."""
+    return {} if value in NONE_WORDS else dict(item.split("=", 1) for item in value.split(",") if "=" in item)
+
+
+def whole(value: str, otherwise: int = 0) -> int:
+    """A whole number, or `otherwise` for Slurm's words for none.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return otherwise if value in NONE_WORDS else int(value)

@@ -1,0 +1,285 @@
+"""The three recorded versions of Slurm, in text and JSON, are one model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetjob.errors import SlurmCommandError
+from slurm_plugin.client import parse_json, parse_text
+from slurm_plugin.client.gres import parse_gres
+from slurm_plugin.client.hostlist import compress, expand
+from slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, total
+from slurm_plugin.client.read import CommandReader
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.client.values import megabytes, moment, seconds
+from slurm_plugin.errors import UnreadableAnswer, UnsupportedSlurm
+
+FIXTURES = Path(__file__).with_name("fixtures")
+VERSIONS = ("22.05", "24.11", "26.05")
+# What the recorded `squeue -O` was asked for.
+RECORDED = (
+    "JobID", "ArrayOrHet", "UserName", "Partition", "State", "Reason", "NumCPUs", "MinMemory", "tres-alloc",
+    "tres-per-node", "tres-per-job", "TimeLimit", "StartTime", "PriorityLong", "NodeList",
+)  # fmt: skip
+
+
+def recorded(version: str, name: str) -> str:
+    return (FIXTURES / version / name).read_text()
+
+
+def like(job: Job, first: int) -> dict[str, Any]:
+    """A job without what differs between two runs of the same workload."""
+    row = dataclasses.asdict(job)
+    for name in ("submit_s", "eligible_s", "start_s", "end_s", "priority", "nodes", "required_nodes", "shares"):
+        del row[name]
+    row["job_id"] -= first
+    if row["array_job_id"] is not None:
+        row["array_job_id"] -= first
+    if row["het"]:
+        row["het"]["het_job_id"] -= first
+    # 22.05 says nothing about CPUs of a task; 24.11 puts them into tres-per-task.
+    row["cpus_per_task"] = None
+    # A running job without limit: null, infinite or a year.
+    return row
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_squeue_in_text(version: str) -> None:
+    jobs = parse_text.parse_jobs(recorded(version, "squeue_O_pipe.txt"), RECORDED, "|", "\n")
+    by_kind = {(job.partitions[0], job.state, str(job.gres_per_node)): job for job in jobs}
+    assert len(jobs) == 11
+    pending_gpu = by_kind["gpu", "PENDING", str((Gres("gpu", "", 4),))]
+    assert (pending_gpu.num_cpus, pending_gpu.memory_mb, pending_gpu.count("gpu")) == (2, 100, 4)
+    assert pending_gpu.waits_for_resources
+    assert pending_gpu.start_s is not None
+    typed = by_kind["gpu", "RUNNING", str((Gres("gpu", "h200", 1),))]
+    assert (typed.nodes, typed.type_of("gpu"), typed.time_limit_s) == (("g3",), "h200", 1800)
+    assert by_kind["opp", "RUNNING", str((Gres("opp", "p1", 1),))].nodes == ("g0",)
+    assert by_kind["gpu", "RUNNING", str((Gres("shard", "", 3),))].count("gpu") == 0
+    waiting = next(job for job in jobs if job.reason == "JobArrayTaskLimit")
+    assert not waiting.waits_for_resources
+    first, other = jobs[0].job_id, parse_text.parse_jobs(recorded("22.05", "squeue_O_pipe.txt"), RECORDED, "|", "\n")
+    offset = first - other[0].job_id
+    assert [like(job, offset) | {"reason": ""} for job in jobs] == [like(job, 0) | {"reason": ""} for job in other]
+
+
+@pytest.mark.parametrize(("version", "first"), [("22.05", 101), ("24.11", 1), ("26.05", 96)])
+def test_squeue_in_json(version: str, first: int) -> None:
+    jobs = [job for job in parse_json.parse_jobs(recorded(version, "squeue.json")) if job.job_id >= first]
+    base = [job for job in parse_json.parse_jobs(recorded("22.05", "squeue.json")) if job.job_id >= 101]
+    assert [like(job, first) for job in jobs] == [like(job, 101) for job in base]
+    one, two, leader, component, array = jobs
+    assert one.shares == (NodeShare("g1", 2, 50, (Gres("gpu", "h200", 1, (0,)),)),)
+    assert two.shares[0].gres == (Gres("gpu", "h200", 1, (1,)),)
+    assert (one.time_limit_s, leader.time_limit_s) == (None, 300)
+    assert (leader.label, component.label) == (f"{first + 2}+0", f"{first + 2}+1")
+    assert component.het == HetComponent(first + 2, 1)
+    assert (array.label, array.num_records, array.reason) == (f"{first + 4}_[1-3]", 3, "JobHeldUser")
+    assert (array.count("gpu"), array.waits_for_resources, array.start_s) == (1, False, None)
+
+
+def _nodes(version: str) -> tuple[Node, ...]:
+    return parse_json.parse_nodes(recorded(version, "sinfo.json" if version == "22.05" else "scontrol_show_node.json"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_nodes_in_json(version: str) -> None:
+    nodes = {node.name: node for node in _nodes(version)}
+    assert list(nodes) == ["c0", "c1", "c2", "c3", "g0", "g1", "g2", "g3"]
+    c0, g1 = nodes["c0"], nodes["g1"]
+    assert (c0.cpus, c0.cpus_free, c0.memory_mb, c0.memory_free_mb) == (32, 30, 64000, 63990)
+    assert (c0.gpus, c0.gres_used, c0.features, c0.states) == (0, (), ("dw",), {"MIXED"})
+    assert (g1.gpus, g1.gpus_free(), g1.gpus_free("h200"), g1.gpus_free("a100")) == (4, 2, 2, 0)
+    assert Gres("gpu", "h200", 2, (0, 1)) in g1.gres_used
+    assert (g1.cpus_free, total(g1.gres, "shard")) == (g1.cpus - 4, 16)
+    assert all(node.is_usable and node.version.startswith(version) for node in nodes.values())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_nodes_in_text(version: str) -> None:
+    nodes = {node.name: node for node in parse_text.parse_nodes(recorded(version, "scontrol_show_node_oneliner.txt"))}
+    assert len(nodes) == 8
+    c3, g0 = nodes["c3"], nodes["g0"]
+    assert (c3.is_usable, c3.state, c3.reason) == (False, "idle+drain", "maintenance window")
+    assert (g0.cpus, g0.cpus_allocated, g0.memory_allocated_mb, g0.gpus) == (16, 3, 200, 4)
+    assert (g0.partitions, g0.state, g0.is_usable) == (("gpu", "opp"), "mixed", True)
+    base = parse_text.parse_nodes(recorded("22.05", "scontrol_show_node_oneliner.txt"))
+    same = [(node.name, node.partitions, node.cpus, node.memory_mb, node.gres, node.features) for node in base]
+    assert same == [
+        (node.name, node.partitions, node.cpus, node.memory_mb, node.gres, node.features) for node in nodes.values()
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_partitions_and_configuration(version: str) -> None:
+    text = recorded(version, "scontrol_show_partition.txt").replace("\n   ", " ")
+    partitions = {partition.name: partition for partition in parse_text.parse_partitions(text)}
+    assert set(partitions) == {"gpu", "opp", "cpu"}
+    gpu = partitions["gpu"]
+    assert (gpu.nodes, gpu.is_default, gpu.is_up) == (("g0", "g1", "g2", "g3"), True, True)
+    assert (gpu.priority_tier, partitions["opp"].priority_tier, gpu.preempt_mode) == (10, 1, "REQUEUE")
+    assert (gpu.max_time_s, gpu.max_cpus_per_node) == (None, None)
+    config = parse_text.parse_config(recorded(version, "scontrol_show_config.txt"))
+    assert config["SLURM_VERSION"].startswith(version)
+    assert config["PreemptType"] == "preempt/partition_prio"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gres:gpu:4", [Gres("gpu", "", 4)]),
+        ("gres/gpu:h200:4", [Gres("gpu", "h200", 4)]),
+        ("gpu", [Gres("gpu", "", 1)]),
+        ("gpu:tesla", [Gres("gpu", "tesla", 1)]),
+        ("gpu:a100:4(S:0-1)", [Gres("gpu", "a100", 4)]),
+        ("gpu:a100_1g.5gb:7", [Gres("gpu", "a100_1g.5gb", 7)]),
+        ("gpu:4(IDX:0,2-4),shard:h200:0(IDX:N/A)", [Gres("gpu", "", 4, (0, 2, 3, 4)), Gres("shard", "h200", 0)]),
+        ("shard:h200:3(3/4,-/4,0/4)", [Gres("shard", "h200", 3, (0,))]),
+        ("opx:x1(CNT:1)", [Gres("opx", "x1", 1)]),
+        ("craynetwork:2K", [Gres("craynetwork", "", 2048)]),
+        ("cpu=2,mem=50M,gres/gpu=2,gres/gpu:h200=2", [Gres("gpu", "", 2), Gres("gpu", "h200", 2)]),
+        ("cpu=1", []),
+        ("(null)", []),
+        ("N/A", []),
+        ("", []),
+    ],
+)
+def test_gres_strings(text: str, expected: list[Gres]) -> None:
+    assert list(parse_gres(text)) == expected
+
+
+@pytest.mark.parametrize("text", ["gpu:a:b:1", "gres/gpu:h200:x1", ":2"])
+def test_what_is_no_gres_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="GRES"):
+        parse_gres(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("g[0-2,7],login", ["g0", "g1", "g2", "g7", "login"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("r[1-2]n[1-2]-ib", ["r1n1-ib", "r1n2-ib", "r2n1-ib", "r2n2-ib"]),
+        ("(null)", []),
+    ],
+)
+def test_hostlists_expand(text: str, hosts: list[str]) -> None:
+    assert list(expand(text)) == hosts
+
+
+@pytest.mark.parametrize("text", ["g[0-2", "g]0[", "g[a-b]", "g[0-9999999]", "g[0-999][0-9999]"])
+def test_what_is_no_hostlist_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="hostlist"):
+        expand(text)
+
+
+@given(st.sets(st.from_regex(r"[a-z]{1,3}[0-9]{0,3}(-ib)?", fullmatch=True), max_size=40))
+def test_hostlists_round_trip(hosts: set[str]) -> None:
+    text = compress(hosts)
+    assert sorted(expand(text)) == sorted(hosts)
+    assert compress(expand(text)) == text
+
+
+def test_hostlists_are_short() -> None:
+    assert compress([f"node{number:03}" for number in range(2000)]) == "node[000-999],node[1000-1999]"
+    assert compress(["g10", "g9", "g3", "login"]) == "g[3,9-10],login"
+    assert compress(["n1"]) == "n1"
+
+
+def test_values() -> None:
+    assert [seconds(text) for text in ("3-02:03:04", "02:03:04", "5:00", "7", "1-12", "UNLIMITED")] == [
+        266584, 7384, 300, 420, 129600, None,
+    ]  # fmt: skip
+    assert [megabytes(text) for text in ("100M", "62.50G", "4000", "512K", "N/A")] == [100, 64000, 4000, 0, 0]
+    assert moment("2026-11-20T16:00:15") is not None
+    for parse, text in ((seconds, "soon"), (megabytes, "much"), (moment, "yesterday")):
+        with pytest.raises(ValueError, match=text):
+            parse(text)
+
+
+def test_answers_of_another_form_are_errors() -> None:
+    with pytest.raises(UnreadableAnswer, match="2 fields"):
+        parse_text.parse_jobs("1\x1f2\x1e")
+    with pytest.raises(UnreadableAnswer, match="State"):
+        parse_text.parse_nodes("NodeName=x CPUTot=4\n")
+    with pytest.raises(UnreadableAnswer, match="job_id"):
+        parse_json.parse_jobs('{"jobs": [{"job_state": "RUNNING"}]}')
+    with pytest.raises(UnreadableAnswer):
+        parse_json.parse_nodes("squeue: error")
+
+
+def test_an_old_slurm_is_one_line(tmp_path: Path) -> None:
+    tool = tmp_path / "scontrol"
+    tool.write_text("#!/bin/sh\necho 'SLURM_VERSION = 21.08.8'\n")
+    tool.chmod(0o755)
+    with pytest.raises(UnsupportedSlurm, match=r"21\.08\.8: hetstream reads 22\.05 and newer"):
+        CommandReader({"PATH": str(tmp_path)}).snapshot()
+
+
+def _compare_text_and_json(devcluster: Any, wait_until: Callable[..., None]) -> None:
+    """What users can write is read alike in text and JSON, while jobs run and wait."""
+    slurm = CommandSlurm({**devcluster.env, "SQUEUE_FORMAT": "%i", "SLURM_TIME_FORMAT": "relative"})
+    quiet = ["--output=/dev/null"]
+    script = "#!/bin/sh\nsleep 300\n"
+    submitted = [
+        slurm.submit(script, ["-p", "cpu", "-c2", "--mem=50", "-J", "na|me", "--comment=a|b \x1d", *quiet], key="k1"),
+        slurm.submit(script, ["-p", "gpu", "--gpus=2", "-n2", "-c3", "--mem-per-cpu=100", "-t5", *quiet]),
+        slurm.submit(script, ["-p", "gpu", "--gpus-per-task=1", "-n2", "--mem=10", *quiet]),
+        slurm.submit(script, ["-p", "gpu", "-H", "-a", "1-8%2", "--gres=gpu:1", "-w", "gpu0", *quiet]),
+        slurm.submit(script, ["-p", "cpu", "--begin=now+1hour", *quiet]),
+    ]
+    try:
+        wait_until(
+            lambda: sum(job.is_running for job in slurm.snapshot().jobs if str(job.job_id) in submitted) == 3, 60
+        )
+        in_text = {job.job_id: job for job in slurm.snapshot().jobs}
+        in_json = {job.job_id: job for job in slurm.snapshot(details=True).jobs}
+        for job_id in map(int, submitted):
+            said = in_json[job_id]
+            plain = dataclasses.replace(said, shares=(), cpus_per_task=0)
+            assert dataclasses.replace(in_text[job_id], cpus_per_task=0) == plain
+        first, gpus, per_task, array, _ = (in_text[int(job_id)] for job_id in submitted)
+        assert (first.name, first.comment) == ("na|me", "a|b \x1d hetstream:key=k1")
+        assert [job.count("gpu") for job in (first, gpus, per_task, array)] == [0, 2, 2, 1]
+        assert (gpus.memory_mb, gpus.num_cpus, gpus.time_limit_s) == (600, 6, 300)
+        assert (array.num_records, array.required_nodes) == (8, ("gpu0",))
+        assert sum(total(share.gres, "gpu") for share in in_json[gpus.job_id].shares) == 2
+        assert slurm.find("k1") == submitted[0]
+        assert slurm.find("k2") is None
+        slurm.update(submitted[3], {"TimeLimit": "20", "Comment": "moved"})
+        slurm.release(submitted[3])
+        wait_until(lambda: _by_id(slurm, submitted[3]).priority > 0, 30)
+        assert (_by_id(slurm, submitted[3]).time_limit_s, _by_id(slurm, submitted[3]).comment) == (1200, "moved")
+        slurm.hold(submitted[4])
+        assert _by_id(slurm, submitted[4]).priority == 0
+        with pytest.raises(SlurmCommandError, match="Check: squeue --jobs=999999"):
+            slurm.hold("999999")
+    finally:
+        for job_id in submitted:
+            slurm.cancel(job_id)
+    wait_until(lambda: not slurm.snapshot().jobs, 60)
+
+
+def _by_id(slurm: CommandSlurm, job_id: str) -> Job:
+    return next(job for job in slurm.snapshot().jobs if job_id in (str(job.job_id), str(job.array_job_id)))
+
+
+@pytest.mark.slurm
+def test_text_and_json_of_a_real_cluster_agree(devcluster: Any, wait_until: Callable[..., None]) -> None:
+    _compare_text_and_json(devcluster, wait_until)
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["24.11", "26.05"])
+def test_text_and_json_of_newer_clusters_agree(
+    devclusters: Callable[[str], Any], wait_until: Callable[..., None], release: str
+) -> None:
+    _compare_text_and_json(devclusters(release), wait_until)

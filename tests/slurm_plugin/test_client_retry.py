@@ -1,0 +1,143 @@
+"""Failures that pass by themselves are tried again; nothing is ever submitted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetjob.errors import SlurmCommandError
+from slurm_plugin.client.fake import FakeSlurm
+from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END
+from slurm_plugin.client.retry import DELAYS_S
+from slurm_plugin.client.slurm import CommandSlurm
+
+FIXTURES = Path(__file__).with_name("fixtures")
+BUSY = "Resource temporarily unavailable"
+LOST = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+class Tools:
+    """Programs in place of Slurm's: each fails as often as its file of failures has lines, then prints its answer."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.slept: list[float] = []
+        self.slurm = CommandSlurm({"PATH": f"{directory}:/usr/bin:/bin"}, self.slept.append)
+
+    def add(self, name: str, *failures: str, answer: str = "") -> None:
+        (self.directory / f"{name}.failures").write_text("".join(f"{line}\n" for line in failures))
+        (self.directory / f"{name}.answer").write_text(answer)
+        path = self.directory / name
+        path.write_text(
+            f'#!/bin/sh\ncd {self.directory}\necho "$@" >> {name}.calls\n'
+            f"line=$(head -n1 {name}.failures)\nsed -i 1d {name}.failures\n"
+            f'if [ -n "$line" ]; then echo "$line" >&2; exit 1; fi\ncat {name}.answer\n'
+        )
+        path.chmod(0o755)
+
+    def calls(self, name: str) -> list[str]:
+        path = self.directory / f"{name}.calls"
+        return path.read_text().strip("\n").split("\n") if path.exists() else []
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Tools:
+    return Tools(tmp_path)
+
+
+def queue(job_id: str, comment: str) -> str:
+    values = {"JobID": job_id, "NumCPUs": "1", "Comment": comment} | {"Partition": "cpu", "State": "PENDING"}
+    return FIELD_END.join(values.get(name, "N/A") for name in JOB_FIELDS) + RECORD_END + "\n"
+
+
+def test_a_busy_controller_is_asked_again(tools: Tools) -> None:
+    tools.add("scontrol", f"slurm_update error: {BUSY}", f"slurm_update error: {BUSY}")
+    tools.slurm.update("7", {"Partition": "gpu", "TimeLimit": "20"})
+    assert tools.calls("scontrol") == ["update JobId=7 Partition=gpu TimeLimit=20"] * 3
+    assert tools.slept == list(DELAYS_S[:2])
+
+
+def test_a_refusal_is_final(tools: Tools) -> None:
+    tools.add("scontrol", "Access/permission denied")
+    with pytest.raises(SlurmCommandError, match=r"permission denied.*Check: squeue --jobs=7"):
+        tools.slurm.release("7")
+    assert tools.slept == []
+
+
+def test_a_controller_that_stays_away_is_an_error(tools: Tools) -> None:
+    tools.add("scancel", *["Unable to contact slurm controller (connect failure)"] * 20)
+    with pytest.raises(SlurmCommandError, match="Unable to contact"):
+        tools.slurm.cancel("7")
+    assert tools.slept == list(DELAYS_S)
+
+
+def test_a_submission_whose_answer_was_lost_is_found_again(tools: Tools) -> None:
+    tools.add("sbatch", LOST, answer="99\n")
+    tools.add("squeue", answer=queue("41", "hets:trainer=3 hetstream:key=3.w1"))
+    assert tools.slurm.submit("#!/bin/sh\n", ["--comment=hets:trainer=3", "-n1"], key="3.w1") == "41"
+    assert tools.calls("sbatch") == ["--parsable --comment=hets:trainer=3 hetstream:key=3.w1 -n1"]
+
+
+def test_a_submission_that_never_arrived_is_made_again(tools: Tools) -> None:
+    tools.add("sbatch", LOST, BUSY, answer="42\n")
+    tools.add("squeue", f"slurm_load_jobs error: {LOST}", answer=queue("41", "hetstream:key=3.w10"))
+    assert tools.slurm.submit("#!/bin/sh\n", [], key="3.w1") == "42"
+    assert len(tools.calls("sbatch")) == 3
+    assert len(tools.calls("squeue")) == 2
+
+
+def test_without_a_key_a_lost_answer_is_an_error(tools: Tools) -> None:
+    tools.add("sbatch", BUSY, LOST, answer="42\n")
+    with pytest.raises(SlurmCommandError, match="Socket timed out"):
+        tools.slurm.submit("#!/bin/sh\n", [])
+    assert len(tools.calls("sbatch")) == 2
+
+
+@pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
+def test_an_update_of_an_array_whose_tasks_have_partly_ended_has_taken_effect(tools: Tools, version: str) -> None:
+    said = (FIXTURES / version / "scontrol_update_throttle.txt").read_text().splitlines()
+    told = [line for line in said if not line.startswith("rc=")]
+    (tools.directory / "told").write_text("".join(f"{line}\n" for line in told))
+    path = tools.directory / "scontrol"
+    path.write_text(f"#!/bin/sh\ncat {tools.directory}/told\nexit 1\n")
+    path.chmod(0o755)
+    tools.slurm.update("33", {"ArrayTaskThrottle": "5"})
+    (tools.directory / "told").write_text("33_4: Invalid job id specified\n")
+    with pytest.raises(SlurmCommandError, match="Invalid job id"):
+        tools.slurm.update("33", {"ArrayTaskThrottle": "5"})
+
+
+def test_what_could_act_twice_is_refused(tools: Tools) -> None:
+    with pytest.raises(ValueError, match=r"TimeLimit\+"):
+        tools.slurm.update("7", {"TimeLimit+": "20"})
+    with pytest.raises(ValueError, match="submission key 'two words'"):
+        tools.slurm.submit("", [], key="two words")
+
+
+def test_the_fake_keeps_keys_too(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+    fake = FakeSlurm(tmp_path, {"PATH": "/usr/bin:/bin"})
+    first = fake.submit("#!/bin/sh\n", [], key="a")
+    assert fake.submit("#!/bin/sh\n", [], key="a") == fake.find("a") == first
+    wait_until(lambda: all(child.poll() is not None for children in fake.jobs.values() for child in children))
+    assert len(fake.jobs) == 1
+
+
+@pytest.mark.slurm
+def test_a_real_submission_whose_answer_is_lost(devcluster: Any, tmp_path: Path) -> None:
+    """sbatch submits, and its user is told that the connection timed out."""
+    real = next(Path(place, "sbatch") for place in devcluster.env["PATH"].split(":") if Path(place, "sbatch").exists())
+    tool = tmp_path / "sbatch"
+    tool.write_text(f'#!/bin/sh\n{real} "$@" >/dev/null\necho "Socket timed out on send/recv operation" >&2\nexit 1\n')
+    tool.chmod(0o755)
+    slept: list[float] = []
+    environ = {**devcluster.env, "PATH": f"{tmp_path}:{devcluster.env['PATH']}"}
+    slurm = CommandSlurm(environ, slept.append)
+    job_id = slurm.submit("#!/bin/sh\nsleep 300\n", ["-p", "cpu", "-H", "-o", "/dev/null"], key="lost.1")
+    try:
+        assert len(slept) == 1
+        assert [str(job.job_id) for job in slurm.snapshot().jobs if "lost.1" in job.comment] == [job_id]
+    finally:
+        slurm.cancel(job_id)

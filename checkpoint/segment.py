@@ -28,6 +28,7 @@ from checkpoint.checksum import checksum
 from checkpoint.errors import DamagedSegment, OptionsError, SharedMemoryFull
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
+from checkpoint.memory import available_bytes
 
 VERSION = 1
 PAGE_BYTES = 4096
@@ -364,10 +365,22 @@ def check_room(directory: Path, num_bytes: int) -> None:
         raise SharedMemoryFull(_no_room(directory, num_bytes, f"{free_bytes} bytes are free"))
 
 
+def check_memory(directory: Path, num_bytes: int) -> None:
+    """Refuse to take more memory than there is: shared memory may be larger, and filling it would end processes.
+
+    Raises:
+        SharedMemoryFull: the host, or the control group that the job runs in, has less.
+    """
+    left_bytes = available_bytes()
+    if left_bytes < num_bytes:
+        raise SharedMemoryFull(_no_room(directory, num_bytes, f"only {left_bytes} bytes of memory are available"))
+
+
 def _no_room(directory: Path, num_bytes: int, reason: str) -> str:
     return (
         f"{directory} has no room for a generation of {num_bytes} bytes: {reason}. Nothing was written. See "
-        f"`df {directory}`; free memory there, or make it larger (mount -o remount,size=...), or give num_slots=2"
+        f"`df {directory}` and `free`; have the job ask for more memory, or the site for a larger {directory}, or give "
+        "num_slots=2"
     )
 
 

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 
 from checkpoint.adoption import own_store
-from checkpoint.errors import DamagedSegment, OptionsError, SharedMemoryFull
+from checkpoint.errors import CheckpointError, DamagedSegment, OptionsError, SharedMemoryFull
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
-from checkpoint.segment import MAX_METADATA_BYTES, PAGE_BYTES, Segment, State, check_room, file_bytes
+from checkpoint.segment import MAX_METADATA_BYTES, PAGE_BYTES, Segment, State, check_memory, check_room, file_bytes
 from checkpoint.store_files import Identity, SaverStatus, SlotContent, StoreFiles
 
 _log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ MIN_SLOTS = 2
 _GRACE_S = 5.0
 _POLL_S = 0.002
 _SAY_WAITING_S = 5.0
+_PREPARED_TIMEOUT_S = 60.0
 # Numbers and paths in the structure grow from save to save, and the slot need not.
 _METADATA_SLACK = 1.25
 _MAX_WORD = 2**64 - 1
@@ -163,12 +164,13 @@ class Store:
         self._fallback = fallback
         self._pid = os.getpid()
         self._is_open = True
+        # Read and write: it opens without a saver, and without one nothing is lost.
+        self._pipe = os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._is_saving = False
         self._writing: WritableSlot | None = None
         self._changed = threading.Condition()
         self._slots = _take_slots(files, num_slots)
         self._serial = max((content.header.serial for content in self.held()), default=0)
-        # Read and write: it opens without a saver, and without one nothing is lost.
-        self._pipe = os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     @classmethod
     def open(
@@ -269,7 +271,68 @@ class Store:
         Raises:
             SharedMemoryFull: the slot has to be made, and there is no room; what is in memory stays.
             OptionsError: another save has not ended.
+            CheckpointError: somebody has deleted the store's directory.
         """
+        with self._changed:
+            self._check_usable()
+            if self._is_saving:
+                raise OptionsError("a save is under way: publish or abandon it before the next")
+            self._is_saving = True
+        try:
+            return self._begin(payload_bytes, metadata_bytes)
+        except BaseException as error:
+            self._is_saving = False
+            if isinstance(error, FileNotFoundError) and not self.path.exists():
+                raise CheckpointError(
+                    f"{self.path}: somebody has deleted this store while it was in use. Nothing is held in memory any "
+                    "more; start the training again from the checkpoint on disk"
+                ) from error
+            raise
+
+    def close(self, *, keep: bool = False) -> None:
+        """Let go of the store. A second time, and in a forked child, it does nothing.
+
+        Args:
+            keep: leave all as after a crash, for the trainer that comes next. Else the saver is told that what is in
+                memory may go once it is on disk; without a living saver it goes now.
+        """
+        with self._changed:
+            if not self._is_open or os.getpid() != self._pid:
+                return
+            self._is_open = False
+            writing = self._writing
+        if writing:
+            writing.abandon()
+        with self._changed:
+            # A thread that prepares a slot ends with it.
+            self._changed.wait_for(lambda: not any(slot.is_busy for slot in self._slots), _PREPARED_TIMEOUT_S)
+        reach("store.closing")
+        keep = keep or not self.path.exists()  # somebody has deleted it
+        try:
+            if not keep:
+                self._files.closed.touch(0o600)
+                reach("store.closed")
+                self.wake()
+        finally:
+            for slot in self._slots:
+                slot.close()
+            os.close(self._pipe)
+            saver = None if keep else FileLock.try_exclusive(self._files.saver_lock)
+            try:
+                if saver:
+                    self._files.delete()
+            finally:
+                self._lock.release()
+                if saver:
+                    saver.release()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self, payload_bytes: int, metadata_bytes: int) -> WritableSlot:
         began_s = time.monotonic()
         while True:
             slot, lock = self._take(payload_bytes, metadata_bytes)
@@ -296,47 +359,6 @@ class Store:
                 reach("slot.begun")
                 self._writing = WritableSlot(self, slot, lock, waited_s, allocated)
                 return self._writing
-
-    def close(self, *, keep: bool = False) -> None:
-        """Let go of the store. A second time, and in a forked child, it does nothing.
-
-        Args:
-            keep: leave all as after a crash, for the trainer that comes next. Else the saver is told that what is in
-                memory may go once it is on disk; without a living saver it goes now.
-        """
-        with self._changed:
-            if not self._is_open or os.getpid() != self._pid:
-                return
-            self._is_open = False
-            writing = self._writing
-        if writing:
-            writing.abandon()
-        with self._changed:
-            self._changed.wait_for(lambda: not any(slot.is_busy for slot in self._slots))
-        reach("store.closing")
-        try:
-            if not keep:
-                self._files.closed.touch(0o600)
-                reach("store.closed")
-                self.wake()
-        finally:
-            for slot in self._slots:
-                slot.close()
-            os.close(self._pipe)
-            saver = None if keep else FileLock.try_exclusive(self._files.saver_lock)
-            try:
-                if saver:
-                    self._files.delete()
-            finally:
-                self._lock.release()
-                if saver:
-                    saver.release()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _take(self, payload_bytes: int, metadata_bytes: int) -> tuple[_Slot, FileLock | None]:
         """A slot to overwrite, busy from here on, and the lock of its file if it has one."""
@@ -383,7 +405,9 @@ class Store:
         made = self.path / f"new-{slot.path.name}"
         try:
             # The memory of the old file is used again.
-            check_room(self.path, file_bytes(payload_bytes, metadata_bytes) - _size_in(slot.path))
+            needed_bytes = file_bytes(payload_bytes, metadata_bytes) - _size_in(slot.path)
+            check_room(self.path, needed_bytes)
+            check_memory(self.path, needed_bytes)
             slot.close()
             _unlink_with_target(slot.path)
             segment = Segment.create(made, payload_bytes, metadata_bytes)
@@ -430,8 +454,6 @@ class Store:
             raise OptionsError(f"{self.path}: a forked child cannot save; only process {self._pid} can")
         if not self._is_open:
             raise OptionsError(f"{self.path}: the store is closed")
-        if self._writing:
-            raise OptionsError("a save is under way: publish or abandon it before the next")
 
     def _free(self, slot: _Slot) -> None:
         with self._changed:
@@ -440,6 +462,7 @@ class Store:
 
     def _end_writing(self, slot: _Slot) -> None:
         self._writing = None
+        self._is_saving = False
         self._free(slot)
 
 

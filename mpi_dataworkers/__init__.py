@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Any
 from mpi_dataworkers.visitation import ShardingPolicy, Visitation
 
 if TYPE_CHECKING:
+    from mpi_dataworkers.data_state import merge_states
     from mpi_dataworkers.generators import numpy_sample_generator, sample_generator
     from mpi_dataworkers.loader import DataLoader, mix
 
-__all__ = ["DataLoader", "ShardingPolicy", "Visitation", "mix", "numpy_sample_generator", "sample_generator"]
+__all__ = [
+    "DataLoader",
+    "ShardingPolicy",
+    "Visitation",
+    "merge_states",
+    "mix",
+    "numpy_sample_generator",
+    "sample_generator",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from mpi_dataworkers.loader import mix
 
         return mix
+    if name == "merge_states":
+        from mpi_dataworkers.data_state import merge_states
+
+        return merge_states
     if name in ("numpy_sample_generator", "sample_generator"):
         from mpi_dataworkers import generators
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mpi_dataworkers.errors import StateError
+from mpi_dataworkers.interleave import gather
 
-VERSION = 2
+VERSION = 3
 # Epoch and turn travel together as one signed 64-bit number.
 MAX_EPOCH = 2**31 - 1
 
@@ -23,7 +24,7 @@ class DataState:
         turn: which of its passes, with `repeat`.
         step: steps of that pass that the training loop has taken.
         shards: place in each of its streams, where a pass is divided; None elsewhere.
-        world_size: ranks that shared the order.
+        world_size: ranks that shared the order; 0 in what `merge_states` gives.
         is_global: the order does not depend on the world size, because `global_batch_size` was given.
         pipeline: dataset and order in words; equal where the samples and their order are.
         sampler: how the program's own sampler began the epoch (see `loader.sampler_state`), else "".
@@ -78,15 +79,82 @@ class DataState:
             for key in sorted({*self.pipeline, *here.pipeline})
             if self.pipeline.get(key) != here.pipeline.get(key)
         ]
-        if self.world_size != here.world_size and not (self.is_global and here.is_global):
+        is_merged = self.world_size == 0 and _is_dealt(here.pipeline)
+        if self.world_size != here.world_size and not is_merged and not (self.is_global and here.is_global):
+            way = "when both loaders have global_batch_size= instead of batch_size="
+            if _is_dealt(self.pipeline):
+                way = "as one of merge_states(), which puts the states of all ranks together"
             differences.append(
                 f"world_size: {self.world_size} in the state, {here.world_size} here (a state can change its world "
-                "size when both loaders have global_batch_size= instead of batch_size=)"
+                f"size {way})"
             )
         if not differences and num_steps is not None and self.step > num_steps:
             differences.append(f"step {self.step} of epoch {self.epoch}, but an epoch here has {num_steps} steps")
         if differences:
             raise StateError(f"the state belongs to another run of the data: {'; '.join(differences)}")
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put the states of all ranks together into one, from which any number of ranks can continue.
+
+    For loaders of an IterableDataset, whose shards are dealt out among the ranks; `num_shards` must be the same before
+    and after. Each shard goes on at its step, in one of the ranks.
+
+    Args:
+        states: what `state_dict()` gave in each rank at the same moment, in any order.
+
+    Raises:
+        StateError: they are not of all ranks of one run at one moment, or of another kind of loader.
+    """
+    read = [DataState.read(state) for state in states]
+    if not read:
+        raise StateError("merge_states needs the state of each rank, and has none")
+    one = min(read, key=lambda state: (state.epoch, state.turn))
+    if not _is_dealt(one.pipeline):
+        raise StateError(
+            "merge_states is for an IterableDataset whose shards are dealt out among the ranks, without length_of and "
+            "sharding=OFF; other loaders change their world size by global_batch_size="
+        )
+    for state in read:
+        if (state.pipeline, state.world_size) != (one.pipeline, one.world_size):
+            raise StateError("the states are of different data, orders or world sizes: merge those of one run's ranks")
+    if len(read) != one.world_size:
+        raise StateError(f"{len(read)} states of a run with {one.world_size} ranks: merge_states needs that of each")
+    now = [state for state in read if (state.epoch, state.turn) == (one.epoch, one.turn)]
+    if any(state.shards is not None for state in read if state not in now):
+        raise StateError("the states are of different epochs: save them in all ranks at the same moment")
+    whole = replace(one, world_size=0, shards=None, step=0)
+    if any(state.shards is not None for state in now):
+        shards = _merge_shards(one, [state.shards for state in now], len(read))
+        whole = replace(whole, shards=shards, step=max(state.step for state in now))
+    return whole.as_dict()
+
+
+def _is_dealt(pipeline: Mapping[str, str]) -> bool:
+    return pipeline.get("length") == "-1" and pipeline.get("sharding") != "OFF" and "buckets" not in pipeline
+
+
+def _merge_shards(one: DataState, positions: Sequence[Mapping[str, Any] | None], num_ranks: int) -> dict[str, Any]:
+    """All ranks' positions as one: of a rank that is missing all is read, of one without a position none has begun."""
+    by_rank: dict[int, Any] = {}
+    snapshots: dict[str, str] = {}
+    try:
+        num_shards = int(one.pipeline["num_shards"])
+        for position in positions:
+            if position is not None:
+                by_rank[int(position["rank"])] = position
+                snapshots |= position["snapshots"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"the states have no position in the shards of a loader: {error!r}") from error
+    not_begun = positions.count(None)
+    if len(by_rank) + not_begun < len(positions):
+        raise StateError("two of the states are of one rank: merge_states needs that of each rank once")
+    if not_begun and len(positions) < num_ranks:
+        raise StateError("some ranks have not begun and some have ended: save the states inside the loop, or after it")
+    rest = [[[rank, num_shards, num_ranks]] if not_begun and rank < num_shards else [] for rank in range(num_ranks)]
+    ranks = [by_rank.get(rank, {"places": [], "turn": 0, "left": rest[rank]}) for rank in range(num_ranks)]
+    step = max(position["step"] for position in by_rank.values())
+    return gather(ranks, num_shards) | {"rank": None, "step": step, "copies": 1, "ahead": [], "snapshots": snapshots}
 
 
 # The form of each field: a check, and the rule in words.
@@ -95,7 +163,7 @@ _FORMS: dict[str, tuple[Any, str]] = {
     "turn": (lambda value: _is_count(value) and value <= MAX_EPOCH, "a whole number of at least 0"),
     "step": (lambda value: _is_count(value), "a whole number of at least 0"),
     "shards": (lambda value: _is_json(value), "JSON text of a mapping or null"),
-    "world_size": (lambda value: _is_count(value) and value > 0, "a whole number of at least 1"),
+    "world_size": (lambda value: _is_count(value), "a whole number of at least 0"),
     "is_global": (lambda value: isinstance(value, bool), "true or false"),
     "pipeline": (lambda value: _is_text_mapping(value), "a mapping of text to text"),
     "sampler": (lambda value: isinstance(value, str), "text"),

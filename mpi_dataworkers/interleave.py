@@ -3,12 +3,15 @@
 Used by `loader/shards.py`. Some shards are read at a time, each in a place of its own. A turn takes one step of the
 shard in the next place; a shard that has ended leaves its place to the next shard, or, when there is none, the place is
 left out. Who made the steps, and when they came, does not matter, so the order is the same for any number of data
-workers; and the state is the position in each shard that is being read.
+workers; and the state is the position in each shard that is being read, and which shards are left.
+
+The shards of a stream are dealt out among ranks. The positions of all ranks together (`gather`) can be dealt out anew
+among any number of them (`deal`), in the order in which their turns would have come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +39,8 @@ class Interleave:
     """
 
     def __init__(self, shards: Sequence[int], width: int) -> None:
-        self._shards = shards
-        self._begun = min(width, len(shards))
-        self.places = [Place(shard, 0) for shard in shards[: self._begun]]
+        self._left = as_strides(shards)
+        self.places = [Place(shard, 0) for shard in take(self._left, width)]
         self.turn = 0
 
     def taken(self, place: int, steps: int = 1) -> None:
@@ -48,10 +50,8 @@ class Interleave:
 
     def ended(self, place: int) -> Place | None:
         """The shard in this place has no more steps: returns what begins in its place, or None when it is left out."""
-        if self._begun < len(self._shards):
-            begun = Place(self._shards[self._begun], 0)
-            self._begun += 1
-            self.places[place] = begun
+        if self._left:
+            begun = self.places[place] = Place(take(self._left, 1)[0], 0)
             self.turn = (place + 1) % len(self.places)
             return begun
         del self.places[place]
@@ -60,22 +60,117 @@ class Interleave:
 
     def state(self) -> dict[str, Any]:
         """Position, as plain values."""
-        places = [[place.shard, place.step] for place in self.places]
-        return {"places": places, "turn": self.turn, "begun": self._begun}
+        return _state(self.places, self.turn, self._left)
 
-    def load(self, state: Any) -> None:
+    def load(self, state: Any, num_shards: int) -> None:
         """Continue from a position.
 
+        Args:
+            state: of `state` or `deal`.
+            num_shards: how many there are, for all ranks.
+
         Raises:
-            StateError: it is none of these shards.
+            StateError: it is none among these shards.
         """
-        try:
-            places = [Place(int(shard), int(step)) for shard, step in state["places"]]
-            turn, begun = int(state["turn"]), int(state["begun"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"this is no position among shards: {error!r}") from error
-        known = set(self._shards[:begun])
-        inside = 0 <= begun <= len(self._shards) and 0 <= turn < max(1, len(places))
-        if not inside or any(place.shard not in known or place.step < 0 for place in places):
-            raise StateError(f"the state names shards that this loader does not have: {state!r}")
-        self.places, self.turn, self._begun = places, turn, begun
+        self.places, self.turn, self._left = _read(state, num_shards)
+
+
+def gather(states: Sequence[Any], num_shards: int) -> dict[str, Any]:
+    """The position of several ranks that share one deal, as one.
+
+    Args:
+        states: each rank's position, in order of rank; a rank that has nothing left has no places.
+        num_shards: how many there are, for all ranks.
+
+    Raises:
+        StateError: they are no positions of one deal.
+    """
+    read = [_read(state, num_shards) for state in states]
+    turns = max((len(places) for places, _, _ in read), default=0)
+    places = [
+        places[(turn + number) % len(places)]
+        for number in range(turns)
+        for places, turn, _ in read
+        if number < len(places)
+    ]
+    left = sorted(shard for _, _, strides in read for stride in strides for shard in stride)
+    named = [*left, *(place.shard for place in places)]
+    if len(set(named)) < len(named):
+        raise StateError("the states name a shard twice: they are not of the ranks of one run at one moment")
+    return _state(places, 0, as_strides(left))
+
+
+def deal(state: Any, num_shards: int, rank: int, num_ranks: int, width: int) -> dict[str, Any]:
+    """One rank's position of a gathered one: the shards that are being read in the order of their turns, then others.
+
+    Args:
+        state: of `gather`.
+        num_shards: how many there are, for all ranks.
+        rank, num_ranks: whose position; each shard has one rank.
+        width: how many shards a rank reads at a time.
+
+    Raises:
+        StateError: it is no position among these shards.
+    """
+    places, _, left = _read(state, num_shards)
+    mine = places[rank::num_ranks]
+    first = (rank - len(places)) % num_ranks  # who had the fewest goes on
+    others = []
+    for stride in left:
+        others.append(stride[first::num_ranks])
+        first = (first - len(stride)) % num_ranks
+    others = [stride for stride in others if stride]
+    mine += [Place(shard, 0) for shard in take(others, max(0, width - len(mine)))]
+    return _state(mine, 0, others)
+
+
+def as_strides(shards: Iterable[int]) -> list[range]:
+    """Ascending numbers as few ranges: the shards of a rank are evenly spaced for the most part."""
+    if isinstance(shards, range):
+        return [shards] if shards else []
+    strides: list[range] = []
+    for shard in shards:
+        last = strides[-1] if strides else None
+        if last is not None and len(last) == 1 and shard > last[0]:
+            strides[-1] = range(last[0], shard + 1, shard - last[0])
+        elif last is not None and shard == last[-1] + last.step:
+            strides[-1] = range(last[0], shard + 1, last.step)
+        else:
+            strides.append(range(shard, shard + 1))
+    return strides
+
+
+def take(strides: list[range], count: int) -> list[int]:
+    """Take the first numbers out, in place; fewer where there are no more."""
+    taken: list[int] = []
+    while strides and len(taken) < count:
+        wanted = count - len(taken)
+        taken += strides[0][:wanted]
+        strides[0] = strides[0][wanted:]
+        if not strides[0]:
+            del strides[0]
+    return taken
+
+
+def _state(places: list[Place], turn: int, left: list[range]) -> dict[str, Any]:
+    return {
+        "places": [[place.shard, place.step] for place in places],
+        "turn": turn,
+        "left": [[stride.start, stride.stop, stride.step] for stride in left],
+    }
+
+
+def _read(state: Any, num_shards: int) -> tuple[list[Place], int, list[range]]:
+    try:
+        places = [Place(int(shard), int(step)) for shard, step in state["places"]]
+        turn, left = (
+            int(state["turn"]),
+            [range(int(start), int(stop), int(step)) for start, stop, step in state["left"]],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"this is no position among shards: {error!r}") from error
+    known = range(num_shards)
+    inside = all(place.shard in known and place.step >= 0 for place in places) and 0 <= turn < max(1, len(places))
+    if not inside or any(not stride or stride[0] not in known or stride[-1] not in known for stride in left):
+        raise StateError(f"the state names shards that this loader does not have: {state!r}")
+    return places, turn, left

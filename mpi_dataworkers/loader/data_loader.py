@@ -21,7 +21,7 @@ from mpi_dataworkers.loader.device import OnDevice
 from mpi_dataworkers.loader.options import LoaderOptions
 from mpi_dataworkers.loader.order import ListedPass, Order, PlannedPass
 from mpi_dataworkers.loader.sampler_state import beginning_again, beginning_of
-from mpi_dataworkers.loader.shards import Division, LocalShardedIterator, ShardedIterator, check_shard_state
+from mpi_dataworkers.loader.shards import Division, LocalShardedIterator, ShardedIterator, own_position
 from mpi_dataworkers.loader.sharing import SharedStream, SharingMode
 from mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
 from mpi_dataworkers.loader.stream import LocalIterator, StreamIterator
@@ -346,19 +346,21 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, in constant time; with a sampler of the program's own, in the time that it
-        takes to draw the indices again. With `global_batch_size` the state may come from another world size.
+        takes to draw the indices again. With `global_batch_size` the state may come from another world size; of an
+        IterableDataset if it is what `merge_states` makes of all ranks' states.
 
         Raises:
             StateError: the state is of another dataset, order or batch size, or damaged; every difference is named.
         """
         loaded = DataState.read(state)
         loaded.check_fits(self._state_at(_Position(0)), None if self._listed_order else self._num_steps(loaded.epoch))
-        if self._division is not None and loaded.shards is not None:
-            check_shard_state(self._division, loaded.shards)
+        shards = loaded.shards
+        if self._division is not None and shards is not None:
+            shards = own_position(self._division, shards)
         elif loaded.shards is not None or (self._division is not None and loaded.step > 0):
             raise StateError("the state and this loader divide the data in different ways")
         self._stream.skipped.load_state(loaded.quarantined)
-        self._next = self._taken = _Position(loaded.epoch, loaded.turn, loaded.step, loaded.shards, loaded)
+        self._next = self._taken = _Position(loaded.epoch, loaded.turn, loaded.step, shards, loaded)
 
     def stats(self) -> dict[str, Any]:
         """How the loader does: counts since it was made, and rates over the last seconds.

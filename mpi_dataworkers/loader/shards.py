@@ -16,7 +16,7 @@ import torch.utils.data
 
 from mpi_dataworkers.client import Delivered, Ended, MakeItYourself, Pass
 from mpi_dataworkers.errors import StateError
-from mpi_dataworkers.interleave import Interleave, Place
+from mpi_dataworkers.interleave import Interleave, Place, deal
 from mpi_dataworkers.loader.order import PlannedPass
 from mpi_dataworkers.loader.stream import FailedStep, LocalFailure, Stream, early_end, rebuild_error, torch_iter
 from mpi_dataworkers.messages import BatchFailed, ErrorPolicy, ShardOrder
@@ -60,22 +60,26 @@ class Division:
     in_rounds: bool = False
 
     @property
-    def _dealt_to(self) -> int:
-        """Among how many ranks the shards are dealt out; else each has its slice of every shard."""
-        return self.world_size if self.num_samples < 0 and not self.in_rounds else 1
+    def dealt(self) -> tuple[int, int]:
+        """Which rank this is of how many that have shards of their own; (0, 1) where each has a part of every shard."""
+        return (self.rank, self.world_size) if self.num_samples < 0 and not self.in_rounds else (0, 1)
+
+    def known(self, num_copies: int) -> int:
+        """How many streams there are, for all ranks."""
+        return num_copies if self.guarantee.cut is Cut.COPIES else self.guarantee.num_shards
 
     def shards(self, num_copies: int) -> Sequence[int]:
         """This rank's streams: its share of an IterableDataset's, of an indexed dataset its slice of each."""
         if self.guarantee.cut is Cut.COPIES:
             return range(num_copies)
-        ranks = self._dealt_to
-        return range(self.rank % ranks, self.guarantee.num_shards, ranks)
+        rank, num_ranks = self.dealt
+        return range(rank, self.guarantee.num_shards, num_ranks)
 
     def width(self, num_copies: int) -> int:
         """How many of them are read at a time."""
         if self.guarantee.cut is Cut.COPIES:
             return max(1, num_copies)
-        return max(1, self.guarantee.width // self._dealt_to)
+        return max(1, self.guarantee.width // self.dealt[1])
 
     def stream(self, shard: int, epoch: int) -> PlannedPass | ShardOrder:
         """One stream's order."""
@@ -155,7 +159,7 @@ class ShardedIterator(Iterator[Any]):
     def shard_state(self) -> dict[str, Any]:
         """Position in each stream that is being read, as plain values."""
         ahead = [list(one) for one in self._passes[0].buffer.ahead()] if self._passes else []
-        return _state(self.position, self._num_copies, ahead, self._snapshots, self._interleave)
+        return _state(self._division, self.position, self._num_copies, ahead, self._snapshots, self._interleave)
 
     def _begin(self, place: Place) -> Pass:
         stream = self._division.stream(place.shard, self._epoch)
@@ -284,10 +288,11 @@ class ShardedIterator(Iterator[Any]):
 
 
 def _state(
-    step: int, copies: int, ahead: list[list[int]], snapshots: dict[int, str], order: Interleave
+    division: Division, step: int, copies: int, ahead: list[list[int]], snapshots: dict[int, str], order: Interleave
 ) -> dict[str, Any]:
     named = {str(shard): snapshot for shard, snapshot in snapshots.items()}
-    return {"step": step, "copies": copies, "ahead": ahead, "snapshots": named} | order.state()
+    rank = division.dealt[0]
+    return {"rank": rank, "step": step, "copies": copies, "ahead": ahead, "snapshots": named} | order.state()
 
 
 def _snapshots_of(state: dict[str, Any] | None) -> Iterator[tuple[int, str]]:
@@ -299,18 +304,19 @@ def _snapshots_of(state: dict[str, Any] | None) -> Iterator[tuple[int, str]]:
 def _interleave(division: Division, num_copies: int, state: dict[str, Any] | None) -> Interleave:
     order = Interleave(division.shards(num_copies), division.width(num_copies))
     if state is not None:
-        order.load(state)
+        order.load(state, division.known(num_copies))
     return order
 
 
-def check_shard_state(division: Division, state: Any) -> None:
-    """Refuse a position that this division does not have.
+def own_position(division: Division, state: Any) -> dict[str, Any]:
+    """A saved position as this rank's: of all ranks' together (`data_state.merge_states`) its part.
 
     Raises:
-        StateError: it is none.
+        StateError: it is none of this division, or another rank's.
     """
+    rank, num_ranks = division.dealt
     try:
-        copies, step = int(state["copies"]), int(state["step"])
+        copies, step, whose = int(state["copies"]), int(state["step"]), state["rank"]
         ahead = [(int(first), int(stop)) for first, stop in state["ahead"]]
         for _, snapshot in _snapshots_of(state):
             json.loads(snapshot)
@@ -318,7 +324,18 @@ def check_shard_state(division: Division, state: Any) -> None:
         raise StateError(f"the state has no position in the shards of this loader: {error!r}") from error
     if not 0 < copies <= _MAX_COPIES or step < 0 or any(not 0 <= first < stop for first, stop in ahead):
         raise StateError(f"the state has a damaged position in the shards of this loader: {state!r}")
+    if whose is None:
+        dealt = deal(state, division.known(copies), rank, num_ranks, division.width(copies))
+        mine = {str(shard) for shard, _ in dealt["places"]}
+        snapshots = {shard: snapshot for shard, snapshot in state["snapshots"].items() if shard in mine}
+        state = {**state, **dealt, "rank": rank, "snapshots": snapshots}
+    elif whose != rank:
+        raise StateError(
+            f"this is the state of rank {whose}, and this is rank {rank}: each rank of an IterableDataset has a state "
+            "of its own (or load what merge_states() makes of all of them)"
+        )
     _interleave(division, copies, state)
+    return dict(state)
 
 
 # --- in process -----------------------------------------------------------------------------------------------------
@@ -412,6 +429,7 @@ class LocalShardedIterator(Iterator[Any]):
         torch_options: dict[str, Any],
     ) -> None:
         self._stream = stream
+        self._division = division
         self._epoch = epoch
         self._num_copies = int(state["copies"]) if state else 1
         self._interleave = _interleave(division, self._num_copies, state)
@@ -435,7 +453,7 @@ class LocalShardedIterator(Iterator[Any]):
         """Position in each stream that is being read, as plain values."""
         first = self._interleave.places[0].step if self._interleave.places else 0
         ahead = [list(one) for one in as_ranges(sorted(step for step in self._ahead if step >= first))]
-        return _state(self.position, self._num_copies, ahead, self._snapshots, self._interleave)
+        return _state(self._division, self.position, self._num_copies, ahead, self._snapshots, self._interleave)
 
     def __next__(self) -> Any:
         started = time.monotonic()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi_dataworkers.errors import ConfigError, StateError
-from mpi_dataworkers.interleave import Interleave
+from mpi_dataworkers.interleave import Interleave, as_strides, deal, gather, take
 from mpi_dataworkers.mixer import Mixer, Stop, check_mixture, choices_of
 
 LENGTHS = st.lists(st.integers(0, 4), max_size=6)
@@ -48,7 +48,7 @@ def test_a_state_taken_at_any_step_continues_there(lengths: list[int], width: in
     running = Interleave(range(len(lengths)), width)
     for number in range(len(whole) + 1):
         restored = Interleave(range(len(lengths)), width)
-        restored.load(json.loads(json.dumps(running.state())))
+        restored.load(json.loads(json.dumps(running.state())), len(lengths))
         assert walk(restored, lengths) == whole[number:]
         while running.places:
             place = running.places[running.turn]
@@ -58,10 +58,94 @@ def test_a_state_taken_at_any_step_continues_there(lengths: list[int], width: in
             running.ended(running.turn)
 
 
-@pytest.mark.parametrize("state", [None, {}, {"places": [[9, 0]], "turn": 0, "begun": 2}, {"places": 3}])
+FOREIGN = [
+    None,
+    {},
+    {"places": 3},
+    {"places": [[9, 0]], "turn": 0, "left": []},
+    {"places": [[0, -1]], "turn": 0, "left": []},
+    {"places": [], "turn": 0, "left": [[0, 9, 1]]},
+    {"places": [], "turn": 0, "left": [[0, 9, 0]]},
+    {"places": [], "turn": 0, "left": [[1, 1, 1]]},
+]
+
+
+@pytest.mark.parametrize("state", FOREIGN)
 def test_a_foreign_position_is_refused(state: object) -> None:
     with pytest.raises(StateError):
-        Interleave(range(2), 2).load(state)
+        Interleave(range(2), 2).load(state, 2)
+
+
+@given(numbers=st.sets(st.integers(0, 40)), count=st.integers(0, 50))
+def test_numbers_are_kept_as_few_ranges(numbers: set[int], count: int) -> None:
+    strides = as_strides(sorted(numbers))
+    assert [number for stride in strides for number in stride] == sorted(numbers)
+    assert take(strides, count) == sorted(numbers)[:count]
+    assert [number for stride in strides for number in stride] == sorted(numbers)[count:]
+    assert len(as_strides([*range(3, 900, 4), *range(901, 2000)])) == 2
+
+
+def run_of(num_ranks: int, width: int, lengths: list[int]) -> list[Interleave]:
+    return [Interleave(range(rank, len(lengths), num_ranks), max(1, width // num_ranks)) for rank in range(num_ranks)]
+
+
+def steps_of(ranks: list[Interleave], lengths: list[int], num_steps: int) -> list[tuple[int, int]]:
+    """So many steps of each rank, while it has some, in the order of the steps and ranks."""
+    taken = []
+    for _ in range(num_steps):
+        for order in ranks:
+            while order.places:
+                place = order.places[order.turn]
+                if place.step < lengths[place.shard]:
+                    taken.append((place.shard, place.step))
+                    order.taken(order.turn)
+                    break
+                order.ended(order.turn)
+    return taken
+
+
+def dealt_anew(ranks: list[Interleave], num_shards: int, num_ranks: int, width: int) -> list[Interleave]:
+    whole = json.loads(json.dumps(gather([order.state() for order in ranks], num_shards)))
+    anew = [Interleave([], 1) for _ in range(num_ranks)]
+    for rank, order in enumerate(anew):
+        order.load(deal(whole, num_shards, rank, num_ranks, max(1, width // num_ranks)), num_shards)
+    return anew
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 5), max_size=12),
+    width=st.integers(1, 8),
+    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    num_steps=st.integers(0, 7),
+)
+def test_positions_of_all_ranks_are_dealt_out_anew_and_nothing_is_lost(
+    lengths: list[int], width: int, sizes: list[int], num_steps: int
+) -> None:
+    ranks = run_of(sizes[0], width, lengths)
+    seen = steps_of(ranks, lengths, num_steps)
+    for size in sizes[1:]:
+        ranks = dealt_anew(ranks, len(lengths), size, width)
+        seen += steps_of(ranks, lengths, num_steps)
+    seen += [step for order in ranks for step in walk(order, lengths)]
+    assert sorted(seen) == [(shard, step) for shard, length in enumerate(lengths) for step in range(length)]
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 8), (8, 1), (1, 4), (4, 4)])
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
+def test_with_shards_of_one_length_the_common_order_stays(sizes: tuple[int, int], num_steps: int) -> None:
+    lengths = [10] * 8
+    whole = steps_of(run_of(sizes[0], 8, lengths), lengths, 80)
+    before = run_of(sizes[0], 8, lengths)
+    seen = steps_of(before, lengths, num_steps)
+    after = dealt_anew(before, 8, sizes[1], 8)
+    assert seen + steps_of(after, lengths, 80) == whole
+
+
+def test_positions_that_name_a_shard_twice_are_refused() -> None:
+    states = [Interleave(range(rank, 8, 2), 2).state() for rank in (0, 0)]
+    with pytest.raises(StateError, match="name a shard twice"):
+        gather(states, 8)
 
 
 def mixed(mixer: Mixer, lengths: list[int], counts: list[int], limit: int = 10**6) -> list[tuple[int, int]]:

@@ -193,6 +193,19 @@ def test_a_data_worker_killed_in_mid_shard_mixes_and_loses_nothing(
     assert int(flag.read_text()) != os.getpid()
 
 
+def test_a_dispatcher_killed_in_mid_shard_mixes_and_loses_nothing(service: Any, ranks: Any) -> None:
+    service.start_workers(2)
+
+    def restart(number: int) -> None:
+        if number in (5, 30):
+            service.kill_dispatcher()
+            service.start_dispatcher()
+
+    streamed = ranks(service=service.name, buffer_bytes=4000)
+    assert read(streamed, restart) == read(ranks(service=None))
+    assert service.log("dispatcher").count("dispatcher ready") == 3
+
+
 def test_a_rank_that_restarts_rejoins_at_its_round(ranks: Any) -> None:
     expected = [one[1] for one in read(ranks(service=None))]
     first, second = ranks()

@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from mpi_dataworkers import DataLoader, ShardingPolicy
+from mpi_dataworkers import DataLoader, ShardingPolicy, merge_states
 from mpi_dataworkers.errors import ConfigError, JobNameConflict, PipelineError, StateError
 
 
@@ -228,7 +229,8 @@ def test_a_state_of_another_division_is_refused(loaders: Any) -> None:
     next(iterator)
     with pytest.raises(StateError, match="num_shards: 4 in the state, 8 here"):
         loaders(datasets.Log(100)).load_state_dict(loader.state_dict())
-    whole = {"copies": 1, "step": 1, "ahead": [], "snapshots": {}, "places": [[0, 1]], "turn": 0, "begun": 4}
+    position = {"places": [[0, 1]], "turn": 0, "left": []}
+    whole = {"rank": 0, "copies": 1, "step": 1, "ahead": [], "snapshots": {}} | position
     for damage in (
         {"places": [[99, 1]]},
         {"copies": 10**11},
@@ -239,6 +241,90 @@ def test_a_state_of_another_division_is_refused(loaders: Any) -> None:
         with pytest.raises(StateError):
             loader.load_state_dict(loader.state_dict() | {"shards": json.dumps(whole | damage)})
     loader.load_state_dict(loader.state_dict() | {"shards": json.dumps(whole)})
+
+
+def ranks_of(loaders: Any, dataset: Any, world_size: int, **options: Any) -> list[DataLoader]:
+    given = {"num_shards": 8, "world_size": world_size, "job_name": f"{world_size} ranks"} | options
+    return [loaders(dataset, rank=rank, **given) for rank in range(world_size)]
+
+
+def taken(loaders_of_ranks: list[DataLoader], num_steps: int) -> list[int]:
+    """Elements of so many steps of each rank; the loops are then left."""
+    return [i for loader in loaders_of_ranks for _, ids in islice(loader, num_steps) for i in ids.tolist()]
+
+
+@pytest.mark.parametrize("dataset", ["stream", "with state", "files"])
+@pytest.mark.parametrize("where", ["service", "local"])
+def test_a_stream_continues_at_another_world_size(
+    three: Any, loaders: Any, tmp_path: Path, where: str, dataset: str
+) -> None:
+    files = [tmp_path / f"part-{number}" for number in range(20)]
+    for number, file in enumerate(files):
+        file.write_text("\n".join(str(index) for index in range(number, 400, 20)))
+    data, options = {
+        "stream": (datasets.Log(400), {}),
+        "with state": (datasets.Ledger(400, tmp_path / "read"), {}),
+        "files": (datasets.Numbered(files), {"sharding": "dynamic", "shuffle": True}),
+    }[dataset]
+    options |= {"service": three.name} if where == "service" else {}
+    seen: list[int] = []
+    states: list[dict[str, Any]] = []
+    for world_size in (4, 2, 3, 1):
+        ranks = ranks_of(loaders, data, world_size, **options)
+        if states:
+            merged = json.loads(json.dumps(merge_states(states[::-1])))
+            for loader in ranks:
+                loader.load_state_dict(merged)
+        if world_size > 1:
+            seen += taken(ranks, 7)
+        states = [loader.state_dict() for loader in ranks]
+        assert len(json.dumps(states)) < 3000 * world_size
+    file = tmp_path / "read"
+    file.unlink(missing_ok=True)
+    before = len(seen)
+    seen += taken(ranks, 1000)
+    assert sorted(seen) == list(range(400))
+    if dataset == "with state":
+        read = file.read_text().split()
+        assert len(read) == len(set(read)) == 400 - before, "nothing that was taken is read again"
+    assert sorted(taken(ranks, 1000)) == list(range(400)), "the next epoch"
+
+
+def test_states_that_are_not_of_all_ranks_of_one_run_are_refused(loaders: Any) -> None:
+    ranks = ranks_of(loaders, datasets.Log(96), 2)
+    taken(ranks, 3)
+    first, second = states = [loader.state_dict() for loader in ranks]
+    with pytest.raises(StateError, match="needs the state of each rank"):
+        merge_states([])
+    with pytest.raises(StateError, match="1 states of a run with 2 ranks"):
+        merge_states([first])
+    with pytest.raises(StateError, match="two of the states are of one rank"):
+        merge_states([first, first])
+    with pytest.raises(StateError, match="different data, orders or world sizes"):
+        merge_states([first, ranks_of(loaders, datasets.Log(96), 2, seed=1)[1].state_dict()])
+    with pytest.raises(StateError, match=r"is for an IterableDataset .* global_batch_size="):
+        merge_states([loaders(datasets.Augmented(40)).state_dict()])
+    with pytest.raises(StateError, match=r"world_size: 2 in the state, 1 here .*as one of merge_states\(\)"):
+        ranks_of(loaders, datasets.Log(96), 1)[0].load_state_dict(first)
+    with pytest.raises(StateError, match="this is the state of rank 1, and this is rank 0"):
+        ranks_of(loaders, datasets.Log(96), 2)[0].load_state_dict(second)
+    with pytest.raises(StateError, match="num_shards: 8 in the state, 9 here"):
+        loaders(datasets.Log(96), num_shards=9).load_state_dict(merge_states(states))
+
+
+def test_ranks_that_have_not_begun_and_ranks_that_have_ended_are_merged(loaders: Any) -> None:
+    ranks = ranks_of(loaders, datasets.Log(96), 2)
+    fresh = [loader.state_dict() for loader in ranks]
+    begun = taken(ranks[:1], 5)
+    inside = ranks[0].state_dict()
+    (alone,) = ranks_of(loaders, datasets.Log(96), 1)
+    alone.load_state_dict(merge_states(fresh))
+    assert sorted(taken([alone], 1000)) == list(range(96)), "nobody has begun"
+    alone.load_state_dict(merge_states([inside, fresh[1]]))
+    assert sorted(begun + taken([alone], 1000)) == list(range(96)), "one has not begun"
+    theirs = taken(ranks[1:], 1000)
+    alone.load_state_dict(merge_states([inside, ranks[1].state_dict()]))
+    assert sorted(begun + theirs + taken([alone], 1000)) == list(range(96)), "one has ended"
 
 
 def test_a_stream_that_does_not_divide_itself_is_an_error_that_names_the_choices(three: Any, loaders: Any) -> None:
@@ -382,6 +468,29 @@ def test_another_data_worker_takes_a_shard_with_a_state_over_where_it_was(
     assert sorted(times) == list(range(1000))
     # The step in work when it was told to stop may be made again; what lies before it, hundreds of elements, is not.
     assert sum(times.values()) - 1000 <= 2 * 4
+
+
+def test_what_a_takeover_without_a_state_costs_is_reading_a_shard_up_to_its_position(
+    service: Any, loaders: Any, tmp_path: Path
+) -> None:
+    first = service.start_workers(1)
+    options = {"num_shards": 4, "collate_fn": partial(datasets.noted_collate, tmp_path / "collated")}
+    dataset = datasets.NotedLog(1000, tmp_path / "read")
+    # Room for some five steps of each shard, so that the first data worker is not at the end when it leaves.
+    loader = loaders(dataset, service=service.name, buffer_bytes=2000, **options)
+    for number, _ in enumerate(loader):
+        if number == 120:
+            service.start_workers(1)
+            first.send_signal(signal.SIGTERM)
+            first.wait()
+    times = Counter(int(line) for line in (tmp_path / "read").read_text().split())
+    assert sorted(times) == list(range(1000))
+    assert max(times.values()) == 2, "each shard changed hands once"
+    assert max(index for index, count in times.items() if count == 2) < 900, "not what was still to come"
+    # Passed over: neither collated nor sent. The step in work when it was told to stop may be made again.
+    collated = Counter(int(line) for line in (tmp_path / "collated").read_text().split())
+    assert sorted(collated) == sorted(index for shard in range(4) for index in range(shard, 1000, 16))
+    assert sum(collated.values()) - len(collated) <= 4
 
 
 def test_a_state_that_is_not_json_is_told(loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from mpi_dataworkers import numpy_sample_generator, sample_generator
 
@@ -361,6 +361,34 @@ class Folder(IterableDataset[Any]):
         for file in self.files:
             for line in file.read_text().splitlines():
                 yield int(line)
+
+
+class Numbered(Folder):
+    """The same as elements like those of `Log`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.rand(3), index) for file in self.files for index in map(int, file.read_text().splitlines()))
+
+
+class NotedLog(Log):
+    """Writes each element that it reads to a file."""
+
+    def __init__(self, length: int, file: Path) -> None:
+        super().__init__(length)
+        self.file = file
+
+    def __iter__(self) -> Iterator[Any]:
+        for element in super().__iter__():
+            with self.file.open("a") as stream:
+                stream.write(f"{element[1]}\n")
+            yield element
+
+
+def noted_collate(file: Path, samples: list[Any]) -> Any:
+    """torch's own, and writes the first index of each batch to a file."""
+    with file.open("a") as stream:
+        stream.write(f"{samples[0][1]}\n")
+    return default_collate(samples)
 
 
 class WhereLog(Log):

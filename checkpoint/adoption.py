@@ -87,6 +87,7 @@ def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock]
         return None
     files, lock = found[-1]
     files.closed.unlink(missing_ok=True)
+    files.stop.unlink(missing_ok=True)
     reach("store.adopted")
     return files, lock
 

@@ -220,6 +220,10 @@ class Store:
         """What the saver last said; None before it has."""
         return self._files.read_status()
 
+    def stop_reason(self) -> str:
+        """Why the job's saver asks this trainer to save and to end; "" while it does not."""
+        return self._files.stop_reason()
+
     def is_saver_alive(self) -> bool:
         """Whether a saver serves this store."""
         return self._files.is_saver_alive()

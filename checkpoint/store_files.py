@@ -7,6 +7,7 @@
         wake             a pipe: a byte for each generation
         status.json      what the saver has done
         closed           there once the trainer has ended as it should
+        stop             why the trainer is asked to save and to end, from a job's saver
 
 Python's `multiprocessing.shared_memory` is not used: its resource tracker deletes segments of other processes.
 """
@@ -164,6 +165,7 @@ class StoreFiles:
         self.wake = path / "wake"
         self.status = path / "status.json"
         self.closed = path / "closed"
+        self.stop = path / "stop"
 
     def slot(self, number: int) -> Path:
         """Where a slot is or is to be."""
@@ -229,6 +231,13 @@ class StoreFiles:
         temporary = self.path / ".status.json"
         temporary.write_bytes(msgspec.json.encode(status))
         temporary.rename(self.status)
+
+    def stop_reason(self) -> str:
+        """Why a job's saver asks the trainer to save and to end; "" while it does not. Cheap: once for each step."""
+        try:
+            return self.stop.read_text(errors="replace") or "asked by the job's saver"
+        except OSError:
+            return ""
 
     def is_trainer_alive(self) -> bool:
         """Whether a process holds the store as its trainer."""

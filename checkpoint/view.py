@@ -114,6 +114,14 @@ class StoreView:
                 return held.enter_context(newer[min(attempt // _TRIES_EACH, len(newer) - 1)].open())
         return None
 
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask the trainer to save once more and to end: its job will end soon.
+
+        Raises:
+            OSError: there is no room.
+        """
+        self.files.stop.write_text(reason)
+
     def report(self, status: SaverStatus) -> None:
         """Tell the trainer, and the saver after this one, what has been done."""
         self.files.write_status(status)

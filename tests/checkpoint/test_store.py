@@ -553,6 +553,19 @@ def test_a_saver_that_never_looks_does_not_hold_up_saves(store: Store) -> None:
     save(store, 1, 8)
 
 
+def test_a_saver_asks_the_trainer_to_stop_and_its_successor_is_not_asked(
+    identity: Identity, shared_memory: Path
+) -> None:
+    store = Store.open(identity, shared_memory=shared_memory)
+    assert store.stop_reason() == ""
+    with StoreView(store.path) as view:
+        view.ask_to_stop("job 77 ends at 12:00")
+    assert store.stop_reason() == "job 77 ends at 12:00"
+    store.close(keep=True)
+    with Store.open(identity, shared_memory=shared_memory) as successor:
+        assert successor.stop_reason() == ""
+
+
 def test_a_store_has_one_saver(store: Store) -> None:
     with StoreView(store.path) as first, StoreView(store.path) as second:
         first.become_saver()

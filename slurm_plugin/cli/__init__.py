@@ -25,6 +25,7 @@ VERBS = {
     "run": "run a training program with local data workers, without Slurm",
     "top": "show what the data workers and loaders of a running job do",
     "events": "print what happened in a job, with its causes",
+    "frag": "show which free CPUs and GPUs no pending job can use",
     "ckpt": "list, check and clean up checkpoints; run their saver",
     "dispatcher": "run the dispatcher of a job by hand",
     "worker": "run data workers by hand",

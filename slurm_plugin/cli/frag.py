@@ -1,0 +1,176 @@
+"""`hetstream frag`: which CPUs and GPUs are free and of no use, node by node."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from hetjob.table import RED, YELLOW
+from slurm_plugin.cli.output import (
+    EXIT_CODES,
+    add_node_arguments,
+    add_output_arguments,
+    chosen_nodes,
+    chosen_partitions,
+    emit,
+    meta_of,
+)
+from slurm_plugin.client.hostlist import compress
+from slurm_plugin.client.model import Snapshot
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.fragmentation import Fragmentation, NodeFragmentation, measure
+from slurm_plugin.report import Column, Report, Row, Section, gib, percent, signed
+
+EPILOG = f"""\
+FRAG is GoldMiner's indicator of a node, freeCPU/CPU - freeGPU/GPU: below zero its CPUs are gone before its GPUs, above
+zero the other way round. MEM is the same with memory in place of CPUs. Stranded is what is free and no job that is
+pending could take, and LACKS what keeps those jobs from it. Each pending job counts as what one of its nodes must give.
+Nodes shown alike share a line; JSON and CSV have a line for each.
+
+examples:
+  hetstream frag
+  hetstream frag -p gpu --csv > frag.csv
+  hetstream frag --json | jq .summary
+
+{EXIT_CODES}"""
+_BAD, _WORSE = 0.25, 0.5
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "frag",
+        help=summary,
+        description="Show which CPUs, GPUs and memory are free, and how much of it no pending job can use.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_node_arguments(parser)
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the cluster once and print."""
+    snapshot = CommandSlurm().snapshot()
+    partitions, names = chosen_partitions(args, snapshot), chosen_nodes(args, snapshot)
+    nodes = [
+        node
+        for node in snapshot.nodes
+        if (partitions is None or set(partitions) & set(node.partitions)) and (names is None or node.name in names)
+    ]
+    emit(args, report_of(measure(nodes, snapshot.jobs), snapshot))
+    return 0
+
+
+def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
+    """Put a measurement into words and tables."""
+    summary: dict[str, Any] = {
+        name: found.total(name)
+        for name in (
+            "cpus", "cpus_free", "gpus", "gpus_free", "memory_mb", "memory_free_mb", "stranded_gpus", "stranded_cpus",
+        )
+    }  # fmt: skip
+    summary |= {
+        "num_nodes": len(found.nodes),
+        "num_gpu_nodes": len(found.gpu_nodes),
+        "mean_abs_indicator": _rounded(found.mean_abs_indicator),
+        "mean_indicator": _rounded(found.mean_indicator),
+        "share_all_cpus_taken_gpus_free": _rounded(found.share_without_cpus),
+        "share_all_gpus_taken_cpus_free": _rounded(found.share_without_gpus),
+        "num_left_out": len(found.left_out),
+    }
+    nodes = Section("nodes", _NODE_COLUMNS, [_node_row(node) for node in found.nodes], hosts="node",
+                    empty="no node can run jobs. Check: sinfo -R")  # fmt: skip
+    shapes = Section(
+        "shapes",
+        _SHAPE_COLUMNS,
+        [asdict(shape) for shape in found.shapes],
+        title="What pending jobs ask of a node",
+        empty="no job waits for resources",
+    )
+    left_out = Section(
+        "left_out",
+        _LEFT_OUT_COLUMNS,
+        [{"node": node.name, "state": node.state, "reason": node.reason} for node in found.left_out],
+        title="Left out: no job can start there" if found.left_out else "",
+        hosts="node",
+    )
+    return Report(meta_of("frag", snapshot), summary, _lines(found), (nodes, shapes, left_out), _notes(found))
+
+
+def _lines(found: Fragmentation) -> list[str]:
+    total = found.total
+    lines = [
+        f"free: {total('cpus_free'):,} of {total('cpus'):,} CPUs, {total('gpus_free'):,} of {total('gpus'):,} GPUs, "
+        f"{gib(total('memory_free_mb'))} of {gib(total('memory_mb'))} GiB on {len(found.nodes):,} node(s)"
+    ]
+    if not found.gpu_nodes:
+        return [*lines, "no node has GPUs: there is no indicator. Check: scontrol show node | grep Gres"]
+    mean_abs, mean = found.mean_abs_indicator or 0.0, found.mean_indicator or 0.0
+    return [
+        *lines,
+        f"stranded: {total('stranded_gpus'):,} GPUs, {total('stranded_cpus'):,} CPUs that no pending job can use",
+        f"indicator: {mean_abs:.2f} on average without its sign, {signed(mean)} with it, "
+        f"over {len(found.gpu_nodes):,} node(s) with GPUs",
+        f"all CPUs taken, more than 25 % of the GPUs free: {percent(found.share_without_cpus or 0)} of them; "
+        f"all GPUs taken, more than 25 % of the CPUs free: {percent(found.share_without_gpus or 0)}",
+    ]
+
+
+def _notes(found: Fragmentation) -> list[str]:
+    if not found.assumed or not any(node.gpus_free for node in found.nodes):
+        return []
+    return [
+        f"no pending job with GPUs could run on {compress(found.assumed)}: "
+        "there a job of 1 GPU and 1 CPU is assumed for stranded GPUs"
+    ]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _node_row(node: NodeFragmentation) -> Row:
+    row = asdict(node) | {"partitions": list(node.partitions)}
+    return row | {name: _rounded(row[name]) for name in ("indicator", "memory_indicator")}
+
+
+def _bad(row: Row) -> str:
+    value = abs(row["indicator"] or 0.0)
+    return RED if value >= _WORSE else YELLOW if value >= _BAD else ""
+
+
+def _stranded(row: Row) -> str:
+    return RED if row["stranded_gpus"] else ""
+
+
+_NODE_COLUMNS = (
+    Column("node", "NODES", left=True),
+    Column("partitions", "PARTITIONS", ",".join, left=True),
+    Column("cpus_free", "FREE CPUS"),
+    Column("cpus", "OF"),
+    Column("gpus_free", "FREE GPUS"),
+    Column("gpus", "OF"),
+    Column("memory_free_mb", "FREE GIB", gib),
+    Column("memory_mb", "OF", gib),
+    Column("indicator", "FRAG", signed, mark=_bad),
+    Column("memory_indicator", "MEM", signed),
+    Column("stranded_gpus", "STRANDED GPUS", mark=_stranded),
+    Column("stranded_cpus", "STRANDED CPUS"),
+    Column("lacking", "LACKS", left=True),
+)
+_SHAPE_COLUMNS = (
+    Column("num_jobs", "JOBS"),
+    Column("gpus", "GPUS"),
+    Column("gpu_type", "TYPE", left=True),
+    Column("cpus", "CPUS"),
+    Column("memory_mb", "GIB", gib),
+    Column("partitions", "PARTITIONS", ",".join, left=True),
+)
+_LEFT_OUT_COLUMNS = (
+    Column("node", "NODES", left=True),
+    Column("state", "STATE", left=True),
+    Column("reason", "REASON", left=True),
+)

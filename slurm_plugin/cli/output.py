@@ -1,0 +1,95 @@
+"""How the commands for admins print: `--json`, `--csv`, colours where they are wanted, notes on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Collection
+
+from hetjob.errors import UsageError
+from slurm_plugin.client.hostlist import expand
+from slurm_plugin.client.model import Snapshot
+from slurm_plugin.report import Report, as_csv, as_json, as_table
+
+EXIT_CODES = """\
+exit codes:
+  0  done
+  1  Slurm could not be asked, or did not know the job
+  2  the command line is wrong
+"""
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--json` and `--csv`."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON document, with the version of its form in meta")
+    form.add_argument("--csv", action="store_true", help="the first table as comma-separated values")
+
+
+def add_node_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that choose nodes."""
+    parser.add_argument("-p", "--partition", metavar="NAMES", help="only these partitions, with commas between them")
+    parser.add_argument("-w", "--nodelist", metavar="HOSTLIST", help="only these nodes, such as gpu[0-7]")
+
+
+def emit(args: argparse.Namespace, report: Report) -> None:
+    """Print a report the way the arguments ask for."""
+    if args.json:
+        print(as_json(report))
+        return
+    if args.csv:
+        print(as_csv(report), end="")
+    else:
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print("\n".join(as_table(report, color)))
+    sys.stdout.flush()
+    for note in report.notes:
+        print(f"hetstream: {note}", file=sys.stderr)
+
+
+def meta_of(verb: str, snapshot: Snapshot) -> dict[str, object]:
+    """Where a report comes from."""
+    return {
+        "verb": verb,
+        "slurm": snapshot.version,
+        "cluster": snapshot.config.get("ClusterName", ""),
+        "source": snapshot.source,
+        "taken_s": round(snapshot.taken_s, 3),
+    }
+
+
+def chosen_partitions(args: argparse.Namespace, snapshot: Snapshot) -> Collection[str] | None:
+    """The partitions that `-p` names; None for all.
+
+    Raises:
+        UsageError: one does not exist.
+    """
+    if args.partition is None:
+        return None
+    names = set(args.partition.split(","))
+    known = {partition.name for partition in snapshot.partitions}
+    if names - known:
+        raise UsageError(
+            f"--partition={args.partition}: no partition {', '.join(sorted(names - known))}. "
+            f"There are: {', '.join(sorted(known))}"
+        )
+    return names
+
+
+def chosen_nodes(args: argparse.Namespace, snapshot: Snapshot) -> Collection[str] | None:
+    """The nodes that `-w` names; None for all.
+
+    Raises:
+        UsageError: it is no hostlist, or names a node that does not exist.
+    """
+    if args.nodelist is None:
+        return None
+    try:
+        names = set(expand(args.nodelist))
+    except ValueError as exc:
+        raise UsageError(f"--nodelist: {exc}") from exc
+    unknown = names - {node.name for node in snapshot.nodes}
+    if unknown:
+        raise UsageError(f"--nodelist={args.nodelist}: no node {', '.join(sorted(unknown))}. Check: sinfo -N")
+    return names

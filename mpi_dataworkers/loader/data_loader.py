@@ -13,7 +13,7 @@ import torch
 import torch.utils.data
 
 from mpi_dataworkers.bucketing import BucketPlan, LengthBuckets, padding_waste, step_spread
-from mpi_dataworkers.config import Identity, service_from_environment
+from mpi_dataworkers.config import service_from_environment
 from mpi_dataworkers.data_state import MAX_EPOCH, DataState
 from mpi_dataworkers.errors import OptionsError, PipelineError, StateError
 from mpi_dataworkers.faults import reach
@@ -216,9 +216,7 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         named = {"sharing": str(sharing), "pipeline_name": pipeline_name or ""}
         found = service or service_from_environment()
         said = self._order_description | named
-        skipped = SkippedSamples(
-            options.error_policy(), options.quarantine_directory(), _file_name(identity), not options.is_iterable
-        )
+        skipped = SkippedSamples(options.error_policy(), options.quarantine_file(identity), not options.is_iterable)
         in_rounds = StreamBuckets(length_of, tuple(bucket_boundaries or ())) if length_of is not None else None
         buckets = self._buckets or in_rounds
         self._stream = make_stream(self, found, identity, said, shared, buffer_bytes, buckets, skipped)
@@ -410,12 +408,6 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _file_name(identity: Identity) -> str:
-    """Of this rank's quarantine file."""
-    job = "".join(one if one.isalnum() or one in "._-" else "_" for one in identity.job_name)
-    return f"{job}.rank{identity.rank}"
 
 
 _Passing = StreamIterator | LocalIterator | ShardedIterator | LocalShardedIterator

@@ -31,6 +31,7 @@ from mpi_dataworkers.config import (
 from mpi_dataworkers.data_state import MAX_EPOCH
 from mpi_dataworkers.errors import HetstreamError, OptionsError
 from mpi_dataworkers.loader.device import check_device
+from mpi_dataworkers.loader.skipped import quarantine_file, writing_problem
 from mpi_dataworkers.messages import ErrorPolicy
 from mpi_dataworkers.ops.iterable import files_of, generator_problem
 from mpi_dataworkers.visitation import Guarantee, Traits, decide
@@ -134,10 +135,12 @@ class LoaderOptions:
         """What becomes of a step that cannot be made."""
         return ErrorPolicy(self.on_error, self.max_attempts, float(self.sample_timeout_s))
 
-    def quarantine_directory(self) -> Path | None:
+    def quarantine_file(self, identity: Identity) -> Path | None:
         """Where quarantined samples are written down, if anywhere."""
-        directory = self.quarantine_dir or quarantine_dir_from_environment()
-        return Path(directory) if directory is not None and self.on_error == "quarantine" else None
+        directory = quarantine_dir_from_environment() if self.quarantine_dir is None else self.quarantine_dir
+        if directory is None or self.on_error != "quarantine":
+            return None
+        return quarantine_file(Path(directory), identity)
 
     def check(self, known: tuple[int, int] | None) -> Identity:
         """Check every keyword, and the environment that stands in for those not given.
@@ -159,6 +162,10 @@ class LoaderOptions:
             given = (self.rank, self.world_size) if both else known
             identity = identity_from_environment(given, self.job_name if isinstance(self.job_name, str) else None)
             world_size = identity.world_size
+            if isinstance(self.quarantine_dir, str | os.PathLike | None):
+                file = self.quarantine_file(identity)
+                if file is not None and (problem := writing_problem(file)):
+                    problems.append(f"quarantine_dir={str(file.parent)!r}: {file} cannot be written: {problem}")
         except HetstreamError as error:
             problems.append(str(error))
         problems += _said_by(self.guarantee, world_size)
@@ -208,14 +215,12 @@ def _value_rules(options: LoaderOptions) -> Iterator[str]:
     if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0.1 <= limit_s < float("inf"):
         yield f"sample_timeout_s={limit_s!r}: must be a number of seconds of at least 0.1"
     if options.quarantine_dir is not None:
-        if not isinstance(options.quarantine_dir, str | os.PathLike):
+        if not isinstance(options.quarantine_dir, str | os.PathLike) or not os.fspath(options.quarantine_dir):
             yield f"quarantine_dir={options.quarantine_dir!r}: must be the path of a folder, or None"
         if options.on_error != "quarantine":
             yield f"quarantine_dir={options.quarantine_dir!r} goes with on_error='quarantine'"
     if options.device is not None and (problem := check_device(options.device)):
         yield problem
-    if isinstance(options.quarantine_dir, str | os.PathLike | None):
-        yield from _folder_problem(options.quarantine_directory())
     if options.generator is not None and not isinstance(options.generator, torch.Generator):
         yield f"generator={options.generator!r}: must be a torch.Generator or None"
     if not isinstance(options.service, str | None):
@@ -387,18 +392,6 @@ def _whole(name: str, value: Any, least: int, most: int | None = None, or_none: 
     if not whole or value < least or (most is not None and value > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
         yield f"{name}={value!r}: must be a whole number {limits}{' or None' if or_none else ''}"
-
-
-def _folder_problem(folder: Path | None) -> Iterator[str]:
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        yield f"quarantine_dir={str(folder)!r}: cannot be made: {error.strerror}"
-        return
-    if not os.access(folder, os.W_OK | os.X_OK):
-        yield f"quarantine_dir={str(folder)!r}: cannot be written to"
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Iterator[str]:

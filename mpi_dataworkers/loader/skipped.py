@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from mpi_dataworkers.config import Identity
 from mpi_dataworkers.errors import PipelineError, StateError
 from mpi_dataworkers.messages import ErrorPolicy, Failure
 
@@ -30,20 +32,38 @@ class SkippedSample(NamedTuple):
     error: str
 
 
+def quarantine_file(directory: Path, identity: Identity) -> Path:
+    """Where one loader's quarantine is written down."""
+    job = "".join(one if one.isalnum() or one in "._-" else "_" for one in identity.job_name)
+    return directory / f"{job}.rank{identity.rank}.jsonl"
+
+
+def writing_problem(file: Path) -> str:
+    """Why a file could not be appended to, found out by trying, and "" where it can; leaves no file behind."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            file.open("a").close()
+        else:
+            tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 class SkippedSamples:
     """What one loader left out.
 
     Args:
         policy: what becomes of errors.
-        directory: where `quarantine` writes its file, or None.
-        name: the file's name without suffix, of this loader alone.
+        file: which `quarantine` appends to, of this loader alone, or None.
         keeps_away: whether `quarantine` can keep samples from being tried again: elements of a stream it cannot.
     """
 
-    def __init__(self, policy: ErrorPolicy, directory: Path | None, name: str, keeps_away: bool = True) -> None:
+    def __init__(self, policy: ErrorPolicy, file: Path | None, keeps_away: bool = True) -> None:
         self.policy = policy
         self.samples: list[SkippedSample] = []
-        self._file = directory / f"{name}.jsonl" if directory is not None else None
+        self._file = file
         self._keeps_away = keeps_away
         self._num_told = 0
 
@@ -51,7 +71,7 @@ class SkippedSamples:
         """Take in what a step that the training loop reached was made without.
 
         Raises:
-            PipelineError: more samples are broken than can be kept from later epochs.
+            PipelineError: more samples are broken than can be kept from later epochs, or the file cannot be written.
         """
         for failure in failures:
             error = f"{failure.error_type[1]}: {failure.text}"
@@ -81,11 +101,20 @@ class SkippedSamples:
                 "host": failure.host,
                 "pid": failure.pid,
             }
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(line) + "\n")
+            self._write(self._file, line)
         if failure.sample_index >= 0 and self._keeps_away:
             self._quarantine({*self.policy.quarantined, failure.sample_index})
+
+    def _write(self, file: Path, line: dict[str, Any]) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise PipelineError(
+                f"sample {line['index']} is to be put in quarantine, and {file} cannot be written: {error.strerror}. "
+                "Make room or choose another quarantine_dir"
+            ) from error
 
     def _quarantine(self, samples: set[int]) -> None:
         if len(samples) > MAX_QUARANTINED:

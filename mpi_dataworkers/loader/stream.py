@@ -72,7 +72,7 @@ class Stream:
         skipped: SkippedSamples | None = None,
     ) -> None:
         self.pipeline = pipeline
-        self.skipped = skipped or SkippedSamples(ErrorPolicy(), None, "")
+        self.skipped = skipped or SkippedSamples(ErrorPolicy(), None)
         self.shared = shared
         self.timeout_s = timeout_s
         self.min_window = min_window

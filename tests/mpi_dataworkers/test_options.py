@@ -177,12 +177,26 @@ def test_a_quarantine_folder_that_cannot_be_written_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OptionsError, match=r"quarantine_dir='.*/file': cannot be made: File exists"):
+    with pytest.raises(
+        OptionsError, match=r"batch_size=0.*; quarantine_dir='.*/file': .* cannot be written: File exist"
+    ):
+        DataLoader(DATA, batch_size=0, on_error="quarantine", quarantine_dir=tmp_path / "file")
+    with pytest.raises(OptionsError, match=r"cannot be written: File exists"):
         DataLoader(DATA, on_error="quarantine", quarantine_dir=tmp_path / "file")
     monkeypatch.setenv("HETSTREAM_QUARANTINE_DIR", str(tmp_path / "file" / "below"))
-    with pytest.raises(OptionsError, match="cannot be made: Not a directory"):
+    with pytest.raises(OptionsError, match="cannot be written: Not a directory"):
         DataLoader(DATA, on_error="quarantine")
     DataLoader(DATA, on_error="skip")
+    # A folder that lets nobody make a file, whoever asks: only trying shows it.
+    with pytest.raises(OptionsError, match=r"quarantine_dir='/proc': /proc/one.rank0.jsonl cannot be written: "):
+        DataLoader(DATA, on_error="quarantine", quarantine_dir="/proc", job_name="one")
+    with pytest.raises(OptionsError, match="quarantine_dir='': must be the path of a folder"):
+        DataLoader(DATA, on_error="quarantine", quarantine_dir="")
+    (tmp_path / "folder" / "one.rank0.jsonl").mkdir(parents=True)
+    with pytest.raises(OptionsError, match=r"one.rank0.jsonl cannot be written: Is a directory"):
+        DataLoader(DATA, on_error="quarantine", quarantine_dir=tmp_path / "folder", job_name="one")
+    DataLoader(DATA, on_error="quarantine", quarantine_dir=tmp_path / "folder", job_name="two")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["one.rank0.jsonl"], "no trace of the trial"
 
 
 def test_the_service_of_the_environment_is_checked_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

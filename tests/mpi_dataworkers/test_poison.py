@@ -285,6 +285,19 @@ def test_of_a_stream_only_elements_are_left_out(service: Any, loaders: Any) -> N
         list(loaders(datasets.DeadlyLog(16, 3), **options))
 
 
+def test_a_quarantine_file_that_cannot_be_written_any_more_is_told(loaders: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "quarantine"
+    dataset = datasets.Spoiled(40, {9}, tmp_path / "log")
+    loader = loaders(dataset, on_error="quarantine", max_attempts=1, quarantine_dir=folder)
+    folder.rmdir()
+    folder.touch()
+    passing = iter(loader)
+    next(passing)
+    with pytest.raises(PipelineError, match=r"sample 9 is to be put in quarantine, and .* cannot be written: File exi"):
+        next(passing)
+    assert next(passing)[1].tolist() == list(range(16, 24))
+
+
 def test_quarantine_is_bounded_and_states_with_more_are_refused(
     loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

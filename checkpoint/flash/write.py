@@ -1,0 +1,75 @@
+"""A state straight to disk, without shared memory and without a saver: for conversions, where nobody waits.
+
+Called by `convert.py`. The file is the one that the saver would have written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint.commit import write_part
+from checkpoint.flash.tensors import Flattener, entry_views, make_plan
+from checkpoint.formats.part import plan_part
+from checkpoint.formats.plan import FilePlan
+from checkpoint.manifest import Part
+from checkpoint.structure import Record
+
+
+def write_state(
+    directory: Path,
+    part: Part,
+    state: Mapping[str, Any],
+    *,
+    shared: Iterable[str] = (),
+    keys: Iterable[str] | None = None,
+    allow_pickle: bool = False,
+) -> None:
+    """Write one rank's part of a checkpoint; `commit.commit` makes a checkpoint of all parts.
+
+    Args:
+        directory: of checkpoints.
+        part: whose, of which generation, in which format.
+        state: top-level key to anything that `save` takes.
+        shared: top-level keys that are equal on every rank.
+        keys: those that this rank writes; None: all.
+        allow_pickle: pickle what has no other form.
+
+    Raises:
+        UnsupportedState: something in the state cannot be stored.
+        NotEnoughSpace: the disk is full; nothing was written.
+    """
+    plan, payload = plan_state(state, part, directory, shared=shared, keys=keys, allow_pickle=allow_pickle)
+    write_part(directory, part, plan, payload)
+
+
+def plan_state(
+    state: Mapping[str, Any],
+    part: Part,
+    scratch: Path,
+    *,
+    shared: Iterable[str] = (),
+    keys: Iterable[str] | None = None,
+    allow_pickle: bool = False,
+) -> tuple[FilePlan, memoryview]:
+    """A rank's file and the payload that it is made of, which lies in a nameless file of `scratch`: a state may be
+    larger than memory.
+    """
+    leaves = Flattener(allow_pickle=allow_pickle).flatten(state)
+    plan = make_plan(leaves)
+    with tempfile.TemporaryFile(dir=scratch) as file:
+        file.truncate(max(plan.layout.payload_bytes, mmap.PAGESIZE))
+        payload = memoryview(mmap.mmap(file.fileno(), 0))[: plan.layout.payload_bytes]
+    with torch.no_grad():
+        views = entry_views(plan.layout, payload)
+        for view, tensor in zip(views, plan.tensors_to_copy(leaves.tensors), strict=True):
+            # A dtype that files have no name for lies there as another.
+            target = view if tensor.dtype == view.dtype else view.view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor.detach())
+    record = Record(leaves.tree, plan.refs, list(shared))
+    return plan_part(part.format, plan.layout.entries, record, payload, keys), payload

@@ -1,0 +1,167 @@
+"""Saves and loads sharded states with any numbers of ranks. Usage: reshard.py DIR SAVE_RANKS:LOAD_RANKS...
+
+Each pair is a checkpoint of its own in DIR. Ranks are forked from this process, which has torch loaded already.
+Prints "ok SAVE:LOAD" for each pair; a rank that fails prints why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from checkpoint.commit import commit
+from checkpoint.flash.dcp import FlashStorageReader
+from checkpoint.flash.write import write_state
+from checkpoint.generation import Generation
+from checkpoint.manifest import Part
+
+
+def in_ranks(num_ranks: int, function: Callable[..., None], *args: Any) -> None:
+    """Call a function on each of some ranks of a gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = {}
+        for rank in range(num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    store = dist.FileStore(f"{folder}/store", num_ranks)
+                    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+                    torch.set_num_threads(1)
+                    function(rank, num_ranks, *args)
+                    dist.destroy_process_group()
+                    code = 0
+                except BaseException:  # noqa: BLE001, a forked rank: told and turned into its exit code
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(code)
+            ranks[pid] = rank
+        codes = {ranks[pid]: os.waitstatus_to_exitcode(status) for pid, status in (os.wait() for _ in ranks)}
+    failed = {rank: code for rank, code in codes.items() if code}
+    if failed:
+        raise SystemExit(f"rank(s) failed: {failed}")
+
+
+class Net(nn.Module):
+    """Sizes that do not divide by the number of ranks, and a weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.block = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.block(self.embedding(tokens))) @ self.embedding.weight.t()
+
+
+def whole(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def state_of(rank: int, num_ranks: int, filled: bool) -> dict[str, Any]:
+    """What a rank has: trained and with values if `filled`, else as a program begins."""
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    torch.manual_seed(0 if filled else 1)
+    model = Net()
+    fully_shard(model.block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 if filled else 0.5)
+    for step in range(2):
+        torch.manual_seed(step)  # every rank sees the same batch, so that the result does not depend on their number
+        model(torch.randint(0, 11, (4,))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def values(seed: int, *shape: int) -> torch.Tensor:
+        return whole(seed, *shape) if filled else torch.zeros(shape)
+
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "tp": {
+            "column": distribute_tensor(values(1, 7, 4), mesh, [Shard(0)]),
+            "row": distribute_tensor(values(2, 3, 9), mesh, [Shard(1)]),
+            "copy": distribute_tensor(values(3, 5), mesh, [Replicate()]),
+            "few": distribute_tensor(values(4, 1, 2), mesh, [Shard(0)]),
+            "scalar": values(5),
+        },
+        "plain": {
+            "lr": 0.25 if filled else 0.0,
+            "names": ["a", "b"] if filled else None,
+            "pair": (1, 2) if filled else (),
+        },
+        "own": {"rank": rank if filled else -1, "noise": torch.full((2,), float(rank)) if filled else torch.zeros(2)},
+    }
+    if num_ranks == 4:  # two dimensions of parallelism
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        state["tp"]["grid"] = distribute_tensor(values(6, 6, 5), grid, [Shard(0), Shard(1)])
+        state["tp"]["hybrid"] = distribute_tensor(values(7, 6, 5), grid, [Replicate(), Shard(0)])
+    else:
+        state["tp"]["grid"] = distribute_tensor(values(6, 6, 5), mesh, [Shard(1)])
+        state["tp"]["hybrid"] = values(7, 6, 5)
+    return state
+
+
+def save(rank: int, num_ranks: int, directory: Path, form: str) -> None:
+    part = Part(Generation(1, num_ranks), rank, num_ranks, format=form)  # type: ignore[arg-type]
+    state = state_of(rank, num_ranks, filled=True)
+    write_state(directory, part, state, shared=["plain"], keys=None if rank == 0 else set(state) - {"plain"})
+    dist.barrier()
+    if rank == 0:
+        assert commit(directory, part.generation, num_ranks) == ()
+    dist.barrier()
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def load(rank: int, num_ranks: int, path: Path, saved_by: int) -> None:
+    state = state_of(rank, num_ranks, filled=False)
+    expected = state_of(rank, num_ranks, filled=True)
+    places = {name: value.data_ptr() for name, value in state["tp"].items() if not isinstance(value, DTensor)}
+    dcp.load(state, storage_reader=FlashStorageReader(path, own_rank=rank))
+    assert places == {name: value.data_ptr() for name, value in state["tp"].items() if name in places}
+    for name, value in expected["tp"].items():
+        torch.testing.assert_close(full(state["tp"][name]), full(value), rtol=0, atol=0, msg=name)
+    # The gradients are means over the ranks: equal up to rounding, whatever their number.
+    for name, value in expected["model"].items():
+        torch.testing.assert_close(full(state["model"][name]), full(value), msg=name)
+    for number, values in expected["optimizer"]["state"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(full(state["optimizer"]["state"][number][name]), full(value), msg=name)
+    assert state["plain"] == expected["plain"]
+    own = rank if rank < saved_by else 0
+    assert state["own"]["rank"] == own
+    assert state["own"]["noise"].tolist() == [own, own]
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    for pair in sys.argv[2:]:
+        saved_by, loaded_by = map(int, pair.split(":"))
+        form = "torch" if (saved_by, loaded_by) == (2, 3) else "safetensors"
+        place = directory / pair
+        place.mkdir()
+        in_ranks(saved_by, save, place, form)
+        in_ranks(loaded_by, load, place / Generation(1, saved_by).directory_name, saved_by)
+        print("ok", pair, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -101,6 +101,7 @@ class Segment:
         self.path = path
         self._descriptor = descriptor
         self._writable = writable
+        self._is_new = False
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED, protection)
@@ -132,6 +133,7 @@ class Segment:
         try:
             _allocate(path, descriptor, size)
             segment = cls(path, descriptor, size, writable=True)
+            segment._is_new = True
             segment._write(
                 Header(
                     metadata_capacity_bytes=_whole_pages(metadata_bytes),
@@ -162,16 +164,24 @@ class Segment:
             os.close(descriptor)
             raise
         try:
-            header = segment.header
-            if header.state == State.COMPLETE:
-                if checksum(segment._metadata(header)) != header.metadata_checksum:
-                    raise DamagedSegment(f"{path}: the metadata of {header.generation} is damaged")
-            elif not writable:
-                raise DamagedSegment(f"{path}: it holds no complete generation, its state is {header.state.name}")
+            if not writable or segment.header.state == State.COMPLETE:
+                segment.check_complete()
         except BaseException:
             segment.close()
             raise
         return segment
+
+    def check_complete(self) -> None:
+        """Refuse a slot without a complete generation.
+
+        Raises:
+            DamagedSegment: there is none, or its metadata is damaged.
+        """
+        header = self.header
+        if header.state != State.COMPLETE:
+            raise DamagedSegment(f"{self.path}: it holds no complete generation, its state is {header.state.name}")
+        if checksum(self._metadata(header)) != header.metadata_checksum:
+            raise DamagedSegment(f"{self.path}: the metadata of {header.generation} is damaged")
 
     @property
     def header(self) -> Header:
@@ -267,13 +277,16 @@ class Segment:
         os.pwrite(self._descriptor, raw + _WORD.pack(checksum(raw)), _SEAL_OFFSET)
 
     def populate(self) -> None:
-        """Enter all pages into this process's page tables now instead of at the first copy. Changes no byte."""
+        """Enter all pages into this process's page tables now instead of at the first copy. Changes no byte.
+
+        The GIL is free meanwhile, if the mapping is writable.
+        """
+        # Reading enters many pages with one fault, if something is in them; then they can be written to as well.
+        advice = _MADV_POPULATE_WRITE if self._is_new else _MADV_POPULATE_READ
         for offset in range(0, self._view.nbytes, _STRIDE_BYTES):
             length = min(_STRIDE_BYTES, self._view.nbytes - offset)
-            if not (
-                self._populate_writable(offset, length) if self._writable else self._populate_readable(offset, length)
-            ):
-                # An older kernel. tmpfs makes a page writable with the first fault, so reading is enough.
+            if not self._advise(advice, offset, length):
+                # A kernel without the advice.
                 bytes(self._view[offset : offset + length : PAGE_BYTES])
 
     def close(self) -> None:
@@ -302,15 +315,13 @@ class Segment:
             reach("slot.before_complete")
         self._view[_STATE_OFFSET:_STATE_END] = raw[_STATE_OFFSET:_STATE_END]
 
-    def _populate_writable(self, offset: int, length: int) -> bool:
-        # Through ctypes the GIL is free meanwhile; mmap.madvise keeps it.
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        answer = _libc().madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
-        return bool(answer == 0)
-
-    def _populate_readable(self, offset: int, length: int) -> bool:
+    def _advise(self, advice: int, offset: int, length: int) -> bool:
+        if self._writable:
+            # mmap.madvise would keep the GIL.
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            return bool(_libc().madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(length), advice) == 0)
         try:
-            self._map.madvise(_MADV_POPULATE_READ, offset, length)
+            self._map.madvise(advice, offset, length)
         except OSError:
             return False
         return True

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoint.adoption import own_store
@@ -212,9 +213,23 @@ class Store:
         return [slot.path for slot in self._slots if slot.path.is_symlink()]
 
     def held(self) -> list[SlotContent]:
-        """The complete generations, newest first; `open` of each maps it for reading."""
+        """The complete generations, newest first."""
         contents = [content for slot in self._slots if (content := slot.content())]
         return sorted(contents, key=lambda content: content.age, reverse=True)
+
+    @contextlib.contextmanager
+    def read(self, content: SlotContent) -> Iterator[Segment]:
+        """A generation of `held`, in the memory that this process has mapped; no save overwrites it meanwhile.
+
+        Raises:
+            DamagedSegment: it is not there any more, or damaged.
+        """
+        with content.lock():
+            segment = next(slot.segment for slot in self._slots if slot.path == content.path)
+            if segment is None or segment.header.serial != content.header.serial:
+                raise DamagedSegment(f"{content.path}: {content.header.generation} has been overwritten meanwhile")
+            segment.check_complete()
+            yield segment
 
     def status(self) -> SaverStatus | None:
         """What the saver last said; None before it has."""
@@ -233,6 +248,20 @@ class Store:
         with contextlib.suppress(BlockingIOError):  # it has not looked at what is in the pipe
             os.write(self._pipe, b"\0")
 
+    def populate(self) -> None:
+        """Enter the pages of what is held into this process's page tables, newest first.
+
+        For a thread that runs while the program builds its model: then `read` is as fast as memory.
+        """
+        for content in self.held():
+            slot = next(slot for slot in self._slots if slot.path == content.path)
+            if self._occupy(slot):
+                try:
+                    if slot.segment:
+                        slot.segment.populate()
+                finally:
+                    self._free(slot)
+
     def prepare(self, payload_bytes: int, metadata_bytes: int) -> None:
         """Allocate the slots and enter their pages into this process's page tables, so that no save has to.
 
@@ -247,12 +276,8 @@ class Store:
             SharedMemoryFull: there is no room, not in the fallback either.
         """
         for slot in self._slots:
-            with self._changed:
-                if not self._is_open:
-                    return
-                if slot.is_busy:
-                    continue
-                slot.is_busy = True
+            if not self._occupy(slot):
+                continue
             try:
                 if slot.content() is None and not slot.fits(payload_bytes, metadata_bytes):
                     self._replace(slot, payload_bytes, metadata_bytes)
@@ -458,6 +483,13 @@ class Store:
             raise OptionsError(f"{self.path}: a forked child cannot save; only process {self._pid} can")
         if not self._is_open:
             raise OptionsError(f"{self.path}: the store is closed")
+
+    def _occupy(self, slot: _Slot) -> bool:
+        with self._changed:
+            if slot.is_busy or not self._is_open:
+                return False
+            slot.is_busy = True
+            return True
 
     def _free(self, slot: _Slot) -> None:
         with self._changed:

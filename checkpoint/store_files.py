@@ -140,15 +140,25 @@ class SlotContent:
         Raises:
             DamagedSegment: it is not there any more, or damaged.
         """
-        lock = _lock_to_read(self.path)
+        with self.lock() as lock, Segment.open(self.path) as segment:
+            # The trainer may have replaced or overwritten the file before it was locked.
+            if not lock.is_of(self.path) or segment.header.serial != self.header.serial:
+                raise DamagedSegment(f"{self.path}: {self.header.generation} has been overwritten meanwhile")
+            yield segment
+
+    def lock(self) -> FileLock:
+        """Hold the slot's file against being overwritten.
+
+        Raises:
+            DamagedSegment: it is not there, or being written.
+        """
         try:
-            with Segment.open(self.path) as segment:
-                # The trainer may have replaced or overwritten the file before it was locked.
-                if not lock.is_of(self.path) or segment.header.serial != self.header.serial:
-                    raise DamagedSegment(f"{self.path}: {self.header.generation} has been overwritten meanwhile")
-                yield segment
-        finally:
-            lock.release()
+            lock = FileLock.try_shared(self.path)
+        except OSError as error:
+            raise DamagedSegment(f"{self.path}: it cannot be opened: {error.strerror}") from error
+        if lock is None:
+            raise DamagedSegment(f"{self.path}: {self.header.generation} is being overwritten")
+        return lock
 
 
 class StoreFiles:
@@ -285,16 +295,6 @@ def list_stores(root: Path, prefix: str) -> list[StoreFiles]:
     return [
         StoreFiles(root / name) for name in names if name.removeprefix(".").startswith(prefix) and _NAME.fullmatch(name)
     ]
-
-
-def _lock_to_read(path: Path) -> FileLock:
-    try:
-        lock = FileLock.try_shared(path)
-    except OSError as error:
-        raise DamagedSegment(f"{path}: it cannot be opened: {error.strerror}") from error
-    if lock is None:
-        raise DamagedSegment(f"{path}: it is being written")
-    return lock
 
 
 def _is_locked(path: Path) -> bool:

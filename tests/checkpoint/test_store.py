@@ -139,6 +139,33 @@ def test_a_view_of_a_generation_that_was_overwritten_says_so(store: Store) -> No
         pass
 
 
+def test_the_trainer_reads_what_it_has_mapped(store: Store) -> None:
+    for step in range(1, 4):
+        save(store, step, SIZE)
+    store.populate()
+    newest, _, oldest = store.held()
+    with store.read(newest) as segment, store.read(oldest) as old:
+        assert check(segment) == 3
+        # What is read is not overwritten: the save takes the one in between.
+        save(store, 4, SIZE)
+        assert check(old) == 1
+    assert steps(store) == [4, 3, 1]
+    save(store, 5, SIZE)
+    with pytest.raises(DamagedSegment, match="step 1 of attempt 1 has been overwritten"), store.read(oldest):
+        pass
+
+
+def test_a_generation_with_damaged_metadata_is_not_read(store: Store) -> None:
+    save(store, 11, SIZE)
+    with store.held()[0].path.open("r+b") as file:
+        file.seek(4096 + 20)
+        file.write(b"?")
+    (content,) = store.held()
+    for reading in (content.open(), store.read(content)):
+        with pytest.raises(DamagedSegment, match="metadata"), reading:
+            pass
+
+
 def test_an_abandoned_save_leaves_the_others(store: Store) -> None:
     save(store, 1, SIZE)
     with contextlib.suppress(ZeroDivisionError), store.begin(SIZE, 10) as slot:

@@ -35,8 +35,9 @@ IN_A_SAVE = tuple(point for point in POINTS if point.startswith("slot."))
 
 
 def last_saved(lines: str) -> int:
-    """The last step that the program said it had published, else what it found."""
-    return int(lines.splitlines()[-1].split()[1]) if lines else 0
+    """The last step that the program said it had published; 0 without."""
+    whole = lines[: lines.rfind("\n") + 1].splitlines()
+    return int(whole[-1].split()[1]) if whole else 0
 
 
 def resume(identity: Identity, shared_memory: Path) -> int:

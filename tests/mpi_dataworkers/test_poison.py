@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -395,3 +400,76 @@ def test_how_processes_end_in_words(tmp_path: Path) -> None:
         (tmp_path / file).write_text("low 0\noom_kill 3\noom_group_kill 0\n")
         assert watch.count_oom_kills(tmp_path / "groups", tmp_path) == 3
     assert watch.count_oom_kills(tmp_path / "none", tmp_path) == 0
+
+
+class MemoryGroup:
+    """A memory cgroup of the test's own, version 2 or 1, in which the kernel really kills."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.is_v2 = (directory / "memory.max").exists()
+
+    def leave(self, num_bytes: int) -> None:
+        """Let the processes in it have so many bytes more than they use now."""
+        used = self.directory / ("memory.current" if self.is_v2 else "memory.usage_in_bytes")
+        limit = self.directory / ("memory.max" if self.is_v2 else "memory.limit_in_bytes")
+        limit.write_text(str(int(used.read_text()) + num_bytes))
+
+    def is_empty(self) -> bool:
+        return not (self.directory / "cgroup.procs").read_text()
+
+
+@pytest.fixture
+def memory_group(wait_until: Any) -> Iterator[MemoryGroup]:
+    """A cgroup below the root of the memory controller, where the machine lets us make one."""
+    root = Path("/sys/fs/cgroup")
+    unified = (root / "cgroup.subtree_control").exists()
+    if unified and "memory" not in (root / "cgroup.subtree_control").read_text().split():
+        pytest.skip("the memory controller is not enabled below the root of cgroup version 2")
+    directory = (root if unified else root / "memory") / f"hetstream-test-{os.getpid()}"
+    try:
+        directory.mkdir()
+        (directory / ("memory.swap.max" if unified else "memory.swappiness")).write_text("0")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    group = MemoryGroup(directory)
+    yield group
+    wait_until(group.is_empty, 30, "the end of the processes in the cgroup")
+    directory.rmdir()
+
+
+def test_a_process_that_the_kernel_kills_for_memory_is_told_as_such(
+    memory_group: MemoryGroup, service: Any, loaders: Any, wait_until: Any
+) -> None:
+    wait_until(service.address_file.exists, 30, "the dispatcher")
+    with (service.directory / "worker.log").open("ab") as log:
+        words = [sys.executable, "-c", IN_GROUP, str(memory_group.directory), "--service", service.name]
+        service.workers.append(subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+    wait_until(lambda: "registered" in service.log("dispatcher"), 60, "the data worker")
+    loader = loaders(datasets.Greedy(80, 11), service=service.name, max_attempts=2, on_error="skip")
+    passing = iter(loader)
+    seen = next(passing)[1].tolist()
+    memory_group.leave(200 << 20)
+    seen += [index for _, ids in passing for index in ids.tolist()]
+    assert seen == [index for index in range(80) if index != 11]
+    (left_out,) = loader.skipped_samples
+    assert "was killed by the kernel: out of memory, at sample 11 of step 1" in left_out.error
+    told = "in the place of a process that was killed by the kernel: out of memory"
+    assert service.log("dispatcher").count(told) == 2
+    assert loader.stats()["local_steps"] == 0
+    # A kill that is not the kernel's is not taken for one, although the counter has counted.
+    pid = int((Path(f"/proc/{service.workers[0].pid}/task/{service.workers[0].pid}/children")).read_text())
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: "was killed by signal 9 (SIGKILL)" in service.log("worker"), 30, "its report")
+
+
+# Begins in the cgroup, so that all that it uses is counted there.
+IN_GROUP = """
+import os, sys
+from pathlib import Path
+(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
+from slurm_plugin.cli import main
+sys.exit(main(["worker", *sys.argv[2:]]))
+"""

@@ -581,6 +581,19 @@ class Deadly(Augmented):
         return super().__getitem__(index)
 
 
+class Greedy(Augmented):
+    """One sample takes half a GiB."""
+
+    def __init__(self, length: int, index: int) -> None:
+        super().__init__(length)
+        self.index = index
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.index:
+            bytearray(os.urandom(1)) * (512 << 20)
+        return super().__getitem__(index)
+
+
 class ThreadSafe(Dataset[Any]):
     """Sample i is (i, a number of each of its generators, torch's threads); some samples wait, raise or end.
 

@@ -17,7 +17,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from checkpoint.errors import DamagedCheckpoint, NotEnoughSpace
@@ -92,7 +92,13 @@ def read_parts(path: Path, generation: Generation) -> dict[int, Manifest]:
     return parts
 
 
-def write_part(directory: Path, part: Part, plan: FilePlan, payload: memoryview) -> None:
+def write_part(
+    directory: Path,
+    part: Part,
+    plan: FilePlan,
+    payload: memoryview,
+    progress: Callable[[int], None] = lambda num_bytes: None,  # noqa: ARG005
+) -> None:
     """Write one rank's part; if it is there already, nothing.
 
     Args:
@@ -100,6 +106,7 @@ def write_part(directory: Path, part: Part, plan: FilePlan, payload: memoryview)
         part: whose.
         plan: what the file holds.
         payload: of the record.
+        progress: told again and again how many bytes are written.
 
     Raises:
         NotEnoughSpace: the disk is full, or would be. What this call wrote is gone again.
@@ -111,7 +118,7 @@ def write_part(directory: Path, part: Part, plan: FilePlan, payload: memoryview)
             return
         try:
             _make_room(directory, part, plan.num_bytes)
-            _write_part(partial, part, plan, payload)
+            _write_part(partial, part, plan, payload, progress)
             return
         except NotEnoughSpace as error:
             full = error
@@ -126,6 +133,35 @@ def write_part(directory: Path, part: Part, plan: FilePlan, payload: memoryview)
     raise full
 
 
+def written_by(directory: Path, rank: int) -> dict[Generation, int]:
+    """Uncommitted checkpoints in which a rank's part is whole on disk, each with its world size."""
+    written = {}
+    for generation in announced(directory):
+        for name in parts_in(partial_path(directory, generation)):
+            _, number, _, world_size = name.removesuffix(".json").split("-")
+            if int(number) == rank:
+                written[generation] = int(world_size)
+    return written
+
+
+def missing_ranks(directory: Path, generation: Generation, world_size: int) -> tuple[int, ...]:
+    """Ranks without a part, by names alone: every rank asks this of a directory with a file for each of them."""
+    there = {int(name.split("-")[1]) for name in parts_in(partial_path(directory, generation))}
+    return tuple(rank for rank in range(world_size) if rank not in there)
+
+
+def is_being_written(directory: Path, generation: Generation) -> bool:
+    """Whether some rank writes its part of an uncommitted checkpoint just now."""
+    with _commit_lock(directory):
+        try:
+            lock = FileLock.try_exclusive(partial_path(directory, generation) / IN_USE)
+        except FileNotFoundError:
+            return False
+        if lock:
+            lock.release()
+        return lock is None
+
+
 def commit(directory: Path, generation: Generation, world_size: int) -> tuple[int, ...]:
     """Commit a checkpoint if all of its parts are there.
 
@@ -136,7 +172,7 @@ def commit(directory: Path, generation: Generation, world_size: int) -> tuple[in
         DamagedCheckpoint: a part is damaged; nothing was changed.
     """
     partial, final = partial_path(directory, generation), directory / generation.directory_name
-    missing = _missing(partial, world_size)
+    missing = missing_ranks(directory, generation, world_size)
     if missing:
         return () if final.is_dir() else missing
     with _commit_lock(directory):
@@ -150,14 +186,12 @@ def commit(directory: Path, generation: Generation, world_size: int) -> tuple[in
             reach("commit.locked")
             os.rename(partial, final)
             reach("commit.renamed")
-            sync_directory(directory)
-        reach("commit.synced")
         _move_latest(directory)
     return ()
 
 
 def complete(directory: Path) -> list[Generation]:
-    """Finish what dead savers left: commit complete sets, bring `latest` up to date, remove what is superseded.
+    """Finish what dead savers left: commit complete sets, then `clean_up`.
 
     Returns:
         What was committed here.
@@ -168,14 +202,14 @@ def complete(directory: Path) -> list[Generation]:
             parts = read_parts(partial_path(directory, generation), generation)
             if parts and not commit(directory, generation, next(iter(parts.values())).world_size):
                 done.append(generation)
-    with _commit_lock(directory):
-        _move_latest(directory)
-    remove_superseded(directory)
+    clean_up(directory)
     return done
 
 
-def remove_superseded(directory: Path) -> None:
-    """Remove what can no longer become the newest checkpoint: parts of older ones, and what was being removed."""
+def clean_up(directory: Path) -> None:
+    """Bring `latest` up to date, and remove parts of older checkpoints and what was being removed."""
+    with _commit_lock(directory):
+        _move_latest(directory)
     newest = next(iter(committed(directory)), None)
     for generation in announced(directory):
         if newest and generation <= newest:
@@ -264,10 +298,12 @@ def _use(path: Path) -> FileLock | None:
     return lock
 
 
-def _write_part(partial: Path, part: Part, plan: FilePlan, payload: memoryview) -> None:
+def _write_part(
+    partial: Path, part: Part, plan: FilePlan, payload: memoryview, progress: Callable[[int], None]
+) -> None:
     try:
         with replacing(partial / part.file_name) as temporary:
-            checksums = write_file(temporary, plan, payload)
+            checksums = write_file(temporary, plan, payload, progress)
             reach("persist.synced")
         reach("persist.named")
         manifest = part.manifest(plan.num_bytes, checksums, time.time())
@@ -311,12 +347,6 @@ def _free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _missing(partial: Path, world_size: int) -> tuple[int, ...]:
-    """Ranks without a manifest, by names alone: every rank asks this of a directory with a file for each of them."""
-    there = {int(name.split("-")[1]) for name in parts_in(partial)}
-    return tuple(rank for rank in range(world_size) if rank not in there)
-
-
 def _move_latest(directory: Path) -> None:
     """Let `latest` name the newest committed checkpoint."""
     newest = next(iter(committed(directory)), None)
@@ -328,6 +358,9 @@ def _move_latest(directory: Path) -> None:
     if newest is None:
         link.unlink(missing_ok=True)
     elif old != newest.directory_name:
+        # Whoever renamed it may have died before it was on disk.
+        sync_directory(directory)
+        reach("commit.synced")
         link_whole(link, newest.directory_name)
         reach("commit.linked")
 

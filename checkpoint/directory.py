@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 # In a checkpoint whose bytes were found to be wrong: retention does not count it as good.
 _DAMAGED = "damaged.txt"
+KEEP_ALL = Retention(keep_last=None)
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,12 @@ class CheckpointDirectory:
         self.attempt = 0
         self._lock: FileLock | None = None
 
-    def acquire(self, identity: Identity) -> int:
+    def acquire(self, identity: Identity, keep: Retention = KEEP_ALL) -> int:
         """Become the owner: once per job, by its rank 0. The lock ends with this process.
+
+        Args:
+            identity: who this is.
+            keep: which checkpoints stay; rank 0's saver removes the others.
 
         Returns:
             The number of this attempt, which no earlier one had.
@@ -110,7 +115,7 @@ class CheckpointDirectory:
         """
         ownership.prepare_directory(self.path)
         seen = [(one.generation, one.time_s) for one in self.scan()]
-        self._lock, self.attempt = ownership.take(self.path, identity, seen, time.time())
+        self._lock, self.attempt = ownership.take(self.path, identity, keep, seen, time.time())
         return self.attempt
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ from checkpoint.files import sync_directory, write_whole
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
 from checkpoint.policy.interval import Attempt
+from checkpoint.policy.retention import Retention
 
 _LOCK = ".lock"
 _OWNER = "owner.json"
@@ -52,10 +53,12 @@ class Owner(msgspec.Struct, frozen=True):
     Attributes:
         attempt: its number.
         identity: who made it.
+        keep: which checkpoints stay; rank 0's saver acts on it.
     """
 
     attempt: int
     identity: Identity
+    keep: Retention = Retention(keep_last=None)
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -89,13 +92,14 @@ def prepare_directory(path: Path) -> None:
 
 
 def take(
-    path: Path, identity: Identity, seen: Iterable[tuple[Generation, float]], now_s: float
+    path: Path, identity: Identity, keep: Retention, seen: Iterable[tuple[Generation, float]], now_s: float
 ) -> tuple[FileLock, int]:
     """Become the owner of a directory.
 
     Args:
         path: a directory that `prepare_directory` let pass.
         identity: the new owner.
+        keep: which checkpoints stay.
         seen: committed checkpoints, and when each was written.
         now_s: seconds since 1970.
 
@@ -118,7 +122,7 @@ def take(
             "or choose another directory"
         )
     try:
-        return lock, _number(path, identity, dict(_last_seen(seen)), now_s)
+        return lock, _number(path, identity, keep, dict(_last_seen(seen)), now_s)
     except OSError as error:
         lock.release()
         raise DirectoryNotWritable(f"{path} cannot be written to: {error}") from error
@@ -136,7 +140,7 @@ def read_owner(path: Path) -> Owner | None:
     """The newest attempt; None if there was none, or its file is no longer to be read."""
     try:
         return msgspec.json.decode((path / _OWNER).read_bytes(), type=Owner)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, msgspec.MsgspecError, ValueError):
         return None
 
 
@@ -152,14 +156,14 @@ def past_attempts(path: Path) -> list[Attempt]:
     return attempts
 
 
-def _number(path: Path, identity: Identity, last_seen: dict[int, float], now_s: float) -> int:
+def _number(path: Path, identity: Identity, keep: Retention, last_seen: dict[int, float], now_s: float) -> int:
     """Find a number that no attempt had, and write it down before anybody uses it."""
     owner = read_owner(path)
     events = _history(path)
     known = [owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen]
     attempt = max(known) + 1
     reach("owner.numbered")
-    write_whole(path / _OWNER, msgspec.json.encode(Owner(attempt, identity)))
+    write_whole(path / _OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
     reach("owner.written")
     open_starts = {event.attempt: event for event in events if event.event == "started"}
     for event in events:

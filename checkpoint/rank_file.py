@@ -34,13 +34,19 @@ _BUFFER_BYTES = 4 << 20
 _SYNC_BYTES = 256 << 20
 
 
-def write_file(path: Path, plan: FilePlan, payload: memoryview) -> tuple[str, ...]:
+def write_file(
+    path: Path,
+    plan: FilePlan,
+    payload: memoryview,
+    progress: Callable[[int], None] = lambda num_bytes: None,  # noqa: ARG005
+) -> tuple[str, ...]:
     """Write a file and bring its content to disk.
 
     Args:
         path: an old file of this name is overwritten.
         plan: what it shall hold.
         payload: the record's payload; it begins on a page, so that most of it goes to disk without a copy.
+        progress: told again and again how many bytes are written.
 
     Returns:
         Checksums of the file, one for every `CHUNK_BYTES`.
@@ -54,7 +60,7 @@ def write_file(path: Path, plan: FilePlan, payload: memoryview) -> tuple[str, ..
         try:
             digests = pool.submit(_checksums, plan, payload)
             with memoryview(mmap.mmap(-1, _BUFFER_BYTES)) as buffer:
-                writer = _Writer(descriptor, buffer)
+                writer = _Writer(descriptor, buffer, progress)
                 for piece in plan.pieces:
                     writer.add(piece, payload)
                 writer.finish()
@@ -73,9 +79,10 @@ class _Writer:
         fill: bytes that wait in the buffer; they come next.
     """
 
-    def __init__(self, descriptor: int, buffer: memoryview) -> None:
+    def __init__(self, descriptor: int, buffer: memoryview, progress: Callable[[int], None]) -> None:
         self._descriptor = descriptor
         self._buffer = buffer
+        self._progress = progress
         self.position = 0
         self.fill = 0
         self._unsynced_bytes = 0
@@ -130,6 +137,7 @@ class _Writer:
                 continue
             self.position += num_bytes
             view = view[num_bytes:]
+            self._progress(self.position)
             reach("persist.writing")
             if not self._direct:
                 self._drop_behind(num_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -86,21 +87,22 @@ from checkpoint.ownership import Identity
 CheckpointDirectory({str(tmp_path)!r}).acquire(Identity("1", "a", 1))
 if os.fork() == 0:
     os.write(1, b"x")
-    signal.pause()
-print(os.getpid(), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
 """
-    # The child keeps the pipe: a data worker that survives its trainer.
+    # The child stands for a data worker that survives its trainer.
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
     assert owner.stdout
-    assert owner.stdout.read(1)
-    owner.wait()
-    directory = CheckpointDirectory(tmp_path)
-    assert directory.acquire(ME) == 2
-    directory.release()
-    os.killpg(owner.pid, 9)
-    owner.stdout.read()
-    owner.stdout.close()
+    with owner.stdout:
+        assert owner.stdout.read(1) == b"x"
+        with pytest.raises(DirectoryInUse):
+            CheckpointDirectory(tmp_path).acquire(ME)
+        owner.kill()
+        owner.wait()
+        directory = CheckpointDirectory(tmp_path)
+        assert directory.acquire(ME) == 2
+        directory.release()
+        os.killpg(owner.pid, signal.SIGKILL)
+        assert owner.stdout.read() == b""
 
 
 def test_the_history_tells_how_attempts_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,6 @@ def test_ranks_settle(seed: int) -> None:
                 if turn.generation:
                     announced.add(turn.generation)
                     writing[rank] = turn.generation
-    # Hardly a part is written in vain.
-    assert len(committed) >= 0.8 * max(map(len, written)) - 1
+    # Even where trainers save much faster than savers write, most parts are not written in vain.
+    assert len(committed) >= 0.5 * max(map(len, written)) - 1
     assert committed == sorted(committed)

@@ -1,0 +1,500 @@
+"""The saver: the process that brings a trainer's generations from shared memory to disk, and outlives the trainer.
+
+    python -m checkpoint.saver --store /dev/shm/hetstream-ckpt-... --directory DIR     of one trainer, which starts it
+    hetstream ckpt saver --job                                                          of all trainers of a job here
+
+It decides by `turns.py` what to write, writes and commits by `commit.py`, and tells the trainer in the store's
+`status.json`. It never imports torch, never holds a trainer up, and never changes a generation. When the trainer is
+gone it writes the newest generation and ends; the memory stays for a restart, unless the trainer closed its store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from checkpoint import commit
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import CheckpointError, DamagedCheckpoint, DamagedSegment, SaverError, StoreInUse
+from checkpoint.faults import reach
+from checkpoint.formats.safetensors import plan_file
+from checkpoint.generation import Generation
+from checkpoint.layout import Entry, from_json
+from checkpoint.manifest import Part
+from checkpoint.segment import Segment, split_metadata
+from checkpoint.store_files import SaverStatus, SlotContent, list_stores, stores_prefix
+from checkpoint.structure import Record
+from checkpoint.turns import next_turn
+from checkpoint.view import StoreView
+
+_log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+# Key of the record's structure in a file's metadata.
+RECORD = "hetstream"
+# Half the weight of the trainer's threads would be too much for it, none at all would never end.
+_NICENESS = 10
+# How often to see whether trainers live, and whether other ranks have written their parts.
+_IDLE_S = 0.5
+_WAITING_S = 0.1
+# After a failure, doubling up to the limit.
+_RETRY_S, _RETRY_LIMIT_S = 5.0, 60.0
+_REPORT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a saver behaves.
+
+    Attributes:
+        linger_s: how long to wait at the end for other ranks' parts while nobody writes one.
+        stays: serve stores of dead trainers on, for the next ones; it is a job's saver and ends by SIGTERM.
+    """
+
+    linger_s: float = 20.0
+    stays: bool = False
+
+
+class StoreSaver:
+    """The saver of one store.
+
+    Args:
+        view: the store; this is its only saver.
+        directory: of the checkpoints.
+        is_ending: whether this process is about to end.
+
+    Attributes:
+        is_waiting: something in memory is not committed: look again soon.
+        since_s: when it last got on, or a living trainer could still help.
+    """
+
+    def __init__(self, view: StoreView, directory: Path, is_ending: Callable[[], bool]) -> None:
+        self.view = view
+        self.directory = directory
+        self._is_ending = is_ending
+        self.rank = view.holder.rank
+        self.is_waiting = False
+        self.since_s = time.monotonic()
+        self._status = SaverStatus(pid=os.getpid(), persisted=view.persisted)
+        self._serial = 0
+        self._seen_newest: Generation | None = None
+        self._mine: set[Generation] = set()
+        self._damaged: set[Generation] = set()
+        self._retry_s = 0.0
+        self._not_before_s = 0.0
+        view.report(self._status)
+
+    def __str__(self) -> str:
+        return f"rank={self.rank} directory={self.directory}"
+
+    def advance(self, *, last_chance: bool) -> bool:
+        """Do the next thing there is to do, if any.
+
+        Args:
+            last_chance: no newer generation will come, or there is no time to wait for it.
+
+        Returns:
+            Whether something was done; then there may be more.
+        """
+        held = {content.header.generation: content for content in reversed(self.view.generations())}
+        self.is_waiting = bool(held)
+        if not held or time.monotonic() < self._not_before_s:
+            return False
+        try:
+            newest = self._commit_written(held)
+            written = set(commit.written_by(self.directory, self.rank)) - self._damaged
+            announced = set(commit.announced(self.directory)) - self._damaged
+            turn = next_turn(held, written, announced, newest, last_chance=last_chance)
+            self.is_waiting = newest is None or max(held) > newest
+            if turn.generation is None:
+                return False
+            reach("saver.chosen")
+            _log.debug("%s turn=%s: %s", self, turn.generation, turn.reason)
+            self._persist(held[turn.generation])
+            reach("saver.written")
+            self._commit_written(held)
+        except DamagedSegment as error:
+            # The trainer was faster; there is a newer one.
+            _log.debug("%s: %s", self, error)
+            return False
+        except (OSError, CheckpointError) as error:
+            self._fail(error)
+            return False
+        self._retry_s = 0.0
+        self.since_s = time.monotonic()
+        return True
+
+    def hurry(self) -> None:
+        """Try at once what failed before, and count the time from now."""
+        self._not_before_s = self._retry_s = 0.0
+        self.since_s = time.monotonic()
+
+    def unsaved(self) -> Generation | None:
+        """The newest generation in memory, if it is in no committed checkpoint and in none that is newer."""
+        newest = next((content.header.generation for content in self.view.generations()), None)
+        with contextlib.suppress(OSError):
+            committed = next(iter(commit.committed(self.directory)), None)
+            if newest and committed and committed >= newest:
+                return None
+        return newest
+
+    def is_hopeless(self, linger_s: float) -> bool:
+        """Whether waiting for the other ranks is of no more use."""
+        if time.monotonic() < self.since_s + linger_s:
+            return False
+        try:
+            if any(commit.is_being_written(self.directory, one) for one in commit.announced(self.directory)):
+                self.since_s = time.monotonic()
+                return False
+        except (OSError, CheckpointError) as error:
+            _log.warning("%s: %s", self, error)
+        return True
+
+    def tell_missing(self) -> None:
+        """Log what did not get to disk."""
+        unsaved = self.unsaved()
+        if unsaved is None:
+            return
+        try:
+            written = commit.written_by(self.directory, self.rank)
+            newest = next(iter(commit.committed(self.directory)), None)
+        except OSError as error:
+            _log.error("%s generation=%s is lost with this memory: %s", self, unsaved, error)
+            return
+        if unsaved in written:
+            missing = commit.missing_ranks(self.directory, unsaved, written[unsaved])
+            named = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if missing[10:] else "")
+            what = f"is not committed: the parts of rank(s) {named} of {written[unsaved]} are missing"
+        else:
+            what = f"did not get to disk: {self._status.error or 'there was no time'}"
+        _log.error("%s generation=%s %s; the newest checkpoint is %s", self, unsaved, what, newest or "none")
+
+    def _commit_written(self, held: Iterable[Generation]) -> Generation | None:
+        """Commit what is complete; the newest checkpoint there is then."""
+        before = next(iter(commit.committed(self.directory)), None)
+        for generation, world_size in commit.written_by(self.directory, self.rank).items():
+            if generation in self._damaged or (before and generation <= before):
+                continue
+            try:
+                if not commit.commit(self.directory, generation, world_size):
+                    reach("saver.committed")
+                    break
+            except DamagedCheckpoint as error:
+                self._damaged.add(generation)
+                _log.error("%s generation=%s cannot be committed, the next one will be: %s", self, generation, error)
+        newest = next(iter(commit.committed(self.directory)), None)
+        if newest and newest != self._seen_newest:
+            self._seen_newest = newest
+            if newest in self._mine or newest in held:
+                self._report(persisted=newest)
+                _log.info("%s generation=%s is committed", self, newest)
+            self._mine = {generation for generation in self._mine if generation > newest}
+            if self.rank == 0:
+                self._clean_up()
+        return newest
+
+    def _persist(self, content: SlotContent) -> None:
+        began_s = time.monotonic()
+        with content.open() as segment:
+            part, layout_entries, text = _read_part(segment)
+            plan = plan_file(layout_entries, {"format": "pt", RECORD: text})
+            self._report(persisting=part.generation)
+            if self._is_ending():
+                _log.info("%s generation=%s: the last %d bytes go to disk", self, part.generation, plan.num_bytes)
+            commit.write_part(self.directory, part, plan, segment.payload, self._progress(plan.num_bytes))
+            serial = segment.header.serial
+        self._mine.add(part.generation)
+        persist_s = time.monotonic() - began_s
+        skipped = max(0, serial - self._serial - 1) if self._serial else 0
+        self._serial = serial
+        self._report(
+            persisting=None,
+            num_persisted=self._status.num_persisted + 1,
+            num_skipped=self._status.num_skipped + skipped,
+            error="",
+            persist_s=persist_s,
+            persist_bytes=plan.num_bytes,
+        )
+        _log.info(
+            "%s generation=%s written: %d bytes in %.2f s, %.2f GB/s",
+            self,
+            part.generation,
+            plan.num_bytes,
+            persist_s,
+            plan.num_bytes / max(persist_s, 1e-9) / 1e9,
+        )
+
+    def _progress(self, num_bytes: int) -> Callable[[int], None]:
+        """Says while the process is about to end how much is still missing: it may be killed at any moment."""
+        said_s = time.monotonic()
+
+        def note(written_bytes: int) -> None:
+            nonlocal said_s
+            if self._is_ending() and time.monotonic() > said_s + _REPORT_S:
+                said_s = time.monotonic()
+                _log.warning("%s: %d of %d bytes are not on disk yet", self, num_bytes - written_bytes, num_bytes)
+
+        return note
+
+    def _clean_up(self) -> None:
+        directory = CheckpointDirectory(self.directory)
+        try:
+            commit.clean_up(self.directory)
+            owner = directory.owner()
+            if owner and owner.keep.keep_last is not None:
+                directory.retain(owner.keep)
+        except (OSError, CheckpointError) as error:
+            _log.warning("%s: old checkpoints stay for now: %s", self, error)
+
+    def _fail(self, error: Exception) -> None:
+        self._retry_s = min(_RETRY_LIMIT_S, 2 * self._retry_s or _RETRY_S)
+        self._not_before_s = time.monotonic() + self._retry_s
+        self.is_waiting = True
+        _log.error("%s: nothing was written, next try in %g s: %s", self, self._retry_s, error)
+        self._report(persisting=None, num_failed=self._status.num_failed + 1, error=str(error))
+
+    def _report(self, **changes: object) -> None:
+        self._status = msgspec.structs.replace(self._status, **changes)
+        with contextlib.suppress(OSError):  # the store's memory is full; the trainer learns of it by itself
+            self.view.report(self._status)
+
+
+def _read_part(segment: Segment) -> tuple[Part, list[Entry], str]:
+    """What a rank's file holds of a generation: of what is equal everywhere only rank 0's has anything."""
+    header = segment.header
+    layout_json, structure = split_metadata(segment.metadata)
+    layout, record = from_json(layout_json), Record.read(structure)
+    here, indices = record.only(record.tree if record.rank == 0 else record.own)
+    part = Part(header.generation, record.rank, record.world_size, header.layout_digest, record.metrics)
+    return part, [layout.entries[index] for index in indices], here.write().decode()
+
+
+class Saver:
+    """Serves stores until there is nothing more to do.
+
+    Args:
+        find: the directories of the stores that there are now.
+        directory: of the checkpoints; None: each store says its own.
+        options: how.
+    """
+
+    def __init__(self, find: Callable[[], Iterable[Path]], directory: Path | None, options: Options) -> None:
+        self._find = find
+        self._directory = directory
+        self._options = options
+        self._stores: dict[Path, StoreSaver] = {}
+        self._stopping = False
+
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until all trainers are gone, or in a job's saver until SIGTERM; then what is newest goes to disk.
+
+        Args:
+            on_ready: called once, when the stores that are there are served.
+
+        Raises:
+            StoreInUse: the only store has a saver already.
+        """
+        with _awake_by_signals(self._stop) as signals:
+            try:
+                self._take_up()
+                on_ready()
+                reach("saver.ready")
+                has_said = False
+                while self._stores or self._options.stays:
+                    if self._stopping and not has_said:
+                        has_said = True
+                        self._begin_to_end()
+                    for store in list(self._stores.values()):
+                        self._serve(store)
+                    if has_said and not any(map(self._is_unfinished, self._stores.values())):
+                        break
+                    self._wait(signals)
+                    if self._options.stays and not self._stopping:
+                        self._take_up()
+            finally:
+                for store in self._stores.values():
+                    store.tell_missing()
+                    store.view.close()
+
+    def _stop(self) -> None:
+        # In a signal handler: nothing that could be under way just now, such as logging.
+        self._stopping = True
+
+    def _begin_to_end(self) -> None:
+        _log.info("told to end: what is newest in the memory of %d store(s) goes to disk first", len(self._stores))
+        for store in self._stores.values():
+            store.hurry()
+
+    def _take_up(self) -> None:
+        """Become the saver of stores that have come."""
+        for path in self._find():
+            if path in self._stores:
+                continue
+            try:
+                self._take(path)
+            except (OSError, CheckpointError) as error:
+                if not self._options.stays:
+                    raise
+                _log.debug("%s is not served: %s", path, error)
+
+    def _take(self, path: Path) -> None:
+        view = StoreView(path)
+        try:
+            view.become_saver()
+            directory = self._directory or Path(view.holder.directory)
+            if not directory.is_absolute():
+                raise SaverError(f"{path} does not say what its checkpoint directory is: --directory")
+            view.fileno()
+            self._stores[path] = StoreSaver(view, directory, lambda: self._stopping)
+        except BaseException:
+            view.close()
+            raise
+        _log.info("%s: saver of %s", self._stores[path], path)
+
+    def _serve(self, store: StoreSaver) -> None:
+        """Write what there is to write; let go of the store if there is nothing more to come."""
+        view = store.view
+        view.drain()
+        ended = view.closed or not view.trainer_alive()
+        if not ended and not self._stopping:
+            store.since_s = time.monotonic()
+        while store.advance(last_chance=ended or self._stopping):
+            pass
+        if not ended or self._is_unfinished(store):
+            return
+        is_over = view.closed or (self._stopping and self._options.stays)
+        if is_over and store.unsaved() is None:
+            if view.remove() or not view.trainer_alive():
+                self._drop(store)
+        elif not self._options.stays:
+            self._drop(store)
+
+    def _is_unfinished(self, store: StoreSaver) -> bool:
+        """Whether there is still something to write, or to wait for."""
+        return store.unsaved() is not None and not store.is_hopeless(self._options.linger_s)
+
+    def _drop(self, store: StoreSaver) -> None:
+        """End as a store's saver, unless a new trainer has come meanwhile and relies on this one."""
+        store.tell_missing()
+        store.view.close()
+        if store.view.path.exists() and not self._stopping and store.view.trainer_alive():
+            with contextlib.suppress(StoreInUse, OSError):
+                store.view.become_saver()
+                return
+        del self._stores[store.view.path]
+
+    def _wait(self, signals: int) -> None:
+        poll = select.poll()
+        poll.register(signals, select.POLLIN)
+        for store in self._stores.values():
+            poll.register(store.view.fileno(), select.POLLIN)
+        waiting = any(store.is_waiting for store in self._stores.values())
+        poll.poll(1000 * (_WAITING_S if waiting else _IDLE_S))
+        with contextlib.suppress(BlockingIOError):
+            os.read(signals, 4096)
+
+
+@contextlib.contextmanager
+def _awake_by_signals(stop: Callable[[], None]) -> Iterator[int]:
+    """Call `stop` at SIGTERM and SIGINT; yields a descriptor that is readable then."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    former = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield reading
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(writing)
+
+
+def serve_job(job: str, on_ready: Callable[[], None] = lambda: None, roots: Sequence[Path] = (SHARED_MEMORY,)) -> None:
+    """Serve all stores of a job on this host, until SIGTERM. For a job step of its own.
+
+    Args:
+        job: Slurm's id; the leader's in a heterogeneous job.
+        on_ready: called once, when it serves.
+        roots: where stores are.
+    """
+    _be_modest(0)
+    prefix = f"{stores_prefix()}{job}-"
+
+    def find() -> list[Path]:
+        files = [one for root in roots for one in list_stores(root, prefix)]
+        return [one.path for one in files if not one.path.name.startswith(".")]
+
+    Saver(find, None, Options(stays=True)).run(on_ready)
+
+
+def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
+    """Start the saver of a store, in a session of its own: neither Ctrl-C nor the trainer's death ends it.
+
+    It leaves at once if the store has a saver. What it logs goes to this process's stderr.
+
+    Args:
+        store: the store's directory.
+        directory: of the checkpoints.
+
+    Raises:
+        SaverError: it cannot be started.
+    """
+    argv = [sys.executable, "-m", "checkpoint.saver", f"--store={store}", f"--directory={directory}"]
+    # The program may have found this package by its own directory, in which the saver is not started.
+    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SaverError(f"the checkpoint saver cannot be started: {error}; argv={argv}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve one store."""
+    parser = argparse.ArgumentParser(prog="python -m checkpoint.saver", description="Bring generations to disk.")
+    parser.add_argument("--store", type=Path, required=True, help="the store's directory")
+    parser.add_argument("--directory", type=Path, required=True, help="of the checkpoints")
+    parser.add_argument(
+        "--linger", type=float, default=Options.linger_s, metavar="S", help="for other ranks, at the end"
+    )
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="%(asctime)s hetstream saver: %(message)s", level=logging.INFO)
+    try:
+        _be_modest(StoreView(args.store).holder.rank)
+        Saver(lambda: [args.store], args.directory.absolute(), Options(args.linger)).run()
+    except StoreInUse as error:
+        _log.info("%s", error)
+        return 0
+    except CheckpointError as error:
+        _log.error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+def _be_modest(number: int) -> None:
+    """Give way to trainers: low priority, and one core, another for each rank."""
+    os.nice(_NICENESS)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[-1 - number % len(cores)]})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

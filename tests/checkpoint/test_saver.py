@@ -1,0 +1,516 @@
+"""Savers as real processes: what is on disk after each of them, their trainers, or all of them were killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from checkpoint import commit
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.faults import POINTS
+from checkpoint.generation import Generation
+from checkpoint.ownership import Identity
+from checkpoint.policy.retention import Retention
+from checkpoint.saver import spawn_saver
+from checkpoint.store_files import SaverStatus
+from checkpoint.view import StoreView
+from tests.checkpoint import fake_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+TIMEOUT_S = 60.0
+WaitUntil = Callable[..., None]
+_SAVER = [sys.executable, "-m", "checkpoint.saver"]
+
+
+@dataclass
+class Trainer:
+    """A trainer process and its store."""
+
+    process: subprocess.Popen[str]
+    store: Path
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline().strip() == line
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        self.say("close")
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@dataclass
+class Bench:
+    """A checkpoint directory, stores, and the processes around them."""
+
+    path: Path
+    wait_until: WaitUntil
+    undo: contextlib.ExitStack
+    savers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def directory(self) -> Path:
+        return self.path / "ckpt"
+
+    def trainer(self, rank: int = 0, world_size: int = 1, attempt: int = 1, num_bytes: int = 5 * MIB) -> Trainer:
+        words = [self.path / "stores", self.directory, "77", rank, world_size, attempt, num_bytes]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.checkpoint.fake_trainer", *map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.undo.callback(self._end, process)
+        assert process.stdout
+        return Trainer(process, Path(process.stdout.readline().strip()))
+
+    def saver(
+        self, store: Path, fault: str = "", count: int = 1, action: str = "kill", linger_s: float = 0.3
+    ) -> subprocess.Popen[bytes]:
+        marker = self.path / f"marker-{len(self.savers)}"
+        request = {"HETSTREAM_CKPT_FAULT": f"{fault}:{count}:{action}:{marker}"} if fault else {}
+        with open(self.log, "ab") as log:
+            process = subprocess.Popen(
+                [*_SAVER, f"--store={store}", f"--directory={self.directory}", f"--linger={linger_s}"],
+                stderr=log,
+                env={**os.environ, **request},
+                cwd=ROOT,
+            )
+        self.undo.callback(self._end, process)
+        self.savers.append(process)
+        return process
+
+    @property
+    def log(self) -> Path:
+        return self.path / "saver.log"
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        try:
+            self.wait_until(condition, TIMEOUT_S, what)
+        except BaseException:
+            print(self.said())
+            raise
+
+    def until_committed(self, *generations: tuple[int, int]) -> None:
+        wanted = {Generation(*one) for one in generations}
+        self.until(lambda: wanted <= set(commit.committed(self.directory)), f"a checkpoint of {generations}")
+
+    def status(self, store: Path) -> SaverStatus:
+        return StoreView(store).files.read_status() or SaverStatus(pid=0)
+
+    def check_whole(self, generation: tuple[int, int], world_size: int = 1, num_bytes: int = 5 * MIB) -> None:
+        """Compare every byte of a checkpoint with what was saved."""
+        directory = CheckpointDirectory(self.directory)
+        layout = fake_trainer.layout_of(num_bytes)
+        for rank in range(world_size):
+            with directory.read(Generation(*generation), rank) as file:
+                wanted = {e.name for e in layout.entries if rank == 0 or not e.name.startswith("model")}
+                assert {entry.name for entry in file.entries} == wanted
+                for entry in file.entries:
+                    expected = fake_trainer.content(Generation(*generation), rank, entry.name, entry.num_bytes)
+                    assert bytes(file.bytes_of(entry)) == expected
+
+    def left_over(self) -> list[str]:
+        """Names below the directory that belong to no checkpoint."""
+        return [
+            str(path.relative_to(self.directory))
+            for path in self.directory.rglob("*")
+            if path.name.endswith((".tmp", ".partial", ".deleted"))
+        ]
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream:
+                stream.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Bench]:
+    (tmp_path / "stores").mkdir()
+    (tmp_path / "ckpt").mkdir()
+    with contextlib.ExitStack() as undo:
+        yield Bench(tmp_path, wait_until, undo)
+
+
+# --- life ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_generation_gets_to_disk_and_the_trainer_is_told(bench: Bench) -> None:
+    trainer = bench.trainer()
+    bench.saver(trainer.store)
+    for step in (10, 20):
+        trainer.say(f"save {step}")
+        bench.until(lambda step=step: bench.status(trainer.store).persisted == (1, step), "the status")
+    bench.check_whole((1, 20))
+    status = bench.status(trainer.store)
+    assert (status.num_persisted, status.num_failed, status.error) == (2, 0, "")
+    assert status.persist_bytes > 5 * MIB
+    assert CheckpointDirectory(bench.directory).checkpoints()[0].metrics == {"loss": 1.5}
+
+
+def test_a_closed_store_is_persisted_and_removed(bench: Bench) -> None:
+    trainer = bench.trainer()
+    saver = bench.saver(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
+    trainer.say("save 10")
+    trainer.end()
+    assert saver.wait(TIMEOUT_S) == 0
+    bench.check_whole((1, 10))
+    assert not trainer.store.exists()
+
+
+def test_a_killed_trainers_newest_generation_gets_to_disk_and_stays_in_memory(bench: Bench) -> None:
+    trainer = bench.trainer()
+    saver = bench.saver(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
+    saver.send_signal(signal.SIGSTOP)
+    trainer.say("save 10")
+    trainer.say("save 20")
+    trainer.kill()
+    saver.send_signal(signal.SIGCONT)
+    assert saver.wait(TIMEOUT_S) == 0
+    bench.check_whole((1, 20))
+    assert [one.header.generation for one in StoreView(trainer.store).generations()] == [(1, 20), (1, 10)]
+    # The next trainer finds it, and its saver knows that it is on disk.
+    again = bench.trainer(attempt=2)
+    assert again.store == trainer.store
+    bench.saver(again.store)
+    again.say("save 21")
+    bench.until_committed((2, 21))
+    assert commit.committed(bench.directory) == [(2, 21), (1, 20)]
+
+
+def test_sigterm_brings_the_newest_to_disk(bench: Bench) -> None:
+    trainer = bench.trainer()
+    saver = bench.saver(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
+    saver.send_signal(signal.SIGSTOP)
+    trainer.say("save 10")
+    saver.send_signal(signal.SIGTERM)
+    saver.send_signal(signal.SIGCONT)
+    assert saver.wait(TIMEOUT_S) == 0
+    bench.check_whole((1, 10))
+    assert "told to end" in bench.said()
+
+
+def test_sigterm_says_what_is_missing(bench: Bench) -> None:
+    trainer = bench.trainer(rank=1, world_size=3)
+    saver = bench.saver(trainer.store)
+    trainer.say("save 10")
+    bench.until(lambda: commit.written_by(bench.directory, 1), "the part")
+    saver.send_signal(signal.SIGTERM)
+    assert saver.wait(TIMEOUT_S) == 0
+    assert (
+        "generation=step 10 of attempt 1 is not committed: the parts of rank(s) 0, 2 of 3 are missing" in bench.said()
+    )
+
+
+def test_the_second_saver_of_a_store_leaves(bench: Bench) -> None:
+    trainer = bench.trainer()
+    first = bench.saver(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
+    assert bench.saver(trainer.store).wait(TIMEOUT_S) == 0
+    assert "has a saver that lives" in bench.said()
+    trainer.say("save 10")
+    bench.until_committed((1, 10))
+    assert first.poll() is None
+
+
+def test_spawned_by_a_trainer_it_is_a_session_of_its_own(bench: Bench) -> None:
+    trainer = bench.trainer()
+    saver = spawn_saver(trainer.store, bench.directory)
+    bench.undo.callback(bench._end, saver)
+    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
+    assert os.getsid(saver.pid) == saver.pid
+    trainer.say("save 10")
+    trainer.end()
+    assert saver.wait(TIMEOUT_S) == 0
+    bench.check_whole((1, 10))
+
+
+def mapped_kib(pid: int, store: Path) -> Iterator[int]:
+    """What a process holds in memory of a store's slots."""
+    is_slot = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-", line):
+            is_slot = str(store) in line
+        elif is_slot and line.startswith("Rss:"):
+            yield int(line.split()[1])
+
+
+def test_it_is_small_and_does_without_torch(bench: Bench) -> None:
+    """Its size beside the mapping, the modules that it has, and the processor time of its start."""
+    trainer = bench.trainer(num_bytes=64 * MIB)
+    saver = bench.saver(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
+    ticks = Path(f"/proc/{saver.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    assert sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") < 0.3
+    trainer.say("save 10")
+    bench.until_committed((1, 10))
+    lines = Path(f"/proc/{saver.pid}/status").read_text().splitlines()
+    kib = {key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in lines) if "kB" in value}
+    assert kib["RssAnon"] + kib["RssFile"] - sum(mapped_kib(saver.pid, trainer.store)) < 30 << 10
+    maps = Path(f"/proc/{saver.pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "numpy" not in maps
+    assert len(os.sched_getaffinity(saver.pid)) == 1
+    assert os.getpriority(os.PRIO_PROCESS, saver.pid) >= 10
+
+
+# --- many ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_settle_on_the_same_generations_without_a_barrier(bench: Bench) -> None:
+    trainers = [bench.trainer(rank, 3, num_bytes=MIB) for rank in range(3)]
+    for trainer in trainers:
+        bench.saver(trainer.store)
+    latest = []
+    for step in range(1, 40):
+        for trainer in trainers:
+            trainer.say(f"save {step}")
+        with contextlib.suppress(FileNotFoundError):
+            latest.append(os.readlink(bench.directory / "latest"))
+    bench.until_committed((1, 39))
+    assert latest == sorted(latest)
+    for generation in commit.committed(bench.directory):
+        bench.check_whole(generation, 3, MIB)
+    for trainer in trainers:
+        trainer.end()
+    for saver in bench.savers:
+        assert saver.wait(TIMEOUT_S) == 0
+    assert bench.left_over() == []
+
+
+def test_ranks_that_died_at_different_saves_still_make_a_checkpoint(bench: Bench) -> None:
+    """Rank 0 had saved once more than rank 1: what both have is committed."""
+    trainers = [bench.trainer(rank, 2) for rank in range(2)]
+    for trainer in trainers:
+        trainer.say("save 10")
+    trainers[0].say("save 20")
+    savers = [bench.saver(trainer.store, linger_s=5) for trainer in trainers]
+    for trainer in trainers:
+        trainer.kill()
+    for saver in savers:
+        assert saver.wait(TIMEOUT_S) == 0
+    bench.check_whole((1, 10), 2)
+    assert "rank=0" in bench.said()
+    assert "generation=step 20 of attempt 1 is not committed: the parts of rank(s) 1 of 2 are missing" in bench.said()
+
+
+def test_retention_by_the_savers(bench: Bench) -> None:
+    directory = CheckpointDirectory(bench.directory)
+    attempt = directory.acquire(Identity("77", "here", 1), Retention(keep_last=2))
+    trainers = [bench.trainer(rank, 2, attempt, MIB) for rank in range(2)]
+    for trainer in trainers:
+        bench.saver(trainer.store)
+    for step in range(1, 6):
+        for trainer in trainers:
+            trainer.say(f"save {step}")
+        bench.until_committed((1, step))
+    bench.until(lambda: commit.committed(bench.directory) == [(1, 5), (1, 4)], "the removal of the others")
+    directory.release()
+
+
+# --- death ---------------------------------------------------------------------------------------------------------
+
+SAVER_POINTS = [point for point in POINTS if point.startswith(("saver.", "persist.", "commit."))]
+_QUICK = ("persist.writing", "persist.described", "commit.renamed")
+SOME_POINTS = [pytest.param(one, marks=[] if one in _QUICK else [pytest.mark.slow]) for one in SAVER_POINTS]
+
+
+@pytest.mark.parametrize("point", SAVER_POINTS)
+def test_a_saver_killed_at_any_point_leaves_the_old_or_the_new_step(bench: Bench, point: str) -> None:
+    num_bytes = 40 * MIB if point == "persist.writing" else MIB
+    trainer = bench.trainer(num_bytes=num_bytes)
+    bench.saver(trainer.store)
+    trainer.say("save 10")
+    bench.until_committed((1, 10))
+    bench.savers[0].kill()
+    bench.savers[0].wait()
+    trainer.say("save 20")
+    killed = bench.saver(trainer.store, point, count=2 if point == "persist.writing" else 1)
+    assert killed.wait(TIMEOUT_S) == -signal.SIGKILL
+    (newest, *_) = CheckpointDirectory(bench.directory).checkpoints()
+    bench.check_whole(newest.generation, num_bytes=num_bytes)
+    # The next saver does what the dead one did not.
+    bench.saver(trainer.store)
+    bench.until_committed((1, 20))
+    bench.until(lambda: os.readlink(bench.directory / "latest") == "step-0000000020.1", "latest")
+    bench.until(lambda: not bench.left_over(), "the removal of what the dead one left")
+    bench.check_whole((1, 20), num_bytes=num_bytes)
+    bench.check_whole((1, 10), num_bytes=num_bytes)
+
+
+@pytest.mark.parametrize("point", SOME_POINTS)
+def test_all_of_a_job_killed_at_any_point_and_the_next_attempt_completes_what_can_be(bench: Bench, point: str) -> None:
+    """Two ranks, everything dies, memory is lost as with a requeue: from disk comes the old or the new step, whole."""
+    trainers = [bench.trainer(rank, 2, num_bytes=MIB) for rank in range(2)]
+    first = [bench.saver(trainer.store) for trainer in trainers]
+    for trainer in trainers:
+        trainer.say("save 10")
+    bench.until_committed((1, 10))
+    for saver in first:
+        saver.kill()
+        saver.wait()
+    for trainer in trainers:
+        trainer.say("save 20")
+    second = [bench.saver(trainer.store, point) for trainer in trainers]
+    bench.until(lambda: any(saver.poll() is not None for saver in second), "a death")
+    for saver in second:
+        saver.kill()
+        saver.wait()
+    for trainer in trainers:
+        trainer.kill()
+    directory = CheckpointDirectory(bench.directory)
+    assert directory.acquire(Identity("77", "here", 1)) == 2
+    directory.complete_partials()
+    (newest, *_) = directory.checkpoints()
+    bench.check_whole(newest.generation, 2, MIB)
+    assert os.readlink(bench.directory / "latest") == newest.generation.directory_name
+    directory.release()
+    # The next attempt's first checkpoint cleans up all that is left.
+    again = [bench.trainer(rank, 2, 2, MIB) for rank in range(2)]
+    for trainer in again:
+        bench.saver(trainer.store)
+        trainer.say("save 15")
+    bench.until_committed((2, 15))
+    bench.until(lambda: not bench.left_over(), "the removal of what the dead ones left")
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("remove.")])
+def test_a_saver_killed_while_it_removes(bench: Bench, point: str) -> None:
+    directory = CheckpointDirectory(bench.directory)
+    directory.acquire(Identity("77", "here", 1), Retention(keep_last=1))
+    trainer = bench.trainer(num_bytes=MIB)
+    killed = bench.saver(trainer.store, point)
+    trainer.say("save 10")
+    bench.until_committed((1, 10))
+    trainer.say("save 20")
+    assert killed.wait(TIMEOUT_S) == -signal.SIGKILL
+    assert [one.generation for one in directory.checkpoints()] == [(1, 20)]
+    bench.saver(trainer.store)
+    bench.until(lambda: not bench.left_over(), "the removal")
+    bench.check_whole((1, 20), num_bytes=MIB)
+    directory.release()
+
+
+@pytest.mark.parametrize("point", ["owner.numbered", "owner.written"])
+def test_an_attempt_killed_while_it_gets_its_number(bench: Bench, point: str) -> None:
+    program = (
+        "from checkpoint.directory import CheckpointDirectory; from checkpoint.ownership import Identity;"
+        f"print(CheckpointDirectory({str(bench.directory)!r}).acquire(Identity('1', 'a', 1)))"
+    )
+
+    def start(**env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, **env}, cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+
+    assert start().stdout.split() == ["1"]
+    killed = start(HETSTREAM_CKPT_FAULT=f"{point}:1:kill:{bench.path / 'marker'}")
+    assert killed.returncode == -signal.SIGKILL
+    # A number that may have been used is not used again.
+    assert start().stdout.split() == ["2" if point == "owner.numbered" else "3"]
+
+
+@pytest.mark.parametrize("point", ["persist.writing", "persist.unsynced", "persist.named"])
+def test_a_disk_that_gets_full_leaves_the_old_step_and_no_garbage(bench: Bench, point: str) -> None:
+    trainer = bench.trainer()
+    first = bench.saver(trainer.store)
+    trainer.say("save 10")
+    bench.until_committed((1, 10))
+    first.kill()
+    first.wait()
+    trainer.say("save 20")
+    second = bench.saver(trainer.store, point, action="full")
+    bench.until(lambda: bench.status(trainer.store).num_failed, "the failure")
+    second.send_signal(signal.SIGSTOP)
+    assert "No space left on device" in bench.status(trainer.store).error
+    assert commit.committed(bench.directory) == [(1, 10)]
+    assert bench.left_over() == []
+    # There is room again: it goes on by itself.
+    second.send_signal(signal.SIGCONT)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(TIMEOUT_S) == 0
+    assert bench.status(trainer.store).error == ""
+    bench.check_whole((1, 20))
+
+
+def test_a_stopped_saver_does_not_hold_the_trainer_up(bench: Bench) -> None:
+    trainer = bench.trainer(num_bytes=40 * MIB)
+    saver = bench.saver(trainer.store, "persist.writing", action="stop")
+    trainer.say("save 1")
+    bench.until(lambda: (bench.path / "marker-0").exists(), "the stop")
+    for step in range(2, 9):
+        trainer.say(f"save {step}")
+    saver.send_signal(signal.SIGCONT)
+    bench.until_committed((1, 1), (1, 8))
+    bench.check_whole((1, 1), num_bytes=40 * MIB)
+    bench.check_whole((1, 8), num_bytes=40 * MIB)
+    assert bench.status(trainer.store).num_skipped == 6
+
+
+# --- a job's saver ---------------------------------------------------------------------------------------------------
+
+JOB_SAVER = """
+import logging, sys
+from pathlib import Path
+from checkpoint.saver import serve_job
+logging.basicConfig(level=logging.INFO)
+serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
+"""
+
+
+def test_a_jobs_saver_serves_all_stores_that_come_and_outlives_their_trainers(bench: Bench) -> None:
+    with open(bench.log, "ab") as log:
+        argv = [sys.executable, "-c", JOB_SAVER, str(bench.path / "stores")]
+        saver = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
+    bench.undo.callback(bench._end, saver)
+    assert saver.stdout
+    assert saver.stdout.readline() == b"ready\n"
+    trainers = [bench.trainer(rank, 2) for rank in range(2)]
+    for trainer in trainers:
+        trainer.say("save 10")
+    bench.until_committed((1, 10))
+    for trainer in trainers:
+        trainer.say("save 20")
+        trainer.kill()
+    bench.until_committed((1, 20))
+    bench.check_whole((1, 20), 2)
+    # The trainers are started again on the same node, and adopt their stores.
+    again = [bench.trainer(rank, 2, attempt=2) for rank in range(2)]
+    assert [one.store for one in again] == [one.store for one in trainers]
+    for trainer in again:
+        trainer.say("save 21")
+    bench.until_committed((2, 21))
+    again[0].end()
+    again[1].kill()
+    saver.send_signal(signal.SIGTERM)
+    assert saver.wait(TIMEOUT_S) == 0
+    # The job is over, all is on disk: its memory is free again.
+    assert os.listdir(bench.path / "stores") == []

@@ -2,6 +2,7 @@
 
 HETSTREAM_CKPT_SAVER     1: the job has a saver on this node; a trainer starts its own only if that one does not come
 HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, for programs that ask for it
+SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0, SLURM_HET_GROUP_ID   whose memory it is, see `job_and_component`
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
 """
 
@@ -23,6 +24,16 @@ def job_has_savers(environ: Mapping[str, str] = os.environ) -> bool:
 def directory_of_job(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The checkpoint directory that the job's script names, or None."""
     return Path(environ[DIRECTORY]) if environ.get(DIRECTORY) else None
+
+
+def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Slurm's id of the job, that of the leader in a heterogeneous job, and which of its components this is.
+
+    Without Slurm the job is "local".
+    """
+    job = environ.get("SLURM_JOB_ID_HET_GROUP_0") or environ.get("SLURM_JOB_ID") or "local"
+    component = environ.get("SLURM_HET_GROUP_ID", "")
+    return job, int(component) if component.isdigit() else 0
 
 
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:

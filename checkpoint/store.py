@@ -92,6 +92,7 @@ class WritableSlot:
 
     Attributes:
         payload: the memory to copy into, in bytes.
+        segment: the slot: the same object as long as its memory is the same.
         waited_s: how long the save waited for a free slot, in seconds.
         allocated: the slot had to be made for this save: it took longer than the next one will.
     """
@@ -100,10 +101,10 @@ class WritableSlot:
         assert slot.segment is not None
         self._store = store
         self._slot = slot
-        self._segment = slot.segment
+        self.segment = slot.segment
         self._lock = lock
         self._is_open = True
-        self.payload = self._segment.payload
+        self.payload = self.segment.payload
         self.waited_s = waited_s
         self.allocated = allocated
 
@@ -120,7 +121,7 @@ class WritableSlot:
         """
         self._check_open()
         self._store._check_newest(generation)
-        self._segment.publish(generation, self._store._next_serial(), layout_digest, metadata)
+        self.segment.publish(generation, self._store._next_serial(), layout_digest, metadata)
         reach("slot.complete")
         self._end()
         self._store.wake()
@@ -129,7 +130,7 @@ class WritableSlot:
     def abandon(self) -> None:
         """Give up what was copied: the slot is empty, and the other generations are as they were."""
         self._check_open()
-        self._segment.abandon()
+        self.segment.abandon()
         self._end()
 
     def _check_open(self) -> None:
@@ -317,6 +318,14 @@ class Store:
                     "more; start the training again from the checkpoint on disk"
                 ) from error
             raise
+
+    def mark_closed(self) -> None:
+        """Tell the saver that what is in memory may go once it is on disk and this process is gone.
+
+        For a process that is about to be ended and has no time for `close`.
+        """
+        self._files.closed.touch(0o600)
+        self.wake()
 
     def close(self, *, keep: bool = False) -> None:
         """Let go of the store. A second time, and in a forked child, it does nothing.

@@ -130,6 +130,11 @@ class Record(msgspec.Struct, frozen=True):
         """The record as JSON."""
         return msgspec.json.encode(self)
 
+    @staticmethod
+    def write_with(tensors: msgspec.Raw, **fields: Any) -> bytes:
+        """As `write`, with tensors that are JSON already: the same in every save, and by far the most."""
+        return msgspec.json.encode({**fields, "tensors": tensors})
+
     @property
     def own(self) -> list[str]:
         """The top-level keys that are this rank's alone."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,10 +38,12 @@ class Stored:
     Attributes:
         ref: what the record says of it.
         view: its values, row-major or strided; they may lie in shared memory.
+        stock: where `own` of it is to be had.
     """
 
     ref: TensorRef
     view: torch.Tensor
+    stock: Stock
 
     def __str__(self) -> str:
         return f"a tensor of shape {tuple(self.view.shape)} and {self.view.dtype}"
@@ -69,7 +73,7 @@ class Stock:
         """
         if ref.kind in ("bytes", "pickle"):
             return self.own(ref)
-        return Stored(ref, self._view_of(ref, self._views))
+        return Stored(ref, self._view_of(ref, self._views), self)
 
     def own(self, ref: TensorRef) -> Any:
         """What the program saved, in memory of its own; tensors that shared memory share it again."""
@@ -98,39 +102,53 @@ class Stock:
         return tensor.requires_grad_() if ref.kind == "grad" else tensor
 
 
-def load_tree(record: Record, stock: Stock, *, allow_pickle: bool = False) -> dict[str, Any]:
-    """The state as plain values and tensors of the program's own.
+@dataclass(frozen=True)
+class Part:
+    """A record, or a part of one, with its tensors: what a slot or a file holds.
 
-    Raises:
-        DamagedCheckpoint: the structure breaks its form.
-        StateMismatch: it needs pickle, or a type that the program has not registered.
+    Attributes:
+        record: the structure.
+        stock: the tensors.
     """
-    return record.decode(stock.own, make_foreign(allow_pickle=allow_pickle))
+
+    record: Record
+    stock: Stock
+
+    def load(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """The state as plain values and tensors of the program's own.
+
+        Raises:
+            DamagedCheckpoint: the structure breaks its form.
+            StateMismatch: it needs pickle, or a type that the program has not registered.
+        """
+        return self.record.decode(self.stock.own, make_foreign(allow_pickle=allow_pickle))
+
+    def saved(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """The state with tensors where they lie, for `Restore`; raises as `load`."""
+        make = make_foreign(allow_pickle=allow_pickle)
+        # What is made of several tensors gets tensors of its own.
+        return self.record.decode(
+            self.stock.stored, lambda tag, body, again: make(tag, body, lambda node: owned(again(node)))
+        )
 
 
-def restore_tree(
-    state: MutableMapping[str, Any], record: Record, stock: Stock, *, allow_pickle: bool = False, strict: bool = True
-) -> list[str]:
-    """Write a record into the program's state, in place.
-
-    Args:
-        state: as it is given to `save`. Its tensors keep their identity; objects get `load_state_dict`.
-        strict: every key and tensor must be on both sides; else what fits is restored.
-
-    Returns:
-        What did not fit, with `strict=False`.
-
-    Raises:
-        StateMismatch: the layout has changed; the message names every difference. Nothing is changed.
-        DamagedCheckpoint: the structure breaks its form. Nothing is changed.
-    """
-    saved = record.decode(stock.stored, _keep_stored(stock, allow_pickle=allow_pickle))
-    task = _Task(stock)
-    fill = task.match_mapping("", state, saved)
-    if task.differences and strict:
-        raise StateMismatch(_told(task.differences))
-    task.run(fill)
-    return task.differences
+def owned(value: Any) -> Any:
+    """What `Part.saved` gave, with tensors of the program's own."""
+    if isinstance(value, Stored):
+        return value.stock.own(value.ref)
+    if isinstance(value, Mapping):
+        return _like_mapping(value, {key: owned(one) for key, one in value.items()})
+    if isinstance(value, list):
+        return [owned(one) for one in value]
+    if isinstance(value, tuple):
+        return _like_tuple(value, [owned(one) for one in value])
+    if isinstance(value, deque):
+        return deque((owned(one) for one in value), value.maxlen)
+    if isinstance(value, SimpleNamespace):
+        return SimpleNamespace(**{key: owned(one) for key, one in vars(value).items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _like_dataclass(value, {one.name: owned(getattr(value, one.name)) for one in dataclasses.fields(value)})
+    return value
 
 
 def _told(differences: Sequence[str]) -> str:
@@ -143,36 +161,13 @@ def _told(differences: Sequence[str]) -> str:
     )
 
 
-def _keep_stored(stock: Stock, *, allow_pickle: bool) -> Any:
-    """Foreign values are made of the program's own tensors; the rest of the tree keeps references."""
-    make = make_foreign(allow_pickle=allow_pickle)
-    return lambda tag, body, again: make(tag, body, lambda node: _owned(again(node), stock))
-
-
-def _owned(value: Any, stock: Stock) -> Any:
-    """A decoded value with tensors of the program's own."""
-    if isinstance(value, Stored):
-        return stock.own(value.ref)
-    if isinstance(value, Mapping):
-        return _like_mapping(value, {key: _owned(one, stock) for key, one in value.items()})
-    if isinstance(value, list):
-        return [_owned(one, stock) for one in value]
-    if isinstance(value, tuple):
-        return _like_tuple(value, [_owned(one, stock) for one in value])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _like_dataclass(
-            value, {one.name: _owned(getattr(value, one.name), stock) for one in dataclasses.fields(value)}
-        )
-    if hasattr(value, "__dict__") and type(value).__name__ == "SimpleNamespace":
-        return type(value)(**{key: _owned(one, stock) for key, one in vars(value).items()})
-    if type(value).__name__ == "deque":
-        return type(value)((_owned(one, stock) for one in value), value.maxlen)
-    return value
-
-
-def _like_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    made = copy.copy(like)
-    made.update(items)  # type: ignore[attr-defined]
+def _like_mapping(like: Mapping[Any, Any], items: dict[Any, Any], only: Collection[Any] | None = None) -> Any:
+    made: Any = copy.copy(like)
+    for key in like if only is not None else ():
+        if key not in only:  # type: ignore[operator]
+            del made[key]
+    for key, value in items.items():  # not `update`: a Counter's adds
+        made[key] = value
     return made
 
 
@@ -209,13 +204,33 @@ def _is_empty(value: Any) -> bool:
 
 
 @dataclass
-class _Task:
-    """One restore: what differs, and what is to be done when nothing does."""
+class Restore:
+    """One restore into a program's state: what differs, and what is to be done.
 
-    stock: Stock
+    `compare` it first, and `run` it if nothing differs, or if the rest shall be restored nevertheless.
+
+    Attributes:
+        differences: in words, one for each place.
+    """
+
     differences: list[str] = field(default_factory=list)
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    objects: list[tuple[str, Any, Any]] = field(default_factory=list)
+    _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _objects: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+    _fill: Fill = lambda: None
+
+    def compare(self, state: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Look where a state and what was saved of it differ. Changes nothing.
+
+        Args:
+            state: as it is given to `save`. Its tensors will keep their identity; objects get `load_state_dict`.
+            saved: of `Part.saved`.
+        """
+        self._fill = self.match_mapping("", state, saved)
+
+    def mismatch(self) -> StateMismatch | None:
+        """The differences as an error, or None if there are none."""
+        return StateMismatch(_told(self.differences)) if self.differences else None
 
     # Comparing
 
@@ -225,10 +240,10 @@ class _Task:
             return self._match_tensor(path, here, saved)
         if _is_stateful(here):
             return self._match_object(path, here, saved)
-        if isinstance(saved, Stored) and isinstance(here, np.ndarray):
+        if isinstance(saved, Stored | np.ndarray) and isinstance(here, np.ndarray):
             return self._match_array(path, here, saved)
         if _is_empty(here):
-            return lambda: _owned(saved, self.stock)
+            return lambda: owned(saved)
         if isinstance(here, MutableMapping) and isinstance(saved, Mapping):
             return self.match_mapping(path, here, saved)
         if isinstance(here, list | tuple) and isinstance(saved, list | tuple):
@@ -239,7 +254,7 @@ class _Task:
             return self._match_node(path, here, saved)
         if _has_tensor(here) or (_has_tensor(saved) and not isinstance(here, np.ndarray)):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
-        return lambda: _owned(saved, self.stock)
+        return lambda: owned(saved)
 
     def match_mapping(self, path: str, here: MutableMapping[Any, Any], saved: Mapping[Any, Any]) -> Fill:
         """Compare two mappings key by key. Those without any tensor are plain data: what was saved replaces them."""
@@ -255,9 +270,10 @@ class _Task:
         def fill() -> Any:
             filled = {key: one() for key, one in fills.items()}
             if is_plain:
-                filled = {key: filled[key] if key in filled else _owned(saved[key], self.stock) for key in saved}
+                filled = {key: filled[key] if key in filled else owned(saved[key]) for key in saved}
                 here.clear()
-            here.update(filled)
+            for key, value in filled.items():
+                here[key] = value
             return here
 
         return fill
@@ -266,7 +282,7 @@ class _Task:
         if len(here) != len(saved):
             if _has_tensor(here) or _has_tensor(saved):
                 self.differences.append(f"{path}: {len(saved)} item(s) in the checkpoint, {len(here)} here")
-            return lambda: _owned(saved, self.stock)
+            return lambda: owned(saved)
         fills = [self.match(f"{path}.{index}", *pair) for index, pair in enumerate(zip(here, saved, strict=True))]
 
         def fill() -> Any:
@@ -308,8 +324,8 @@ class _Task:
 
     def _match_tensor(self, path: str, here: torch.Tensor, saved: Any) -> Fill:
         if isinstance(saved, torch.Tensor):  # made of parts, such as a sparse one
-            self._compare(path, here, saved.shape, saved.dtype)
-            self.copies.append((here, saved))
+            if self._compare(path, here, saved.shape, saved.dtype):
+                self._copies.append((here, saved))
             return lambda: here
         if not isinstance(saved, Stored):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
@@ -321,25 +337,27 @@ class _Task:
             if shard is not None and tuple(shard.global_shape) != tuple(here.shape):
                 self._compare(path, here, torch.Size(shard.global_shape), saved.view.dtype)
                 return lambda: here
-        self._compare(path, target, saved.view.shape, saved.view.dtype)
-        self.copies.append((target, saved.view))
+        if self._compare(path, target, saved.view.shape, saved.view.dtype):
+            self._copies.append((target, saved.view))
         return lambda: here
 
-    def _compare(self, path: str, here: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    def _compare(self, path: str, here: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
         if here.shape != shape:
             self.differences.append(f"{path}: shape {tuple(shape)} in the checkpoint, {tuple(here.shape)} here")
         if here.dtype != dtype:
             self.differences.append(f"{path}: dtype {dtype} in the checkpoint, {here.dtype} here")
+        return here.shape == shape and here.dtype == dtype
 
-    def _match_array(self, path: str, here: np.ndarray[Any, Any], saved: Stored) -> Fill:
-        values = saved.view.numpy()
+    def _match_array(self, path: str, here: np.ndarray[Any, Any], saved: Stored | np.ndarray[Any, Any]) -> Fill:
+        values = saved.view.numpy() if isinstance(saved, Stored) else saved
         if here.shape != values.shape or here.dtype != values.dtype:
             self.differences.append(
                 f"{path}: array of shape {values.shape} and {values.dtype} in the checkpoint, {here.shape} and "
                 f"{here.dtype} here"
             )
+            return lambda: here
         if not here.flags.writeable:
-            return lambda: self.stock.own(saved.ref)
+            return lambda: owned(saved)
 
         def fill() -> Any:
             np.copyto(here, values)
@@ -348,60 +366,70 @@ class _Task:
         return fill
 
     def _match_object(self, path: str, here: Any, saved: Any) -> Fill:
-        if isinstance(here, torch.nn.Module):
-            self._compare_module(path, here, saved)
-        elif isinstance(here, torch.optim.Optimizer):
-            self._compare_optimizer(path, here, saved)
-        if isinstance(here, torch.nn.Module) and isinstance(saved, Mapping) and _is_pristine(here):
-            for key, tensor in here.state_dict().items():
-                if isinstance(saved.get(key), Stored):
-                    self.copies.append((tensor, saved[key].view))
-        else:
-            self.objects.append((path, here, saved))
+        if isinstance(here, torch.nn.Module) and isinstance(saved, Mapping):
+            fitting = self._compare_module(path, here, saved)
+            if _is_pristine(here):
+                now = here.state_dict()
+                self._copies += [(now[key], saved[key].view) for key in fitting if isinstance(saved[key], Stored)]
+            else:
+                self._objects.append((path, here, _like_mapping(saved, {}, only=fitting)))
+        elif not isinstance(here, torch.optim.Optimizer) or self._compare_optimizer(path, here, saved):
+            self._objects.append((path, here, saved))
         return lambda: here
 
-    def _compare_module(self, path: str, here: torch.nn.Module, saved: Any) -> None:
-        if not isinstance(saved, Mapping):
-            self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, a module here")
-            return
+    def _compare_module(self, path: str, here: torch.nn.Module, saved: Mapping[str, Any]) -> set[str]:
+        """Which keys fit."""
         now = here.state_dict()
         self.differences += [f"{path}.{key}: missing in the checkpoint" for key in now if key not in saved]
         self.differences += [f"{path}.{key}: unexpected, only in the checkpoint" for key in saved if key not in now]
-        for key, tensor in now.items():
-            stored = saved.get(key)
-            is_lazy = isinstance(tensor, UninitializedParameter | UninitializedBuffer)
-            if isinstance(tensor, torch.Tensor) and isinstance(stored, Stored) and not is_lazy:
-                if stored.ref.shard is not None:
-                    self._compare(f"{path}.{key}", tensor, torch.Size(stored.ref.shard.global_shape), stored.view.dtype)
-                else:
-                    self._compare(f"{path}.{key}", tensor, stored.view.shape, stored.view.dtype)
+        return {key for key, tensor in now.items() if key in saved and self._fits(f"{path}.{key}", tensor, saved[key])}
 
-    def _compare_optimizer(self, path: str, here: torch.optim.Optimizer, saved: Any) -> None:
+    def _fits(self, path: str, here: Any, saved: Any) -> bool:
+        is_lazy = isinstance(here, UninitializedParameter | UninitializedBuffer)
+        if not isinstance(here, torch.Tensor) or is_lazy:
+            return True
+        if not isinstance(saved, Stored):
+            self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
+            return False
+        shard = saved.ref.shard
+        shape = saved.view.shape if shard is None else torch.Size(shard.global_shape)
+        return self._compare(path, here, shape, saved.view.dtype)
+
+    def _compare_optimizer(self, path: str, here: torch.optim.Optimizer, saved: Any) -> bool:
         groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
         if not isinstance(groups, list):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, an optimizer here")
-            return
+            return False
         sizes = [len(group["params"]) for group in groups]
         own = [len(group["params"]) for group in here.param_groups]
         if sizes != own:
             self.differences.append(f"{path}.param_groups: of {sizes} parameters in the checkpoint, of {own} here")
+        return sizes == own
 
     # Writing
 
-    def run(self, fill: Fill) -> None:
-        """Write everything. Objects come first, as they may still refuse; then they are given back what they had."""
+    def run(self) -> None:
+        """Write everything that fits. Objects come first, as they may still refuse; then all get back what they had.
+
+        Raises:
+            StateMismatch: an object refused its state. Nothing is changed.
+        """
         backups: list[tuple[Any, Any]] = []
-        for path, here, saved in sorted(self.objects, key=lambda one: _rank_of(one[1])):
+        for path, here, saved in sorted(self._objects, key=lambda one: _rank_of(one[1])):
             backups.append((here, _backup(here)))
             try:
-                here.load_state_dict(_for_object(here, saved, self.stock))
+                if isinstance(here, torch.nn.Module):
+                    # What does not fit has been told; missing keys are no error any more.
+                    here.load_state_dict(_with_shards(here.state_dict(), owned(saved)), strict=not self.differences)
+                else:
+                    here.load_state_dict(owned(saved))
             except Exception as error:  # the object's own code
                 for one, before in reversed(backups):
                     one.load_state_dict(before)
                 raise StateMismatch(f"{path} refused its state: {error}. Nothing was restored") from error
         with torch.no_grad():
-            _copy_all(self.copies)
-        fill()
+            _copy_all(self._copies)
+        self._fill()
 
 
 def _rank_of(here: Any) -> int:
@@ -413,14 +441,6 @@ def _backup(here: Any) -> Any:
     state = here.state_dict()
     # An optimizer's load_state_dict replaces its tensors and does not write into them.
     return state if isinstance(here, torch.optim.Optimizer) else copy.deepcopy(state)
-
-
-def _for_object(here: Any, saved: Any, stock: Stock) -> Any:
-    """What an object's load_state_dict gets."""
-    owned = _owned(saved, stock)
-    if isinstance(here, torch.nn.Module):
-        return _with_shards(here.state_dict(), owned)
-    return owned
 
 
 def _with_shards(now: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import pickle
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -319,6 +320,23 @@ class Plan:
     sources: list[int]
     spans: list[Span]
 
+    def is_like(self, other: Plan) -> bool:
+        """Whether the same is copied to the same places."""
+        same_tensors = (self.sources, self.spans) == (other.sources, other.spans)
+        return same_tensors and self.layout.digest == other.layout.digest and self.encoded_refs == other.encoded_refs
+
+    def destinations(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where each tensor of `tensors_to_copy` goes.
+
+        Args:
+            views: of the entries, as `entry_views` gives them.
+        """
+        spans = {span.entry for span in self.spans}
+        return [
+            view if index in spans else view_of(self.refs[number], self.layout.entries[index], view)
+            for index, (number, view) in enumerate(zip(self.sources, views, strict=True))
+        ]
+
     def tensors_to_copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What is copied, in the order of the entries."""
         copied = [tensors[number] for number in self.sources]
@@ -527,23 +545,44 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def entry_views(layout: Layout, payload: memoryview) -> list[torch.Tensor]:
-    """One tensor for each entry, without copying.
+    """One tensor for each entry of a payload, without copying.
 
     Args:
-        payload: the record's payload, as bytes; read-only memory must not be written through the tensors.
+        payload: the bytes; read-only memory must not be written through the tensors.
     """
     if not layout.payload_bytes:
         return [torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for entry in layout.entries]
-    whole = torch.frombuffer(payload, dtype=torch.uint8, count=layout.payload_bytes)
+    whole = bytes_as_tensor(payload)
     by_dtype: dict[str, torch.Tensor] = {}
     views = []
     for entry in layout.entries:
         flat = by_dtype.get(entry.dtype)
         if flat is None:
-            flat = by_dtype[entry.dtype] = whole.view(DTYPES[entry.dtype])
+            flat = by_dtype[entry.dtype] = whole.view(_dtype_of(entry))
         offset = entry.offset // flat.element_size()
         views.append(flat[offset : offset + entry.num_bytes // flat.element_size()].view(entry.shape))
     return views
+
+
+def bytes_as_tensor(data: memoryview) -> torch.Tensor:
+    """Memory as a tensor of bytes, without copying."""
+    with warnings.catch_warnings():
+        # torch has no read-only tensors; nobody writes to those of read-only memory.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def tensor_of(entry: Entry, data: memoryview) -> torch.Tensor:
+    """One entry's bytes as its tensor, without copying."""
+    if not entry.num_bytes:
+        return torch.empty(entry.shape, dtype=_dtype_of(entry))
+    return bytes_as_tensor(data).view(_dtype_of(entry)).view(entry.shape)
+
+
+def _dtype_of(entry: Entry) -> torch.dtype:
+    if entry.dtype not in DTYPES:
+        raise DamagedCheckpoint(f"tensor {entry.name!r} has dtype {entry.dtype!r}, which this torch does not have")
+    return DTYPES[entry.dtype]
 
 
 def view_of(ref: TensorRef, entry: Entry, view: torch.Tensor) -> torch.Tensor:

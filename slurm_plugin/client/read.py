@@ -18,6 +18,7 @@ from slurm_plugin.errors import UnsupportedSlurm
 
 OLDEST = (22, 5)
 _JSON_IN_SCONTROL = (23, 2)
+_HINT = "Check: scontrol ping"
 
 
 class CommandReader:
@@ -78,9 +79,7 @@ class CommandReader:
         return parse_text.parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"))
 
     def _run(self, *argv: str) -> str:
-        conf = self._environ.get("SLURM_CONF")
-        hint = f"Check: scontrol ping{f', and SLURM_CONF={conf}' if conf else ''}"
-        return run_slurm(argv, env=self._environ, hint=hint).stdout
+        return run_slurm(argv, env=self._environ, hint=_HINT).stdout
 
 
 def release_of(version: str) -> tuple[int, int]:

@@ -1,0 +1,68 @@
+"""Where a record is restored from: a slot in memory, or the files of a checkpoint, as the same `Part`s.
+
+Called by the checkpointer. What it gives may lie in shared memory or in a file, and only until it is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import DamagedSegment, NoCheckpoint
+from checkpoint.flash.restore import Part, Stock
+from checkpoint.flash.tensors import entry_views, tensor_of
+from checkpoint.generation import Generation
+from checkpoint.layout import from_json
+from checkpoint.rank_file import RankFile
+from checkpoint.segment import split_metadata
+from checkpoint.store import Store
+from checkpoint.structure import Record
+
+
+@contextlib.contextmanager
+def open_memory(store: Store, generation: Generation) -> Iterator[list[Part]]:
+    """A generation of a rank's own store; it is not overwritten meanwhile.
+
+    Raises:
+        NoCheckpoint: it is not there.
+        Damaged: it is not what was published.
+    """
+    content = next((one for one in store.held() if one.header.generation == generation), None)
+    if content is None:
+        raise NoCheckpoint(f"{store.path} has no {generation} any more")
+    with content.open() as segment:
+        layout_json, structure = split_metadata(segment.metadata)
+        layout = from_json(layout_json)
+        payload = segment.payload
+        if layout.digest != segment.header.layout_digest or layout.payload_bytes > len(payload):
+            raise DamagedSegment(f"{segment.path}: its layout is not that of the {len(payload)} bytes of its payload")
+        yield [Part(Record.read(structure), Stock(layout.entries, entry_views(layout, payload)))]
+
+
+@contextlib.contextmanager
+def open_disk(directory: CheckpointDirectory, generation: Generation, rank: int) -> Iterator[list[Part]]:
+    """What one rank needs of a checkpoint, all of it compared with its checksums; it is not removed meanwhile.
+
+    Args:
+        rank: of now. Where fewer ranks saved, it takes the part of one of those.
+
+    Raises:
+        NoCheckpoint: it is not there.
+        Damaged: it is not what was written.
+    """
+    with contextlib.ExitStack() as held:
+        world_size = held.enter_context(directory.hold(generation)).world_size
+        owner = rank % world_size
+        own = held.enter_context(directory.read(generation, owner))
+        parts = [_part(own, own.record)]
+        if owner != 0:
+            first = held.enter_context(directory.read(generation, 0))
+            shared, indices = first.record.only(first.record.shared)
+            parts.append(_part(first, shared, indices))
+        yield parts
+
+
+def _part(file: RankFile, record: Record, indices: list[int] | None = None) -> Part:
+    entries = file.entries if indices is None else [file.entries[index] for index in indices]
+    return Part(record, Stock(entries, [tensor_of(entry, file.bytes_of(entry)) for entry in entries]))

@@ -1,0 +1,77 @@
+"""Being asked to stop: a signal is noted, the program's own handler still runs, and the program ends in its own time.
+
+Called by the checkpointer. A program that never looks whether it is asked to stop dies of SIGTERM as it would without
+us.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Whether the process was asked to stop, by one of some signals. `install` begins, `remove` ends it.
+
+    Attributes:
+        pid: of the process that is asked; its children have the handler too.
+
+    Args:
+        signals: which; for example SIGTERM, and what `sbatch --signal` sends.
+        before_death: called when SIGTERM is about to end the process.
+    """
+
+    def __init__(self, signals: Iterable[int], before_death: Callable[[], None]) -> None:
+        self._signals = tuple(signals)
+        self._before_death = before_death
+        self._previous: dict[int, Any] = {}
+        self.pid = os.getpid()
+        self._is_watched = False
+        self._received = 0
+
+    def install(self) -> None:
+        """Begin to listen. Python lets only the main thread do so: in others nothing happens, and the log says so."""
+        if threading.current_thread() is not threading.main_thread():
+            _log.warning(
+                "signals are not watched for: only the main thread can, and the checkpointer was made in another"
+            )
+            return
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def remove(self) -> None:
+        """Give the signals back, unless the program has set handlers of its own meanwhile."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                # None: a handler that was not set from Python, and cannot be set again from it.
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous.clear()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether one of the signals has come. Who asks promises to end the program."""
+        self._is_watched = True
+        return self._received != 0
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number)
+        is_own = os.getpid() == self.pid
+        is_first = not self._received
+        self._received = number
+        if callable(previous):
+            previous(number, frame)
+        elif previous == signal.SIG_IGN:
+            return
+        elif number == signal.SIGTERM and not (is_own and self._is_watched and is_first):
+            # Nobody looks, or it is asked twice, or this is a child of the program.
+            if is_own:
+                self._before_death()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

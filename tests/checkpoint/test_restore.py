@@ -1,0 +1,377 @@
+"""What was saved goes back into the program's own objects; what does not fit is named, and then nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from checkpoint.errors import StateMismatch
+from checkpoint.flash import rng
+from checkpoint.flash.restore import Restore
+from tests.checkpoint.test_tensors import pack
+
+
+def restore(state: dict[str, Any], saved: dict[str, Any], *, strict: bool = True) -> list[str]:
+    """Save one state, restore it into the other."""
+    _, part = pack(saved)
+    task = Restore()
+    task.compare(state, part.saved())
+    mismatch = task.mismatch()
+    if mismatch and strict:
+        raise mismatch
+    task.run()
+    return task.differences
+
+
+def differences(state: dict[str, Any], saved: dict[str, Any]) -> str:
+    before = copy.deepcopy(state)
+    with pytest.raises(StateMismatch) as caught:
+        restore(state, saved)
+    assert _equal(_states(state), _states(before)), "something was changed"
+    return str(caught.value)
+
+
+def _states(value: Any) -> Any:
+    if callable(getattr(value, "state_dict", None)):
+        return _states(value.state_dict())
+    if isinstance(value, dict):
+        return {key: _states(one) for key, one in value.items()}
+    return [_states(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))
+
+
+def trained(make: Any, scheduler: Any = None, num_steps: int = 3) -> dict[str, Any]:
+    """A small training after some steps."""
+    torch.manual_seed(random.randrange(10**6))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = make(model.parameters())
+    plan = scheduler(optimizer) if scheduler else None
+    state = {"model": model, "optimizer": optimizer, **({"scheduler": plan} if plan else {})}
+    for _ in range(num_steps):
+        train(state)
+    return state
+
+
+def train(state: dict[str, Any]) -> None:
+    optimizer = state["optimizer"]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = state["model"](torch.linspace(-1, 1, 32).view(8, 4)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    if "scheduler" in state:
+        plan = state["scheduler"]
+        plan.step(*[1.0] * isinstance(plan, torch.optim.lr_scheduler.ReduceLROnPlateau))
+
+
+OPTIMIZERS = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "SparseAdam")
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_goes_on_as_it_would_have(name: str) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        # Muon is for matrices alone.
+        chosen = [one for one in parameters if one.ndim == 2] if name == "Muon" else parameters
+        return OPTIMIZERS[name](chosen, lr=0.01)
+
+    saved = trained(make)
+    fresh = trained(make, num_steps=0)
+    assert restore(fresh, saved) == []
+    for _ in range(3):
+        train(saved)
+        train(fresh)
+    assert _equal(_states(fresh), _states(saved))
+
+
+def _schedulers() -> dict[str, Any]:
+    kinds = torch.optim.lr_scheduler
+    return {
+        "Lambda": lambda o: kinds.LambdaLR(o, lambda epoch: 0.9**epoch),
+        "Step": lambda o: kinds.StepLR(o, 2),
+        "MultiStep": lambda o: kinds.MultiStepLR(o, [1, 2, 2, 4]),
+        "Constant": kinds.ConstantLR,
+        "Linear": kinds.LinearLR,
+        "Exponential": lambda o: kinds.ExponentialLR(o, 0.9),
+        "Polynomial": kinds.PolynomialLR,
+        "Cosine": lambda o: kinds.CosineAnnealingLR(o, 10),
+        "WarmRestarts": lambda o: kinds.CosineAnnealingWarmRestarts(o, 2),
+        "Cyclic": lambda o: kinds.CyclicLR(o, 0.01, 0.1),
+        "OneCycle": lambda o: kinds.OneCycleLR(o, 0.1, 20),
+        "Plateau": lambda o: kinds.ReduceLROnPlateau(o, patience=1),
+        "Sequential": lambda o: kinds.SequentialLR(o, [kinds.ConstantLR(o), kinds.StepLR(o, 1)], [2]),
+        "Chained": lambda o: kinds.ChainedScheduler([kinds.ConstantLR(o), kinds.StepLR(o, 1)]),
+    }
+
+
+@pytest.mark.parametrize("name", _schedulers())
+def test_every_scheduler_of_torch_goes_on_as_it_would_have(name: str) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    saved = trained(make, _schedulers()[name])
+    fresh = trained(make, _schedulers()[name], num_steps=0)
+    assert restore(fresh, saved) == []
+    for _ in range(3):
+        train(saved)
+        train(fresh)
+    assert _equal(_states(fresh), _states(saved))
+
+
+def test_tensors_keep_their_identity_and_never_alias_what_was_saved() -> None:
+    saved = trained(torch.optim.Adam)
+    _, part = pack(saved)
+    fresh = trained(torch.optim.Adam, num_steps=0)
+    addresses = [one.data_ptr() for one in fresh["model"].state_dict().values()]
+    task = Restore()
+    stored = part.saved()
+    task.compare(fresh, stored)
+    task.run()
+    assert [one.data_ptr() for one in fresh["model"].state_dict().values()] == addresses
+    moments = [one for state in fresh["optimizer"].state.values() for one in state.values()]
+    shared = {one.view.untyped_storage().data_ptr() for one in _stored(stored)}
+    assert len(moments) == 3 * 6
+    assert not shared & {one.untyped_storage().data_ptr() for one in moments}
+    assert not shared & {one.untyped_storage().data_ptr() for one in _tensors(part.load())}
+
+
+def _stored(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [one for item in value.values() for one in _stored(item)]
+    if isinstance(value, list | tuple):
+        return [one for item in value for one in _stored(item)]
+    return [value] if hasattr(value, "view") and hasattr(value, "ref") else []
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        return [one for item in value.values() for one in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [one for item in value for one in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@dataclass
+class Progress:
+    epoch: int
+    best: torch.Tensor
+    history: list[float] = field(default_factory=list)
+
+
+def test_plain_trees_are_filled_in_place() -> None:
+    here = {
+        "epoch": 0,
+        "ema": {"w": torch.zeros(3), "b": None},
+        "list": [torch.zeros(2), 1],
+        "pair": (torch.zeros(1), "a"),
+        "notes": {},
+        "seen": [],
+        "progress": Progress(0, torch.zeros(1)),
+        "array": np.zeros(3),
+        "plain": {"old": 1, "same": 2},
+    }
+    saved = {
+        "epoch": 4,
+        "ema": {"w": torch.rand(3), "b": torch.rand(1)},
+        "list": [torch.rand(2), 2],
+        "pair": (torch.rand(1), "b"),
+        "notes": {"loss": 0.5},
+        "seen": [1, 2, torch.rand(1)],
+        "progress": Progress(4, torch.rand(1), [0.1, 0.2]),
+        "array": np.arange(3.0),
+        "plain": {"same": 3, "new": 4},
+    }
+
+    def objects() -> list[Any]:
+        names = ("ema", "list", "progress", "array", "plain")
+        return [*map(here.get, names), here["ema"]["w"], here["list"][0], here["pair"][0]]
+
+    kept = objects()
+    restore(here, saved)
+    assert all(one is other for one, other in zip(kept, objects(), strict=True))
+    assert here["progress"].history == [0.1, 0.2]
+    assert torch.equal(here["progress"].best, saved["progress"].best)
+    assert here["pair"][1] == "b"
+    del here["progress"], saved["progress"]
+    assert _equal(_states(here), _states(saved))
+
+
+def test_every_difference_is_named_and_nothing_is_changed() -> None:
+    saved = {
+        "model": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+        "ema": {"a": torch.rand(2), "b": torch.rand(2), "c": torch.rand(2)},
+        "epoch": 3,
+        "gone": torch.rand(1),
+    }
+    here = {
+        "model": nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False), nn.BatchNorm1d(2)),
+        "ema": {"a": torch.rand(2, 2), "b": torch.rand(2).double(), "d": torch.rand(2)},
+        "epoch": torch.tensor(3),
+        "new": {"x": 1},
+    }
+    text = differences(here, saved)
+    for part in (
+        "model.2.weight: missing in the checkpoint",
+        "model.1.bias: unexpected, only in the checkpoint",
+        "model.0.weight: shape (4, 3) in the checkpoint, (5, 3) here",
+        "ema.a: shape (2,) in the checkpoint, (2, 2) here",
+        "ema.b: dtype torch.float32 in the checkpoint, torch.float64 here",
+        "ema.c: unexpected",
+        "ema.d: missing",
+        "gone: unexpected",
+        "new: missing",
+        "epoch: a int in the checkpoint, a tensor",
+        "Nothing was restored",
+    ):
+        assert part in text
+
+
+def test_an_optimizer_for_other_parameters_is_refused() -> None:
+    saved = trained(torch.optim.Adam)
+    here = {"model": saved["model"], "optimizer": torch.optim.Adam(saved["model"][0].parameters())}
+    assert "optimizer.param_groups: of [6] parameters in the checkpoint, of [2] here" in differences(here, saved)
+
+
+class Stubborn:
+    """A state of its own that refuses what it is given."""
+
+    def __init__(self, value: int, refuses: bool = False) -> None:
+        self.value, self.refuses = value, refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.refuses and state["value"] != self.value:
+            raise ValueError("not mine")
+        self.value = state["value"]
+
+
+def test_an_object_that_refuses_its_state_leaves_all_others_as_they_were() -> None:
+    saved = {"a": Stubborn(1), "b": Stubborn(2), **trained(torch.optim.Adam)}
+    here = {"a": Stubborn(3), "b": Stubborn(4, refuses=True), **trained(torch.optim.Adam)}
+    assert "b refused its state: not mine" in differences(here, saved)
+
+
+def test_what_fits_is_restored_without_strict() -> None:
+    saved = {"w": torch.ones(2), "old": torch.ones(1), "epoch": 3}
+    here = {"w": torch.zeros(2), "new": torch.zeros(1), "epoch": 0}
+    assert len(restore(here, saved, strict=False)) == 2
+    assert here["w"].sum() == 2
+    assert here["epoch"] == 3
+    assert here["new"].sum() == 0
+    narrow = {"w": torch.zeros(3), "epoch": 0}
+    assert len(restore(narrow, {"w": torch.ones(2), "epoch": 3}, strict=False)) == 1
+    assert (narrow["w"].sum(), narrow["epoch"]) == (0, 3)
+
+
+class Scaled(nn.Module):
+    """A module with a state besides its tensors, and with hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale = 1.0
+        self.loaded = 0
+        self.register_load_state_dict_post_hook(lambda module, keys: setattr(module, "loaded", module.loaded + 1))
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+def test_modules_with_hooks_and_extra_state_are_loaded_by_their_own_method() -> None:
+    saved, here = Scaled(), Scaled()
+    saved.scale = 3.0
+    restore({"model": here}, {"model": saved})
+    assert (here.scale, here.loaded) == (3.0, 1)
+    assert torch.equal(here.linear.weight, saved.linear.weight)
+
+
+def test_lazy_modules_are_filled() -> None:
+    saved, here = network(), network()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lazy modules are new, says torch
+        saved(torch.rand(2, 3, 8, 8))
+    restore({"model": here}, {"model": saved})
+    assert torch.equal(here[3].weight, saved[3].weight)
+
+
+def test_expanded_and_overlapping_tensors_are_written_to_where_they_lie() -> None:
+    base = torch.zeros(6)
+    here = {
+        "row": torch.zeros(1, 3).expand(4, 3),
+        "a": base[:4],
+        "b": base[2:],
+        "conj": torch.zeros(2, dtype=torch.complex64).conj(),
+    }
+    source = torch.arange(6.0)
+    saved = {
+        "row": torch.rand(1, 3).expand(4, 3),
+        "a": source[:4],
+        "b": source[2:],
+        "conj": torch.rand(2, dtype=torch.complex64),
+    }
+    restore(here, saved)
+    assert torch.equal(base, source)
+    assert torch.equal(here["row"], saved["row"])
+    assert torch.equal(here["conj"], saved["conj"])
+
+
+def test_generators_go_on_as_they_would_have() -> None:
+    def draw() -> list[Any]:
+        numbers = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal(), torch.rand(2).tolist()]
+        return [*numbers, torch.randn(17).tolist()]
+
+    random.gauss(0, 1)
+    np.random.normal()
+    before = rng.capture()
+    _, part = pack({"rng": before})
+    expected = draw()
+    draw()
+    assert rng.restore(part.load()["rng"]) == []
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("key", ["python", "numpy", "torch"])
+def test_damaged_generators_are_refused_and_none_is_set(key: str) -> None:
+    state = rng.capture()
+    torch.rand(1)
+    random.random()
+    now = (random.getstate(), torch.get_rng_state())
+    state[key] = {"keys": 3} if key != "torch" else torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(StateMismatch):
+        rng.restore(state)
+    assert random.getstate() == now[0]
+    assert torch.equal(torch.get_rng_state(), now[1])

@@ -26,6 +26,8 @@ VERBS = {
     "top": "show what the data workers and loaders of a running job do",
     "events": "print what happened in a job, with its causes",
     "frag": "show which free CPUs and GPUs no pending job can use",
+    "jobs": "show the queue: what jobs hold, and what pending ones wait for",
+    "why": "say what a pending job waits for, and whether data workers would let it start",
     "ckpt": "list, check and clean up checkpoints; run their saver",
     "dispatcher": "run the dispatcher of a job by hand",
     "worker": "run data workers by hand",

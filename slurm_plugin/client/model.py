@@ -77,6 +77,7 @@ class Job:
         start_s: when it started; of a pending job, when Slurm plans to start it.
         time_limit_s: None if it has none.
         required_nodes: `--nodelist`.
+        planned_nodes: where backfill plans to start it (22.05 says so in text alone).
     """
 
     job_id: int
@@ -108,6 +109,7 @@ class Job:
     priority: int = 0
     dependency: str = ""
     required_nodes: tuple[str, ...] = ()
+    planned_nodes: tuple[str, ...] = ()
     features: str = ""
     reservation: str = ""
     comment: str = ""
@@ -134,6 +136,12 @@ class Job:
     def waits_for_resources(self) -> bool:
         """Whether it is pending and free resources could start it."""
         return self.is_pending and not self.reason.startswith(WAITS_FOR_SOMETHING_ELSE)
+
+    @property
+    def trainer(self) -> str:
+        """The job whose data workers it holds as a companion; empty if it is none."""
+        mark = "hets:trainer="
+        return next((word.removeprefix(mark) for word in self.comment.split() if word.startswith(mark)), "")
 
     @property
     def num_records(self) -> int:

@@ -99,6 +99,7 @@ class _Job(msgspec.Struct):
     priority: _Num = None
     dependency: str | None = ""
     required_nodes: str | None = ""
+    scheduled_nodes: str | None = ""
     features: str | None = ""
     resv_name: str | None = ""
     comment: str | None = ""
@@ -199,6 +200,7 @@ def _job(row: _Job) -> Job:
             priority=_whole(row.priority),
             dependency=row.dependency or "",
             required_nodes=expand(row.required_nodes or ""),
+            planned_nodes=expand(row.scheduled_nodes or ""),
             features=row.features or "",
             reservation=row.resv_name or "",
             comment=row.comment or "",

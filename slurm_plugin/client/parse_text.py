@@ -23,7 +23,7 @@ JOB_FIELDS = (
     "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserName", "Account", "QOS", "Partition",
     "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "tres-alloc", "tres-per-node",
     "tres-per-task", "tres-per-job", "NodeList", "SubmitTime", "EligibleTime", "StartTime", "EndTime", "TimeLimit",
-    "PriorityLong", "Dependency", "ReqNodes", "Feature", "Reservation", "Name", "Comment",
+    "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature", "Reservation", "Name", "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
@@ -91,6 +91,7 @@ def _job(row: Mapping[str, str]) -> Job:
         priority=whole(row["PriorityLong"]),
         dependency=text_or_empty(row.get("Dependency", "")),
         required_nodes=expand(row.get("ReqNodes", "")),
+        planned_nodes=expand(row.get("SchedNodes", "")),
         features=text_or_empty(row.get("Feature", "")),
         reservation=text_or_empty(row.get("Reservation", "")),
         comment=text_or_empty(row.get("Comment", "")),

@@ -18,7 +18,6 @@ from slurm_plugin.errors import UnsupportedSlurm
 
 OLDEST = (22, 5)
 _JSON_IN_SCONTROL = (23, 2)
-_HINT = "Check: scontrol ping"
 
 
 class CommandReader:
@@ -79,7 +78,9 @@ class CommandReader:
         return parse_text.parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"))
 
     def _run(self, *argv: str) -> str:
-        return run_slurm(argv, env=self._environ, hint=_HINT).stdout
+        conf = self._environ.get("SLURM_CONF")
+        hint = f"Check: scontrol ping{f', and SLURM_CONF={conf}' if conf else ''}"
+        return run_slurm(argv, env=self._environ, hint=hint).stdout
 
 
 def release_of(version: str) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def run_slurm(
             argv, EXIT_TIMED_OUT, _text(exc.stdout), f"no answer within {timeout_s:g} s", hint or "Check: scontrol ping"
         ) from exc
     except OSError as exc:
-        raise _cannot_start(argv, exc, hint) from exc
+        raise _cannot_start(argv, exc) from exc
     if done.returncode != 0:
         raise SlurmCommandError(argv, done.returncode, done.stdout, done.stderr, hint)
     return CompletedCommand(tuple(argv), done.stdout, done.stderr)
@@ -87,11 +87,11 @@ def become(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> NoRe
     try:
         os.execvpe(argv[0], list(argv), os.environ if env is None else env)
     except OSError as exc:
-        raise _cannot_start(argv, exc, "") from exc
+        raise _cannot_start(argv, exc) from exc
 
 
-def _cannot_start(argv: Sequence[str], exc: OSError, hint: str) -> SlurmCommandError:
-    advice = hint or "Run this where Slurm's commands are installed, or try: hetstream devcluster up --install"
+def _cannot_start(argv: Sequence[str], exc: OSError) -> SlurmCommandError:
+    advice = "Run this where Slurm's commands are installed, or try: hetstream devcluster up --install"
     return SlurmCommandError(argv, EXIT_NOT_FOUND, "", exc.strerror or str(exc), advice)
 
 

@@ -37,7 +37,8 @@ def recorded(version: str, name: str) -> str:
 def like(job: Job, first: int) -> dict[str, Any]:
     """A job without what differs between two runs of the same workload."""
     row = dataclasses.asdict(job)
-    for name in ("submit_s", "eligible_s", "start_s", "end_s", "priority", "nodes", "required_nodes", "shares"):
+    times = ("submit_s", "eligible_s", "start_s", "end_s")
+    for name in (*times, "priority", "nodes", "required_nodes", "planned_nodes", "shares"):
         del row[name]
     row["job_id"] -= first
     if row["array_job_id"] is not None:
@@ -46,7 +47,6 @@ def like(job: Job, first: int) -> dict[str, Any]:
         row["het"]["het_job_id"] -= first
     # 22.05 says nothing about CPUs of a task; 24.11 puts them into tres-per-task.
     row["cpus_per_task"] = None
-    # A running job without limit: null, infinite or a year.
     return row
 
 

@@ -1,0 +1,156 @@
+"""`hetstream jobs`: the queue with what its jobs hold, and what the pending ones wait for."""
+
+from __future__ import annotations
+
+import argparse
+
+from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
+from slurm_plugin.cli.why import named_jobs
+from slurm_plugin.client.hostlist import compress
+from slurm_plugin.client.model import Gres, Job, Snapshot
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.report import Column, Report, Row, Section, duration, gib
+from slurm_plugin.why import Explainer
+
+EPILOG = f"""\
+CPUS, GPUS and GIB are totals over all nodes of a job; of pending jobs what they ask for. WAITS FOR is made from what is
+free now (hetstream why JOBID says more), REASON is Slurm's own. A component of a heterogeneous job is N+COMPONENT, the
+data workers that joined a trainer later name it under COMPANION OF.
+
+examples:
+  hetstream jobs -u $USER
+  hetstream jobs --state PENDING --csv
+  hetstream jobs 8123 --details          which GPUs it holds, on which nodes
+
+{EXIT_CODES}"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "jobs",
+        help=summary,
+        description="Show pending and running jobs: CPUs, GPUs and memory of each, and what the pending ones wait for.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("jobs", nargs="*", metavar="JOBID", help="only these: N, N+COMPONENT or N_TASK")
+    parser.add_argument("-u", "--user", metavar="NAMES", help="only jobs of these users, with commas between them")
+    parser.add_argument("-p", "--partition", metavar="NAMES", help="only these partitions")
+    parser.add_argument("-t", "--state", metavar="STATES", help="only these states, such as PENDING,RUNNING")
+    parser.add_argument(
+        "--details", action="store_true", help="also CPUs, memory and GPUs on each node; slow with thousands of jobs"
+    )
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the cluster once and print."""
+    snapshot = CommandSlurm().snapshot(details=args.details)
+    partitions = chosen_partitions(args, snapshot)
+    jobs = [job for name in args.jobs for job in named_jobs(name, snapshot)] if args.jobs else list(snapshot.jobs)
+    users = None if args.user is None else set(args.user.split(","))
+    states = None if args.state is None else {word.upper() for word in args.state.split(",")}
+    chosen = [
+        job
+        for job in jobs
+        if (users is None or job.user in users)
+        and (partitions is None or set(job.partitions) & set(partitions))
+        and (states is None or job.state in states)
+    ]
+    emit(args, report_of(chosen, snapshot, args.details))
+    return 0
+
+
+def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
+    """Put the jobs into tables."""
+    explainer = Explainer(snapshot)
+    rows = [_row(job, snapshot.taken_s, explainer) for job in sorted(jobs, key=_order)]
+    running = [row for job, row in zip(sorted(jobs, key=_order), rows, strict=True) if job.is_running]
+    pending = [job for job in jobs if job.is_pending]
+    summary = {
+        "num_running": len(running),
+        "num_pending": sum(job.num_records for job in pending),
+        "cpus_held": sum(row["cpus"] for row in running),
+        "gpus_held": sum(row["gpus"] for row in running),
+    }
+    line = (
+        f"{summary['num_running']:,} running with {summary['cpus_held']:,} CPUs and {summary['gpus_held']:,} GPUs, "
+        f"{summary['num_pending']:,} pending"
+    )
+    companions = any(row["companion_of"] for row in rows)
+    columns = [column for column in _COLUMNS if companions or column.key != "companion_of"]
+    sections = [Section("jobs", columns, rows, empty="no job is pending or running, as far as this user can see")]
+    if details:
+        shares = [
+            {
+                "job": job.label,
+                "node": share.node,
+                "cpus": share.cpus,
+                "memory_mb": share.memory_mb,
+                "gres": [_gres_words(gres) for gres in share.gres],
+            }
+            for job in sorted(jobs, key=_order)
+            for share in job.shares
+        ]
+        sections.append(Section("shares", _SHARE_COLUMNS, shares, title="Held on each node", hosts="node"))
+    return Report(meta_of("jobs", snapshot), summary, [line], sections)
+
+
+def _order(job: Job) -> tuple[bool, int, int]:
+    return (job.is_pending, job.het.het_job_id if job.het else job.array_job_id or job.job_id, job.job_id)
+
+
+def _row(job: Job, now_s: float, explainer: Explainer) -> Row:
+    since_s = job.submit_s if job.is_pending else job.start_s
+    return {
+        "job": job.label,
+        "job_id": job.job_id,
+        "name": job.name,
+        "user": job.user,
+        "account": job.account,
+        "partitions": list(job.partitions),
+        "state": job.state,
+        "num_nodes": job.num_nodes,
+        "nodes": list(job.nodes),
+        "cpus": job.num_cpus,
+        "gpus": job.count("gpu"),
+        "memory_mb": job.memory_mb,
+        "time_s": max(0, round(now_s - since_s)) if since_s else None,
+        "time_limit_s": job.time_limit_s,
+        "waits_for": explainer.waits_for(job),
+        "reason": job.reason,
+        "companion_of": job.trainer,
+    }
+
+
+def _gres_words(gres: Gres) -> str:
+    kind = f"{gres.name}:{gres.type}" if gres.type else gres.name
+    return f"{kind}:{gres.count}" + (f"({','.join(map(str, gres.indices))})" if gres.indices else "")
+
+
+_COLUMNS = (
+    Column("job", "JOB", left=True),
+    Column("name", "NAME", lambda name: name if len(name) <= 24 else f"{name[:23]}…", left=True),
+    Column("user", "USER", left=True),
+    Column("partitions", "PARTITION", ",".join, left=True),
+    Column("state", "STATE", left=True),
+    Column("num_nodes", "NODES"),
+    Column("nodes", "WHERE", lambda nodes: compress(nodes) or "-", left=True),
+    Column("cpus", "CPUS"),
+    Column("gpus", "GPUS"),
+    Column("memory_mb", "GIB", gib),
+    Column("time_s", "TIME", duration),
+    Column("time_limit_s", "LIMIT", duration),
+    Column("waits_for", "WAITS FOR", left=True),
+    Column("reason", "REASON", left=True),
+    Column("companion_of", "COMPANION OF", left=True),
+)
+_SHARE_COLUMNS = (
+    Column("job", "JOB", left=True),
+    Column("node", "NODES", left=True),
+    Column("cpus", "CPUS"),
+    Column("memory_mb", "GIB", gib),
+    Column("gres", "GRES (DEVICES)", lambda gres: ",".join(gres) or "-", left=True),
+)

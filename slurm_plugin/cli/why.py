@@ -1,0 +1,137 @@
+"""`hetstream why`: what a pending job waits for, and whether data workers would let it start now."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hetjob.errors import UsageError
+from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
+from slurm_plugin.client.hostlist import compress
+from slurm_plugin.client.model import Job, Snapshot
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.errors import UnknownJob
+from slurm_plugin.report import Column, Report, Row, Section, duration
+from slurm_plugin.why import Explainer, Explanation, find_jobs
+
+EPILOG = f"""\
+The explanation is made from what is free now. Priorities in the making, licenses, topology, --exclusive and complex
+constraints are Slurm's to weigh; its own reason is always shown.
+
+examples:
+  hetstream why 8123
+  hetstream why 8123+1                   one component of a heterogeneous job
+  hetstream why 8123_4 --json            one task of an array
+
+{EXIT_CODES}"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "why",
+        help=summary,
+        description="Say what a pending job waits for: CPUs, GPUs, memory, several nodes at once, another job's "
+        "reservation; and whether it would start now with its data loading on other nodes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("job", metavar="JOBID", help="N, N+COMPONENT or N_TASK")
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the cluster once and explain."""
+    snapshot = CommandSlurm().snapshot()
+    emit(args, report_of(args.job, named_jobs(args.job, snapshot), snapshot))
+    return 0
+
+
+def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:
+    """The records that a job id names.
+
+    Raises:
+        UsageError: it is no job id.
+        UnknownJob: the queue has no such job, or hides it from this user.
+    """
+    try:
+        jobs = find_jobs(snapshot.jobs, name)
+    except ValueError as exc:
+        raise UsageError(str(exc)) from exc
+    if not jobs:
+        private = snapshot.config.get("PrivateData", "none")
+        hidden = f" PrivateData={private} may hide it from you." if "jobs" in private else ""
+        raise UnknownJob(f"no job {name} is pending or running.{hidden} Check: scontrol show job {name.split('+')[0]}")
+    return jobs
+
+
+def report_of(name: str, jobs: list[Job], snapshot: Snapshot) -> Report:
+    """Put the explanations into words and a table."""
+    explainer = Explainer(snapshot)
+    found = [explainer.explain(job) for job in jobs]
+    lines: list[str] = []
+    for one in found:
+        lines += [*([""] if lines else []), *_lines(one, snapshot.taken_s)]
+    if len(found) > 1 and jobs[0].het and any(job.is_pending for job in jobs):
+        lines.append("all components start together, and only when the backfill scheduler has a turn")
+    blockers = [
+        {"job": one.job.label, "kind": blocker.kind, "text": blocker.text, "next_step": blocker.next_step}
+        for one in found
+        for blocker in one.blockers
+    ]
+    summary = {"job": name, "jobs": [_facts(one, snapshot.taken_s) for one in found]}
+    section = Section("blockers", _COLUMNS, blockers)
+    return Report(meta_of("why", snapshot), summary, lines, (section,))
+
+
+def _facts(one: Explanation, now_s: float) -> Row:
+    job = one.job
+    return {
+        "job": job.label,
+        "job_id": job.job_id,
+        "state": job.state,
+        "reason": job.reason,
+        "waiting_s": round(now_s - job.submit_s) if job.is_pending and job.submit_s else None,
+        "planned_start_s": job.start_s if job.is_pending else None,
+        "num_nodes": job.num_nodes,
+        "gpus_per_node": one.shape.gpus,
+        "cpus_per_node": one.shape.cpus,
+        "memory_mb_per_node": one.shape.memory_mb,
+        "fits_on": list(one.fits_on),
+        "conversion_helps": one.conversion.helps,
+        "conversion": one.conversion.text,
+        "directive": one.conversion.directive,
+    }
+
+
+def _lines(one: Explanation, now_s: float) -> list[str]:
+    job, facts = one.job, _facts(one, now_s)
+    asks = f"{job.num_nodes} node(s), each with {one.shape.gpus} GPU(s), {one.shape.cpus} CPU(s)"
+    head = f"job {job.label} ({job.name}) of {job.user} in {','.join(job.partitions)}: {job.state}"
+    if not job.is_pending:
+        since = f" for {duration(now_s - job.start_s)}" if job.start_s else ""
+        return [f"{head}{since} on {compress(job.nodes) or 'no node'}: it does not wait"]
+    waiting: Any = facts["waiting_s"]
+    lines = [
+        f"{head} ({job.reason or 'no reason yet'}){f', for {duration(waiting)}' if waiting else ''}",
+        f"asks for  {asks} and {one.shape.memory_mb:,} MB"
+        + (f"; {job.num_records} tasks are pending" if job.num_records > 1 else ""),
+        f"room now  {compress(one.fits_on) or 'on no node'}",
+    ]
+    if job.start_s and job.start_s > now_s:
+        where = f" on {compress(job.planned_nodes)}" if job.planned_nodes else ""
+        lines.append(f"planned   by Slurm to start in {duration(job.start_s - now_s)}{where}")
+    helps = "yes: " if one.conversion.helps else "no: "
+    lines.append(f"data workers would let it start now  {helps}{one.conversion.text}")
+    if one.conversion.directive:
+        lines.append(f"          add to the script: {one.conversion.directive}")
+    return lines
+
+
+_COLUMNS = (
+    Column("job", "JOB", left=True),
+    Column("kind", "WAITS FOR", left=True),
+    Column("text", "BECAUSE", left=True),
+    Column("next_step", "NEXT STEP", left=True),
+)

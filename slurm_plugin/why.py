@@ -1,0 +1,340 @@
+"""Why a job waits, and whether data workers would let it start: (job, snapshot) -> explanation. Pure.
+
+Called by `hetstream why` and `hetstream jobs`. It explains from what is free now; what Slurm's own scheduler weighs
+beyond that (priorities in the making, licenses, topology, limits of accounts) it passes on in Slurm's words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU
+from slurm_plugin.client.hostlist import compress
+from slurm_plugin.client.model import Job, Node, Snapshot
+from slurm_plugin.fragmentation import Shape, shape_of
+from slurm_plugin.report import duration
+
+RESOURCES = ("GPUs", "CPUs", "memory")
+
+# Slurm's reason, begins with -> kind, in words, the next step. {id}, {dependency}, {reason} and {array} are filled in.
+_REASONS = (
+    ("JobHeldUser", "held", "its owner holds it", "scontrol release {id}"),
+    ("JobHeldAdmin", "held", "an operator holds it", "ask an operator for: scontrol release {id}"),
+    ("JobHoldMaxRequeue", "held", "it was requeued too often", "look at its output, then: scontrol release {id}"),
+    ("launch_failed_requeued_held", "held", "its launch failed", "look at slurmd's log, then: scontrol release {id}"),
+    ("DependencyNeverSatisfied", "dependency", "it waits for {dependency}, which cannot come true", "scancel {id}"),
+    ("Dependency", "dependency", "it waits for {dependency}", "squeue --me"),
+    ("BeginTime", "time", "its --begin time has not come", "scontrol update JobId={id} StartTime=now"),
+    (
+        "JobArrayTaskLimit",
+        "limit",
+        "as many tasks of its array run as its limit allows",
+        "scontrol update JobId={array} ArrayTaskThrottle=N",
+    ),
+    (
+        "PartitionTimeLimit",
+        "limit",
+        "its time limit is above the partition's",
+        "scontrol update JobId={id} TimeLimit=T",
+    ),
+    ("PartitionNodeLimit", "limit", "it asks for more or fewer nodes than the partition allows", "sinfo -o '%P %s'"),
+    ("Partition", "partition", "its partition is not up", "scontrol show partition"),
+    ("ReqNodeNotAvail", "nodes", "a node that it needs is not available", "sinfo -R"),
+    ("Reservation", "reservation", "its reservation has not begun or is full", "scontrol show reservation"),
+    ("Licenses", "licenses", "its licenses are taken", "scontrol show license"),
+    ("QOS", "limit", "a limit of its QOS is reached ({reason})", "sacctmgr show qos"),
+    ("Assoc", "limit", "a limit of its account is reached ({reason})", "sacctmgr show assoc"),
+    ("BadConstraints", "constraints", "no node can meet what it asks for", "scontrol show job {id}"),
+)
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """One thing that a job waits for.
+
+    Attributes:
+        kind: `GPUs`, `CPUs`, `memory`, `gang`, `size`, `backfill`, `priority`, `held`, `dependency`, `limit`, ...
+        text: in words.
+        next_step: what to do or look at; empty if there is nothing but to wait.
+    """
+
+    kind: str
+    text: str
+    next_step: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether data workers would let the job start now.
+
+    Attributes:
+        helps: False also where nothing is to be helped.
+        text: the reason.
+        directive: what to add to the script if it helps.
+    """
+
+    helps: bool
+    text: str
+    directive: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known about one record.
+
+    Attributes:
+        shape: what each of its nodes must give.
+        fits_on: nodes that have room for it now, one by one.
+        blockers: what it waits for, the most telling first; empty if it does not wait.
+    """
+
+    job: Job
+    shape: Shape
+    fits_on: tuple[str, ...]
+    blockers: tuple[Blocker, ...]
+    conversion: Verdict
+
+
+class Explainer:
+    """Explains the jobs of one snapshot, and remembers what it found out about a shape."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._nodes = [node for node in snapshot.nodes if node.is_usable]
+        self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
+        self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
+        self._found: dict[tuple[Shape, int, tuple[str, ...], str], tuple[list[Node], list[Blocker]]] = {}
+
+    def explain(self, job: Job) -> Explanation:
+        """Explain one record."""
+        shape = shape_of(job)
+        if not job.is_pending:
+            return Explanation(job, shape, (), (), Verdict(False, "it does not wait"))
+        fits, lacking = self._room(shape, job)
+        blockers: list[Blocker] = []
+        said = _said_by_slurm(job)
+        if said:
+            blockers.append(said)
+        blockers += lacking
+        if not lacking and not said:
+            blockers.append(self._in_line(job))
+        verdict = (
+            self._conversion(job, shape, lacking)
+            if job.waits_for_resources
+            else Verdict(False, "what it waits for is no resource")
+        )
+        return Explanation(job, shape, tuple(node.name for node in fits), tuple(blockers), verdict)
+
+    def waits_for(self, job: Job) -> str:
+        """The kind of the first blocker; empty if it does not wait."""
+        if not job.is_pending:
+            return ""
+        said = _said_by_slurm(job)
+        if said:
+            return said.kind
+        _, lacking = self._room(shape_of(job), job)
+        return lacking[0].kind if lacking else self._in_line(job).kind
+
+    def _room(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
+        """The nodes with room for the job, and what is lacking if they are too few."""
+        key = (shape, job.num_nodes, job.required_nodes, job.features)
+        if key not in self._found:
+            self._found[key] = self._look(shape, job)
+        return self._found[key]
+
+    def _look(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
+        wanted = max(1, job.num_nodes)
+        eligible = [node for node in self._nodes if self._may_use(node, job)]
+        possible = [node for node in eligible if shape.may_run_on(node)]
+        rooms = [(node, shape.room_on(node)) for node in possible]
+        fits = [node for node, room in rooms if all(room.values())]
+        if len(fits) >= wanted:
+            return fits, []
+        if len(possible) < wanted:
+            return fits, [_too_large(shape, wanted, eligible, possible, self._snapshot.nodes)]
+        blockers = []
+        for resource in RESOURCES:
+            others = [(node, room) for node, room in rooms if all(n for name, n in room.items() if name != resource)]
+            if resource in rooms[0][1] and len(others) >= wanted:
+                blockers.append(_lack(resource, shape, [node for node, _ in others], wanted))
+        if not blockers:
+            short = [name for name in RESOURCES if any(not room.get(name, 1) for _, room in rooms)]
+            blockers.append(Blocker(short[0], f"{' and '.join(short)} are not free on the same node(s)"))
+        if wanted > 1:
+            where = f" ({compress(node.name for node in fits)})" if fits else ""
+            blockers.append(Blocker("gang", f"it needs {wanted} nodes at once; {len(fits)} have room now{where}"))
+        return fits, blockers
+
+    def _may_use(self, node: Node, job: Job) -> bool:
+        if not set(job.partitions) & set(node.partitions) & self._up:
+            return False
+        if job.required_nodes and node.name not in job.required_nodes:
+            return False
+        simple = re.fullmatch(r"[\w.-]+", job.features)
+        return simple is None or job.features in node.features
+
+    def _in_line(self, job: Job) -> Blocker:
+        """There is room: who goes first?"""
+        now_s, tier = self._snapshot.taken_s, self._tier(job)
+        ahead = [
+            other
+            for other in self._snapshot.jobs
+            if other.waits_for_resources
+            and other.job_id != job.job_id
+            and (self._tier(other), other.priority) > (tier, job.priority)
+            and set(other.partitions) & set(job.partitions)
+        ]
+        planned = [other for other in ahead if other.start_s and other.start_s > now_s]
+        if planned:
+            first = min(planned, key=lambda other: other.start_s or 0.0)
+            left = duration((first.start_s or now_s) - now_s)
+            kept = f"{compress(first.planned_nodes) or 'it'} is kept"
+            limit = "no time limit" if job.time_limit_s is None else f"a limit of {duration(job.time_limit_s)}"
+            return Blocker(
+                "backfill",
+                f"there is room now, but {kept} for job {first.label}, planned in {left}, and this job has {limit}",
+                f"with a limit below {left} it could go first: scontrol update JobId={job.job_id} TimeLimit=T",
+            )
+        if ahead:
+            first = max(ahead, key=lambda other: (self._tier(other), other.priority))
+            text = f"there is room now; {len(ahead)} job(s) are ahead, first {first.label}"
+            return Blocker("priority", text, "squeue --start")
+        return Blocker("scheduler", "there is room now, and no job is ahead: the next scheduling cycle starts it")
+
+    def _tier(self, job: Job) -> int:
+        return max((self._tiers.get(name, 1) for name in job.partitions), default=1)
+
+    def _conversion(self, job: Job, shape: Shape, lacking: Sequence[Blocker]) -> Verdict:
+        if not shape.gpus:
+            return Verdict(False, "it asks for no GPU")
+        if job.het:
+            return Verdict(False, "it is a heterogeneous job already")
+        if job.array_job_id is not None:
+            return Verdict(False, "Slurm has no arrays of heterogeneous jobs")
+        if not lacking:
+            return Verdict(False, "there is room for it as it is")
+        kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
+        if kept == shape.cpus:
+            return Verdict(False, f"its {shape.cpus} CPU(s) a node are what a trainer keeps")
+        trainer = replace(shape, cpus=kept)
+        fits, still = self._room(trainer, job)
+        if still:
+            kinds = " and ".join(dict.fromkeys(blocker.kind for blocker in still))
+            return Verdict(False, f"with {kept} CPUs a node it would wait too, for {kinds}")
+        moved = (shape.cpus - kept) * max(1, job.num_nodes)
+        wanted = -(-moved // DEFAULT_DATA_WORKER_CPUS)
+        chosen = fits[: max(1, job.num_nodes)]
+        place, room = self._data_workers(chosen, kept)
+        where = compress(node.name for node in chosen)
+        start = f"with {kept} CPUs a node it would start on {where}"
+        if not room:
+            return Verdict(
+                True,
+                f"{start}; no node has {DEFAULT_DATA_WORKER_CPUS} CPUs for a data worker now, they would join later",
+                f"#HETSTREAM --data-workers=0-{wanted}",
+            )
+        least = min(wanted, room)
+        counts = f"{least}-{wanted}" if least < wanted else str(wanted)
+        return Verdict(
+            True,
+            f"{start}, and {least} of {wanted} data worker(s) of {DEFAULT_DATA_WORKER_CPUS} CPUs in partition {place}",
+            f"#HETSTREAM --data-workers={counts} --data-worker-partition={place}",
+        )
+
+    def _data_workers(self, trainers: Iterable[Node], kept: int) -> tuple[str, int]:
+        """The partition with most room for data workers beside the trainers, and for how many."""
+        taken = {node.name: kept for node in trainers}
+        room: dict[str, int] = dict.fromkeys(self._up, 0)
+        with_gpus = {name for node in self._nodes if node.gpus for name in node.partitions}
+        for node in self._nodes:
+            count = max(0, node.cpus_free - taken.get(node.name, 0)) // DEFAULT_DATA_WORKER_CPUS
+            for name in set(node.partitions) & self._up:
+                room[name] += count
+        # CPUs beside GPUs are for other trainers, as long as there are CPUs elsewhere.
+        place = max(sorted(room), key=lambda name: (room[name] > 0, name not in with_gpus, room[name]), default="")
+        return place, room.get(place, 0)
+
+
+def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
+    """The records that a job id names: `29`, `31` with all components, `31+1`, `33` with all tasks, `33_4`.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    match = re.fullmatch(r"(\d+)(?:\+(\d+)|_(\d+))?", name)
+    if not match:
+        raise ValueError(f"job id {name!r}: must be N, N+COMPONENT or N_TASK")
+    number, offset, task = int(match[1]), match[2], match[3]
+    if offset is not None:
+        return [job for job in jobs if job.het and (job.het.het_job_id, job.het.offset) == (number, int(offset))]
+    if task is not None:
+        return [job for job in jobs if job.array_job_id == number and _has_task(job.array_tasks, int(task))]
+    return [
+        job
+        for job in jobs
+        if number in (job.job_id, job.array_job_id) or (job.het is not None and job.het.het_job_id == number)
+    ]
+
+
+def _has_task(tasks: str, number: int) -> bool:
+    for part in tasks.split("%")[0].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match and number in range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1)):
+            return True
+    return False
+
+
+def _said_by_slurm(job: Job) -> Blocker | None:
+    """Reasons that are no resources, in words."""
+    for begin, kind, text, step in _REASONS:
+        if job.reason.startswith(begin):
+            words = {
+                "id": job.job_id, "array": job.array_job_id, "dependency": job.dependency or "another job",
+                "reason": job.reason,
+            }  # fmt: skip
+            return Blocker(kind, text.format(**words), step.format(**words))
+    return None
+
+
+def _too_large(
+    shape: Shape, wanted: int, eligible: Sequence[Node], possible: Sequence[Node], everything: Sequence[Node]
+) -> Blocker:
+    """Fewer nodes than it needs could run it, were they empty."""
+    asks = _asks(shape)
+    out = [node.name for node in everything if not node.is_usable and shape.may_run_on(node)]
+    if out:
+        return Blocker(
+            "nodes",
+            f"it needs {wanted} node(s) with {asks}; {len(possible)} of {len(eligible)} in use could give that, and "
+            f"{compress(out)} is out of use",
+            "sinfo -R",
+        )
+    return Blocker(
+        "size",
+        f"it needs {wanted} node(s) with {asks}; {len(possible)} of {len(eligible)} that it may use have that at all",
+        "ask for less, or for another partition: hetstream frag",
+    )
+
+
+def _asks(shape: Shape) -> str:
+    typed = f" {shape.gpu_type}" if shape.gpu_type else ""
+    parts = [f"{shape.gpus}{typed} GPU(s)"] if shape.gpus else []
+    return ", ".join([*parts, f"{shape.cpus} CPU(s)", f"{shape.memory_mb:,} MB"])
+
+
+def _lack(resource: str, shape: Shape, others: Sequence[Node], wanted: int) -> Blocker:
+    """One resource is short on nodes that have enough of the others."""
+
+    def free(node: Node) -> int:
+        return {"GPUs": node.gpus_free(shape.gpu_type), "CPUs": node.cpus_free, "memory": node.memory_free_mb}[resource]
+
+    asked = {"GPUs": shape.gpus, "CPUs": shape.cpus, "memory": shape.memory_mb}[resource]
+    best = max(others, key=free)
+    unit = " MB of memory" if resource == "memory" else f" {resource}"
+    beside = [name for name in RESOURCES if name != resource and (name != "GPUs" or shape.gpus)]
+    where = f"{len(others)} node(s) with enough {' and '.join(beside)}"
+    more = f", on {wanted} at once" if wanted > 1 else ""
+    return Blocker(resource, f"it needs {asked:,}{unit} on a node{more}; of {where} the most free is {free(best):,} "
+                             f"({best.name})")  # fmt: skip

@@ -1,0 +1,210 @@
+"""The commands for admins on recorded clusters, and on clusters and command lines that are wrong."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from slurm_plugin.cli import main
+from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END
+
+FIXTURES = Path(__file__).with_name("fixtures")
+VERSIONS = ("22.05", "24.11", "26.05")
+READING = ("frag", "jobs", "why 41")
+
+
+class Recorded:
+    """Programs that answer as Slurm of one version did when it was recorded."""
+
+    def __init__(self, directory: Path, version: str = "22.05") -> None:
+        self.directory = directory
+        source = FIXTURES / version
+        partitions = (source / "scontrol_show_partition.txt").read_text().replace("\n   ", " ")
+        self.write("config", (source / "scontrol_show_config.txt").read_text())
+        self.write("partition", partitions)
+        self.write("node", (source / "scontrol_show_node_oneliner.txt").read_text())
+        if version != "22.05":
+            self.write("node.json", (source / "scontrol_show_node.json").read_text())
+        self.write("queue", job("41", "PENDING", **{"tres-per-node": "gres:gpu:1", "NumCPUs": "12"}))
+        self.tool(
+            "scontrol",
+            'for word in "$@"; do case $word in config|partition) what=$word;; node) what=${what:-node};; '
+            f"--json) what=node.json;; esac; done; cat {directory}/$what",
+        )
+        self.tool("squeue", f"cat {directory}/queue")
+
+    def write(self, name: str, text: str) -> None:
+        (self.directory / name).write_text(text)
+
+    def tool(self, name: str, text: str) -> None:
+        path = self.directory / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    def run(self, line: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """The command in this process: it takes a tenth of the time of a new one."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            for name, value in ({"PATH": f"{self.directory}:/usr/bin:/bin"} | environ).items():
+                patch.setenv(name, value)
+            patch.delenv("SLURM_CONF", raising=False)
+            patch.setattr("logging.basicConfig", lambda **options: None)
+            code = main(line.split())
+        return subprocess.CompletedProcess(line.split(), code, out.getvalue(), err.getvalue())
+
+
+def job(job_id: str, state: str, **more: str) -> str:
+    """A record of `squeue -O`."""
+    values = {
+        "JobID": job_id, "ArrayJobID": job_id, "UserName": "alice", "Partition": "gpu", "State": state,
+        "Reason": "Resources", "NumCPUs": "2", "tres-alloc": "cpu=2,mem=100M,node=1,billing=2", "TimeLimit": "30:00",
+        "PriorityLong": "100", "SubmitTime": "2026-11-20T16:00:14", "Name": "train", "NodeList": "",
+    } | more  # fmt: skip
+    return FIELD_END.join(values.get(name, "N/A") for name in JOB_FIELDS) + RECORD_END + "\n"
+
+
+def fails(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """One line on stderr, nothing on stdout, this exit code."""
+    assert (done.returncode, done.stdout) == (code, ""), done
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("line", READING)
+def test_table_json_and_csv_agree_on_every_version(tmp_path: Path, version: str, line: str) -> None:
+    cluster = Recorded(tmp_path, version)
+    table, document, lines = (cluster.run(f"{line} {form}".rstrip()) for form in ("", "--json", "--csv"))
+    assert [done.returncode for done in (table, document, lines)] == [0, 0, 0], table.stderr + document.stderr
+    facts = json.loads(document.stdout)
+    assert facts["meta"]["version"] == 1
+    assert facts["meta"]["slurm"].startswith(version)
+    rows = facts[{"frag": "nodes", "jobs": "jobs", "why": "blockers"}[line.split()[0]]]
+    in_csv = list(csv.DictReader(io.StringIO(lines.stdout)))
+    assert len(in_csv) == len(rows) > 0
+    for said, row in zip(in_csv, rows, strict=True):
+        for key, value in row.items():
+            flat = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+            assert said[key] == flat, key
+    assert "\x1b" not in table.stdout
+
+
+@pytest.mark.parametrize("line", READING)
+def test_missing_commands(tmp_path: Path, line: str) -> None:
+    cluster = Recorded(tmp_path)
+    (tmp_path / "scontrol").unlink()
+    done = cluster.run(line, PATH=str(tmp_path))
+    assert "Run this where Slurm's commands are installed" in fails(done, 1)
+
+
+@pytest.mark.parametrize("line", READING)
+@pytest.mark.parametrize(
+    "said",
+    [
+        "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)",
+        "slurm_load_node error: Access/permission denied",
+        "scontrol: error: resolve_ctls_from_dns_srv: Unknown host\nscontrol: fatal: no configuration source",
+    ],
+)
+def test_a_controller_that_does_not_answer(tmp_path: Path, line: str, said: str) -> None:
+    cluster = Recorded(tmp_path)
+    cluster.write("said", said + "\n")
+    cluster.tool("scontrol", f"cat {tmp_path}/said >&2; exit 1")
+    text = fails(cluster.run(line), 1)
+    assert "scontrol exited with 1" in text
+    assert "Check: scontrol ping" in text
+
+
+@pytest.mark.parametrize("line", READING)
+def test_an_old_slurm(tmp_path: Path, line: str) -> None:
+    cluster = Recorded(tmp_path)
+    cluster.write("config", "SLURM_VERSION = 20.11.9\n")
+    assert "hetstream reads 22.05 and newer" in fails(cluster.run(line), 1)
+
+
+@pytest.mark.parametrize("line", READING)
+def test_an_answer_of_another_form(tmp_path: Path, line: str) -> None:
+    cluster = Recorded(tmp_path)
+    cluster.write("queue", "41|train|PENDING\n")
+    assert "could not be read: squeue printed 1 fields" in fails(cluster.run(line), 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("frag -p nope", "no partition nope. There are: cpu, gpu, opp"),
+        ("jobs -p gpu,nope", "no partition nope"),
+        ("frag -w g[0-9]", "no node g4, g5"),
+        ("frag -w g[0-", "brackets do not match"),
+        ("why x", "job id 'x': must be N, N+COMPONENT or N_TASK"),
+        ("jobs 41 y", "job id 'y'"),
+    ],
+)
+def test_a_wrong_command_line(tmp_path: Path, line: str, text: str) -> None:
+    assert text in fails(Recorded(tmp_path).run(line), 2)
+
+
+@pytest.mark.parametrize("line", ["why 999", "why 41+1", "why 41_2", "jobs 999"])
+def test_unknown_jobs(tmp_path: Path, line: str) -> None:
+    cluster = Recorded(tmp_path)
+    name = line.split()[1]
+    assert f"no job {name} is pending or running. Check: scontrol show job" in fails(cluster.run(line), 1)
+    config = (tmp_path / "config").read_text().replace("PrivateData             = none", "PrivateData = jobs,usage")
+    cluster.write("config", config)
+    assert "PrivateData=jobs,usage may hide it from you" in fails(cluster.run(line), 1)
+
+
+def test_a_cluster_without_gpus_jobs_and_usable_nodes(tmp_path: Path) -> None:
+    cluster = Recorded(tmp_path)
+    cluster.write("queue", "")
+    lines = [line for line in (tmp_path / "node").read_text().splitlines() if line.startswith("NodeName=c")]
+    cluster.write("node", "\n".join(lines) + "\n")
+    done = cluster.run("frag")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no node has GPUs: there is no indicator" in done.stdout
+    assert "no job waits for resources" in done.stdout
+    assert "maintenance window" in done.stdout
+    assert "no job is pending or running" in cluster.run("jobs").stdout
+    cluster.write("node", lines[3] + "\n")
+    assert "no node can run jobs. Check: sinfo -R" in cluster.run("frag").stdout
+    assert json.loads(cluster.run("frag --json").stdout)["summary"]["mean_indicator"] is None
+
+
+def test_gpus_without_types_and_other_gres(tmp_path: Path) -> None:
+    cluster = Recorded(tmp_path)
+    nodes = (tmp_path / "node").read_text()
+    cluster.write(
+        "node", nodes.replace("Gres=gpu:h200:4,shard:h200:16", "Gres=gpu:4(S:0-1),craynetwork:2,bandwidth:1G")
+    )
+    assert json.loads(cluster.run("frag --json").stdout)["summary"]["gpus"] == 16
+
+
+def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
+    cluster = Recorded(tmp_path)
+    command = f"{sys.executable} -m slurm_plugin.cli frag"
+    env = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "TERM": "xterm"}
+    for name, colours in (("NO_COLOR", False), ("X", True)):
+        done = subprocess.run(
+            ["script", "-qec", command, "/dev/null"], env={**env, name: "1"}, capture_output=True, text=True, timeout=60
+        )
+        assert ("\x1b[1m" in done.stdout) == colours
+    assert cluster.run("frag").returncode == 0
+
+
+def test_no_reading_command_imports_torch_or_the_data_plane() -> None:
+    script = (
+        "import sys; from slurm_plugin.cli import build_parser; "
+        "[build_parser(verb) for verb in ('frag', 'jobs', 'why')]; "
+        "print([name for name in ('torch', 'zmq', 'numpy', 'mpi_dataworkers.loader') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

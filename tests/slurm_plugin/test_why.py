@@ -1,0 +1,221 @@
+"""Why jobs wait: each cause by itself, then `hetstream why` and `hetstream jobs` on a real cluster."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.why import Explainer, Explanation, find_jobs
+
+NOW_S = 1_000_000.0
+
+
+def node(name: str, cpus: int, gpus: int = 0, *, of: tuple[int, int] = (16, 4), memory_mb: int = 1000) -> Node:
+    """A node with so many CPUs and GPUs free."""
+    partition = "gpu" if of[1] else "cpu"
+    return Node(
+        name, frozenset({"MIXED"}), (partition,), of[0], of[0] - cpus, 1000, 1000 - memory_mb,
+        (Gres("gpu", "", of[1]),) if of[1] else (), (Gres("gpu", "", of[1] - gpus),) if of[1] else (),
+    )  # fmt: skip
+
+
+def pending(cpus: int = 4, gpus: int = 1, **more: Any) -> Job:
+    return replace(
+        Job(
+            7, "train", "alice", ("gpu",), "PENDING", "Resources", 1, cpus, 1, cpus, 100, submit_s=NOW_S - 60,
+            gres_per_node=(Gres("gpu", "", gpus),) if gpus else (), priority=100,
+        ),
+        **more,
+    )  # fmt: skip
+
+
+def explain(job: Job, *nodes: Node, others: tuple[Job, ...] = ()) -> Explanation:
+    partitions = (Partition("gpu", ()), Partition("cpu", ()), Partition("closed", (), is_up=False))
+    return Explainer(Snapshot(NOW_S, "22.05.8", "test", (job, *others), nodes, partitions)).explain(job)
+
+
+def kinds(found: Explanation) -> list[str]:
+    return [blocker.kind for blocker in found.blockers]
+
+
+def test_one_resource_is_lacking() -> None:
+    found = explain(pending(8), node("g0", 4, 4), node("g1", 16, 0))
+    assert kinds(found) == ["GPUs", "CPUs"]  # either would do: g1 lacks GPUs alone, g0 CPUs alone
+    found = explain(pending(8), node("g0", 4, 4), node("g1", 0, 0))
+    assert kinds(found) == ["CPUs"]
+    assert found.blockers[0].text == (
+        "it needs 8 CPUs on a node; of 1 node(s) with enough GPUs and memory the most free is 4 (g0)"
+    )
+    assert kinds(explain(pending(4), node("g0", 8, 4, memory_mb=50))) == ["memory"]
+    assert kinds(explain(pending(4, 2), node("g0", 8, 1))) == ["GPUs"]
+
+
+def test_no_resource_alone_would_do() -> None:
+    found = explain(pending(8), node("g0", 4, 0))
+    assert found.blockers[0].text == "GPUs and CPUs are not free on the same node(s)"
+
+
+def test_a_gang_needs_its_nodes_at_once() -> None:
+    found = explain(pending(8, 1, num_nodes=2), node("g0", 8, 4), node("g1", 2, 4))
+    assert kinds(found) == ["CPUs", "gang"]
+    assert found.blockers[1].text == "it needs 2 nodes at once; 1 have room now (g0)"
+    assert found.fits_on == ("g0",)
+
+
+def test_what_no_node_can_give() -> None:
+    assert kinds(explain(pending(32), node("g0", 16, 4))) == ["size"]
+    assert kinds(explain(pending(4, 8), node("g0", 16, 4))) == ["size"]
+    assert kinds(explain(pending(4, partitions=("closed",)), node("g0", 16, 4))) == ["size"]
+    drained = replace(node("g1", 16, 4), states=frozenset({"IDLE", "DRAIN"}))
+    found = explain(pending(4, 1, num_nodes=2), node("g0", 16, 4), drained)
+    assert kinds(found) == ["nodes"]
+    assert "g1 is out of use" in found.blockers[0].text
+
+
+def test_node_lists_and_features_count() -> None:
+    nodes = (node("g0", 16, 4), replace(node("g1", 2, 4), features=("fast",)))
+    assert explain(pending(4), *nodes).fits_on == ("g0",)
+    assert kinds(explain(pending(4, required_nodes=("g1",)), *nodes)) == ["CPUs"]
+    assert kinds(explain(pending(4, features="fast"), *nodes)) == ["CPUs"]
+
+
+def test_there_is_room_but_others_go_first() -> None:
+    ahead = pending(4, job_id=5, priority=200)
+    assert kinds(explain(pending(), node("g0", 16, 4))) == ["scheduler"]
+    found = explain(pending(reason="Priority"), node("g0", 16, 4), others=(ahead,))
+    assert (kinds(found), found.blockers[0].text) == (["priority"], "there is room now; 1 job(s) are ahead, first 5")
+    planned = replace(ahead, start_s=NOW_S + 600, planned_nodes=("g0",))
+    found = explain(pending(reason="Priority", time_limit_s=3600.0), node("g0", 16, 4), others=(planned,))
+    assert kinds(found) == ["backfill"]
+    assert found.blockers[0].text == (
+        "there is room now, but g0 is kept for job 5, planned in 00:10:00, and this job has a limit of 01:00:00"
+    )
+    assert "TimeLimit=T" in found.blockers[0].next_step
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "step"),
+    [
+        ("JobHeldUser", "held", "scontrol release 7"),
+        ("JobHeldAdmin", "held", "ask an operator"),
+        ("Dependency", "dependency", "squeue --me"),
+        ("DependencyNeverSatisfied", "dependency", "scancel 7"),
+        ("BeginTime", "time", "StartTime=now"),
+        ("PartitionTimeLimit", "limit", "TimeLimit=T"),
+        ("PartitionDown", "partition", "scontrol show partition"),
+        ("ReqNodeNotAvail, UnavailableNodes:g3", "nodes", "sinfo -R"),
+        ("QOSMaxJobsPerUserLimit", "limit", "sacctmgr show qos"),
+        ("AssocGrpCpuLimit", "limit", "sacctmgr show assoc"),
+    ],
+)
+def test_what_slurm_says_comes_first(reason: str, kind: str, step: str) -> None:
+    found = explain(pending(reason=reason), node("g0", 16, 4))
+    assert found.blockers[0].kind == kind
+    assert step in found.blockers[0].next_step
+
+
+def test_data_workers_would_let_it_start() -> None:
+    cpus = node("c0", 11, of=(16, 0))
+    found = explain(pending(14), node("g0", 4, 2), cpus)
+    assert found.conversion.helps
+    assert found.conversion.directive == "#HETSTREAM --data-workers=2-3 --data-worker-partition=cpu"
+    assert "with 2 CPUs a node it would start on g0" in found.conversion.text
+    # Without a partition of its own they go where CPUs are, but for those that the trainer keeps.
+    beside = explain(pending(14), node("g0", 11, 2)).conversion
+    assert beside.directive == "#HETSTREAM --data-workers=2-3 --data-worker-partition=gpu"
+    assert explain(pending(14), node("g0", 4, 2)).conversion.directive == "#HETSTREAM --data-workers=0-3"
+
+
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        (pending(4, 0), "no GPU"),
+        (pending(2, 3), "what a trainer keeps"),
+        (pending(4), "room for it as it is"),
+        (pending(32, 4), "would wait too, for GPUs"),
+        (pending(14, array_job_id=7, array_tasks="1-3"), "arrays"),
+        (pending(14, het=HetComponent(7, 0)), "heterogeneous job already"),
+        (pending(14, reason="JobHeldUser"), "no resource"),
+    ],
+)
+def test_data_workers_would_not_help(job: Job, text: str) -> None:
+    verdict = explain(job, node("g0", 8, 2, of=(64, 4))).conversion
+    assert (verdict.helps, verdict.directive) == (False, "")
+    assert text in verdict.text
+
+
+def test_job_ids() -> None:
+    jobs = [
+        pending(),
+        pending(job_id=31, het=HetComponent(31, 0)),
+        pending(job_id=32, het=HetComponent(31, 1)),
+        pending(job_id=40, array_job_id=33, array_tasks="3-9:2%3"),
+        pending(job_id=41, array_job_id=33, array_tasks="1", state="RUNNING"),
+    ]
+    named = {name: [job.job_id for job in find_jobs(jobs, name)] for name in ("7", "31", "31+1", "33", "33_5", "33_4")}
+    assert named == {"7": [7], "31": [31, 32], "31+1": [32], "33": [40, 41], "33_5": [40], "33_4": []}
+    for wrong in ("", "x", "7+", "7_1-2", "7 8"):
+        with pytest.raises(ValueError, match="job id"):
+            find_jobs(jobs, wrong)
+
+
+def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slurm_plugin.cli", *words]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slurm
+def test_why_and_jobs_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> None:
+    """Nodes: 2 with 16 CPUs and 4 GPUs, 4 with 16 CPUs."""
+    slurm = CommandSlurm(devcluster.env)
+
+    def submit(*options: str) -> str:
+        return slurm.submit("#!/bin/sh\nsleep 600\n", ["--output=/dev/null", "--mem=1000", *options])
+
+    first = submit("-p", "gpu", "-N2", "--ntasks-per-node=1", "-c14", "--gres=gpu:1", "-t60")
+    submitted = [first]
+    try:
+        wait_until(lambda: [job.state for job in slurm.snapshot().jobs] == ["RUNNING"], 60)
+        cpus = submit("-p", "gpu", "-c8", "--gres=gpu:1", "-t60")
+        gpus = submit("-p", "gpu", "-c1", "--gres=gpu:4", "-t60")
+        held = submit("-p", "gpu", "-c1", "-H")
+        het = submit("-p", "gpu", "-c8", "--gres=gpu:1", ":", "-p", "cpu", "-c4", "--mem=100")
+        submitted += [cpus, gpus, held, het]
+        document = json.loads(run(devcluster.env, "why", cpus, "--json").stdout)
+        facts = document["summary"]["jobs"][0]
+        assert [blocker["kind"] for blocker in document["blockers"]] == ["CPUs"]
+        assert (facts["conversion_helps"], facts["fits_on"]) == (True, [])
+        assert facts["directive"] == "#HETSTREAM --data-workers=2 --data-worker-partition=cpu"
+        text = run(devcluster.env, "why", gpus).stdout
+        assert "of 2 node(s) with enough CPUs and memory the most free is 3" in text
+        assert "scontrol release" in run(devcluster.env, "why", held).stdout
+        both = run(devcluster.env, "why", het).stdout
+        assert "all components start together" in both
+        assert f"job {het}+1" in both
+        assert "room now  cpu[0-3]" in run(devcluster.env, "why", f"{het}+1").stdout
+        assert "it does not wait" in run(devcluster.env, "why", first).stdout
+
+        rows = {row["job"]: row for row in json.loads(run(devcluster.env, "jobs", "--json").stdout)["jobs"]}
+        assert (rows[first]["cpus"], rows[first]["gpus"], rows[first]["nodes"]) == (28, 2, ["gpu0", "gpu1"])
+        waits = {name: rows[name]["waits_for"] for name in (first, cpus, gpus, held, f"{het}+0")}
+        assert waits == {first: "", cpus: "CPUs", gpus: "GPUs", held: "held", f"{het}+0": "CPUs"}
+        table = run(devcluster.env, "jobs", "--state", "running", "--details").stdout
+        assert "gpu[0-1]" in table
+        assert "gpu:1(0)" in table
+        chosen = list(csv.DictReader(io.StringIO(run(devcluster.env, "jobs", "--csv", cpus, het).stdout)))
+        assert [row["job"] for row in chosen] == [cpus, f"{het}+0", f"{het}+1"]
+    finally:
+        for job_id in submitted:
+            slurm.cancel(job_id)
+    wait_until(lambda: not slurm.snapshot().jobs, 60)

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 4
 # Whoever looks whether a trainer lives holds its lock for a moment.
-_GRACE_S = 0.5
+_GRACE_S = 1.0
 # Two trainers of one identity that start at the same moment look for stores one after the other.
 _ALONE_TIMEOUT_S = 10.0
 _POLL_S = 0.002

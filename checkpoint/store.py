@@ -282,7 +282,7 @@ class Store:
             try:
                 if slot.content() is None and not slot.fits(payload_bytes, metadata_bytes):
                     self._replace(slot, payload_bytes, metadata_bytes)
-                if slot.segment:
+                elif slot.segment:
                     slot.segment.populate()
             except SharedMemoryFull as error:
                 if sum(other.fits(payload_bytes, metadata_bytes) for other in self._slots) < MIN_SLOTS:
@@ -461,6 +461,9 @@ class Store:
         reach("slot.placed")
         segment.path = slot.path
         slot.segment = segment
+        slot.is_given_up = False
+        # Also for a save that waits for it: faults in the copy would take longer.
+        segment.populate()
 
     def _create_in_fallback(
         self, fallback: Path, name: str, payload_bytes: int, metadata_bytes: int, full: SharedMemoryFull

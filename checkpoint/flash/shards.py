@@ -22,7 +22,7 @@ from checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint
 from checkpoint.flash.tensors import DTYPES, make_foreign, view_of
 from checkpoint.generation import Generation
 from checkpoint.layout import Entry
-from checkpoint.rank_file import RankFile, open_file
+from checkpoint.rank_file import open_file
 from checkpoint.structure import Record, TensorRef
 
 CheckpointPath = str | os.PathLike[str]
@@ -180,6 +180,14 @@ class Parts:
             _merge(merged, self._decode(part, tensor))
         return merged
 
+    @property
+    def own_keys(self) -> list[str]:
+        """Top-level keys under which each rank has values of its own, and no shards of one tensor."""
+        if len(self._parts) == 1:
+            return []
+        sharded = {name.partition(".")[0] for name in self.wholes}
+        return sorted({key for part in self._parts for key in part.record.own} - sharded)
+
     def _decode(self, part: Part, tensor: Callable[[Whole], Any]) -> dict[str, Any]:
         names = self._names[part.rank]
         numbers = iter(range(len(part.record.tensors)))
@@ -290,24 +298,48 @@ def open_parts(path: CheckpointPath, own_rank: int = 0, *, allow_pickle: bool = 
         if missing:
             raise MissingRanks(f"{place} lacks the parts of {len(missing)} of {world_size} ranks, first {missing[0]}")
         files = [open_file(place / one.part.file_name, one, tensors=False) for one in manifests.values()]
-        parts = [_part_of(file) for file in files]
+        parts = [
+            part_of(file.manifest.rank, file.record, file.entries, data, str(file.path), file.check)
+            for file, data in ((file, [file.bytes_of(entry) for entry in file.entries]) for file in files)
+        ]
         return Parts(parts, own_rank, allow_pickle=allow_pickle, lock=stack.pop_all())
 
 
-def _part_of(file: RankFile) -> Part:
-    views = [_entry_view(file, entry) for entry in file.entries]
+def part_of(
+    rank: int,
+    record: Record,
+    entries: Sequence[Entry],
+    data: Sequence[memoryview],
+    name: str,
+    check: Callable[[], None] = lambda: None,
+) -> Part:
+    """A part whose tensors are views of a file.
+
+    Args:
+        rank: whose.
+        record: its structure.
+        entries: its entries.
+        data: the bytes of each.
+        name: of the file, for messages.
+        check: as in `Part`.
+
+    Raises:
+        DamagedCheckpoint: the structure does not fit the entries.
+    """
+    views = [tensor_of(entry, one) for entry, one in zip(entries, data, strict=True)]
     tensors = []
-    for ref in file.record.tensors:
+    for ref in record.tensors:
         if ref.entry >= len(views):
-            raise DamagedCheckpoint(f"{file.path}: the structure refers to entry {ref.entry} of {len(views)}")
-        tensors.append(view_of(ref, file.entries[ref.entry], views[ref.entry]))
-    return Part(file.manifest.rank, file.record, tensors, file.check)
+            raise DamagedCheckpoint(f"{name}: the structure refers to entry {ref.entry} of {len(views)}")
+        tensors.append(view_of(ref, entries[ref.entry], views[ref.entry]))
+    return Part(rank, record, tensors, check)
 
 
-def _entry_view(file: RankFile, entry: Entry) -> torch.Tensor:
+def tensor_of(entry: Entry, data: memoryview) -> torch.Tensor:
+    """One entry's bytes as its tensor, without copying."""
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
-        raise DamagedCheckpoint(f"{file.path}: tensor {entry.name!r} has dtype {entry.dtype}, which this torch has not")
+        raise DamagedCheckpoint(f"tensor {entry.name!r} has dtype {entry.dtype}, which this torch has not")
     if not entry.num_bytes:
         return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(file.bytes_of(entry), dtype=torch.uint8).view(dtype).view(entry.shape)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry.shape)

@@ -10,6 +10,7 @@ _ACTIONS = {
     "ls": "list checkpoints on disk, and what this host's memory holds",
     "verify": "read checkpoints and compare their checksums",
     "gc": "remove what dead jobs left in memory, and unfinished checkpoints",
+    "convert": "turn checkpoints into other formats, and others into checkpoints",
     "start": "start the savers of this job (for batch scripts)",
 }
 

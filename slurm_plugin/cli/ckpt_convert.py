@@ -1,0 +1,117 @@
+"""`hetstream ckpt convert`: checkpoints from one format to another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from checkpoint.conversion import KINDS, Source, check_target, choose, detect
+from checkpoint.errors import OptionsError
+from checkpoint.formats.part import FORMATS
+from hetjob.errors import HetstreamError
+from hetjob.table import size_words
+
+EPILOG = """\
+SRC is recognised by what is in it: a directory of checkpoints, or one checkpoint in it; a directory of
+torch.distributed.checkpoint (dcp); a file of torch.save; a safetensors file; an HDF5 file that this command wrote.
+
+  --to dcp          what plain torch.distributed.checkpoint.load reads, on any number of ranks
+  --to torch        one file for torch.load(..., weights_only=True): the state, nested as it was
+  --to safetensors  one file of all tensors, by their names in the state
+  --to flash        one more checkpoint in the directory DST, newer than all there, as FlashCheckpointer restores it
+  --to hdf5         metadata and the loader's state of all checkpoints, without weights, for analysis tools
+
+Sharded tensors become whole. What each rank has for itself is rank 0's. Nothing of SRC is ever run.
+Exit codes: 0 done, 1 SRC is damaged, missing or cannot be held by DST, 2 the command line is wrong.
+
+examples:
+  hetstream ckpt convert checkpoints model.pt --to torch              the newest checkpoint
+  hetstream ckpt convert --step 1200 checkpoints dcp --to dcp
+  hetstream ckpt convert old_dcp checkpoints --to flash --as-step 1200
+  hetstream ckpt convert checkpoints run.h5 --to hdf5
+"""
+
+
+_FORMATTER = argparse.RawDescriptionHelpFormatter
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the action."""
+    parser = subparsers.add_parser(
+        "convert",
+        help=summary,
+        description=summary,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, metavar="SRC", help="what to convert")
+    parser.add_argument("target", type=Path, metavar="DST", help="what to make of it; must not exist, except for flash")
+    parser.add_argument("--to", required=True, choices=KINDS, help="format of DST")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--as-step", type=int, metavar="N", help="flash: which step DST is of, if SRC does not say")
+    parser.add_argument("--under", default="", metavar="KEY", help="put all of SRC under this key, e.g. model")
+    parser.add_argument("--keys", default="loader", metavar="KEYS", help="hdf5: keys to export (default loader)")
+    parser.add_argument("--format", default="safetensors", choices=FORMATS, help="flash: of the rank files in DST")
+    parser.add_argument("--dry-run", action="store_true", help="read SRC and say what would be written")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, or say what would be."""
+    source = detect(args.source)
+    if args.to == "hdf5" and source.kind != "flash":
+        raise OptionsError(f"{args.source} is {source.kind}: HDF5 is made of directories of checkpoints alone")
+    if source.kind == "hdf5" and args.to != "flash":
+        raise OptionsError(f"{args.source} is HDF5, which holds no weights: it becomes a checkpoint, with --to flash")
+    if args.as_step is not None and (args.to != "flash" or args.as_step < 0):
+        raise OptionsError(f"--as-step {args.as_step}: a step from 0 up, and only with --to flash")
+    check_target(args.target, args.to)
+    without_torch = "hdf5" in (source.kind, args.to)
+    done = _convert_data(source, args) if without_torch else _convert_weights(source, args)
+    done = {"source": str(args.source), "from": source.kind, "to": args.to, "dry_run": args.dry_run, **done}
+    if args.json:
+        print(json.dumps({"meta": {"version": 1}, "conversion": done}, indent=1))
+        return 0
+    verb = "would write" if args.dry_run else "wrote"
+    print(f"{verb} {done['target']}: {done['what']}, from {args.source} ({source.kind})")
+    for note in done["notes"]:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _convert_data(source: Source, args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        from checkpoint.analysis import export_hdf5, import_hdf5
+    except ImportError as error:
+        raise HetstreamError(str(error)) from error
+    if args.to == "hdf5":
+        keys = [key for key in args.keys.split(",") if key]
+        if args.dry_run:
+            name = choose(source, args.step).path.name
+            return {"target": str(args.target), "what": f"{', '.join(keys)} of checkpoints up to {name}", "notes": []}
+        names = export_hdf5(source, args.target, keys, args.step)
+        return {"target": str(args.target), "what": f"{', '.join(keys)} of {len(names)} checkpoint(s)", "notes": []}
+    if args.dry_run:
+        return {"target": str(args.target), "what": "one more checkpoint", "notes": []}
+    path = import_hdf5(source, args.target, args.format, args.step)
+    return {"target": str(path), "what": "a checkpoint of data-side state", "notes": []}
+
+
+def _convert_weights(source: Source, args: argparse.Namespace) -> dict[str, Any]:
+    try:
+        from checkpoint.flash.convert import reading, write
+    except ImportError as error:
+        raise HetstreamError(f"this conversion needs torch: pip install 'hetstream[torch]' ({error})") from error
+    with reading(source, args.step, args.under) as content:
+        tensors = content.tensors
+        num_bytes = sum(one.numel() * one.element_size() for one in tensors)
+        keys = ", ".join(content.state)
+        what = f"{len(tensors)} tensor(s), {size_words(num_bytes)}, under {keys[:200]}"
+        target = args.target
+        if not args.dry_run:
+            target = write(content, args.to, target, form=args.format, step=args.as_step)
+        return {"target": str(target), "what": what, "num_tensors": len(tensors), "notes": content.notes}

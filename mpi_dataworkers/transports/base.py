@@ -112,6 +112,10 @@ class BatchReceiver(Protocol):
     def sources(self) -> Sequence[Any]:
         """Descriptors or ZeroMQ sockets, for a poller: readable while `receive` has something to do."""
 
+    @property
+    def look_again_s(self) -> float:
+        """How soon `receive` is to be called although no source is readable; `math.inf`: not at all."""
+
     def receive(self) -> list[ReceivedBatch | ProtocolError]:
         """Batches that have come, at most a burst, without waiting; a malformed batch comes as its error."""
 

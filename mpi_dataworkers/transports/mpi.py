@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import collections
 import itertools
+import math
 import os
 import secrets
 import sys
@@ -193,6 +194,10 @@ class MpiReceiver:
     @property
     def sources(self) -> list[int]:
         return [self._news]
+
+    @property
+    def look_again_s(self) -> float:
+        return math.inf
 
     def receive(self) -> list[ReceivedBatch | ProtocolError]:
         if self._ready:

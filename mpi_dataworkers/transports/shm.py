@@ -17,6 +17,7 @@ import collections
 import contextlib
 import fcntl
 import logging
+import math
 import mmap
 import os
 import secrets
@@ -191,6 +192,10 @@ class ShmReceiver:
     @property
     def sources(self) -> list[int]:
         return [self._epoll.fileno()]
+
+    @property
+    def look_again_s(self) -> float:
+        return math.inf
 
     def receive(self) -> list[ReceivedBatch | ProtocolError]:
         batches: list[ReceivedBatch | ProtocolError] = []

@@ -7,6 +7,7 @@ and not encrypted.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket as socketlib
@@ -34,11 +35,12 @@ from mpi_dataworkers.transports.base import (
     rail_of,
 )
 from mpi_dataworkers.transports.compression import compress, decompress
+from mpi_dataworkers.transports.door import LOOK_S, Door
 from mpi_dataworkers.transports.proof import TicketGate, is_proof, new_nonce, new_ticket, prove
 
 # Frames that libzmq takes; larger ones travel in pieces. What a stranger can make a process hold is one frame for each
 # connection, until the handshake's time is over. Control messages of more than a frame (datasets in pickled form) are
-# rare; batches of more than a frame cost a copy in the loader.
+# rare; batches of more than a frame cost a copy in the loader. The door of a batch socket cuts strangers off sooner.
 CONTROL_FRAME_BYTES = 1 << 20
 BATCH_FRAME_BYTES = 64 << 20
 _ANSWER_BYTES = 64 << 10
@@ -373,11 +375,11 @@ class ZmqLoaderEndpoint(_ZmqControl):
         return [address for receiver in self._batch_receivers for address in receiver.addresses]
 
     def poll(self, timeout_s: float) -> tuple[list[Message | Reconnected], list[ReceivedBatch | ProtocolError]]:
-        ready = self._poll_sockets(timeout_s)
+        ready = self._poll_sockets(min([timeout_s, *(receiver.look_again_s for receiver in self._batch_receivers)]))
         messages = self._read_control() if ready & {self._control, self._monitor} else []
         batches: list[ReceivedBatch | ProtocolError] = []
         for receiver in self._batch_receivers:
-            if any(source in ready for source in receiver.sources):
+            if receiver.look_again_s < math.inf or any(source in ready for source in receiver.sources):
                 batches += receiver.receive()
         return messages, batches
 
@@ -420,7 +422,9 @@ class ZmqBatchReceiver:
         self._batches.rcvhwm = 0
         self._batches.maxmsgsize = BATCH_FRAME_BYTES
         self._batches.handshake_ivl = int(_HANDSHAKE_TIMEOUT_S * 1000)
-        self.sources: list[Any] = [self._batches, self._gate.socket]
+        self._door = Door(self.addresses)
+        self._monitor = self._batches.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.sources: list[Any] = [self._batches, self._gate.socket, self._monitor]
         try:
             for bind in binds:
                 self._batches.bind(bind)
@@ -432,18 +436,34 @@ class ZmqBatchReceiver:
     def _admits(self, credentials: list[bytes]) -> bool:
         return len(credentials) == 2 and self._tickets.admits(*credentials)
 
+    @property
+    def look_again_s(self) -> float:
+        return LOOK_S if self._door else math.inf
+
     def receive(self) -> list[ReceivedBatch | ProtocolError]:
         self._gate.answer()
+        self._watch_door()
         batches: list[ReceivedBatch | ProtocolError] = []
         for _ in range(_BURST):
             try:
                 sender, *frames = self._batches.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            if self._door:
+                self._door.spoke(int(sender.get(zmq.SRCFD)))
             batch = self._take(sender.bytes, [frame.buffer for frame in frames])
             if batch is not None:
                 batches.append(batch)
         return batches
+
+    def _watch_door(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._door.came(event["value"])
+            else:
+                self._door.spoke(event["value"])
+        self._door.look()
 
     def _take(self, sender: bytes, pieces: list[memoryview]) -> ReceivedBatch | ProtocolError | None:
         """Pass on a batch of a proven sender; answer handshakes; drop everything else."""
@@ -476,6 +496,8 @@ class ZmqBatchReceiver:
         return None
 
     def close(self) -> None:
+        self._batches.disable_monitor()
+        self._monitor.close(0)
         self._batches.close()
         self._gate.socket.close()
         self._context.term()

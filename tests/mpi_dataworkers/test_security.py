@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from mpi_dataworkers.address import ServiceAddress, parse_service, read_address_
 from mpi_dataworkers.codec import encode
 from mpi_dataworkers.errors import ConfigError, ServiceError
 from mpi_dataworkers.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, Membership, Proof
+from mpi_dataworkers.transports import door
 from mpi_dataworkers.transports.base import PeerUnreachable
 from mpi_dataworkers.transports.proof import TicketGate, is_proof, new_nonce, new_ticket, prove
 from mpi_dataworkers.transports.zmq import BATCH_FRAME_BYTES, ZmqBatchReceiver, ZmqBatchSender, _Gate
@@ -211,7 +213,7 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_stranger_cannot_make_a_loader_hold_memory() -> None:
+def test_a_stranger_cannot_make_a_loader_hold_memory(caplog: pytest.LogCaptureFixture) -> None:
     """What is announced is not allocated, and what is sent is bounded by a frame and ended by the handshake's limit."""
     receiver = ZmqBatchReceiver("11" * 32, ["tcp://127.0.0.1:*"])
     host, _, port = receiver.addresses[0].removeprefix("tcp://").rpartition(":")
@@ -231,9 +233,59 @@ def test_a_stranger_cannot_make_a_loader_hold_memory() -> None:
                 assert stranger.recv(1) == b"", "too long: closed at once"
         receiver.receive()
     assert rss_bytes() - before < 8 << 20
-    for stranger in strangers:
+    # Nor by sending it, in many connections at once: they are cut off.
+    flood = [socket.create_connection((host, int(port))) for _ in range(16)]
+    for stranger in flood:
+        stranger.settimeout(10)
+        stranger.sendall(greeting + b"\x06" + (BATCH_FRAME_BYTES - 1).to_bytes(8, "big"))
+    sent = [0] * len(flood)
+
+    def send(number: int) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sent[number] += flood[number].send(bytes(1 << 20))
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(len(flood))]
+    for thread in threads:
+        thread.start()
+    most = 0
+    while any(thread.is_alive() for thread in threads):
+        select.select([], [], [], receiver.look_again_s if receiver.look_again_s < 1 else 0.01)
+        receiver.receive()
+        most = max(most, rss_bytes() - before)
+    for thread in threads:
+        thread.join()
+    assert most < 256 << 20, "16 frames are 1 GiB"
+    assert sum(sent) < 16 * BATCH_FRAME_BYTES / 2
+    assert [message for message in caplog.messages if "cut a connection" in message], "told once"
+    for stranger in (*strangers, *flood):
         stranger.close()
     receiver.close()
+
+
+def test_a_crowd_of_strangers_makes_room_for_data_workers(monkeypatch: pytest.MonkeyPatch, wait_until: Any) -> None:
+    monkeypatch.setattr(door, "_MAX_STRANGERS", 3)
+    receiver = ZmqBatchReceiver("11" * 32, ["tcp://127.0.0.1:*"])
+    host, _, port = receiver.addresses[0].removeprefix("tcp://").rpartition(":")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(5)]
+    sender = ZmqBatchSender("11" * 32, "w")
+    thread = threading.Thread(target=sender.send, args=(receiver.addresses[0], Batch("s", 0, 0, 1, b"", []), [b"x"]))
+    wait_until(lambda: receiver.receive() or len(receiver._door) == 3, 10, "that the first of them are cut off")
+    thread.start()
+    came: list[Any] = []
+    wait_until(lambda: came.extend(receiver.receive()) or came, 10, "a batch")
+    assert bytes(came[0].frames[0]) == b"x"
+    thread.join()
+    for stranger in crowd[:2]:
+        stranger.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(100):
+                pass
+    assert receiver.look_again_s < 1, "some strangers are left"
+    sender.close(0)
+    receiver.close()
+    for stranger in crowd:
+        stranger.close()
 
 
 def test_the_dispatcher_refuses_other_versions_and_goes_on(service: Any, wait_until: Any) -> None:

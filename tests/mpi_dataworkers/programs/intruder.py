@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import time
 
 import zmq
 
@@ -14,7 +15,7 @@ from mpi_dataworkers.codec import encode
 from mpi_dataworkers.messages import Batch, Hello, Proof, ProvideDefinition, RegisterWorker
 from mpi_dataworkers.transports.base import PeerUnreachable
 from mpi_dataworkers.transports.shm import ShmBatchSender
-from mpi_dataworkers.transports.zmq import ZmqBatchSender
+from mpi_dataworkers.transports.zmq import BATCH_FRAME_BYTES, ZmqBatchSender
 
 known = json.loads(sys.argv[1])
 forged = Batch(known["session"], 5, 1 << 60, 8, b"\xc0", [])
@@ -57,6 +58,26 @@ def talk_seqpacket(address, frames):
         return connection.recv(4096)
 
 
+def fill(address):
+    """Send one frame of the greatest length that is taken; whoever keeps all of it can be made to hold memory."""
+    if address.startswith("ipc:"):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        where = address.removeprefix("ipc://").replace("@", "\0", 1)
+    else:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        where = host, int(port)
+    with connection:
+        connection.settimeout(5)
+        connection.connect(where)
+        connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32))
+        connection.sendall(b"\x06" + (BATCH_FRAME_BYTES - 1).to_bytes(8, "big"))
+        for _ in range(BATCH_FRAME_BYTES >> 16):
+            connection.sendall(bytes(1 << 16))
+            time.sleep(0.001)  # not faster than a network
+        return f"took {BATCH_FRAME_BYTES} bytes"
+
+
 def deliver(sender, address):
     sender.send(address, forged, [])
     return "delivered"
@@ -79,6 +100,7 @@ for address in known["receivers"]:
         attempt("shm replay", talk_seqpacket, address, replayed)
     else:
         attempt(address, talk_zmq, address, handshake, None)
+        attempt(address + " filled", fill, address)
         attempt(address + " with a ticket", talk_zmq, address, handshake, known["ticket"])
 for guess in ("00" * 32, "ff" * 32):
     for sender in (ShmBatchSender(guess, "w"), ZmqBatchSender(guess, "w")):

@@ -9,6 +9,8 @@ import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from checkpoint.commit import commit, write_part
 from checkpoint.conversion import Source, attempt_on, choose
 from checkpoint.directory import Checkpoint, CheckpointDirectory
@@ -100,9 +102,10 @@ def import_hdf5(
         for rank in one.ranks:
             layout = lay_out(rank.specs)
             payload = memoryview(mmap.mmap(-1, max(layout.payload_bytes, 1)))
+            record = msgspec.structs.replace(rank.record, rank=rank.rank, world_size=len(one.ranks), format=form)
             for entry, data in zip(layout.entries, rank.values, strict=True):
                 payload[entry.offset : entry.offset + entry.num_bytes] = data
             part = Part(generation, rank.rank, len(one.ranks), layout.digest, one.metrics, form)
-            write_part(target, part, plan_part(form, layout.entries, rank.record, payload), payload)
+            write_part(target, part, plan_part(form, layout.entries, record, payload), payload)
         commit(target, generation, len(one.ranks))
     return target / generation.directory_name

@@ -29,9 +29,10 @@ from checkpoint import commit
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import CheckpointError, DamagedCheckpoint, DamagedSegment, SaverError, StoreInUse
 from checkpoint.faults import reach
-from checkpoint.formats.safetensors import plan_file
+from checkpoint.formats.part import plan_part
+from checkpoint.formats.plan import FilePlan
 from checkpoint.generation import Generation
-from checkpoint.layout import Entry, from_json
+from checkpoint.layout import from_json
 from checkpoint.manifest import Part
 from checkpoint.segment import Segment, split_metadata
 from checkpoint.store_files import SaverStatus, SlotContent, list_stores, stores_prefix
@@ -42,8 +43,6 @@ from checkpoint.view import StoreView
 _log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-# Key of the record's structure in a file's metadata.
-RECORD = "hetstream"
 # Half the weight of the trainer's threads would be too much for it, none at all would never end.
 _NICENESS = 10
 # How often to see whether trainers live, and whether other ranks have written their parts.
@@ -208,8 +207,7 @@ class StoreSaver:
     def _persist(self, content: SlotContent) -> None:
         began_s = time.monotonic()
         with content.open() as segment:
-            part, layout_entries, text = _read_part(segment)
-            plan = plan_file(layout_entries, {"format": "pt", RECORD: text})
+            part, plan = _plan_part(segment)
             self._report(persisting=part.generation)
             if self._is_ending():
                 _log.info("%s generation=%s: the last %d bytes go to disk", self, part.generation, plan.num_bytes)
@@ -271,14 +269,14 @@ class StoreSaver:
             self.view.report(self._status)
 
 
-def _read_part(segment: Segment) -> tuple[Part, list[Entry], str]:
+def _plan_part(segment: Segment) -> tuple[Part, FilePlan]:
     """What a rank's file holds of a generation: of what is equal everywhere only rank 0's has anything."""
     header = segment.header
     layout_json, structure = split_metadata(segment.metadata)
     layout, record = from_json(layout_json), Record.read(structure)
-    here, indices = record.only(record.tree if record.rank == 0 else record.own)
-    part = Part(header.generation, record.rank, record.world_size, header.layout_digest, record.metrics)
-    return part, [layout.entries[index] for index in indices], here.write().decode()
+    part = Part(header.generation, record.rank, record.world_size, header.layout_digest, record.metrics, record.format)
+    keys = None if record.rank == 0 else record.own
+    return part, plan_part(part.format, layout.entries, record, segment.payload, keys)
 
 
 class Saver:

@@ -17,7 +17,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -94,6 +94,7 @@ class Record(msgspec.Struct, frozen=True):
         rank: whose state this is.
         world_size: how many ranks saved.
         metrics: what `save` was given.
+        format: of the rank's file on disk; see `formats/part.py`.
         version: of this form.
     """
 
@@ -103,6 +104,7 @@ class Record(msgspec.Struct, frozen=True):
     rank: int = 0
     world_size: int = 1
     metrics: dict[str, float] = {}
+    format: Literal["safetensors", "torch"] = "safetensors"
     version: int = VERSION
 
     @staticmethod

@@ -422,6 +422,7 @@ class FlashCheckpointer:
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             metrics=numbers,
+            format=self._options.format,
         )
         return join_metadata(plan.layout.to_json(), structure)
 

@@ -35,7 +35,8 @@ from checkpoint.commit import commit
 from checkpoint.conversion import Kind, Source, attempt_on, choose
 from checkpoint.errors import DamagedCheckpoint, OptionsError, UnsupportedState
 from checkpoint.files import replacing, sync_directory, temporary_path
-from checkpoint.flash.shards import Parts, open_parts, part_of, tensor_of
+from checkpoint.flash.shards import Parts, open_parts, part_of
+from checkpoint.flash.tensors import tensor_of
 from checkpoint.flash.write import plan_state, write_state
 from checkpoint.formats.part import STRUCTURE, Format, read_part, structure_in
 from checkpoint.generation import Generation

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.errors import OptionsError
+from checkpoint.formats.part import FORMATS, Format
 from checkpoint.store import MIN_SLOTS, SHARED_MEMORY
 
 
@@ -23,6 +24,7 @@ class Options:
             changes too early. Slow.
         shared_memory: where generations are.
         fallback: a directory for generations that do not fit there; None: inside the checkpoint directory.
+        format: of the files on disk: `safetensors`, or `torch` for files that torch.load opens as the nested state.
         close_timeout_s: how long `close` waits for the saver to bring the newest generation to disk; None: until it is.
     """
 
@@ -32,6 +34,7 @@ class Options:
     check_async: bool = False
     shared_memory: Path = SHARED_MEMORY
     fallback: Path | None = None
+    format: Format = "safetensors"
     close_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -45,5 +48,7 @@ class Options:
             problems.append("stop_signals: nobody can listen to SIGKILL or SIGSTOP")
         if self.close_timeout_s is not None and self.close_timeout_s < 0:
             problems.append(f"close_timeout_s={self.close_timeout_s}: must not be negative")
+        if self.format not in FORMATS:
+            problems.append(f"format={self.format!r}: one of {', '.join(FORMATS)}")
         if problems:
             raise OptionsError("; ".join(problems))

@@ -19,7 +19,7 @@ import torch
 
 from checkpoint import commit
 from checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint
-from checkpoint.flash.tensors import DTYPES, make_foreign, view_of
+from checkpoint.flash.tensors import make_foreign, tensor_of, view_of
 from checkpoint.generation import Generation
 from checkpoint.layout import Entry
 from checkpoint.rank_file import open_file
@@ -333,13 +333,3 @@ def part_of(
             raise DamagedCheckpoint(f"{name}: the structure refers to entry {ref.entry} of {len(views)}")
         tensors.append(view_of(ref, entries[ref.entry], views[ref.entry]))
     return Part(rank, record, tensors, check)
-
-
-def tensor_of(entry: Entry, data: memoryview) -> torch.Tensor:
-    """One entry's bytes as its tensor, without copying."""
-    dtype = DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise DamagedCheckpoint(f"tensor {entry.name!r} has dtype {entry.dtype}, which this torch has not")
-    if not entry.num_bytes:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry.shape)

@@ -67,9 +67,8 @@ def plan_state(
         payload = memoryview(mmap.mmap(file.fileno(), 0))[: plan.layout.payload_bytes]
     with torch.no_grad():
         views = entry_views(plan.layout, payload)
-        for view, tensor in zip(views, plan.tensors_to_copy(leaves.tensors), strict=True):
-            # A dtype that files have no name for lies there as another.
-            target = view if tensor.dtype == view.dtype else view.view(tensor.dtype).view(tensor.shape)
+        for target, tensor in zip(plan.destinations(views), plan.tensors_to_copy(leaves.tensors), strict=True):
             target.copy_(tensor.detach())
-    record = Record(leaves.tree, plan.refs, list(shared))
+    metrics = {name: float(value) for name, value in part.metrics.items()}
+    record = Record(leaves.tree, plan.refs, list(shared), part.rank, part.world_size, metrics, part.format)
     return plan_part(part.format, plan.layout.entries, record, payload, keys), payload

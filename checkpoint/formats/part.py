@@ -19,7 +19,7 @@ from checkpoint.formats.torch_zip import plan_torch, read_torch
 from checkpoint.layout import Entry
 from checkpoint.structure import Record
 
-Format = Literal["safetensors", "torch"]
+Format = Literal["safetensors", "torch"]  # as in `structure.Record`
 FORMATS: tuple[Format, ...] = get_args(Format)
 SUFFIXES: dict[Format, str] = {"safetensors": ".safetensors", "torch": ".pt"}
 # Where a safetensors file carries the structure.

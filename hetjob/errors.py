@@ -57,6 +57,9 @@ class SlurmCommandError(HetstreamError):
         stdout: what it printed.
         stderr: what it said went wrong.
         hint: the next command to run.
+
+    Attributes:
+        reason: the first line of what it said.
     """
 
     def __init__(self, argv: Sequence[str], returncode: int, stdout: str, stderr: str, hint: str = "") -> None:
@@ -65,5 +68,6 @@ class SlurmCommandError(HetstreamError):
         self.stdout = stdout
         self.stderr = stderr
         said = stderr.strip() or stdout.strip() or "nothing"
+        self.reason = said.partition("\n")[0]
         text = f"{self.argv[0]} exited with {returncode}: {said!r}. argv={self.argv}."
         super().__init__(f"{text} {hint}".rstrip())

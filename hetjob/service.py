@@ -215,14 +215,19 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     steps, samples, elapsed_s, local = (
         sum(loader.get(name, 0) for loader in loaders) for name in ("steps", "samples", "elapsed_s", "local_steps")
     )
+    replaced = summary.get("data_workers_replaced", 0)
+    processes = f"{summary.get('data_workers_seen', 0) - replaced} data worker process(es)"
+    if replaced:
+        processes += f", {replaced} more in the place of some that died"
+    if not loaders:
+        reason = "the program made no DataLoader, or they stayed local, as a warning of the program says"
+        return f"no loader connected ({reason}), {processes}"
     # Waits count at once, the time of a pass at its end: a pass that never ended leaves waits without their time.
     wait_s = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders)
-    if not loaders:
-        return "no loader connected: the program made no DataLoader that can be streamed"
+    waited = f"trainer waited {wait_s / elapsed_s:.0%} of the time" if elapsed_s else "no pass over the data has ended"
+    made = "all of them" if 0 < local == steps else f"{local} steps"
     return (
-        f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {local} steps made in the trainer, "
-        f"trainer waited {wait_s / elapsed_s if elapsed_s else 0:.0%} of the time, "
-        f"{summary.get('data_workers_seen', 0)} data worker process(es)"
+        f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}, {processes}"
     )
 
 

@@ -209,6 +209,7 @@ def _write_summary(state: DispatcherState, journal: Journal, work_dir: Path) -> 
     summary = {
         "loaders": journal.loaders(),
         "data_workers_seen": state.workers_seen,
+        "data_workers_replaced": state.workers_replaced,
         "leases_granted": state.leases_granted,
         "leases_revoked": state.leases_revoked,
         "dispatcher_starts": journal.incarnation,

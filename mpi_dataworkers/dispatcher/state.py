@@ -140,6 +140,7 @@ class DispatcherState:
         self.incarnation = incarnation
         self.started_at = now
         self.workers_seen = 0
+        self.workers_replaced = 0  # of them, those that came in the place of one that had died
         self.workers_lost = 0
         self.leases_granted = 0
         self.leases_revoked = 0
@@ -416,6 +417,7 @@ class DispatcherState:
             number, cause = self.workers[peer].number, "its connection is back"
         else:
             number, self.workers_seen = self.workers_seen, self.workers_seen + 1
+            self.workers_replaced += bool(message.replaces)
             cause = f"in the place of a process that {_reason(message)}" if message.replaces else ""
         old_tokens = self.workers[peer].tokens if peer in self.workers else set()
         work = self.workers[peer].work if peer in self.workers else WorkDone(now, RecentRates(now, 0, 0))

@@ -103,7 +103,19 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pyt
 def test_the_trainer_never_waited_longer_than_it_ran() -> None:
     loaders = [{"wait_s": 2.1, "elapsed_s": 2.0}, {"wait_s": 3.0, "elapsed_s": 3.0}]
     assert "trainer waited 100% of the time" in summary_line({"loaders": loaders})
-    assert "trainer waited 0% of the time" in summary_line({"loaders": [{}]})
+
+
+def test_the_summary_says_what_was_and_no_more() -> None:
+    none = summary_line({"loaders": [], "data_workers_seen": 2})
+    assert none.startswith("no loader connected (the program made no DataLoader, or they stayed local")
+    assert none.endswith("2 data worker process(es)")
+    assert "0 steps made in the trainer, no pass over the data has ended" in summary_line(
+        {"loaders": [{"wait_s": 2.0}]}
+    )
+    loaders = [{"steps": 5, "local_steps": 5, "elapsed_s": 1.0}]
+    alone = summary_line({"loaders": loaders, "data_workers_seen": 5, "data_workers_replaced": 3})
+    assert "5 steps, 0 samples, all of them made in the trainer, trainer waited 0% of the time" in alone
+    assert alone.endswith("2 data worker process(es), 3 more in the place of some that died")
 
 
 class Run:

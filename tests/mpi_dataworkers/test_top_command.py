@@ -15,6 +15,10 @@ import sample_datasets as datasets
 
 from mpi_dataworkers import DataLoader
 
+SQUEUE = """#!/bin/sh
+echo "slurm_load_jobs error: Invalid job id specified" >&2
+exit 1
+"""
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 
 
@@ -85,6 +89,22 @@ def test_there_is_one_clear_error_where_there_is_no_service(tmp_path: Path) -> N
     assert missing.returncode == 1
     assert missing.stderr.count("\n") == 1
     assert "there is no address file" in missing.stderr
+    for verb in ("top", "events"):
+        # Without Slurm, and with a Slurm that does not know the job.
+        for says, squeue in (
+            ("squeue: No such file or directory", ""),
+            ("squeue: slurm_load_jobs error: Invalid job id", SQUEUE),
+        ):
+            if squeue:
+                (tmp_path / "squeue").write_text(squeue)
+                (tmp_path / "squeue").chmod(0o755)
+            unknown = hetstream(verb, "8123", cwd=tmp_path, env=os.environ | {"PATH": str(tmp_path)})
+            assert unknown.returncode == 2
+            assert unknown.stderr.count("\n") == 1
+            assert "no directory .hetstream/job-8123 here, and Slurm does not say where job 8123" in unknown.stderr
+            assert says in unknown.stderr
+            assert "run this there, or give the path of that directory" in unknown.stderr
+        (tmp_path / "squeue").unlink()
     none = hetstream("events", "--service", f"file:{tmp_path}/address")
     assert none.returncode == 2
     assert "no events.jsonl" in none.stderr

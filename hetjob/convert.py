@@ -373,6 +373,8 @@ def _component_memory(spec: JobSpec, worker_mb: float | None, *, per_node: bool)
 
 def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions) -> list[str]:
     words = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
+    if spec.data_worker_threads > 1:
+        words.append(f"--data-worker-threads={spec.data_worker_threads}")
     if spec.companions:
         words.append(f"--companions={spec.companions}")
         # A companion is a job of its own: what Slurm copies between components has to be said here.

@@ -12,6 +12,7 @@ from typing import Any
 
 from hetjob.errors import DirectiveError
 from hetjob.sbatch_options import megabytes
+from mpi_dataworkers.threads import MAX_THREADS
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
 DEFAULT_TRAINER_CPUS_PER_GPU = 2  # one for the training loop, one for receiving and pinning batches
@@ -43,7 +44,10 @@ OPTIONS: Mapping[str, DirectiveOption] = {
         "data workers that start together with the trainer, and the most that may join later",
         "required without --checkpoint",
     ),
-    "data-worker-cpus": DirectiveOption("N", "CPUs, and so processes, of one data worker", "4"),
+    "data-worker-cpus": DirectiveOption("N", "CPUs of one data worker, each with a process of its own", "4"),
+    "data-worker-threads": DirectiveOption(
+        "N", "threads of each process, for datasets that are thread-safe: one process for N CPUs", "1"
+    ),
     "data-worker-partition": DirectiveOption("NAME", "Slurm partition of the data workers", "the cluster's default"),
     "data-worker-mem": DirectiveOption(
         "SIZE", "memory of one data worker (`16G`)", "2G per CPU if the script asks for memory, else the partition's"
@@ -77,6 +81,7 @@ class JobSpec:
         trainer_cpus: CPUs of one trainer task, or None for 2 per GPU.
         checkpoint: checkpoint directory as written, or None for a job without savers.
         checkpoint_size: what one trainer task saves, as Slurm writes sizes.
+        data_worker_threads: threads of each process of a data worker, which has so many times fewer of them than CPUs.
     """
 
     data_workers_min: int = 0
@@ -90,6 +95,7 @@ class JobSpec:
     trainer_cpus: int | None = None
     checkpoint: str | None = None
     checkpoint_size: str | None = None
+    data_worker_threads: int = 1
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
@@ -97,6 +103,9 @@ class JobSpec:
         problems = [] if enough else [f"--data-workers={low}-{high}: {_COUNTS_RULE}"]
         if (self.checkpoint is None) != (self.checkpoint_size is None):
             problems.append(_CHECKPOINT_RULE)
+        cpus, threads = self.data_worker_cpus, self.data_worker_threads
+        if cpus > 0 and threads > 0 and cpus % threads:
+            problems.append(f"--data-worker-threads={threads}: must divide --data-worker-cpus={cpus}")
         for option in OPTIONS:
             value = getattr(self, option.replace("-", "_"), None)
             rule = None if value is None else _broken_rule(option, value)
@@ -114,6 +123,8 @@ class JobSpec:
 def _broken_rule(option: str, value: int | str) -> str | None:
     """The rule that one option's value breaks, in words; --data-workers has two values and its own rule."""
     if isinstance(value, int):
+        if option == "data-worker-threads" and value > MAX_THREADS:
+            return f"at most {MAX_THREADS}"
         return None if value >= 1 else "at least 1"
     if option in ("data-worker-mem", "checkpoint-size"):
         return None if megabytes(value) else "a size such as 16G or 8000M"
@@ -135,7 +146,7 @@ def parse_value(name: str, text: str) -> dict[str, Any]:
             raise ValueError(_COUNTS_RULE)
         return {"data_workers_min": low, "data_workers_max": high}
     value: int | str = text
-    if name in ("data-worker-cpus", "trainer-cpus"):
+    if name in ("data-worker-cpus", "data-worker-threads", "trainer-cpus"):
         if not (text.isascii() and text.isdigit()):
             raise ValueError("write a whole number")
         value = int(text)

@@ -40,9 +40,10 @@ class MasterConfig:
     Attributes:
         program: how hetstream is called on every host: words, the first an absolute path.
         data_workers: in component 1.
-        data_worker_cpus: CPUs, and processes, of each.
+        data_worker_cpus: CPUs of each.
         companions: data workers to submit as companion jobs.
         companion_options: sbatch options of a companion.
+        data_worker_threads: threads of each process of a data worker, which has so many times fewer of them than CPUs.
     """
 
     program: tuple[str, ...]
@@ -50,11 +51,13 @@ class MasterConfig:
     data_worker_cpus: int
     companions: int = 0
     companion_options: tuple[str, ...] = ()
+    data_worker_threads: int = 1
 
     def words(self) -> list[str]:
         """The same as arguments of `hetstream master serve`."""
         words = [f"--data-workers={self.data_workers}", f"--data-worker-cpus={self.data_worker_cpus}"]
-        return [*words, f"--companions={self.companions}", "--", *self.companion_options]
+        words += [f"--data-worker-threads={self.data_worker_threads}", f"--companions={self.companions}"]
+        return [*words, "--", *self.companion_options]
 
 
 def start(
@@ -227,5 +230,6 @@ class SlurmLauncher:
             "--service",
             service,
             "--processes",
-            str(self._config.data_worker_cpus),
+            str(self._config.data_worker_cpus // self._config.data_worker_threads),
+            *(["--threads", str(self._config.data_worker_threads)] if self._config.data_worker_threads > 1 else []),
         ]

@@ -25,6 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p = actions.add_parser(action, help=text, description=text)
         p.add_argument("--data-workers", type=int, required=True, metavar="N", help="in component 1")
         p.add_argument("--data-worker-cpus", type=int, required=True, metavar="N", help="CPUs of each data worker")
+        p.add_argument("--data-worker-threads", type=int, default=1, metavar="N", help="threads of each process")
         p.add_argument("--companions", type=int, default=0, metavar="N", help="data workers to submit as jobs")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
         p.set_defaults(run=run)
@@ -35,6 +36,7 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         program=own_program(),
         data_workers=args.data_workers,
         data_worker_cpus=args.data_worker_cpus,
+        data_worker_threads=args.data_worker_threads,
         companions=args.companions,
         companion_options=tuple(args.companion_options),
     )

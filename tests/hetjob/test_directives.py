@@ -93,6 +93,23 @@ def test_wrong_values_are_reported_at_once_with_their_lines() -> None:
     assert qos == "command line: --data-worker-qos='a\\nb': a name, not empty and on one line"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data-worker-threads=0", "line 2: --data-worker-threads=0: at least 1"),
+        ("--data-worker-threads=129", "line 2: --data-worker-threads=129: at most 128"),
+        ("--data-worker-threads=two", "line 2: --data-worker-threads=two: write a whole number"),
+        ("--data-worker-threads=3", "--data-worker-threads=3: must divide --data-worker-cpus=4"),
+    ],
+)
+def test_threads_of_data_workers(words: str, said: str) -> None:
+    script = "#!/bin/bash\n#HETSTREAM --data-workers=2 {}\nsrun hostname\n"
+    with pytest.raises(DirectiveError) as caught:
+        spec_of(script.format(words))
+    assert said in str(caught.value)
+    assert spec_of(script.format("--data-worker-threads=2")) == JobSpec(2, 2, data_worker_threads=2)
+
+
 def test_a_spec_keeps_the_same_rules() -> None:
     with pytest.raises(DirectiveError) as caught:
         JobSpec(2, 1, data_worker_cpus=0, data_worker_mem="lots", data_worker_partition="")

@@ -47,8 +47,8 @@ class Job:
 
         self.slurm.start_step = remember  # type: ignore[method-assign]
 
-    def start(self, data_workers: int, companions: int = 0, limit_s: float = 20) -> dict[str, str]:
-        config = MasterConfig(PROGRAM, data_workers, 3, companions, ("--partition=cpu",))
+    def start(self, data_workers: int, companions: int = 0, limit_s: float = 20, threads: int = 1) -> dict[str, str]:
+        config = MasterConfig(PROGRAM, data_workers, 6, companions, ("--partition=cpu",), threads)
         return start(config, self.slurm, self.environ, lambda service: {"SERVICE": service}, limit_s)
 
     def started(self, verb: str) -> list[int]:
@@ -115,6 +115,15 @@ def test_nothing_outlives_a_killed_master(job: Job, wait_until: WaitUntil) -> No
         lambda: not any(is_alive(pid) for verb in ("dispatcher", "worker") for pid in job.started(verb)),
         what="the end of every child",
     )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_data_worker_has_a_thread_for_each_of_its_cpus(job: Job, wait_until: WaitUntil, threads: int) -> None:
+    job.start(data_workers=1, threads=threads)
+    wait_until(lambda: job.started("worker"), what="the data worker")
+    words = Path(f"/proc/{job.started('worker')[0]}/cmdline").read_bytes().decode().split("\0")[:-1]
+    expected = {1: ["--processes", "6"], 3: ["--processes", "2", "--threads", "3"]}[threads]
+    assert words[words.index("--processes") :] == expected
 
 
 def test_companions_are_submitted_and_cancelled(job: Job, wait_until: WaitUntil) -> None:

@@ -58,6 +58,7 @@ else:
         program=(sys.executable, os.path.abspath(__file__)),
         data_workers=int(value("--data-workers")),
         data_worker_cpus=int(value("--data-worker-cpus")),
+        data_worker_threads=int(value("--data-worker-threads")),
         companions=int(value("--companions")),
         companion_options=tuple(sys.argv[sys.argv.index("--") + 1 :]),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree
 
 from checkpoint.errors import DamagedCheckpoint, StateMismatch
+from checkpoint.flash.shards import Box, Whole, cut, overlap_of
 from checkpoint.flash.tensors import make_foreign, view_of
 from checkpoint.layout import Entry
 from checkpoint.structure import Record, TensorRef
@@ -46,7 +48,65 @@ class Stored:
     stock: Stock
 
     def __str__(self) -> str:
-        return f"a tensor of shape {tuple(self.view.shape)} and {self.view.dtype}"
+        return f"a tensor of shape {tuple(self.shape)} and {self.view.dtype}"
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor, of which `view` may be one rank's part."""
+        return self.view.shape if self.ref.shard is None else torch.Size(self.ref.shard.global_shape)
+
+    def read(self, here: torch.Tensor) -> torch.Tensor:
+        """The values of the part that this rank has of a tensor of the program, whoever saved them.
+
+        Args:
+            here: of the same (whole) shape; a DTensor, or a plain one that is all of it.
+
+        Raises:
+            StateMismatch: other ranks saved some of them, and their parts are out of reach.
+        """
+        if self.ref.shard is None and not hasattr(here, "to_local"):
+            return self.view
+        box = _box_of(here)
+        own = (self.ref.shard.offsets if self.ref.shard else (0,) * self.view.ndim), tuple(self.view.shape)
+        if not math.prod(box[1]):
+            return self.view.new_empty(box[1])
+        if overlap_of(box, own) == box:
+            return cut(self.view, [here - there for here, there in zip(box[0], own[0], strict=True)], box[1])
+        whole = self.stock.whole_of(self.ref)
+        if whole is None:
+            raise StateMismatch(
+                f"this rank saved {own[1]} at {own[0]} of {tuple(self.shape)} and has {box[1]} at {box[0]}"
+            )
+        return whole.read(*box)
+
+
+@dataclass(frozen=True)
+class Values:
+    """What an object's `load_state_dict` gets for a tensor that is sharded, here or in the checkpoint.
+
+    Attributes:
+        values: of this rank's part; they may lie in shared memory.
+        like: the DTensor that they are a part of; None: they are all of it.
+    """
+
+    values: torch.Tensor
+    like: Any = None
+
+    def own(self) -> torch.Tensor:
+        """In memory of the program's own."""
+        mine = self.values.clone()
+        if self.like is None:
+            return mine
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            mine,
+            self.like.device_mesh,
+            self.like.placements,
+            run_check=False,
+            shape=self.like.shape,
+            stride=self.like.stride(),
+        )
 
 
 class Stock:
@@ -56,12 +116,21 @@ class Stock:
         entries: what the payload holds.
         views: their values, one for each entry; they may lie in shared memory.
         is_private: nobody else will change the views: they can be given away as they are.
+        whole_of: what all ranks saved of a sharded tensor; None where that is out of reach.
     """
 
-    def __init__(self, entries: Sequence[Entry], views: Sequence[torch.Tensor], *, is_private: bool = False) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        views: Sequence[torch.Tensor],
+        *,
+        is_private: bool = False,
+        whole_of: Callable[[TensorRef], Whole | None] = lambda _ref: None,
+    ) -> None:
         self._entries = entries
         self._views = views
         self._is_private = is_private
+        self.whole_of = whole_of
         self._own: dict[int, torch.Tensor] = {}
         self._made: dict[TensorRef, Any] = {}
 
@@ -136,6 +205,8 @@ def owned(value: Any) -> Any:
     """What `Part.saved` gave, with tensors of the program's own."""
     if isinstance(value, Stored):
         return value.stock.own(value.ref)
+    if isinstance(value, Values):
+        return value.own()
     if isinstance(value, Mapping):
         return _like_mapping(value, {key: owned(one) for key, one in value.items()})
     if isinstance(value, list):
@@ -330,16 +401,26 @@ class Restore:
         if not isinstance(saved, Stored):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
             return lambda: here
-        target = here
-        if hasattr(here, "to_local"):
-            target = here.to_local()
-            shard = saved.ref.shard
-            if shard is not None and tuple(shard.global_shape) != tuple(here.shape):
-                self._compare(path, here, torch.Size(shard.global_shape), saved.view.dtype)
-                return lambda: here
-        if self._compare(path, target, saved.view.shape, saved.view.dtype):
-            self._copies.append((target, saved.view))
+        if self._compare(path, here, saved.shape, saved.view.dtype):
+            values = self._read(path, here, saved)
+            if values is not None:
+                self._copies.append((here.to_local() if hasattr(here, "to_local") else here, values))
         return lambda: here
+
+    def _read(self, path: str, here: torch.Tensor, saved: Stored) -> torch.Tensor | None:
+        try:
+            return saved.read(here)
+        except StateMismatch as error:
+            self.differences.append(f"{path}: {error}")
+            return None
+
+    def _for_object(self, path: str, here: Any, saved: Any) -> Any:
+        """What an object's `load_state_dict` gets for a tensor of its own."""
+        is_part = isinstance(here, torch.Tensor) and hasattr(here, "to_local")
+        if not isinstance(saved, Stored) or not (is_part or saved.ref.shard) or saved.shape != here.shape:
+            return saved
+        values = self._read(path, here, saved)
+        return saved if values is None else Values(values, here if is_part else None)
 
     def _compare(self, path: str, here: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
         if here.shape != shape:
@@ -368,14 +449,37 @@ class Restore:
     def _match_object(self, path: str, here: Any, saved: Any) -> Fill:
         if isinstance(here, torch.nn.Module) and isinstance(saved, Mapping):
             fitting = self._compare_module(path, here, saved)
+            now = here.state_dict()
             if _is_pristine(here):
-                now = here.state_dict()
-                self._copies += [(now[key], saved[key].view) for key in fitting if isinstance(saved[key], Stored)]
+                for key in fitting:
+                    if isinstance(saved[key], Stored):
+                        values = self._read(f"{path}.{key}", now[key], saved[key])
+                        self._copies += [] if values is None else [(now[key], values)]
             else:
-                self._objects.append((path, here, _like_mapping(saved, {}, only=fitting)))
-        elif not isinstance(here, torch.optim.Optimizer) or self._compare_optimizer(path, here, saved):
+                parts = {key: self._for_object(f"{path}.{key}", now[key], saved[key]) for key in fitting}
+                self._objects.append((path, here, _like_mapping(saved, parts, only=fitting)))
+        elif not isinstance(here, torch.optim.Optimizer):
             self._objects.append((path, here, saved))
+        elif self._compare_optimizer(path, here, saved):
+            self._objects.append((path, here, self._for_optimizer(path, here, saved)))
         return lambda: here
+
+    def _for_optimizer(self, path: str, here: torch.optim.Optimizer, saved: Any) -> Any:
+        """Its state, sharded as its parameters are now; its own state may be empty yet."""
+        names = [name for group in saved["param_groups"] for name in group["params"]]
+        params = dict(zip(names, (one for group in here.param_groups for one in group["params"]), strict=True))
+        state = saved.get("state")
+        if not isinstance(state, Mapping):
+            return saved
+        made = {
+            name: _like_mapping(
+                values,
+                {key: self._for_object(f"{path}.state.{name}.{key}", params[name], one) for key, one in values.items()},
+            )
+            for name, values in state.items()
+            if name in params and isinstance(values, Mapping)
+        }
+        return _like_mapping(saved, {"state": _like_mapping(state, made)})
 
     def _compare_module(self, path: str, here: torch.nn.Module, saved: Mapping[str, Any]) -> set[str]:
         """Which keys fit."""
@@ -391,9 +495,7 @@ class Restore:
         if not isinstance(saved, Stored):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
             return False
-        shard = saved.ref.shard
-        shape = saved.view.shape if shard is None else torch.Size(shard.global_shape)
-        return self._compare(path, here, shape, saved.view.dtype)
+        return self._compare(path, here, saved.shape, saved.view.dtype)
 
     def _compare_optimizer(self, path: str, here: torch.optim.Optimizer, saved: Any) -> bool:
         groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
@@ -420,7 +522,7 @@ class Restore:
             try:
                 if isinstance(here, torch.nn.Module):
                     # What does not fit has been told; missing keys are no error any more.
-                    here.load_state_dict(_with_shards(here.state_dict(), owned(saved)), strict=not self.differences)
+                    here.load_state_dict(owned(saved), strict=not self.differences)
                 else:
                     here.load_state_dict(owned(saved))
             except Exception as error:  # the object's own code
@@ -443,20 +545,14 @@ def _backup(here: Any) -> Any:
     return state if isinstance(here, torch.optim.Optimizer) else copy.deepcopy(state)
 
 
-def _with_shards(now: Mapping[str, Any], saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A module's state whose sharded tensors are DTensors again, as the module's are."""
-    sharded = {key: one for key, one in now.items() if hasattr(one, "to_local") and key in saved}
-    if not sharded:
-        return saved
-    from torch.distributed.tensor import DTensor
+def _box_of(here: Any) -> Box:
+    """Which part of a tensor this rank has."""
+    if not hasattr(here, "to_local"):
+        return (0,) * here.ndim, tuple(here.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    made = {
-        key: DTensor.from_local(
-            saved[key], one.device_mesh, one.placements, run_check=False, shape=one.shape, stride=one.stride()
-        )
-        for key, one in sharded.items()
-    }
-    return _like_mapping(saved, made)  # type: ignore[no-any-return]
+    shape, offsets = compute_local_shape_and_global_offset(here.shape, here.device_mesh, here.placements)
+    return tuple(offsets), tuple(shape)
 
 
 def _is_pristine(module: torch.nn.Module) -> bool:

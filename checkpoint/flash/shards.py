@@ -95,12 +95,12 @@ class Whole:
                 continue
             piece.part.check()
             begin, size = overlap
-            values = _cut(piece.tensor, [b - o for b, o in zip(begin, piece.offsets, strict=True)], size)
+            values = cut(piece.tensor, [b - o for b, o in zip(begin, piece.offsets, strict=True)], size)
             if size == tuple(shape):
                 return values
             if out is None:
                 out = torch.empty(tuple(shape), dtype=self.dtype)
-            _cut(out, [b - o for b, o in zip(begin, offsets, strict=True)], size).copy_(values)
+            cut(out, [b - o for b, o in zip(begin, offsets, strict=True)], size).copy_(values)
             found += math.prod(size)
         if found != math.prod(shape):
             raise MissingRanks(
@@ -118,7 +118,8 @@ def overlap_of(left: Box, right: Box) -> Box | None:
     return (begin, size) if all(one > 0 for one in size) else None
 
 
-def _cut(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+def cut(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """A box of a tensor, uncopied."""
     for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
@@ -154,7 +155,7 @@ class Parts:
             raise MissingRanks("a checkpoint without the file of any rank")
         self._parts = ordered
         self._foreign = make_foreign(allow_pickle=allow_pickle)
-        self._names = {part.rank: _names_of(part.record) for part in ordered}
+        self._names = {part.rank: names_of(part.record) for part in ordered}
         self.wholes = {whole.name: whole for whole in self._gather()}
 
     def close(self) -> None:
@@ -236,8 +237,8 @@ def _is_inside(box: Box, shape: Sequence[int]) -> bool:
     )
 
 
-def _names_of(record: Record) -> dict[int, str]:
-    """The name of each tensor of a record: its place, joined by dots."""
+def names_of(record: Record) -> dict[int, str]:
+    """The name of each tensor of a record by its number: its place, joined by dots."""
     counter = iter(range(len(record.tensors)))
     # What is foreign here may hold tensors; they are found under its place.
     tree = record.decode(lambda ref: _Number(next(counter)), lambda tag, body, again: again(body))  # noqa: ARG005

@@ -6,18 +6,21 @@ Called by the checkpointer. What it gives may lie in shared memory or in a file,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import DamagedSegment, NoCheckpoint
 from checkpoint.flash.restore import Part, Stock
+from checkpoint.flash.shards import Whole, names_of, open_parts
 from checkpoint.flash.tensors import entry_views, tensor_of
 from checkpoint.generation import Generation
 from checkpoint.layout import from_json
 from checkpoint.rank_file import RankFile
 from checkpoint.segment import split_metadata
 from checkpoint.store import Store
-from checkpoint.structure import Record
+from checkpoint.structure import Record, TensorRef
 
 
 @contextlib.contextmanager
@@ -55,7 +58,8 @@ def open_disk(directory: CheckpointDirectory, generation: Generation, rank: int)
         world_size = held.enter_context(directory.hold(generation)).world_size
         owner = rank % world_size
         own = held.enter_context(directory.read(generation, owner))
-        parts = [_part(own, own.record)]
+        whole_of = _wholes(directory.path / generation.directory_name, own.record, held)
+        parts = [_part(own, own.record, whole_of=whole_of)]
         if owner != 0:
             first = held.enter_context(directory.read(generation, 0))
             shared, indices = first.record.only(first.record.shared)
@@ -63,6 +67,28 @@ def open_disk(directory: CheckpointDirectory, generation: Generation, rank: int)
         yield parts
 
 
-def _part(file: RankFile, record: Record, indices: list[int] | None = None) -> Part:
+WholeOf = Callable[[TensorRef], Whole | None]
+
+
+def _wholes(path: Path, record: Record, held: contextlib.ExitStack) -> WholeOf:
+    """What all ranks saved of the sharded tensors of one; their files are opened when the first is asked for."""
+
+    @functools.cache
+    def found() -> dict[TensorRef, Whole]:
+        wholes = held.enter_context(open_parts(path)).wholes
+        names = names_of(record)
+        return {
+            ref: wholes[names[number]]
+            for number, ref in enumerate(record.tensors)
+            if ref.shard and names[number] in wholes
+        }
+
+    return lambda ref: found().get(ref)
+
+
+def _part(
+    file: RankFile, record: Record, indices: list[int] | None = None, whole_of: WholeOf = lambda _ref: None
+) -> Part:
     entries = file.entries if indices is None else [file.entries[index] for index in indices]
-    return Part(record, Stock(entries, [tensor_of(entry, file.bytes_of(entry)) for entry in entries]))
+    views = [tensor_of(entry, file.bytes_of(entry)) for entry in entries]
+    return Part(record, Stock(entries, views, whole_of=whole_of))

@@ -1,7 +1,7 @@
-"""Saves and loads sharded states with any numbers of ranks. Usage: reshard.py DIR SAVE_RANKS:LOAD_RANKS...
+"""Saves and loads sharded states with any numbers of ranks. Usage: reshard.py DIR [flash:]SAVE_RANKS:LOAD_RANKS...
 
-Each pair is a checkpoint of its own in DIR. Ranks are forked from this process, which has torch loaded already.
-Prints "ok SAVE:LOAD" for each pair; a rank that fails prints why.
+Each pair is a checkpoint of its own in DIR, read by dcp.load or, with "flash:", by FlashCheckpointer.restore. Ranks are
+forked from this process, which has torch loaded already. Prints "ok PAIR" for each; a rank that fails prints why.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpoint.commit import commit
+from checkpoint.flash.checkpointer import FlashCheckpointer
 from checkpoint.flash.dcp import FlashStorageReader
 from checkpoint.flash.write import write_state
 from checkpoint.generation import Generation
@@ -151,10 +152,61 @@ def load(rank: int, num_ranks: int, path: Path, saved_by: int) -> None:
     assert state["own"]["noise"].tolist() == [own, own]
 
 
+class Program:
+    """A training program's objects, as it has them at its start; trained if `filled`."""
+
+    def __init__(self, num_ranks: int, filled: bool) -> None:
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        torch.manual_seed(0 if filled else 1)
+        self.model = Net()
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 if filled else 0.5)
+        self.table = distribute_tensor(whole(8, 7, 3) if filled else torch.zeros(7, 3), mesh, [Shard(0)])
+        self.state = {"model": self.model, "optimizer": self.optimizer, "table": self.table, "seen": 7 if filled else 0}
+        for step in range(2 if filled else 0):
+            self.train(step)
+
+    def train(self, step: int) -> None:
+        torch.manual_seed(step)
+        self.model(torch.randint(0, 11, (4,))).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def flash_save(rank: int, num_ranks: int, directory: Path) -> None:
+    with FlashCheckpointer(directory, shared=("seen",)) as ckpt:
+        ckpt.save(2, Program(num_ranks, filled=True).state)
+        dist.barrier()
+
+
+def flash_restore(rank: int, num_ranks: int, directory: Path) -> None:
+    program, expected = Program(num_ranks, filled=False), Program(num_ranks, filled=True)
+    with FlashCheckpointer(directory, shared=("seen",)) as ckpt:
+        assert ckpt.restore(program.state) == 2
+        assert program.state["seen"] == 7
+        for step in (2, 3):  # an optimizer whose state does not fit its parameters fails or goes elsewhere
+            torch.testing.assert_close(full(program.table), full(expected.table), rtol=0, atol=0)
+            for name, value in expected.model.state_dict().items():
+                torch.testing.assert_close(full(program.model.state_dict()[name]), full(value), msg=name)
+            for number, values in expected.optimizer.state_dict()["state"].items():
+                for name, value in values.items():
+                    restored = program.optimizer.state_dict()["state"][number][name]
+                    assert type(restored) is type(value), name
+                    torch.testing.assert_close(full(restored), full(value), msg=name)
+            program.train(step)
+            expected.train(step)
+        dist.barrier()
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     for pair in sys.argv[2:]:
-        saved_by, loaded_by = map(int, pair.split(":"))
+        saved_by, loaded_by = map(int, pair.removeprefix("flash:").split(":"))
+        if pair.startswith("flash:"):
+            in_ranks(saved_by, flash_save, directory / pair)
+            in_ranks(loaded_by, flash_restore, directory / pair)
+            print("ok", pair, flush=True)
+            continue
         form = "torch" if (saved_by, loaded_by) == (2, 3) else "safetensors"
         place = directory / pair
         place.mkdir()

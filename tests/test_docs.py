@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,3 +55,19 @@ def test_the_tests_that_a_document_names_by_file_exist(path: Path) -> None:
     missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
     assert missing == []
     assert len(named) > 100 or path.name != "acceptance.md"
+
+
+def test_the_first_program_of_the_user_guide_streams(tmp_path: Path) -> None:
+    code, command = re.findall(
+        r"```(?:python|console)\n(.*?)```", (ROOT / "docs/user-guide.md").read_text(), re.DOTALL
+    )[:2]
+    own = "import torch\ndataset, seen = torch.utils.data.TensorDataset(torch.arange(640)), []\n"
+    own += "train = lambda batch: seen.extend(batch[0].tolist())\n"
+    (tmp_path / "train.py").write_text(own + code + "assert sorted(seen) == list(range(640)) != seen\n")
+    words = shlex.split(command.removeprefix("$ hetstream "))
+    assert words[:1] == ["run"]
+    words[words.index("python")] = sys.executable
+    hetstream = Path(sys.executable).with_name("hetstream")
+    done = subprocess.run([hetstream, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1 loader(s), 10 steps, 640 samples" in done.stderr

@@ -92,7 +92,11 @@ def prepare_directory(path: Path) -> None:
 
 
 def take(
-    path: Path, identity: Identity, keep: Retention, seen: Iterable[tuple[Generation, float]], now_s: float
+    path: Path,
+    identity: Identity,
+    keep: Retention,
+    seen: Iterable[tuple[Generation, float]],
+    now_s: float,
 ) -> tuple[FileLock, int]:
     """Become the owner of a directory.
 
@@ -122,13 +126,23 @@ def take(
             "or choose another directory"
         )
     try:
-        return lock, _number(path, identity, keep, dict(_last_seen(seen)), now_s)
+        events = _history(path)
+        last_seen = dict(_last_seen(seen))
+        owner = read_owner(path)
+        known = [owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen]
+        attempt = max(known) + 1
+        reach("owner.numbered")
+        # On disk before anybody uses it: no other attempt may have the same.
+        write_whole(path / _OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
+        reach("owner.written")
+        _append(path, [*_died(events, last_seen), _Event("started", attempt, now_s, identity)])
     except OSError as error:
         lock.release()
         raise DirectoryNotWritable(f"{path} cannot be written to: {error}") from error
     except BaseException:
         lock.release()
         raise
+    return lock, attempt
 
 
 def end(path: Path, attempt: int, now_s: float) -> None:
@@ -156,25 +170,18 @@ def past_attempts(path: Path) -> list[Attempt]:
     return attempts
 
 
-def _number(path: Path, identity: Identity, keep: Retention, last_seen: dict[int, float], now_s: float) -> int:
-    """Find a number that no attempt had, and write it down before anybody uses it."""
-    owner = read_owner(path)
-    events = _history(path)
-    known = [owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen]
-    attempt = max(known) + 1
-    reach("owner.numbered")
-    write_whole(path / _OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
-    reach("owner.written")
-    open_starts = {event.attempt: event for event in events if event.event == "started"}
+def _died(events: Iterable[_Event], last_seen: dict[int, float]) -> list[_Event]:
+    """The ends that attempts could not write down themselves; at the time of their newest checkpoint."""
+    open_starts: dict[int, _Event] = {}
     for event in events:
-        if event.event != "started":
+        if event.event == "started":
+            open_starts[event.attempt] = event
+        else:
             open_starts.pop(event.attempt, None)
-    died = [
+    return [
         _Event("died", start.attempt, max(start.time_s, last_seen.get(start.attempt, start.time_s)))
         for start in open_starts.values()
     ]
-    _append(path, [*died, _Event("started", attempt, now_s, identity)])
-    return attempt
 
 
 def _last_seen(seen: Iterable[tuple[Generation, float]]) -> Iterable[tuple[int, float]]:

@@ -43,8 +43,10 @@ from checkpoint.view import StoreView
 _log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-# Half the weight of the trainer's threads would be too much for it, none at all would never end.
+# A tenth of the weight of a trainer's thread: enough for checksums beside a busy one.
 _NICENESS = 10
+# Sent to all processes of a step (sbatch --signal, scancel --signal), and meant for trainers.
+_NOT_MEANT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # How often to see whether trainers live, and whether other ranks have written their parts.
 _IDLE_S = 0.5
 _WAITING_S = 0.1
@@ -488,7 +490,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _be_modest(number: int) -> None:
-    """Give way to trainers: low priority, and one core, another for each rank."""
+    """Give way to trainers: low priority, and one core, another for each rank. Stay when signals for them come."""
+    for signum in _NOT_MEANT:
+        signal.signal(signum, signal.SIG_IGN)
     os.nice(_NICENESS)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[-1 - number % len(cores)]})

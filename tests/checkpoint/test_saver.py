@@ -322,6 +322,18 @@ def test_ranks_that_died_at_different_saves_still_make_a_checkpoint(bench: Bench
     assert "generation=step 20 of attempt 1 is not committed: the parts of rank(s) 1 of 2 are missing" in bench.said()
 
 
+def test_signals_for_trainers_do_not_end_it(bench: Bench) -> None:
+    trainer = bench.trainer()
+    saver = bench.saver(trainer.store)
+    trainer.say("save 10")
+    bench.until_committed((1, 10))
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        saver.send_signal(number)
+    trainer.say("save 20")
+    bench.until_committed((1, 20))
+    assert saver.poll() is None
+
+
 def test_retention_by_the_savers(bench: Bench) -> None:
     directory = CheckpointDirectory(bench.directory)
     attempt = directory.acquire(Identity("77", "here", 1), Retention(keep_last=2))

@@ -207,8 +207,12 @@ def complete(directory: Path) -> list[Generation]:
 
 
 def clean_up(directory: Path) -> None:
-    """Bring `latest` up to date, and remove parts of older checkpoints and what was being removed."""
+    """Bring `latest` up to date, and remove parts of older checkpoints and what was being made or removed."""
     with _commit_lock(directory):
+        for name in os.listdir(directory):
+            # Made with this lock only: whoever began it is dead.
+            if is_temporary(name, LATEST):
+                (directory / name).unlink(missing_ok=True)
         _move_latest(directory)
     newest = next(iter(committed(directory)), None)
     for generation in announced(directory):
@@ -324,7 +328,7 @@ def _make_room(directory: Path, part: Part, num_bytes: int) -> None:
     """Remove what a dead saver left of this part, and where the disk is full this rank's older uncommitted parts."""
     partial = partial_path(directory, part.generation)
     for name in os.listdir(partial):
-        if is_temporary(name) and part.file_name in name:
+        if is_temporary(name, part.file_name):
             (partial / name).unlink(missing_ok=True)
     old = [partial_path(directory, one) for one in announced(directory) if one < part.generation]
     files = [path / part.file_name for path in old if (path / part.file_name).exists()]

@@ -39,3 +39,9 @@ def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
     """Requests of a test to hurt this process, as `faults.py` reads them; empty without."""
     return environ.get("HETSTREAM_CKPT_FAULT", "")
+
+
+def environment_of_saver(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a saver's process needs to find this package: its trainer may have found it by its own directory."""
+    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [environ.get("PYTHONPATH")])]
+    return {**environ, "PYTHONPATH": os.pathsep.join(paths)}

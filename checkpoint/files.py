@@ -22,9 +22,9 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}.tmp")
 
 
-def is_temporary(name: str) -> bool:
-    """Whether `temporary_path` gives such names."""
-    return name.startswith(".") and name.endswith(".tmp")
+def is_temporary(name: str, of: str = "") -> bool:
+    """Whether `temporary_path` gives such names, for a file called `of` if that is given."""
+    return name.startswith(f".{of}.") and name.endswith(".tmp") if of else name[:1] == "." and name.endswith(".tmp")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import msgspec
 
 from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, ForeignOwner
 from checkpoint.faults import reach
-from checkpoint.files import sync_directory, write_whole
+from checkpoint.files import is_temporary, sync_directory, write_whole
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
 from checkpoint.policy.interval import Attempt
@@ -126,6 +126,9 @@ def take(
             "or choose another directory"
         )
     try:
+        for name in os.listdir(path):
+            if is_temporary(name, _OWNER):  # made with this lock only: whoever began it is dead
+                (path / name).unlink(missing_ok=True)
         events = _history(path)
         last_seen = dict(_last_seen(seen))
         owner = read_owner(path)

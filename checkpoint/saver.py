@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from checkpoint import commit
+from checkpoint.config import environment_of_saver
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import CheckpointError, DamagedCheckpoint, DamagedSegment, SaverError, StoreInUse
 from checkpoint.faults import reach
@@ -453,14 +454,12 @@ def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
         SaverError: it cannot be started.
     """
     argv = [sys.executable, "-m", "checkpoint.saver", f"--store={store}", f"--directory={directory}"]
-    # The program may have found this package by its own directory, in which the saver is not started.
-    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=environment_of_saver(),
             start_new_session=True,
         )
     except OSError as error:

@@ -222,10 +222,15 @@ def test_dead_savers_work_is_completed_and_cleaned_up(tmp_path: Path) -> None:
     (tmp_path / "step-0000000001.1.deleted").mkdir()
     (tmp_path / "step-0000000001.1.deleted" / "rest").write_text("")
     (tmp_path / "notes.txt").write_text("mine")
+    for name in (".latest.gpu01-5.tmp", ".owner.json.gpu01-5.tmp"):
+        (tmp_path / name).symlink_to("nowhere")
     assert directory.complete_partials() == [Generation(1, 20)]
     assert names(tmp_path) == ["step-0000000010.1", "step-0000000020.1", "step-0000000030.1.partial"]
     assert latest(tmp_path) == "step-0000000020.1"
     assert (tmp_path / "notes.txt").exists()
+    directory.acquire(ME)
+    directory.release()
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 # --- damage --------------------------------------------------------------------------------------------------------

@@ -46,19 +46,19 @@ def find_address_file(
         if not Path(job).is_dir():
             raise UsageError(f"{job!r} is neither a directory nor a job id")
         return Path(job) / _ADDRESS
-    directory = _of_job(here, number[1]) or _asked(ask_slurm, number[1]) or _no_job(number[1])
+    directory = job_directory(here, number[1]) or _asked(ask_slurm, number[1]) or _no_job(number[1])
     return directory / _ADDRESS
 
 
-def _of_job(submit_dir: Path, job_id: str) -> Path | None:
-    """The directory of a job's last start."""
+def job_directory(submit_dir: Path, job_id: str) -> Path | None:
+    """The directory of a job's last start; None if it has none, or none that this user may see."""
     found = [path for path in (submit_dir / ".hetstream").glob(f"job-{job_id}*") if _restarts(path, job_id) >= 0]
     return max(found, key=lambda path: _restarts(path, job_id), default=None)
 
 
 def _asked(ask_slurm: Callable[[str], Path], job_id: str) -> Path | None:
     try:
-        return _of_job(ask_slurm(job_id), job_id)
+        return job_directory(ask_slurm(job_id), job_id)
     except SlurmCommandError as error:
         raise UsageError(
             f"no directory .hetstream/job-{job_id} here, and Slurm does not say where job {job_id} was submitted "

@@ -142,15 +142,12 @@ def measure(nodes: Iterable[Node], jobs: Iterable[Job]) -> Fragmentation:
     found = list(nodes)
     usable = [node for node in found if node.is_usable]
     shapes = pending_shapes(jobs)
-    measured, assumed = [], []
-    for node in usable:
-        fitting = [shape for shape in shapes if shape.may_run_on(node)]
-        with_gpus = [shape for shape in fitting if shape.gpus]
-        if node.gpus and not with_gpus:
-            assumed.append(node.name)
-        measured.append(_measure(node, with_gpus or [ASSUMED_GPU_SHAPE], fitting or [ASSUMED_CPU_SHAPE]))
+    measured = [measure_node(node, shapes) for node in usable]
+    assumed = tuple(
+        node.name for node in usable if node.gpus and not any(shape.gpus for shape in shapes if shape.may_run_on(node))
+    )
     measured.sort(key=lambda one: (-one.stranded_gpus, -abs(one.indicator or 0), -one.stranded_cpus))
-    return Fragmentation(tuple(measured), tuple(node for node in found if not node.is_usable), shapes, tuple(assumed))
+    return Fragmentation(tuple(measured), tuple(node for node in found if not node.is_usable), shapes, assumed)
 
 
 def pending_shapes(jobs: Iterable[Job]) -> tuple[Shape, ...]:
@@ -177,13 +174,17 @@ def shape_of(job: Job) -> Shape:
     )
 
 
-def _measure(node: Node, gpu_shapes: Sequence[Shape], shapes: Sequence[Shape]) -> NodeFragmentation:
+def measure_node(node: Node, shapes: Sequence[Shape]) -> NodeFragmentation:
+    """Measure one node against the shapes of pending jobs."""
+    fitting = [shape for shape in shapes if shape.may_run_on(node)]
+    gpu_shapes = [shape for shape in fitting if shape.gpus] or [ASSUMED_GPU_SHAPE]
+    fitting = fitting or [ASSUMED_CPU_SHAPE]
     gpus_free = node.gpus_free()
     gpu_share = gpus_free / node.gpus if node.gpus else None
     cpu_share = node.cpus_free / node.cpus if node.cpus else 0.0
     memory_share = node.memory_free_mb / node.memory_mb if node.memory_mb else 0.0
     used_gpus, gpus_lack = _best_use(node, gpu_shapes, lambda shape: shape.gpus)
-    used_cpus, cpus_lack = _best_use(node, shapes, lambda shape: shape.cpus)
+    used_cpus, cpus_lack = _best_use(node, fitting, lambda shape: shape.cpus)
     stranded_gpus = max(0, gpus_free - used_gpus) if node.gpus else 0
     stranded_cpus = max(0, node.cpus_free - used_cpus)
     return NodeFragmentation(

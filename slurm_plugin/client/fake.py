@@ -14,6 +14,7 @@ from signal import SIGTERM
 from hetjob.errors import SlurmCommandError
 from hetjob.ports import Child, Cluster
 from hetjob.processes import start_child
+from slurm_plugin.client.accounting import Usage, from_queue
 from slurm_plugin.client.model import Snapshot
 
 
@@ -52,6 +53,11 @@ class FakeSlurm:
         """What it was told to say."""
         self._record("snapshot", "squeue", ["--json"] if details else [])
         return self.seen
+
+    def usages(self, snapshot: Snapshot, start_s: float, end_s: float) -> tuple[Usage, ...]:
+        """What the jobs of the snapshot held."""
+        self._record("usages", "squeue", [str(start_s), str(end_s)])
+        return from_queue(snapshot.jobs)
 
     def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
         """Start the script at once, as often as `--array=0-N` says; with a key, only the first time."""

@@ -113,6 +113,7 @@ class Job:
     features: str = ""
     reservation: str = ""
     comment: str = ""
+    work_dir: str = ""
 
     @property
     def label(self) -> str:
@@ -177,6 +178,8 @@ class Node:
         gres: what it has. `gres_used`: what jobs hold of it. `gres_drained`: what is out of use.
         reason: why it is out of use.
         version: of its slurmd.
+        address: under which other nodes reach it.
+        cpu_load: threads that want a CPU, on average over a minute or so; also what no job has started.
     """
 
     name: str
@@ -192,6 +195,8 @@ class Node:
     features: tuple[str, ...] = ()
     reason: str = ""
     version: str = ""
+    address: str = ""
+    cpu_load: float | None = None
 
     @property
     def is_usable(self) -> bool:

@@ -103,6 +103,7 @@ class _Job(msgspec.Struct):
     features: str | None = ""
     resv_name: str | None = ""
     comment: str | None = ""
+    current_working_directory: str | None = ""
 
 
 class _Node(msgspec.Struct):
@@ -120,8 +121,10 @@ class _Node(msgspec.Struct):
     gres_drained: str | None = ""
     active_features: _Words = None
     reason: str | None = ""
+    address: str | None = ""
     version: str | None = None
     slurmd_version: str | None = None
+    cpu_load: _Num = None
 
 
 class _JobsAnswer(msgspec.Struct):
@@ -204,6 +207,7 @@ def _job(row: _Job) -> Job:
             features=row.features or "",
             reservation=row.resv_name or "",
             comment=row.comment or "",
+            work_dir=row.current_working_directory or "",
         )
     except ValueError as exc:
         raise UnreadableAnswer(str(exc), f"job {row.job_id}") from exc
@@ -248,7 +252,9 @@ def _node(row: _Node) -> Node:
             gres_drained=parse_gres(row.gres_drained or ""),
             features=tuple(_words(row.active_features)),
             reason=row.reason or "",
+            address=row.address or "",
             version=row.version or row.slurmd_version or "",
+            cpu_load=None if (load := _number(row.cpu_load)) is None else load / 100,
         )
     except ValueError as exc:
         raise UnreadableAnswer(str(exc), f"node {row.name}") from exc

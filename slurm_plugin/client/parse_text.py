@@ -23,7 +23,8 @@ JOB_FIELDS = (
     "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserName", "Account", "QOS", "Partition",
     "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "tres-alloc", "tres-per-node",
     "tres-per-task", "tres-per-job", "NodeList", "SubmitTime", "EligibleTime", "StartTime", "EndTime", "TimeLimit",
-    "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature", "Reservation", "Name", "Comment",
+    "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature", "Reservation", "Name", "WorkDir",
+    "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
@@ -95,6 +96,7 @@ def _job(row: Mapping[str, str]) -> Job:
         features=text_or_empty(row.get("Feature", "")),
         reservation=text_or_empty(row.get("Reservation", "")),
         comment=text_or_empty(row.get("Comment", "")),
+        work_dir=row.get("WorkDir", ""),
     )
 
 
@@ -127,6 +129,8 @@ def _node(row: Mapping[str, str]) -> Node:
         features=tuple(filter(None, text_or_empty(row.get("ActiveFeatures", "")).split(","))),
         reason=row.get("Reason", "").split(" [")[0],
         version=row.get("Version", ""),
+        address=row.get("NodeAddr", ""),
+        cpu_load=float(load) if (load := text_or_empty(row.get("CPULoad", ""))) else None,
     )
 
 

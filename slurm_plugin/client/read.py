@@ -62,12 +62,13 @@ class CommandReader:
             config=config,
         )
 
-    def jobs(self, *, details: bool = False) -> tuple[Job, ...]:
-        """Pending and running jobs of all partitions, hidden ones too."""
+    def jobs(self, *, details: bool = False, ended: bool = False) -> tuple[Job, ...]:
+        """Pending and running jobs of all partitions, hidden ones too; with `ended` also those still remembered."""
         if details:
             found = parse_json.parse_jobs(self._run("squeue", "--all", "--json"))
             return tuple(job for job in found if job.is_pending or job.is_running)
-        return parse_text.parse_jobs(self._run("squeue", "--all", "--noheader", "-O", parse_text.job_format()))
+        states = ["--states=all"] if ended else []
+        return parse_text.parse_jobs(self._run("squeue", "--all", *states, "--noheader", "-O", parse_text.job_format()))
 
     def _nodes(self, release: tuple[int, int]) -> tuple[Node, ...]:
         if release >= _JSON_IN_SCONTROL:

@@ -17,6 +17,7 @@ from pathlib import Path
 from hetjob.errors import SlurmCommandError
 from hetjob.ports import Child, Cluster
 from hetjob.processes import start_child
+from slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.read import CommandReader, release_of
 from slurm_plugin.client.retry import with_retries
@@ -58,6 +59,12 @@ class CommandSlurm:
             default_partition=next((name.rstrip("*") for name in names if name.endswith("*")), None),
             scheduler=scheduler[1] if scheduler else None,
         )
+
+    def usages(self, snapshot: Snapshot, start_s: float, end_s: float) -> tuple[Usage, ...]:
+        """What jobs held and used within a window, from accounting where the cluster has it; see `accounting.py`."""
+        if has_accounting(snapshot):
+            return from_sacct(self._environ, start_s, end_s)
+        return from_queue(self._reader.jobs(ended=True))
 
     def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
         """Submit a script from standard input and return the job id (`sbatch --parsable` prints `id[;cluster]`).
@@ -141,6 +148,10 @@ class CommandSlurm:
         if not address:
             raise SlurmCommandError(argv, 0, shown.stdout, shown.stderr, "It shows no NodeAddr. Check: sinfo -N")
         return address[1]
+
+    def client_version(self) -> str:
+        """What Slurm's commands say that they are, such as `slurm-wlm 22.05.8`."""
+        return run_slurm(["scontrol", "--version"], env=self._environ).stdout.strip()
 
     def working_directory(self, job_id: str) -> Path:
         """Where a job was submitted, or its `--chdir`; known for as long as squeue shows the job."""

@@ -14,6 +14,8 @@ from typing import Any
 import sample_datasets as datasets
 
 from mpi_dataworkers import DataLoader
+from slurm_plugin.client.model import Job
+from slurm_plugin.wait_shares import wait_shares
 
 SQUEUE = """#!/bin/sh
 echo "slurm_load_jobs error: Invalid job id specified" >&2
@@ -44,6 +46,20 @@ def test_top_and_events_show_a_running_service(service: Any) -> None:
     lines = hetstream("events", "--json", "--service", service.name).stdout.splitlines()
     assert json.loads(lines[0])["event"] == "DispatcherStarted"
     assert len(lines) == len(told.stdout.splitlines())
+
+
+def test_a_running_job_tells_how_long_its_trainers_wait(service: Any, tmp_path: Path) -> None:
+    (tmp_path / ".hetstream").mkdir()
+    (tmp_path / ".hetstream" / "job-7").symlink_to(service.address_file.parent)
+    job = Job(7, "train", "alice", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, work_dir=str(tmp_path))
+    service.start_workers()
+    assert wait_shares([job]) == {}, "no loader has told anything"
+    with DataLoader(datasets.Augmented(64), batch_size=4, service=service.name) as loader:
+        for _ in loader:
+            pass
+        shares = wait_shares([job])
+    assert set(shares) == {"7"}
+    assert 0 < shares["7"] <= 1
 
 
 def test_top_on_a_terminal_draws_until_ctrl_c(service: Any) -> None:

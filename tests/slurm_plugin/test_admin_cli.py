@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END
 
 FIXTURES = Path(__file__).with_name("fixtures")
 VERSIONS = ("22.05", "24.11", "26.05")
-READING = ("frag", "jobs", "why 41")
+READING = ("frag", "jobs", "why 41", "util", "advise", "doctor")
+TABLES = {
+    "frag": "nodes", "jobs": "jobs", "why": "blockers", "util": "groups", "advise": "advice", "doctor": "findings",
+}  # fmt: skip
 
 
 class Recorded:
@@ -28,16 +32,21 @@ class Recorded:
         self.directory = directory
         source = FIXTURES / version
         partitions = (source / "scontrol_show_partition.txt").read_text().replace("\n   ", " ")
-        self.write("config", (source / "scontrol_show_config.txt").read_text())
+        config = (source / "scontrol_show_config.txt").read_text()
+        self.write("config", config.replace("gpu,shard,opp", "gpu,shard,opp,opx"))  # nodes are of another moment
         self.write("partition", partitions)
         self.write("node", (source / "scontrol_show_node_oneliner.txt").read_text())
         if version != "22.05":
             self.write("node.json", (source / "scontrol_show_node.json").read_text())
-        self.write("queue", job("41", "PENDING", **{"tres-per-node": "gres:gpu:1", "NumCPUs": "12"}))
+        # One job waits that data workers would let start, and one runs.
+        waiting = job("41", "PENDING", **{"tres-per-node": "gres:gpu:4", "NumCPUs": "16"})
+        running = job("42", "RUNNING", NodeList="g1", StartTime=hours_ago(3), **{"tres-per-node": "gres:gpu:1"})
+        self.write("queue", waiting + running)
+        self.write("version", f"slurm-wlm {version}.5\n")
         self.tool(
             "scontrol",
             'for word in "$@"; do case $word in config|partition) what=$word;; node) what=${what:-node};; '
-            f"--json) what=node.json;; esac; done; cat {directory}/$what",
+            f"--json) what=node.json;; --version) what=version;; esac; done; cat {directory}/$what",
         )
         self.tool("squeue", f"cat {directory}/queue")
 
@@ -59,6 +68,11 @@ class Recorded:
             patch.setattr("logging.basicConfig", lambda **options: None)
             code = main(line.split())
         return subprocess.CompletedProcess(line.split(), code, out.getvalue(), err.getvalue())
+
+
+def hours_ago(number: int) -> str:
+    """A time as Slurm writes it."""
+    return (datetime.now() - timedelta(hours=number)).strftime("%Y-%m-%dT%H:00:00")
 
 
 def job(job_id: str, state: str, **more: str) -> str:
@@ -83,14 +97,17 @@ def fails(done: subprocess.CompletedProcess[str], code: int) -> str:
 @pytest.mark.parametrize("line", READING)
 def test_table_json_and_csv_agree_on_every_version(tmp_path: Path, version: str, line: str) -> None:
     cluster = Recorded(tmp_path, version)
-    table, document, lines = (cluster.run(f"{line} {form}".rstrip()) for form in ("", "--json", "--csv"))
+    # A window that does not move while three commands look at it.
+    long = f" --start {hours_ago(2)} --end {hours_ago(1)}" if line == "util" else ""
+    table, document, lines = (cluster.run(f"{line}{long} {form}".rstrip()) for form in ("", "--json", "--csv"))
     assert [done.returncode for done in (table, document, lines)] == [0, 0, 0], table.stderr + document.stderr
     facts = json.loads(document.stdout)
     assert facts["meta"]["version"] == 1
     assert facts["meta"]["slurm"].startswith(version)
-    rows = facts[{"frag": "nodes", "jobs": "jobs", "why": "blockers"}[line.split()[0]]]
+    rows = facts[TABLES[line.split()[0]]]
     in_csv = list(csv.DictReader(io.StringIO(lines.stdout)))
-    assert len(in_csv) == len(rows) > 0
+    assert len(in_csv) == len(rows)
+    assert rows or (line == "advise" and version != "22.05")
     for said, row in zip(in_csv, rows, strict=True):
         for key, value in row.items():
             flat = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
@@ -145,6 +162,9 @@ def test_an_answer_of_another_form(tmp_path: Path, line: str) -> None:
         ("jobs -p gpu,nope", "no partition nope"),
         ("frag -w g[0-9]", "no node g4, g5"),
         ("frag -w g[0-", "brackets do not match"),
+        ("util --start yesterday", "--start=yesterday: must be 2026-11-20T16:00:00"),
+        ("util -S now-1hour -E now-2hours", "the window must begin before it ends"),
+        ("util --start now+1hour", "must be"),
         ("why x", "job id 'x': must be N, N+COMPONENT or N_TASK"),
         ("jobs 41 y", "job id 'y'"),
     ],
@@ -203,7 +223,7 @@ def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
 def test_no_reading_command_imports_torch_or_the_data_plane() -> None:
     script = (
         "import sys; from slurm_plugin.cli import build_parser; "
-        "[build_parser(verb) for verb in ('frag', 'jobs', 'why')]; "
+        "[build_parser(verb) for verb in ('frag', 'jobs', 'why', 'util', 'advise', 'doctor')]; "
         "print([name for name in ('torch', 'zmq', 'numpy', 'mpi_dataworkers.loader') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -38,7 +38,7 @@ def like(job: Job, first: int) -> dict[str, Any]:
     """A job without what differs between two runs of the same workload."""
     row = dataclasses.asdict(job)
     times = ("submit_s", "eligible_s", "start_s", "end_s")
-    for name in (*times, "priority", "nodes", "required_nodes", "planned_nodes", "shares"):
+    for name in (*times, "priority", "nodes", "required_nodes", "planned_nodes", "shares", "work_dir"):
         del row[name]
     row["job_id"] -= first
     if row["array_job_id"] is not None:

@@ -1,0 +1,73 @@
+"""`hetstream advise`: which jobs would gain from data workers."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from slurm_plugin.advise import Advice, advise
+from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
+from slurm_plugin.client.accounting import has_accounting
+from slurm_plugin.client.model import Snapshot
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.report import Column, Report, Section
+from slurm_plugin.wait_shares import wait_shares
+
+EPILOG = f"""\
+BASIS says how firm a line is: measured (trainers waited for data, by hetstream's or Slurm's count), free now (a pending
+job would start with its data loading elsewhere), shape (a running job holds CPUs beside free GPUs that nobody can use
+for want of CPUs; whether it loads data with them is for its user to say). GPU HOURS are those gained in a day, as an
+estimate.
+
+examples:
+  hetstream advise
+  hetstream advise --json | jq '.advice[] | select(.basis == "measured")'
+
+{EXIT_CODES}"""
+RECENT_S = 24 * 3600.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "advise",
+        help=summary,
+        description="List running, pending and recent jobs that would gain from data workers, with an estimate.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the cluster and print."""
+    slurm = CommandSlurm()
+    snapshot = slurm.snapshot()
+    now_s = snapshot.taken_s
+    usages = slurm.usages(snapshot, now_s - RECENT_S, now_s) if has_accounting(snapshot) else ()
+    emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages), snapshot))
+    return 0
+
+
+def report_of(found: tuple[Advice, ...], snapshot: Snapshot) -> Report:
+    """Put the advice into a table."""
+    hours = sum(one.gpu_hours_per_day or 0.0 for one in found)
+    summary = {"num_jobs": len(found), "gpu_hours_per_day": round(hours, 1)}
+    lines = [f"{len(found):,} job(s) would gain, about {hours:,.0f} GPU hours a day" if found else "no job would gain"]
+    rows = [asdict(one) for one in found]
+    notes = [] if has_accounting(snapshot) else ["there is no slurmdbd: nothing is known of jobs that have ended"]
+    return Report(meta_of("advise", snapshot), summary, lines, (Section("advice", _COLUMNS, rows),), notes)
+
+
+_COLUMNS = (
+    Column("job", "JOB", left=True),
+    Column("user", "USER", left=True),
+    Column("state", "STATE", left=True),
+    Column("basis", "BASIS", left=True),
+    Column("cpus_freed", "CPUS FREED"),
+    Column("gpus_unlocked", "GPUS UNLOCKED"),
+    Column("gpu_hours_per_day", "GPU HOURS", lambda hours: f"{hours:,.1f}"),
+    Column("text", "BECAUSE", left=True),
+    Column("step", "NEXT STEP", left=True),
+)

@@ -1,0 +1,111 @@
+"""`hetstream doctor`: what is wrong with the cluster's configuration, with the fix."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from hetjob.table import RED, YELLOW
+from slurm_plugin.cli.output import add_output_arguments, emit, meta_of
+from slurm_plugin.client.model import Snapshot
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.doctor import NUM_CHECKS, Facts, Finding, Level, examine
+from slurm_plugin.report import Column, Report, Row, Section
+
+EPILOG = """\
+A problem keeps something of hetstream from working, a warning makes it work badly, a note says which feature is off.
+gres.conf and cgroup.conf are looked at where they can be read, beside slurm.conf.
+
+examples:
+  hetstream doctor
+  hetstream doctor --json | jq '.findings[] | select(.level == "problem")'
+
+exit codes:
+  0  no problem was found; there may be warnings and notes
+  1  Slurm could not be asked
+  2  the command line is wrong
+  3  problems were found
+"""
+EXIT_PROBLEMS = 3
+# One lookup can take seconds where DNS is broken: a few hosts show it as well as all.
+MAX_LOOKUPS = 8
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help=summary,
+        description="Look for problems in the cluster's configuration, and say how to fix them. Changes nothing.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Gather the facts, and print what is found."""
+    slurm = CommandSlurm()
+    snapshot = slurm.snapshot()
+    directory = Path(snapshot.config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
+    hosts = [socket.gethostname(), *(node.address for node in snapshot.nodes if node.address)]
+    facts = Facts(
+        snapshot=snapshot,
+        client_version=slurm.client_version(),
+        gres_conf=_text_of(directory / "gres.conf"),
+        cgroup_conf=_text_of(directory / "cgroup.conf"),
+        unresolved=tuple(_unresolved(list(dict.fromkeys(hosts))[:MAX_LOOKUPS])),
+    )
+    found = examine(facts)
+    emit(args, report_of(found, snapshot))
+    return EXIT_PROBLEMS if any(finding.level is Level.PROBLEM for finding in found) else 0
+
+
+def report_of(found: tuple[Finding, ...], snapshot: Snapshot) -> Report:
+    """Put the findings into a table."""
+    counts = {level.value: sum(finding.level is level for finding in found) for level in Level}
+    line = f"{counts['problem']} problem(s), {counts['warning']} warning(s), {counts['note']} note(s)"
+    rows = [
+        {
+            "level": finding.level.value,
+            "check": finding.check,
+            "seen": finding.seen,
+            "text": finding.text,
+            "fix": finding.fix,
+        }
+        for finding in found
+    ]
+    section = Section("findings", _COLUMNS, rows, empty="nothing to say")
+    summary = {**counts, "num_checks": NUM_CHECKS}
+    return Report(meta_of("doctor", snapshot), summary, [f"Slurm {snapshot.version}: {line}"], (section,))
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return None
+
+
+def _unresolved(hosts: Iterable[str]) -> Iterable[str]:
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            yield host
+
+
+def _color(row: Row) -> str:
+    return {"problem": RED, "warning": YELLOW}.get(row["level"], "")
+
+
+_COLUMNS = (
+    Column("level", "LEVEL", left=True, mark=_color),
+    Column("check", "CHECK", left=True),
+    Column("seen", "SEEN", left=True),
+    Column("text", "MEANS", left=True),
+    Column("fix", "FIX", left=True),
+)

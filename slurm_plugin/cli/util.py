@@ -1,0 +1,186 @@
+"""`hetstream util`: how much of the cluster was allocated, and how much of that did something."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from hetjob.errors import UsageError
+from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
+from slurm_plugin.client.accounting import Usage, has_accounting
+from slurm_plugin.client.model import Snapshot
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.report import Column, Report, Section, duration, percent
+from slurm_plugin.utilisation import BY, Utilisation, Window, capacity, share, together, utilisation
+from slurm_plugin.wait_shares import wait_shares
+
+EPILOG = f"""\
+Times are Slurm's: 2026-11-20T16:00:00, now, now-1day, now-8hours, now-30minutes. Allocated hours are those that jobs
+held within the window; the shares are of the nodes in use now, taken as if they had been there all the time.
+EFFECTIVE is what the processes used of what they held: CPU time, and GPU use where Slurm gathers it. Of hetstream's own
+running jobs it is the time in which trainers did not wait for data. MEASURED says for how much of the allocated hours.
+With slurmdbd the figures come from sacct. Without, from what slurmctld remembers: running jobs, and those that ended in
+the last MinJobAge seconds; for a longer window they are less than the truth, and a note says so.
+
+examples:
+  hetstream util
+  hetstream util --start now-7days --by account
+  hetstream util --by user -p gpu --csv
+
+{EXIT_CODES}"""
+DEFAULT_START = "now-1day"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "util",
+        help=summary,
+        description="Show allocated and effective utilisation of CPUs and GPUs over a window of time.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin (default %(default)s)")
+    parser.add_argument("-E", "--end", metavar="TIME", default="now", help="end (default %(default)s)")
+    parser.add_argument("--by", choices=tuple(BY), default="partition", help="one line for each (default %(default)s)")
+    parser.add_argument("-p", "--partition", metavar="NAMES", help="only these partitions")
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the cluster and print."""
+    slurm = CommandSlurm()
+    snapshot = slurm.snapshot()
+    window = window_of(args, snapshot)
+    partitions = chosen_partitions(args, snapshot)
+    usages = with_wait_shares(slurm.usages(snapshot, window.start_s, window.end_s), wait_shares(snapshot.jobs))
+    chosen = [usage for usage in usages if partitions is None or usage.partition in partitions]
+    emit(args, report_of(chosen, window, args.by, snapshot, sorted(partitions) if partitions else None))
+    return 0
+
+
+def window_of(args: argparse.Namespace, snapshot: Snapshot) -> Window:
+    """The window that the arguments ask for; its end is never in the future.
+
+    Raises:
+        UsageError: a time of another form, or an empty window.
+    """
+    start_s = parse_time("--start", args.start, snapshot.taken_s)
+    end_s = min(parse_time("--end", args.end, snapshot.taken_s), snapshot.taken_s)
+    if start_s >= end_s:
+        raise UsageError(f"--start={args.start} --end={args.end}: the window must begin before it ends, and before now")
+    return Window(start_s, end_s)
+
+
+def parse_time(option: str, text: str, now_s: float) -> float:
+    """Seconds since the epoch of a time as sacct takes it.
+
+    Raises:
+        UsageError: another form.
+    """
+    match = re.fullmatch(r"now(?:-(\d+)(second|minute|hour|day|week)s?)?", text)
+    if match:
+        unit_s = {None: 0, "second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 7 * 86400}[match[2]]
+        return now_s - int(match[1] or 0) * unit_s
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError as exc:
+        raise UsageError(f"{option}={text}: must be 2026-11-20T16:00:00, 2026-11-20, now or now-8hours") from exc
+
+
+def with_wait_shares(usages: tuple[Usage, ...], shares: dict[str, float]) -> list[Usage]:
+    """The jobs with what their trainers told; sacct names components by their own numbers, which tell nothing here."""
+    return [replace(usage, wait_share=shares.get(usage.job)) for usage in usages]
+
+
+def report_of(usages: list[Usage], window: Window, by: str, snapshot: Snapshot, partitions: list[str] | None) -> Report:
+    """Put the sums into words and a table."""
+    nodes = [node for node in snapshot.nodes if partitions is None or set(partitions) & set(node.partitions)]
+    rows = []
+    for name, one in utilisation(usages, window, by).items():
+        cpus, gpus = capacity(nodes, name if by == "partition" else None)
+        rows.append({by: name, **_row(one, window, cpus, gpus)})
+    whole = _row(together(usages, window), window, *capacity(nodes))
+    lines = [
+        f"{_time(window.start_s)} to {_time(window.end_s)} ({duration(window.length_s)}), {whole['num_jobs']:,} job(s)",
+        f"allocated: {_percent(whole['gpu_allocated_share'])} of the GPUs, {_percent(whole['cpu_allocated_share'])} of "
+        f"the CPUs",
+        f"effective: {_percent(whole['gpu_effective_share'])} of the allocated GPUs (measured: "
+        f"{_percent(whole['gpu_measured_share'])} of them), {_percent(whole['cpu_effective_share'])} of the allocated "
+        f"CPUs (measured: {_percent(whole['cpu_measured_share'])})",
+    ]
+    loads = [node.cpu_load for node in nodes if node.is_usable and node.cpu_load is not None]
+    if loads:
+        cpus = sum(node.cpus for node in nodes if node.is_usable and node.cpu_load is not None)
+        lines.append(f"load now:  {sum(loads):,.1f} threads want one of {cpus:,} CPUs, whoever started them")
+    columns = (Column(by, by.upper(), left=True), *_COLUMNS)
+    section = Section("groups", columns, rows, empty="no job ran in this window, as far as this user can see")
+    summary = {
+        "start_s": round(window.start_s),
+        "end_s": round(window.end_s),
+        "by": by,
+        "cpu_load_now": round(sum(loads), 2) if loads else None,
+        **whole,
+    }
+    return Report(meta_of("util", snapshot), summary, lines, (section,), _notes(window, snapshot))
+
+
+def _row(one: Utilisation, window: Window, cpus: int, gpus: int) -> dict[str, Any]:
+    hours = window.length_s / 3600
+    row = {
+        "num_jobs": one.num_jobs,
+        "gpu_hours": one.gpu_hours,
+        "gpu_allocated_share": share(one.gpu_hours, gpus * hours),
+        "gpu_effective_share": share(one.gpu_hours_used, one.gpu_hours_measured),
+        "gpu_measured_share": share(one.gpu_hours_measured, one.gpu_hours),
+        "gpu_hours_waited": one.wait_gpu_hours if one.waits_known else None,
+        "cpu_hours": one.cpu_hours,
+        "cpu_allocated_share": share(one.cpu_hours, cpus * hours),
+        "cpu_effective_share": share(one.cpu_hours_used, one.cpu_hours_measured),
+        "cpu_measured_share": share(one.cpu_hours_measured, one.cpu_hours),
+    }
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _notes(window: Window, snapshot: Snapshot) -> list[str]:
+    if has_accounting(snapshot):
+        return []
+    remembered = re.match(r"\d+", snapshot.config.get("MinJobAge", ""))
+    age_s = float(remembered[0]) if remembered else 300.0
+    notes = ["there is no slurmdbd: CPU and GPU use is known of hetstream's own running jobs alone"]
+    if window.length_s > age_s:
+        notes.append(
+            f"there is no slurmdbd: jobs that ended more than {age_s:.0f} s ago (MinJobAge) are not known, so the "
+            "allocated figures are less than the truth"
+        )
+    return notes
+
+
+def _time(moment_s: float) -> str:
+    return datetime.fromtimestamp(moment_s).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _percent(value: Any) -> str:
+    return "-" if value is None else percent(value)
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.1f}"
+
+
+_COLUMNS = (
+    Column("num_jobs", "JOBS"),
+    Column("gpu_hours", "GPU HOURS", _hours),
+    Column("gpu_allocated_share", "OF GPUS", percent),
+    Column("gpu_effective_share", "EFFECTIVE", percent),
+    Column("gpu_measured_share", "MEASURED", percent),
+    Column("gpu_hours_waited", "WAITED HOURS", _hours),
+    Column("cpu_hours", "CPU HOURS", _hours),
+    Column("cpu_allocated_share", "OF CPUS", percent),
+    Column("cpu_effective_share", "EFFECTIVE", percent),
+    Column("cpu_measured_share", "MEASURED", percent),
+)

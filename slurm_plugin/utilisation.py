@@ -1,0 +1,116 @@
+"""How much of a cluster was allocated in a window, and how much of that did something. Pure; used by `hetstream util`.
+
+Allocated is what jobs held, whatever they did with it. Effective is what they used: CPU time of their processes, GPUs
+as busy as somebody measured, or as hetstream's own trainers were not waiting for data. What nobody measured is left out
+of the effective share, and the coverage says how much was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slurm_plugin.client.accounting import Usage
+from slurm_plugin.client.model import Node
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """A span of time, in seconds since the epoch."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
+
+    def overlap_s(self, usage: Usage) -> float:
+        """How long the job ran within the window."""
+        end_s = self.end_s if usage.end_s is None else min(usage.end_s, self.end_s)
+        return max(0.0, end_s - max(usage.start_s, self.start_s))
+
+
+@dataclass
+class Utilisation:
+    """What one group of jobs held and used.
+
+    Attributes:
+        cpu_hours, gpu_hours: allocated.
+        cpu_hours_used: of the hours below, those that the processes used.
+        cpu_hours_measured: allocated hours of the jobs whose use is known.
+        gpu_hours_used, gpu_hours_measured: the same for GPUs.
+        wait_gpu_hours: GPU hours in which trainers waited for data, of hetstream's own jobs.
+    """
+
+    num_jobs: int = 0
+    cpu_hours: float = 0.0
+    gpu_hours: float = 0.0
+    cpu_hours_used: float = 0.0
+    cpu_hours_measured: float = 0.0
+    gpu_hours_used: float = 0.0
+    gpu_hours_measured: float = 0.0
+    wait_gpu_hours: float = 0.0
+    waits_known: bool = field(default=False)
+
+    def add(self, usage: Usage, window: Window) -> None:
+        """Count one job's part of the window."""
+        hours = window.overlap_s(usage) / HOUR_S
+        if hours <= 0:
+            return
+        cpu_hours, gpu_hours = usage.cpus * hours, usage.gpus * hours
+        self.num_jobs += 1
+        self.cpu_hours += cpu_hours
+        self.gpu_hours += gpu_hours
+        if usage.cpu_used_s is not None:
+            # Use is known for the whole job: its part of the window is taken to be like the rest.
+            ran_s = (window.end_s if usage.end_s is None else usage.end_s) - usage.start_s
+            share = usage.cpu_used_s / (usage.cpus * ran_s) if usage.cpus and ran_s > 0 else 0.0
+            self.cpu_hours_measured += cpu_hours
+            self.cpu_hours_used += cpu_hours * min(1.0, share)
+        busy = usage.gpu_share
+        if busy is None and usage.wait_share is not None:
+            busy = 1.0 - usage.wait_share
+        if usage.gpus and busy is not None:
+            self.gpu_hours_measured += gpu_hours
+            self.gpu_hours_used += gpu_hours * busy
+        if usage.wait_share is not None:
+            self.waits_known = True
+            self.wait_gpu_hours += gpu_hours * usage.wait_share
+
+
+BY: Mapping[str, Callable[[Usage], str]] = {
+    "partition": lambda usage: usage.partition,
+    "account": lambda usage: usage.account,
+    "user": lambda usage: usage.user,
+}
+
+
+def utilisation(usages: Iterable[Usage], window: Window, by: str) -> dict[str, Utilisation]:
+    """Sum up the jobs by `partition`, `account` or `user`; those with most GPU hours, then CPU hours, come first."""
+    groups: dict[str, Utilisation] = {}
+    for usage in usages:
+        if window.overlap_s(usage) > 0:
+            groups.setdefault(BY[by](usage), Utilisation()).add(usage, window)
+    return dict(sorted(groups.items(), key=lambda item: (-item[1].gpu_hours, -item[1].cpu_hours, item[0])))
+
+
+def together(usages: Iterable[Usage], window: Window) -> Utilisation:
+    """Sum up all jobs."""
+    everything = Utilisation()
+    for usage in usages:
+        everything.add(usage, window)
+    return everything
+
+
+def capacity(nodes: Sequence[Node], partition: str | None = None) -> tuple[int, int]:
+    """CPUs and GPUs of the nodes that are in use now, of one partition or of all."""
+    chosen = [node for node in nodes if node.is_usable and (partition is None or partition in node.partitions)]
+    return sum(node.cpus for node in chosen), sum(node.gpus for node in chosen)
+
+
+def share(part: float, whole: float) -> float | None:
+    """A share, None of nothing."""
+    return part / whole if whole > 0 else None

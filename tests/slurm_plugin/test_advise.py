@@ -1,0 +1,87 @@
+"""`hetstream advise`: who would gain, by which basis, and who would not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slurm_plugin.advise import advise
+from slurm_plugin.client.accounting import Usage
+from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+
+NOW_S = 1_000_000.0
+CPU_NODE = Node("c0", frozenset({"IDLE"}), ("cpu",), 16, 0, 1000, 0)
+
+
+def job(job_id: int, state: str, cpus: int, gpus: int, **more: Any) -> Job:
+    return replace(
+        Job(
+            job_id, "train", "alice", ("gpu",), state, "Resources" if state == "PENDING" else "", 1, cpus, 1, cpus, 0,
+            gres_per_node=(Gres("gpu", "", gpus),), nodes=("g0",) if state == "RUNNING" else (), start_s=NOW_S - 60,
+        ),
+        **more,
+    )  # fmt: skip
+
+
+def node(cpus_free: int, gpus_free: int) -> Node:
+    return Node(
+        "g0", frozenset({"MIXED"}), ("gpu",), 16, 16 - cpus_free, 1000, 0,
+        (Gres("gpu", "", 4),), (Gres("gpu", "", 4 - gpus_free),),
+    )  # fmt: skip
+
+
+def cluster(*jobs: Job, nodes: tuple[Node, ...]) -> Snapshot:
+    partitions = (Partition("gpu", ()), Partition("cpu", ()))
+    return Snapshot(NOW_S, "22.05.8", "test", jobs, (*nodes, CPU_NODE), partitions)
+
+
+def test_a_running_job_holds_the_cpus_of_free_gpus() -> None:
+    running = job(1, "RUNNING", 16, 1)
+    waiting = job(2, "PENDING", 4, 1)
+    (one,) = [line for line in advise(cluster(running, waiting, nodes=(node(0, 3),)), {}) if line.basis == "shape"]
+    assert (one.job, one.cpus_freed, one.gpus_unlocked, one.gpu_hours_per_day) == ("1", 14, 3, 72.0)
+    assert "16 CPUs for 1 GPU(s) a node, beside 3 free GPU(s)" in one.text
+
+
+@pytest.mark.parametrize(
+    "running",
+    [
+        job(1, "RUNNING", 2, 1),
+        job(1, "RUNNING", 16, 4),
+        job(1, "RUNNING", 16, 1, het=HetComponent(1, 0)),
+        job(1, "RUNNING", 16, 0),
+    ],
+)
+def test_nothing_to_gain(running: Job) -> None:
+    gpus_free = 4 - running.count("gpu")
+    assert advise(cluster(running, nodes=(node(16 - running.num_cpus, gpus_free),)), {}) == ()
+
+
+def test_a_trainer_that_has_data_workers_is_measured_and_not_guessed() -> None:
+    running, companion = job(1, "RUNNING", 16, 1), job(9, "RUNNING", 4, 0, comment="hets:trainer=1", nodes=("c0",))
+    seen = cluster(running, companion, nodes=(node(0, 3),))
+    assert advise(seen, {"1": 0.01}) == ()
+    (one,) = advise(seen, {"1": 0.5})
+    assert (one.basis, one.gpu_hours_per_day, one.step) == ("measured", 12.0, "more data workers; hetstream top 1")
+
+
+def test_a_pending_job_that_would_start() -> None:
+    waiting = job(2, "PENDING", 16, 2, start_s=NOW_S + 7200)
+    (one,) = advise(cluster(waiting, nodes=(node(8, 2),)), {})
+    assert (one.basis, one.cpus_freed, one.gpus_unlocked, one.gpu_hours_per_day) == ("free now", 12, 2, 4.0)
+    assert one.step == "#HETSTREAM --data-workers=3 --data-worker-partition=cpu"
+
+
+def test_ended_jobs_whose_gpus_were_idle_and_cpus_busy() -> None:
+    usage = Usage("7", "train", "bob", "lab", "gpu", 4, 2, 0.0, 3600.0, cpu_used_s=4 * 3600.0, gpu_share=0.25)
+    (one,) = advise(cluster(nodes=()), {}, [usage, replace(usage, gpu_share=0.9), replace(usage, cpu_used_s=3600.0)])
+    assert (one.job, one.basis, one.gpu_hours_per_day) == ("7", "measured", 36.0)
+    assert "busy 25% of the time, its CPUs 100%" in one.text
+
+
+def test_firm_advice_comes_first() -> None:
+    jobs = (job(1, "RUNNING", 14, 1), job(2, "PENDING", 12, 1), job(3, "RUNNING", 8, 1))
+    found = advise(cluster(*jobs, nodes=(node(2, 2),)), {"3": 0.5})
+    assert [line.basis for line in found] == ["measured", "free now", "shape"]

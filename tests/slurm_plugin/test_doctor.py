@@ -1,0 +1,115 @@
+"""`hetstream doctor`: each finding by itself, then a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_plugin.client import parse_text
+from slurm_plugin.client.model import Partition, Snapshot
+from slurm_plugin.doctor import Facts, Finding, Level, examine
+
+FIXTURES = Path(__file__).with_name("fixtures")
+GOOD = {
+    "SchedulerType": "sched/backfill", "SchedulerParameters": "bf_interval=1", "SelectType": "select/cons_tres",
+    "SelectTypeParameters": "CR_Core_Memory", "GresTypes": "gpu,shard,opp", "PreemptType": "preempt/partition_prio",
+    "PrologFlags": "Alloc", "PrivateData": "none", "AccountingStorageType": "accounting_storage/slurmdbd",
+    "JobAcctGatherType": "jobacct_gather/cgroup",
+}  # fmt: skip
+
+
+def facts(config: Mapping[str, str] = {}, **more: Any) -> Facts:
+    """A good cluster, with these differences."""
+    nodes = parse_text.parse_nodes((FIXTURES / "26.05" / "scontrol_show_node_oneliner.txt").read_text())
+    usable = tuple(node for node in nodes if node.is_usable)
+    version = more.pop("version", "26.05.5")
+    snapshot = Snapshot(
+        0.0, version, "test", (), tuple(replace(node, version=version) for node in usable),
+        more.pop("partitions", (Partition("gpu", (), is_default=True),)), {**GOOD, **config},
+    )  # fmt: skip
+    if "nodes" in more:
+        snapshot = replace(snapshot, nodes=more.pop("nodes"))
+    return replace(Facts(snapshot, version, "Name=gpu File=/dev/gpu[0-3]", "ConstrainDevices=yes"), **more)
+
+
+def only(given: Facts) -> Finding:
+    found = examine(given)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_good_cluster_has_no_findings() -> None:
+    assert examine(facts()) == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "level", "check"),
+    [
+        ({"SchedulerType": "sched/builtin"}, Level.PROBLEM, "SchedulerType"),
+        ({"SchedulerParameters": "(null)"}, Level.WARNING, "bf_interval"),
+        ({"SchedulerParameters": "sched_min_interval=0,bf_interval=60"}, Level.WARNING, "bf_interval"),
+        ({"SelectType": "select/linear"}, Level.PROBLEM, "SelectType"),
+        ({"SelectTypeParameters": "CR_Core"}, Level.WARNING, "SelectTypeParameters"),
+        ({"GresTypes": "gpu"}, Level.PROBLEM, "GresTypes"),
+        ({"PreemptType": "preempt/none"}, Level.NOTE, "PreemptType"),
+        ({"PrologFlags": "(null)"}, Level.NOTE, "PrologFlags"),
+        ({"PrivateData": "jobs,usage"}, Level.WARNING, "PrivateData"),
+        ({"AccountingStorageType": "(null)"}, Level.NOTE, "AccountingStorageType"),
+        ({"JobAcctGatherType": "jobacct_gather/none"}, Level.NOTE, "JobAcctGatherType"),
+    ],
+)
+def test_settings(config: dict[str, str], level: Level, check: str) -> None:
+    found = only(facts(config))
+    assert (found.level, found.check) == (level, check)
+    assert found.fix
+
+
+def test_files_beside_slurm_conf() -> None:
+    doubled = "NodeName=g[0-3] Name=opp Type=p0 File=/dev/gpu0\nNodeName=g1 Name=opp Type=p1 File=/dev/gpu0 # again\n"
+    assert only(facts(gres_conf=doubled)).seen == "opp /dev/gpu0"
+    assert examine(facts(gres_conf="NodeName=g0 Name=gpu File=/dev/gpu0\nNodeName=g1 Name=gpu File=/dev/gpu0\n")) == ()
+    assert only(facts(gres_conf=None)).check == "gres.conf"
+    assert only(facts(cgroup_conf=None)).check == "cgroup.conf"
+    assert only(facts(cgroup_conf="#ConstrainDevices=yes\n")).text == "jobs can use GPUs that others hold"
+
+
+def test_packing_on_22_05_needs_a_plugin() -> None:
+    found = only(facts(version="22.05.8"))
+    assert (found.level, found.check) == (Level.WARNING, "ConstrainDevices")
+    assert "gres_opp.so" in found.fix
+    assert "packing stays off" in found.fix
+
+
+def test_nodes_hosts_versions_partitions() -> None:
+    nodes = parse_text.parse_nodes((FIXTURES / "26.05" / "scontrol_show_node_oneliner.txt").read_text())
+    found = only(facts(nodes=nodes))
+    assert (found.check, found.seen, found.text) == ("nodes", "c3", "out of use: maintenance window")
+    bare = tuple(replace(node, memory_mb=1) for node in nodes[:1])
+    assert [finding.check for finding in examine(facts(nodes=bare))] == ["RealMemory", "Gres"]
+    assert only(facts(unresolved=("gpu0", "gpu1"))).seen == "gpu[0-1]"
+    assert only(facts(client_version="slurm 26.11.1")).level is Level.PROBLEM
+    assert only(facts(partitions=(Partition("gpu", (), is_default=True), Partition("x", (), is_up=False)))).seen == "x"
+    assert only(facts(partitions=(Partition("gpu", ()),))).seen == "no default"
+
+
+def test_the_worst_comes_first() -> None:
+    found = examine(facts({"PreemptType": "preempt/none", "SchedulerType": "sched/builtin", "PrivateData": "jobs"}))
+    assert [finding.level for finding in found] == [Level.PROBLEM, Level.WARNING, Level.NOTE]
+
+
+@pytest.mark.slurm
+def test_a_real_cluster_has_no_problem_that_is_none(devcluster: Any) -> None:
+    command = [sys.executable, "-m", "slurm_plugin.cli", "doctor", "--json"]
+    env = {**os.environ, **devcluster.env}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["summary"]["problem"]) == (0, 0), done.stdout
+    assert {"AccountingStorageType", "PreemptType"} <= {finding["check"] for finding in document["findings"]}

@@ -1,0 +1,143 @@
+"""Utilisation: sums by hand, what sacct prints, and `hetstream util` on a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_queue, parse_sacct
+from slurm_plugin.client.model import Gres, HetComponent, Job, Node
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.client.values import moment
+from slurm_plugin.errors import UnreadableAnswer
+from slurm_plugin.utilisation import Window, capacity, together, utilisation
+from slurm_plugin.wait_shares import wait_shares
+
+HOUR = 3600.0
+
+
+def usage(job: str = "1", **more: Any) -> Usage:
+    """4 CPUs and 2 GPUs for the first two hours."""
+    return replace(Usage(job, "train", "alice", "lab", "gpu", 4, 2, 0.0, 2 * HOUR), **more)
+
+
+def test_only_what_lies_in_the_window_counts() -> None:
+    window = Window(HOUR, 3 * HOUR)
+    jobs = [
+        usage("before", end_s=HOUR),
+        usage("half"),  # 1 h
+        usage("inside", start_s=1.5 * HOUR),  # 0.5 h
+        usage("running", start_s=2.5 * HOUR, end_s=None, user="bob"),  # 0.5 h
+        usage("after", start_s=4 * HOUR, end_s=None),
+    ]
+    found = utilisation(jobs, window, "user")
+    assert {name: (one.num_jobs, one.cpu_hours, one.gpu_hours) for name, one in found.items()} == {
+        "alice": (2, 6.0, 3.0), "bob": (1, 2.0, 1.0),
+    }  # fmt: skip
+    assert together(jobs, window).gpu_hours == 4.0
+
+
+def test_effective_is_measured_or_left_out() -> None:
+    window = Window(0.0, 2 * HOUR)
+    jobs = [
+        usage("sacct", cpu_used_s=4 * HOUR, gpu_share=0.25),  # 4 of 8 CPU hours, 1 of 4 GPU hours
+        usage("hetstream", wait_share=0.5),  # 2 of 4 GPU hours
+        usage("unknown"),
+        usage("no-gpus", gpus=0, cpu_used_s=99 * HOUR),  # never more than all
+    ]
+    one = together(jobs, window)
+    assert (one.cpu_hours, one.cpu_hours_measured, one.cpu_hours_used) == (32.0, 16.0, 12.0)
+    assert (one.gpu_hours, one.gpu_hours_measured, one.gpu_hours_used) == (12.0, 8.0, 3.0)
+    assert (one.waits_known, one.wait_gpu_hours) == (True, 2.0)
+
+
+def test_capacity_is_of_the_nodes_in_use() -> None:
+    gpus = (Gres("gpu", "", 4),)
+    nodes = [
+        Node("g0", frozenset({"MIXED"}), ("gpu", "opp"), 16, 0, 1, 0, gpus),
+        Node("g1", frozenset({"IDLE", "DRAIN"}), ("gpu",), 16, 0, 1, 0, gpus),
+        Node("c0", frozenset({"IDLE"}), ("cpu",), 8, 0, 1, 0),
+    ]
+    assert (capacity(nodes), capacity(nodes, "gpu"), capacity(nodes, "cpu")) == ((24, 4), (16, 4), (8, 0))
+
+
+def sacct_line(**more: str) -> str:
+    row = {
+        "JobIDRaw": "7", "User": "alice", "Account": "lab", "Partition": "gpu", "State": "COMPLETED",
+        "Start": "2026-11-20T16:00:00", "End": "2026-11-20T18:00:00", "AllocCPUS": "4",
+        "AllocTRES": "billing=4,cpu=4,gres/gpu:h200=2,gres/gpu=2,mem=8G,node=1", "TotalCPU": "1-02:03:04",
+        "TRESUsageInAve": "", "TimelimitRaw": "60", "JobName": "train",
+    } | more  # fmt: skip
+    return "\x1f".join(row[name] for name in SACCT_FIELDS) + "\n"
+
+
+def test_lines_of_sacct() -> None:
+    """Made after Slurm's documentation of sacct: there is no slurmdbd in the recorded clusters."""
+    text = (
+        sacct_line()
+        + sacct_line(JobIDRaw="7.batch", TRESUsageInAve="cpu=00:00:10,gres/gpumem=0,gres/gpuutil=40")
+        + sacct_line(JobIDRaw="7.0", TRESUsageInAve="cpu=00:00:10,gres/gpuutil=60")
+        + sacct_line(JobIDRaw="8", End="Unknown", State="RUNNING", TotalCPU="00:00.000", AllocTRES="cpu=4")
+        + sacct_line(JobIDRaw="9", Start="None", State="CANCELLED by 0")
+    )
+    seven, eight = parse_sacct(text)
+    assert (seven.gpus, seven.cpus, seven.cpu_used_s, seven.gpu_share) == (2, 4, 93784.0, 0.5)
+    assert seven.end_s == moment("2026-11-20T18:00:00")
+    assert (eight.end_s, eight.cpu_used_s, eight.gpus, eight.gpu_share) == (None, None, 0, None)
+    with pytest.raises(UnreadableAnswer, match="sacct printed 1 fields"):
+        parse_sacct("sacct: error\n")
+    with pytest.raises(UnreadableAnswer, match="CPU time"):
+        parse_sacct(sacct_line(TotalCPU="much"))
+
+
+def test_the_queue_knows_running_and_ended_jobs() -> None:
+    job = Job(7, "train", "alice", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, gres_per_node=(Gres("gpu", "", 2),),
+              start_s=5.0, end_s=99.0)  # fmt: skip
+    jobs = (job, replace(job, state="COMPLETED"), replace(job, state="PENDING"), replace(job, start_s=None))
+    assert [(one.gpus, one.end_s) for one in from_queue(jobs)] == [(2, None), (2, 99.0)]
+
+
+def test_jobs_that_cannot_be_asked_tell_nothing(tmp_path: Path) -> None:
+    job = Job(7, "train", "alice", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, work_dir=str(tmp_path))
+    assert wait_shares([job, replace(job, work_dir=""), replace(job, work_dir="/nowhere")]) == {}
+    directory = tmp_path / ".hetstream" / "job-7"
+    directory.mkdir(parents=True)
+    (directory / "address").write_text("{}")
+    (directory / "address").chmod(0o600)
+    assert wait_shares([job, replace(job, het=HetComponent(7, 1)), replace(job, state="PENDING")]) == {}
+
+
+def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slurm_plugin.cli", *words]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slurm
+def test_util_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> None:
+    slurm = CommandSlurm(devcluster.env)
+    job_id = slurm.submit("#!/bin/sh\nsleep 600\n", ["-p", "gpu", "-c8", "--gres=gpu:4", "-o", "/dev/null"])
+    try:
+        wait_until(lambda: [job.state for job in slurm.snapshot().jobs] == ["RUNNING"], 60)
+        started = slurm.snapshot().jobs[0].start_s
+        assert started is not None
+        wait_until(lambda: slurm.snapshot().taken_s > started + 2, 60)
+        done = run(devcluster.env, "util", "--json", "--start", "now-10minutes")
+        document = json.loads(done.stdout)
+        by_name = {row["partition"]: row for row in document["groups"]}
+        ran_s = document["meta"]["taken_s"] - started
+        assert by_name["gpu"]["gpu_hours"] == pytest.approx(4 * ran_s / HOUR, abs=0.002)
+        assert by_name["gpu"]["gpu_allocated_share"] == pytest.approx(ran_s / 600 / 2, abs=0.01)
+        assert any("there is no slurmdbd" in note for note in document["notes"])
+    finally:
+        slurm.cancel(job_id)
+    wait_until(lambda: not slurm.snapshot().jobs, 60)
+    ended = json.loads(run(devcluster.env, "util", "--json", "--by", "user").stdout)
+    assert ended["summary"]["gpu_hours"] > 0  # remembered for MinJobAge seconds

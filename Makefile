@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 # torch is pinned here alone: an open range pulls gigabytes of CUDA packages onto machines without a GPU.
 TORCH ?= torch==2.13.0
 DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak
+CKPT_BENCHMARKS := ckpt_requeue
 
-.PHONY: demo test test-all lint venv slurm clean bench-data
+.PHONY: demo test test-all lint venv slurm clean bench-data bench-ckpt
 
 venv: $(VENV)/.ready
 
@@ -43,6 +44,9 @@ bench-%: venv
 	$(BIN)/python -m benchmarks.$*
 
 bench-data: $(addprefix bench-,$(DATA_BENCHMARKS))
+
+# Those of checkpoints; ckpt_requeue needs root and Slurm.
+bench-ckpt: slurm $(addprefix bench-,$(CKPT_BENCHMARKS))
 
 clean:
 	rm -rf build $(VENV) .venv-*

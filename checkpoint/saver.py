@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -289,14 +289,23 @@ class Saver:
         find: the directories of the stores that there are now.
         directory: of the checkpoints; None: each store says its own.
         options: how.
+        stop_reason: why trainers are to save once more and to end; "" as long as they are not.
     """
 
-    def __init__(self, find: Callable[[], Iterable[Path]], directory: Path | None, options: Options) -> None:
+    def __init__(
+        self,
+        find: Callable[[], Iterable[Path]],
+        directory: Path | None,
+        options: Options,
+        stop_reason: Callable[[], str] = str,
+    ) -> None:
         self._find = find
         self._directory = directory
         self._options = options
         self._stores: dict[Path, StoreSaver] = {}
+        self._stop_reason = stop_reason
         self._stopping = False
+        self._is_warned = False
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until all trainers are gone, or in a job's saver until SIGTERM; then what is newest goes to disk.
@@ -307,7 +316,10 @@ class Saver:
         Raises:
             StoreInUse: the only store has a saver already.
         """
-        with _awake_by_signals(self._stop) as signals:
+        handlers: dict[int, Callable[[], None]] = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop}
+        if self._options.stays:
+            handlers[signal.SIGUSR1] = self._warn
+        with _awake_by_signals(handlers) as signals:
             try:
                 self._take_up()
                 on_ready()
@@ -319,7 +331,8 @@ class Saver:
                         self._begin_to_end()
                     for store in list(self._stores.values()):
                         self._serve(store)
-                    if has_said and not any(map(self._is_unfinished, self._stores.values())):
+                    self._ask_to_stop()
+                    if has_said and not any(map(self._is_needed, self._stores.values())):
                         break
                     self._wait(signals)
                     if self._options.stays and not self._stopping:
@@ -332,6 +345,21 @@ class Saver:
     def _stop(self) -> None:
         # In a signal handler: nothing that could be under way just now, such as logging.
         self._stopping = True
+
+    def _warn(self) -> None:
+        # In a signal handler, too.
+        self._is_warned = True
+
+    def _ask_to_stop(self) -> None:
+        """Ask trainers to save once more and to end, those too that have come since."""
+        reason = self._stop_reason() or ("SIGUSR1 came" if self._is_warned else "")
+        if not reason:
+            return
+        for store in self._stores.values():
+            if store.view.trainer_alive() and not store.view.files.stop_reason():
+                _log.info("%s: the trainer is asked to stop: %s", store, reason)
+                with contextlib.suppress(OSError):  # the store's memory is full
+                    store.view.ask_to_stop(reason)
 
     def _begin_to_end(self) -> None:
         _log.info("told to end: what is newest in the memory of %d store(s) goes to disk first", len(self._stores))
@@ -386,6 +414,16 @@ class Saver:
         """Whether there is still something to write, or to wait for."""
         return store.unsaved() is not None and not store.is_hopeless(self._options.linger_s)
 
+    def _is_needed(self, store: StoreSaver) -> bool:
+        """Whether a saver that was told to end has still something to do.
+
+        Who ends a job's saver ends its trainers, and a trainer that is told to end saves once more; then its memory is
+        freed, if all is on disk.
+        """
+        if self._is_unfinished(store):
+            return True
+        return self._options.stays and (store.view.trainer_alive() or store.unsaved() is None)
+
     def _drop(self, store: StoreSaver) -> None:
         """End as a store's saver, unless a new trainer has come meanwhile and relies on this one."""
         store.tell_missing()
@@ -408,10 +446,10 @@ class Saver:
 
 
 @contextlib.contextmanager
-def _awake_by_signals(stop: Callable[[], None]) -> Iterator[int]:
-    """Call `stop` at SIGTERM and SIGINT; yields a descriptor that is readable then."""
+def _awake_by_signals(handlers: Mapping[int, Callable[[], None]]) -> Iterator[int]:
+    """Call the handlers of signals; yields a descriptor that is readable then."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    former = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    former = {number: signal.signal(number, lambda number, _: handlers[number]()) for number in handlers}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         yield reading
@@ -423,13 +461,22 @@ def _awake_by_signals(stop: Callable[[], None]) -> Iterator[int]:
         os.close(writing)
 
 
-def serve_job(job: str, on_ready: Callable[[], None] = lambda: None, roots: Sequence[Path] = (SHARED_MEMORY,)) -> None:
+def serve_job(
+    job: str,
+    on_ready: Callable[[], None] = lambda: None,
+    roots: Sequence[Path] = (SHARED_MEMORY,),
+    stop_reason: Callable[[], str] = str,
+) -> None:
     """Serve all stores of a job on this host, until SIGTERM. For a job step of its own.
+
+    At SIGTERM it ends when no trainer lives and what is newest is on disk; the end of a step gives `KillWait` for that.
+    At SIGUSR1, and when `stop_reason` says so, trainers are asked to save once more and to end.
 
     Args:
         job: Slurm's id; the leader's in a heterogeneous job.
         on_ready: called once, when it serves.
         roots: where stores are.
+        stop_reason: why trainers are to stop; "" as long as they are not. Asked again and again.
     """
     _be_modest(0)
     prefix = f"{stores_prefix()}{job}-"
@@ -438,7 +485,7 @@ def serve_job(job: str, on_ready: Callable[[], None] = lambda: None, roots: Sequ
         files = [one for root in roots for one in list_stores(root, prefix)]
         return [one.path for one in files if not one.path.name.startswith(".")]
 
-    Saver(find, None, Options(stays=True)).run(on_ready)
+    Saver(find, None, Options(stays=True), stop_reason).run(on_ready)
 
 
 def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:

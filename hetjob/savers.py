@@ -65,7 +65,7 @@ def start(
     # One saver that ends, or one node that fails, is no reason to end the others.
     options += ["--mem=0", "--gres=none", "--kill-on-bad-exit=0", "--no-kill", "--job-name=hetstream-ckpt"]
     output = job.savers / "step.log"
-    step = client.start_step(options, [*program, "ckpt", "saver", "--job"], output, in_background=True)
+    step = client.start_step(options, [*program, "ckpt", "saver"], output, in_background=True)
     deadline = time.monotonic() + limit_s
     while len(list(job.savers.glob("*.ready"))) < job.num_nodes:
         ended = step.poll()

@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -162,7 +162,8 @@ def _is_foreign(name: str) -> bool:
     maker = re.match(r"torch_(\d+)_", name)
     if maker:
         return _is_elsewhere(int(maker[1]))
-    return any(f"/dev/shm/{name}" in maps for maps in _maps_elsewhere())
+    path = f"/dev/shm/{name}"
+    return any(path in maps for maps in _maps_elsewhere()) or any(path in link for link in _links_elsewhere())
 
 
 def _is_elsewhere(pid: int) -> bool:
@@ -175,6 +176,16 @@ def _is_elsewhere(pid: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _links_elsewhere() -> Iterator[str]:
+    """Paths of the files that processes elsewhere have open: a store's lock is held before anything is mapped."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and _is_elsewhere(int(entry)):
+            with suppress(OSError):
+                for number in os.listdir(f"/proc/{entry}/fd"):
+                    with suppress(OSError):
+                        yield os.readlink(f"/proc/{entry}/fd/{number}")
 
 
 def _maps_elsewhere() -> Iterator[str]:

@@ -11,6 +11,7 @@ _ACTIONS = {
     "verify": "read checkpoints and compare their checksums",
     "gc": "remove what dead jobs left in memory, and unfinished checkpoints",
     "convert": "turn checkpoints into other formats, and others into checkpoints",
+    "saver": "write a job's generations from memory to disk until the job ends",
     "start": "start the savers of this job (for batch scripts)",
 }
 

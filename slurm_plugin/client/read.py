@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from slurm_plugin.client import parse_json, parse_text
 from slurm_plugin.client.model import Job, Node, Partition, Snapshot
 from slurm_plugin.client.run import run_slurm
+from slurm_plugin.client.values import moment
 from slurm_plugin.errors import UnsupportedSlurm
 
 OLDEST = (22, 5)
@@ -69,6 +70,16 @@ class CommandReader:
             return tuple(job for job in found if job.is_pending or job.is_running)
         states = ["--states=all"] if ended else []
         return parse_text.parse_jobs(self._run("squeue", "--all", *states, "--noheader", "-O", parse_text.job_format()))
+
+    def living_jobs(self, uid: int) -> dict[str, str]:
+        """Jobs of a user that are not over: id of each (of array tasks and components, their own) and state."""
+        lines = self._run("squeue", "--all", "--noheader", f"--user={uid}", "--format=%A %T").splitlines()
+        return dict(line.split(maxsplit=1) for line in lines if line.strip())
+
+    def end_s(self, job_id: str) -> float | None:
+        """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
+        said = self._run("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").split()
+        return moment(said[0]) if said else None
 
     def _nodes(self, release: tuple[int, int]) -> tuple[Node, ...]:
         if release >= _JSON_IN_SCONTROL:

@@ -23,11 +23,11 @@ from slurm_plugin.client.read import CommandReader, release_of
 from slurm_plugin.client.retry import with_retries
 from slurm_plugin.client.run import EXIT_NOT_FOUND, run_slurm
 
-# Variables that say which job this is and how to reach its controller. Every other SLURM_ variable describes the
-# surrounding batch script or step, and srun would take it as an option of the new step.
+# Variables that say which job this is, which start of it, and how to reach its controller. Every other SLURM_ variable
+# describes the surrounding batch script or step, and srun would take it as an option of the new step.
 _KEEP = re.compile(
     r"SLURM_(CONF|CONF_SERVER|JOB_ID|JOBID|JOB_UID|JOB_USER|JOB_NODELIST\w*|JOB_NUM_NODES\w*|HET_SIZE|"
-    r"JOB_ID_HET_GROUP_\d+|CLUSTER_NAME|WORKING_CLUSTER|SUBMIT_DIR|SUBMIT_HOST|NODE_ALIASES)$"
+    r"JOB_ID_HET_GROUP_\d+|CLUSTER_NAME|RESTART_COUNT|WORKING_CLUSTER|SUBMIT_DIR|SUBMIT_HOST|NODE_ALIASES)$"
 )
 
 
@@ -161,9 +161,11 @@ class CommandSlurm:
 
     def living_jobs(self) -> dict[str, str]:
         """The jobs of this user that are not over: id of each (of array tasks and components, their own) and state."""
-        argv = ["squeue", "--noheader", f"--user={os.geteuid()}", "--format=%A %T"]
-        lines = run_slurm(argv, env=self._environ, hint="Check: scontrol ping").stdout.splitlines()
-        return dict(line.split(maxsplit=1) for line in lines if line.strip())
+        return self._reader.living_jobs(os.geteuid())
+
+    def end_s(self, job_id: str) -> float | None:
+        """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
+        return self._reader.end_s(job_id)
 
     def start_step(
         self, options: Sequence[str], command: Sequence[str], log: Path, *, in_background: bool = False

@@ -526,3 +526,26 @@ def test_a_jobs_saver_serves_all_stores_that_come_and_outlives_their_trainers(be
     assert saver.wait(TIMEOUT_S) == 0
     # The job is over, all is on disk: its memory is free again.
     assert os.listdir(bench.path / "stores") == []
+
+
+def test_a_jobs_saver_passes_a_warning_on_and_waits_for_the_last_save(bench: Bench) -> None:
+    with open(bench.log, "ab") as log:
+        argv = [sys.executable, "-c", JOB_SAVER, str(bench.path / "stores")]
+        saver = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
+    bench.undo.callback(bench._end, saver)
+    assert saver.stdout
+    assert saver.stdout.readline() == b"ready\n"
+    trainer = bench.trainer()
+    trainer.say("save 10")
+    bench.until_committed((1, 10))
+    assert StoreView(trainer.store).files.stop_reason() == ""
+    saver.send_signal(signal.SIGUSR1)
+    bench.until(lambda: StoreView(trainer.store).files.stop_reason() == "SIGUSR1 came", "the warning")
+    saver.send_signal(signal.SIGTERM)
+    bench.until(lambda: "told to end" in bench.said(), "the saver's answer")
+    # Slurm ends a job's saver and its trainers at one moment: a trainer may save once more.
+    trainer.say("save 11")
+    trainer.kill()
+    assert saver.wait(TIMEOUT_S) == 0
+    bench.check_whole((1, 11))
+    assert os.listdir(bench.path / "stores") == []

@@ -56,7 +56,7 @@ def test_savers_start_beside_everything_else(tmp_path: Path, wait_until: Callabl
         "--het-group=0", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0",
         "--gres=none", "--kill-on-bad-exit=0", "--no-kill", "--job-name=hetstream-ckpt",
     )  # fmt: skip
-    assert words[words.index(PROGRAM[1]) + 1 :] == ("ckpt", "saver", "--job")
+    assert words[words.index(PROGRAM[1]) + 1 :] == ("ckpt", "saver")
     job = JobEnvironment.read(slurm.environ)
     assert stat.S_IMODE(job.savers.stat().st_mode) == 0o700
     assert ready_file(job).exists()

@@ -50,7 +50,7 @@ _NICENESS = 10
 _NOT_MEANT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # How often to see whether trainers live, and whether other ranks have written their parts.
 _IDLE_S = 0.5
-_WAITING_S = 0.1
+_WAITING_S, _WAITING_LIMIT_S = 0.1, 2.0
 # After a failure, doubling up to the limit.
 _RETRY_S, _RETRY_LIMIT_S = 5.0, 60.0
 _REPORT_S = 5.0
@@ -306,6 +306,7 @@ class Saver:
         self._stop_reason = stop_reason
         self._stopping = False
         self._is_warned = False
+        self._patience_s = _WAITING_S
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until all trainers are gone, or in a job's saver until SIGTERM; then what is newest goes to disk.
@@ -439,8 +440,14 @@ class Saver:
         poll.register(signals, select.POLLIN)
         for store in self._stores.values():
             poll.register(store.view.fileno(), select.POLLIN)
-        waiting = any(store.is_waiting for store in self._stores.values())
-        poll.poll(1000 * (_WAITING_S if waiting else _IDLE_S))
+        if not any(store.is_waiting for store in self._stores.values()):
+            self._patience_s = _WAITING_S
+            poll.poll(1000 * _IDLE_S)
+        elif poll.poll(1000 * self._patience_s):
+            self._patience_s = _WAITING_S
+        else:
+            # Every look lists a directory that many ranks share; the last to come commits for all of them.
+            self._patience_s = min(_WAITING_LIMIT_S, 1.5 * self._patience_s)
         with contextlib.suppress(BlockingIOError):
             os.read(signals, 4096)
 

@@ -351,11 +351,11 @@ def test_retention_by_the_savers(bench: Bench) -> None:
 # --- death ---------------------------------------------------------------------------------------------------------
 
 SAVER_POINTS = [point for point in POINTS if point.startswith(("saver.", "persist.", "commit."))]
-_QUICK = ("persist.writing", "persist.described", "commit.renamed")
+_QUICK = ("persist.writing", "persist.named", "persist.described", "commit.renamed", "commit.synced")
 SOME_POINTS = [pytest.param(one, marks=[] if one in _QUICK else [pytest.mark.slow]) for one in SAVER_POINTS]
 
 
-@pytest.mark.parametrize("point", SAVER_POINTS)
+@pytest.mark.parametrize("point", SOME_POINTS)
 def test_a_saver_killed_at_any_point_leaves_the_old_or_the_new_step(bench: Bench, point: str) -> None:
     num_bytes = 40 * MIB if point == "persist.writing" else MIB
     trainer = bench.trainer(num_bytes=num_bytes)

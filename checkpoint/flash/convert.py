@@ -35,7 +35,7 @@ from checkpoint.commit import commit
 from checkpoint.conversion import Kind, Source, attempt_on, choose
 from checkpoint.errors import DamagedCheckpoint, OptionsError, UnsupportedState
 from checkpoint.files import replacing, sync_directory, temporary_path
-from checkpoint.flash.shards import Parts, open_parts, part_of
+from checkpoint.flash.shards import Clash, Parts, open_parts, part_of
 from checkpoint.flash.tensors import tensor_of
 from checkpoint.flash.write import plan_state, write_state
 from checkpoint.formats.part import STRUCTURE, Format, read_part, structure_in
@@ -73,6 +73,8 @@ _ARRAY_GLOBALS = [
 # Longer lists hold no tensors each of their own.
 _MAX_ITEMS = 1 << 20
 _MAX_DEPTH = 200
+# Elements of two ranks' tensors that are compared for a note to the user.
+_MAX_COMPARED = 1 << 20
 
 
 @dataclass
@@ -142,13 +144,24 @@ def reading(source: Source, step: int | None = None, under: str = "") -> Iterato
 def _of_checkpoint(source: Source, step: int | None, stack: contextlib.ExitStack) -> Content:
     one = choose(source, step)
     parts = stack.enter_context(open_parts(one.path))
-    state = parts.tree(lambda whole: whole.read((0,) * len(whole.shape), whole.shape))
-    return Content(state, one.generation.step, one.metrics, _left_behind(parts))
+    clashes: list[Clash] = []
+    state = parts.tree(lambda whole: whole.read((0,) * len(whole.shape), whole.shape), clashes)
+    differ = sorted({clash.name.partition(".")[0] for clash in clashes if _differ(clash.taken, clash.other)})
+    notes = [f"the ranks differ in {', '.join(differ)}: rank 0's values go along, the others' do not"] if differ else []
+    return Content(state, one.generation.step, one.metrics, notes)
 
 
-def _left_behind(parts: Parts) -> list[str]:
-    keys = parts.own_keys
-    return [f"each rank has its own {', '.join(keys)}: rank 0's go along, the others' do not"] if keys else []
+def _differ(left: Any, right: Any) -> bool:
+    """Whether two values are not the same; of large tensors it is assumed."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return max(left.numel(), right.numel()) > _MAX_COMPARED or not torch.equal(left, right)
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return not np.array_equal(left, right)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) != len(right) or any(map(_differ, left, right))
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() != right.keys() or any(_differ(left[key], right[key]) for key in left)
+    return type(left) is not type(right) or bool(left != right)
 
 
 def _as_state(value: Any, path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,6 +125,14 @@ def cut(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> t
     return tensor
 
 
+class Clash(NamedTuple):
+    """A place where two ranks have values: the one that is taken, and one that is not."""
+
+    name: str
+    taken: Any
+    other: Any
+
+
 class Parts:
     """The state that all ranks saved together; a context manager that lets the checkpoint go.
 
@@ -169,25 +177,21 @@ class Parts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def tree(self, tensor: Callable[[Whole], Any]) -> dict[str, Any]:
+    def tree(self, tensor: Callable[[Whole], Any], clashes: list[Clash] | None = None) -> dict[str, Any]:
         """The state of all ranks as one tree: dicts are merged key by key; a value that several ranks have is the
         first one's.
 
         Args:
             tensor: makes a leaf from what was saved of it.
+            clashes: is given the values that were passed over, but for sharded tensors.
         """
         merged: dict[str, Any] = {}
+        found: list[Clash] = []
         for part in self._parts:
-            _merge(merged, self._decode(part, tensor))
+            _merge(merged, self._decode(part, tensor), "", found)
+        if clashes is not None:
+            clashes += [clash for clash in found if clash.name not in self.wholes]
         return merged
-
-    @property
-    def own_keys(self) -> list[str]:
-        """Top-level keys under which each rank has values of its own, and no shards of one tensor."""
-        if len(self._parts) == 1:
-            return []
-        sharded = {name.partition(".")[0] for name in self.wholes}
-        return sorted({key for part in self._parts for key in part.record.own} - sharded)
 
     def _decode(self, part: Part, tensor: Callable[[Whole], Any]) -> dict[str, Any]:
         names = self._names[part.rank]
@@ -266,12 +270,15 @@ def walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _merge(left: Any, right: Any) -> None:
+def _merge(left: Any, right: Any, path: str, clashes: list[Clash]) -> None:
     for key, value in right.items():
+        place = f"{path}.{key}" if path else str(key)
         if key not in left:
             left[key] = value
         elif isinstance(left[key], dict) and isinstance(value, dict):
-            _merge(left[key], value)
+            _merge(left[key], value, place, clashes)
+        else:
+            clashes.append(Clash(place, left[key], value))
 
 
 def open_parts(path: CheckpointPath, own_rank: int = 0, *, allow_pickle: bool = False) -> Parts:

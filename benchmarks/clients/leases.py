@@ -21,7 +21,7 @@ from benchmarks.clients.service import running
 from benchmarks.clients.window import Meter, Request, read_request
 from mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file
 from mpi_dataworkers.codec import decode, encode
-from mpi_dataworkers.dispatcher.state import LEASES_PER_WORKER, TARGET_LEASE_S
+from mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER, TARGET_LEASE_S
 from mpi_dataworkers.messages import (
     ConsumerRegistered,
     FinishLease,

@@ -5,22 +5,18 @@ The dispatcher hands out the steps that are inside the loader's window and not y
 token; a lease whose worker is lost, silent or unable to deliver is revoked and its missing steps are leased again.
 A batch is a pure function of its session and step, so making one twice is waste, never damage.
 
-A lease goes ACTIVE -> SENT -> (gone). ACTIVE: a worker makes its steps. SENT: the worker has sent them all and the
-loader has not reported all of them. From either it may be revoked. The end of an ACTIVE lease may be trimmed off, which
-fences nothing: steps that were already made are as good as any.
+Here messages are taken in, and peers come and go; which worker gets which steps is decided in `leasing.py`.
 """
 
 from __future__ import annotations
 
-import array
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
 
 from mpi_dataworkers.dispatcher import events
+from mpi_dataworkers.dispatcher.leasing import Leasing
 from mpi_dataworkers.dispatcher.records import (
     ConsumerRecord,
     ForgetDefinition,
@@ -36,7 +32,7 @@ from mpi_dataworkers.dispatcher.records import (
     WorkDone,
     WorkerRecord,
 )
-from mpi_dataworkers.dispatcher.sharing import ShareGroup, ShareGroups, different_under_one_name
+from mpi_dataworkers.dispatcher.sharing import different_under_one_name
 from mpi_dataworkers.dispatcher.status import note_rates, status_of
 from mpi_dataworkers.errors import ProtocolError
 from mpi_dataworkers.failures import StepFailures, Verdict
@@ -56,15 +52,12 @@ from mpi_dataworkers.messages import (
     Failure,
     FetchDefinition,
     FinishLease,
-    GrantLease,
-    LeaseRevoked,
     LeaveConsumer,
     LeaveWorker,
     ListedOrder,
     LoaderHeartbeat,
     LoaderStats,
     LoaderToDispatcher,
-    Membership,
     Message,
     OpenEpoch,
     ProvideDefinition,
@@ -77,15 +70,12 @@ from mpi_dataworkers.messages import (
     ShardOrder,
     Status,
     StepList,
-    StepsLost,
-    TrimLease,
     UnknownPeer,
     WorkerHeartbeat,
     WorkerRegistered,
     WorkerToDispatcher,
 )
 from mpi_dataworkers.rates import RecentRates
-from mpi_dataworkers.reorder import as_ranges
 
 # A worker is lost when it was silent this long; it sends a heartbeat every HEARTBEAT_S.
 HEARTBEAT_S = 0.5
@@ -96,31 +86,15 @@ CONSUMER_TIMEOUT_S = 15.0
 ARRIVAL_TIMEOUT_S = 5.0
 # A loader silent for longer is held up (the GIL in a long call): its reports are late, not its batches.
 LOADER_PAUSE_S = ARRIVAL_TIMEOUT_S / 2
-# A worker that could not reach a loader is not sent there again for this long.
-UNREACHABLE_S = 10.0
 # After a restart, wait at most this long for the workers of before to tell what they hold, so that the same steps are
 # not leased to others. They register as soon as their connection is back; who is later loses only what it held.
 RECOVERY_GRACE_S = 0.7
-# One lease in work and one waiting: the worker never idles for a round trip.
-LEASES_PER_WORKER = 2
-# Long enough that control costs nothing, short enough that the tail of a window is shared among workers.
-TARGET_LEASE_S = 0.02
-MAX_LEASE_STEPS = 128
-# A steal has to bring the end of the stolen lease forward by this much; what a worker does next is looked at as often.
-STEAL_GAIN_S = TARGET_LEASE_S
-# What the loader has is known this late.
-_REPORT_DELAY_S = 0.15
-# A worker that has made no step of a pass may have to load its pipeline first.
-_UNKNOWN_STEP_S = 1.0
 
 # Steps of a session whose end is not known: more than anybody reads.
 _ENDLESS = 1 << 62
 
-# Long enough for one burst of messages, which is what the server logs at a time.
-_STORY_LENGTH = 512
 
-
-class DispatcherState:
+class DispatcherState(Leasing):
     """All that the dispatcher knows.
 
     Args:
@@ -132,29 +106,15 @@ class DispatcherState:
     """
 
     def __init__(self, incarnation: int, now: float, expected: Collection[str] = ()) -> None:
-        self.workers: dict[str, WorkerRecord] = {}
-        self.consumers: dict[str, ConsumerRecord] = {}
-        self.sessions: dict[str, SessionRecord] = {}
-        self.leases: dict[int, Lease] = {}
+        super().__init__(incarnation, now, now + (RECOVERY_GRACE_S if expected else 0.0))
         self.definitions: dict[str, ProvideDefinition] = {}
         self.incarnation = incarnation
         self.started_at = now
         self.workers_seen = 0
         self.workers_replaced = 0  # of them, those that came in the place of one that had died
         self.workers_lost = 0
-        self.leases_granted = 0
-        self.leases_revoked = 0
-        self.recent = RecentRates(now, 0)  # of `leases_granted`
-        self.story: deque[events.Event] = deque(maxlen=_STORY_LENGTH)
-        self.events_told = 0
-        self._shared = ShareGroups()
         self._waiting_for_definition: dict[str, set[str]] = {}
-        # Workers that may get a lease, in the order in which they came free, by the number of leases that they have.
-        self._free: list[dict[str, None]] = [{} for _ in range(LEASES_PER_WORKER)]
-        self._token_base = incarnation << 32
         self._expected = set(expected)
-        self._grant_from = now + (RECOVERY_GRACE_S if expected else 0.0)
-        self._next_steal = now
 
     # --- entry points -----------------------------------------------------------------------------------------------
 
@@ -571,21 +531,6 @@ class DispatcherState:
         record.lost.add(step)
         return [*out, Send(record.consumer, BatchFailed(session.session_id, step, failure))]
 
-    def _grant_retries(self, now: float) -> list[Instruction]:
-        """Lease steps that failed, each alone, to data workers that have not failed them where there are such."""
-        out: list[Instruction] = []
-        for record in self.sessions.values():
-            for step in sorted(record.retries):
-                tried = record.failures[step].workers
-                able = [p for p, one in self.workers.items() if one.unreachable.get(record.consumer, 0.0) <= now]
-                fresh = [peer for peer in able if peer not in tried] or able
-                peer = next((p for free in self._free for p in free if p in fresh), None)
-                if peer is not None:
-                    record.retries.discard(step)
-                    self._hold(record, peer)
-                    out.append(self._grant_steps(peer, record, range(step, step + 1), now))
-        return out
-
     def _fetch_definition(self, peer: str, message: FetchDefinition, _: float) -> list[Instruction]:
         definition = self.definitions.get(message.definition_id)
         if definition is not None:
@@ -637,327 +582,6 @@ class DispatcherState:
                 self._forget(lease)
         return out + self._announce(now)
 
-    # --- leases -----------------------------------------------------------------------------------------------------
-
-    def _assign(self, now: float) -> list[Instruction]:
-        """Hand out leases while a worker has a free place and a session has steps to lease."""
-        out: list[Instruction] = []
-        if now < self._grant_from:
-            return out
-        if now >= self._next_steal:
-            self._next_steal = now + STEAL_GAIN_S
-            out += self._steal(now)
-        out += self._grant_retries(now)
-        out += self._grant_cached(now)
-        # Fewest leases first, so that a window is spread before anyone gets a second lease.
-        for free in self._free:
-            for peer in list(free):
-                if all(record.leasable() == 0 for record in self.sessions.values()):
-                    return out
-                worker = self.workers[peer]
-                record = self._neediest_session(peer, worker, now)
-                if record is not None:
-                    out.append(self._grant(peer, worker, record, now))
-                    if record.session.sharing is not None:
-                        out += self._grant_cached(now)
-        return out
-
-    def _note_load(self, peer: str) -> None:
-        """File a worker under the number of its leases, after each change of it: `_assign` looks at no busy one."""
-        worker = self.workers.get(peer)
-        load = LEASES_PER_WORKER if worker is None or worker.draining else worker.num_making
-        for number, free in enumerate(self._free):
-            if number == load:
-                free[peer] = None
-            else:
-                free.pop(peer, None)
-
-    def _grant_cached(self, now: float) -> list[Instruction]:
-        """Lease steps that a worker made, or is making, for another session to that worker, also beyond its share."""
-        out: list[Instruction] = []
-        for record in self.sessions.values() if self._shared else ():
-            group = self._group_of(record)
-            while group is not None and record.leasable() > 0:
-                self._follow(record, group)
-                first = record.next_step()
-                holder = group.holder(record.position(first))
-                if holder is None or not self._may_serve(self.workers[holder], record, now):
-                    break
-                out.append(self._grant(holder, self.workers[holder], record, now, MAX_LEASE_STEPS))
-        return out
-
-    def _may_serve(self, worker: WorkerRecord, record: SessionRecord, now: float) -> bool:
-        return not worker.draining and worker.unreachable.get(record.consumer, 0.0) <= now
-
-    def _group_of(self, record: SessionRecord) -> ShareGroup | None:
-        sharing = record.session.sharing
-        return self._shared.get(sharing.key) if sharing is not None else None
-
-    def _join_group(self, record: SessionRecord, message: OpenEpoch, held: list[Lease]) -> None:
-        session = record.session
-        if session.sharing is None:
-            return
-        group = self._shared.join(session.sharing.key, session.session_id)
-        shift = message.shift
-        if _follows_window(record) and not (message.consumed or message.received or held):
-            position = record.position(0) + shift
-            shift += group.enter(max(0, position)) - position
-        record.shifts = [(0, shift)]
-        for lease in held:
-            self._note_place(lease, record)
-
-    def _follow(self, record: SessionRecord, group: ShareGroup) -> None:
-        """In window mode, move a session on whose next steps have left the caches."""
-        if record.requeued or not _follows_window(record):
-            return
-        position = record.position(record.frontier)
-        moved = group.follow(position) - position
-        if moved:
-            record.shifts.append((record.frontier, record.shift(record.frontier) + moved))
-
-    def _note_place(self, lease: Lease, record: SessionRecord) -> None:
-        """A worker still makes these steps of a session, says the worker: others of the group get them there too."""
-        group = self._group_of(record)
-        if group is not None:
-            if lease.shift != record.shift(lease.first):
-                record.shifts.append((lease.first, lease.shift))
-                record.shifts.sort()
-            group.lease(record.position(lease.first), record.position(lease.stop - 1) + 1, lease.worker)
-
-    def _neediest_session(self, peer: str, worker: WorkerRecord, now: float) -> SessionRecord | None:
-        candidates = [
-            record
-            for record in self.sessions.values()
-            if record.leasable() > 0
-            and worker.unreachable.get(record.consumer, 0.0) <= now
-            and self._may_have(peer, record, now)
-        ]
-        # What another data worker holds together is taken from it last.
-        return min(candidates, key=lambda record: (record.holder not in ("", peer), record.fill()), default=None)
-
-    def _may_have(self, peer: str, record: SessionRecord, now: float) -> bool:
-        """Whether a data worker may have a lease of the session, which another one may be keeping together."""
-        holder = self.workers.get(record.holder)
-        if not record.session.kept_together or record.holder == peer or holder is None:
-            return True
-        if holder.unreachable.get(record.consumer, 0.0) > now:
-            return True
-        # One that has nothing takes a shard of one that has several; it pays for it by reading up to the position.
-        held: dict[str, set[Hashable]] = {peer: set(), record.holder: set()}
-        for other in self.sessions.values():
-            if other.holder in held and (other.leasable() > 0 or other.tokens):
-                held[other.holder].add(other.shard)
-        return not held[peer] and len(held[record.holder]) > 1
-
-    def _hold(self, record: SessionRecord, peer: str) -> None:
-        """A worker has a lease of a session that is kept together, and so of all ranks' that read the same rounds."""
-        if not record.session.kept_together or record.holder == peer:
-            return
-        record.holder = peer
-        for other in self.sessions.values() if record.reads_rounds else ():
-            if other.shard == record.shard:
-                other.holder = peer
-
-    def _grant(self, peer: str, worker: WorkerRecord, record: SessionRecord, now: float, size: int = 0) -> Send:
-        kept_together = record.session.kept_together
-        # The holder's own reader is already there.
-        goes_on = record.holder == peer and not record.requeued
-        self._hold(record, peer)
-        if size == 0:
-            share = max(1, record.leasable() // (LEASES_PER_WORKER * (1 if kept_together else len(self.workers))))
-            step_s = worker.step_s.get(record.session.session_id, record.step_s)
-            wanted = int(TARGET_LEASE_S / step_s) if step_s > 0 else 1
-            size = max(1, min(share, wanted, MAX_LEASE_STEPS))
-        if record.requeued:
-            first = record.requeued[0]
-            stop = first + 1
-            while stop - first < size and stop - first < len(record.requeued) and record.requeued[stop - first] == stop:
-                stop += 1
-        else:
-            first = record.frontier
-            stop = min(first + size, record.consumed + record.window, record.known_steps)
-        stop, cached, again = self._place(peer, record, first, stop)
-        if record.requeued:
-            record.requeued = record.requeued[stop - first :]
-        else:
-            record.frontier = stop
-        snapshot = b"" if goes_on or not kept_together else record.snapshot_at(first)
-        return self._grant_steps(peer, record, range(first, stop), now, cached, again, snapshot)
-
-    def _grant_steps(
-        self,
-        peer: str,
-        record: SessionRecord,
-        of: range,
-        now: float,
-        cached: bool = False,
-        again: bool = False,
-        snapshot: bytes = b"",
-    ) -> Send:
-        worker, first, stop = self.workers[peer], of.start, of.stop
-        self.leases_granted += 1
-        token = self._token_base + self.leases_granted
-        session = record.session
-        shift = record.shift(first)
-        self.leases[token] = Lease(token, session.session_id, peer, first, stop, now, shift, cached, begun_at=now)
-        record.tokens.add(token)
-        worker.tokens.add(token)
-        if cached:
-            worker.cached_tokens.add(token)
-        self._note_load(peer)
-        steps = _join_steps(first, stop, record.lists) if isinstance(session.order, ListedOrder) else None
-        left_out = {step: one.left_out for step, one in record.failures.items() if step in of}
-        return Send(peer, GrantLease(token, session, first, stop, steps, shift, again, left_out, snapshot))
-
-    def _place(self, peer: str, record: SessionRecord, first: int, stop: int) -> tuple[int, bool, bool]:
-        """Fit a lease of steps [first, stop) into the stream that the session shares.
-
-        Returns:
-            Where the lease must stop, so that all of it is alike; whether the worker has it in its cache, or will have;
-            whether it was leased before.
-        """
-        group = self._group_of(record)
-        if group is None:
-            return stop, False, False
-        self._follow(record, group)
-        alike = _what_is_known(group, record, first)
-        at = first + 1
-        while at < stop and _what_is_known(group, record, at) == alike:
-            at += 1
-        holder, again, _ = alike
-        cached = holder == peer
-        if not cached:
-            group.lease(record.position(first), record.position(at - 1) + 1, peer)
-        return at, cached, again
-
-    def _steal(self, now: float) -> list[Instruction]:
-        """Give workers that have nothing to do the end of leases that others have not come to.
-
-        Only where the last step is then made earlier by `STEAL_GAIN_S`, as far as the speeds are known: so steps do not
-        go back and forth, and a slow worker does not take them from a fast one.
-        """
-        out: list[Instruction] = []
-        for peer in list(self._free[0]):
-            worker = self.workers[peer]
-            if worker.tokens or any(self._has_steps_for(worker, record, now) for record in self.sessions.values()):
-                continue
-            best = max(self._thefts(worker, now), key=lambda theft: theft.gain_s, default=None)
-            if best is not None and best.gain_s >= STEAL_GAIN_S:
-                lease, record, stop = best.lease, self.sessions[best.lease.session_id], best.lease.stop
-                self._tell(
-                    events.LeaseTrimmed(
-                        **self._of_lease(lease, first_step=best.cut),
-                        to_data_worker=worker.number,
-                        cause=f"the last step is made {best.gain_s:.2f} s earlier",
-                    )
-                )
-                self._trim(lease, best.cut)
-                out.append(Send(lease.worker, TrimLease(lease.token, best.cut)))
-                out.append(self._grant_steps(peer, record, range(best.cut, stop), now))
-        return out
-
-    def _has_steps_for(self, worker: WorkerRecord, record: SessionRecord, now: float) -> bool:
-        return record.leasable() > 0 and worker.unreachable.get(record.consumer, 0.0) <= now
-
-    def _thefts(self, thief: WorkerRecord, now: float) -> Iterable[_Theft]:
-        for worker in self.workers.values():
-            ahead_s = 0.0  # until the worker comes to the part of the lease that it has not begun
-            slowest_s = 0.0
-            for place, token in enumerate(sorted(worker.tokens)):
-                lease = self.leases[token]
-                record = self.sessions.get(lease.session_id)
-                if record is None:
-                    continue
-                elapsed_s = now - lease.begun_at
-                step_s = max(worker.step_s.get(lease.session_id, record.step_s), slowest_s)
-                first = lease.first
-                if place == 0:
-                    made = len(range(lease.first, lease.stop)) - len(record.missing(range(lease.first, lease.stop)))
-                    step_s = max(step_s, (elapsed_s - _REPORT_DELAY_S) / (made + 1))
-                    first += 1 + max(made, int(elapsed_s / step_s) if step_s > 0 else 0)
-                    ahead_s = slowest_s = step_s
-                num_steps = max(0, lease.stop - first)
-                if num_steps and self._may_steal(thief, lease, record, now):
-                    thief_s = thief.step_s.get(lease.session_id, _UNKNOWN_STEP_S)
-                    end_s = ahead_s + num_steps * step_s
-                    stolen = min(num_steps, int(end_s / (thief_s + step_s)))
-                    if stolen:
-                        new_end_s = max(stolen * thief_s, ahead_s + (num_steps - stolen) * step_s)
-                        yield _Theft(lease, lease.stop - stolen, end_s - new_end_s)
-                ahead_s += num_steps * step_s
-
-    def _may_steal(self, thief: WorkerRecord, lease: Lease, record: SessionRecord, now: float) -> bool:
-        session = record.session
-        chosen = any(lease.first <= step < lease.stop for step in record.failures)  # for who has not failed it
-        any_worker_can = not session.kept_together and session.sharing is None and not chosen
-        return any_worker_can and thief.unreachable.get(record.consumer, 0.0) <= now
-
-    def _trim(self, lease: Lease, stop: int) -> None:
-        """Take the steps at or above `stop` out of a lease; whoever calls says where they go."""
-        if stop <= lease.first:
-            self._forget(lease)
-        else:
-            lease.stop, lease.trimmed = stop, True
-
-    def _requeue(self, record: SessionRecord, steps: range) -> None:
-        """Put those of the steps that are neither there nor leased first in the queue of their session."""
-        others = [range(self.leases[token].first, self.leases[token].stop) for token in record.tokens]
-        free = [step for step in record.missing(steps) if not any(step in other for other in others)]
-        record.requeued = sorted({*record.requeued, *free})
-
-    def _revoke(self, lease: Lease, reason: str, reconnect: bool = False, orderly: bool = False) -> list[Instruction]:
-        """Take a lease back and put its missing steps first in the queue of its session.
-
-        In a session that is read at most once they are lost, unless the data worker left in an orderly way.
-        """
-        self._forget(lease)
-        self.leases_revoked += 1
-        self._tell(events.LeaseRevoked(**self._of_lease(lease, lease.first), cause=reason))
-        out: list[Instruction] = []
-        if lease.worker in self.workers:
-            self.workers[lease.worker].work.leases_revoked += 1
-            out.append(Send(lease.worker, RevokeLease(lease.token, lease.session_id, reconnect, reason)))
-        record = self.sessions.get(lease.session_id)
-        if record is not None:
-            out.append(Send(record.consumer, LeaseRevoked(lease.session_id, lease.token)))
-            missing = record.missing(range(lease.first, lease.stop))
-            if missing and record.session.at_most_once and not orderly:
-                return out + self._lose_steps(record, missing)
-            self._requeue(record, range(lease.first, lease.stop))
-        return out
-
-    def _lose_steps(self, record: SessionRecord, missing: list[int]) -> list[Instruction]:
-        """Give up steps of a session that is read at most once; of a shard all that follow, too."""
-        session_id, cause = record.session.session_id, "a data worker held them, and the pass is read at most once"
-        if isinstance(record.session.order, ShardOrder):
-            self._tell(events.StepsGivenUp(session=session_id, ranges=[(missing[0], -1)], cause=cause))
-            record.end_at(missing[0])
-            return [Send(record.consumer, StepsLost(session_id, missing[0], -1))]
-        self._tell(events.StepsGivenUp(session=session_id, ranges=as_ranges(missing), cause=cause))
-        record.lost.update(missing)
-        return [Send(record.consumer, StepsLost(session_id, first, stop)) for first, stop in as_ranges(missing)]
-
-    def _forget(self, lease: Lease) -> None:
-        del self.leases[lease.token]
-        if lease.worker in self.workers:
-            self.workers[lease.worker].tokens.discard(lease.token)
-            self.workers[lease.worker].cached_tokens.discard(lease.token)
-            self._note_load(lease.worker)
-        if lease.session_id in self.sessions:
-            self.sessions[lease.session_id].tokens.discard(lease.token)
-            self.sessions[lease.session_id].sent.discard(lease.token)
-
-    def _mark_unreachable(self, lease: Lease, now: float, reason: str) -> list[Instruction]:
-        record = self.sessions.get(lease.session_id)
-        if record is None or lease.worker not in self.workers:
-            return []
-        worker, rank = self.workers[lease.worker], self.consumers[record.consumer].registration.rank
-        worker.unreachable[record.consumer] = now + UNREACHABLE_S
-        self._tell(
-            events.DataWorkerUnreachable(data_worker=worker.number, rank=rank, for_s=UNREACHABLE_S, cause=reason)
-        )
-        return self._announce(now)
-
     def refuse(self, peer: str, error: ProtocolError) -> list[Instruction]:
         """Answer what was no message, or none for a dispatcher."""
         return self._refuse(peer, "ProtocolError", str(error))
@@ -966,56 +590,6 @@ class DispatcherState:
         self._tell(events.MessageRefused(peer=peer, cause=text))
         return [Send(peer, Refused(code, text))]
 
-    # --- membership -------------------------------------------------------------------------------------------------
-
-    def _reachable_workers(self, consumer: str, now: float) -> int:
-        return sum(worker.unreachable.get(consumer, 0.0) <= now for worker in self.workers.values())
-
-    def _announce(self, now: float) -> list[Instruction]:
-        out: list[Instruction] = []
-        for peer, consumer in self.consumers.items():
-            count = self._reachable_workers(peer, now)
-            if count != consumer.announced_workers:
-                consumer.announced_workers = count
-                out.append(Send(peer, Membership(count)))
-        return out
-
-    def _tell(self, event: events.Event) -> None:
-        self.story.append(event)
-        self.events_told += 1
-
-    def _of_lease(self, lease: Lease, first_step: int) -> dict[str, Any]:
-        worker = self.workers.get(lease.worker)
-        return {
-            "lease": lease.token,
-            "session": lease.session_id,
-            "data_worker": worker.number if worker is not None else -1,
-            "first_step": first_step,
-            "stop_step": lease.stop,
-        }
-
-    def validate(self) -> None:
-        """Check the invariants; tests call it after every event.
-
-        Raises:
-            AssertionError: with the story, when one does not hold.
-        """
-        story = "\n".join(event.render() for event in self.story)
-        for load, free in enumerate(self._free):
-            loads = {p for p, worker in self.workers.items() if worker.num_making == load and not worker.draining}
-            assert set(free) == loads, f"workers with {load} leases are filed wrongly\n{story}"
-        for token, lease in self.leases.items():
-            active = lease.worker in self.workers and token in self.workers[lease.worker].tokens
-            assert active == (lease.status is LeaseStatus.ACTIVE), f"lease {token} and its worker disagree\n{story}"
-        for record in self.sessions.values():
-            leased = [s for t in record.tokens for s in range(self.leases[t].first, self.leases[t].stop)]
-            assert record.requeued == sorted(set(record.requeued)), f"requeued steps out of order\n{story}"
-            assert not set(leased) & set(record.requeued), f"a step is leased and requeued\n{story}"
-            assert not record.retries & {*leased, *record.requeued}, f"a step to be tried again is leased\n{story}"
-            covered = {*leased, *record.requeued, *record.retries}
-            lost = [s for s in record.missing(range(record.consumed, record.frontier)) if s not in covered]
-            assert not lost, f"steps {lost} are neither there nor leased nor requeued\n{story}"
-
 
 def _reason(message: RegisterWorker) -> str:
     return message.fate.reason if message.fate is not None else "ended"
@@ -1023,24 +597,6 @@ def _reason(message: RegisterWorker) -> str:
 
 def _first_line(text: str) -> str:
     return text.partition("\n")[0][:200]
-
-
-def _what_is_known(group: ShareGroup, record: SessionRecord, step: int) -> tuple[str | None, bool, int]:
-    position = record.position(step)
-    return group.holder(position), group.was_leased(position), record.shift(step)
-
-
-def _follows_window(record: SessionRecord) -> bool:
-    return record.session.sharing is not None and record.session.sharing.mode == "window"
-
-
-@dataclass(frozen=True)
-class _Theft:
-    """Steps [cut, stop) of a lease could go to an idle worker; the last step would be made `gain_s` earlier."""
-
-    lease: Lease
-    cut: int
-    gain_s: float
 
 
 def _who(loader: RegisterConsumer) -> dict[str, Any]:
@@ -1075,11 +631,6 @@ def _split_steps(steps: StepList) -> Iterable[tuple[int, bytes]]:
     for number, count in enumerate(counts):
         yield steps.first_step + number, steps.indices[offset : offset + 8 * count]
         offset += 8 * count
-
-
-def _join_steps(first: int, stop: int, lists: dict[int, bytes]) -> StepList:
-    counts = array.array("i", (len(lists[step]) // 8 for step in range(first, stop)))
-    return StepList(first, counts.tobytes(), b"".join(lists[step] for step in range(first, stop)))
 
 
 _HANDLERS: dict[type[Message], Callable[[DispatcherState, str, Any, float], list[Instruction]]] = {

@@ -8,6 +8,7 @@ from collections import Counter
 import msgspec
 import pytest
 
+from mpi_dataworkers.dispatcher import leasing
 from mpi_dataworkers.dispatcher import state as rules
 from mpi_dataworkers.dispatcher.records import (
     ForgetDefinition,
@@ -185,7 +186,7 @@ def test_lease_size_follows_the_measured_time_of_a_step() -> None:
         lease = next(one for one in state.leases.values() if one.status is LeaseStatus.ACTIVE)
         state.handle("w0", FinishLease(lease.token, 0.0001 * (lease.stop - lease.first)), 1.0)
     sizes = [lease.stop - lease.first for lease in state.leases.values() if lease.status is LeaseStatus.ACTIVE]
-    assert max(sizes) == rules.MAX_LEASE_STEPS
+    assert max(sizes) == leasing.MAX_LEASE_STEPS
 
 
 def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
@@ -574,7 +575,7 @@ def test_a_worker_that_may_be_tried_again_is_announced() -> None:
         state.handle("w0", WorkerHeartbeat([*state.workers["w0"].tokens]), now)
         state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
         state.tick(now)
-    out = state.tick(0.2 + rules.UNREACHABLE_S)
+    out = state.tick(0.2 + leasing.UNREACHABLE_S)
     assert sent(out, Membership) == [(LOADER, Membership(1))]
     assert sent(out, GrantLease)
 

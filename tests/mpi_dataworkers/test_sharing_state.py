@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mpi_dataworkers.cache import BatchCache, CachedBatch
+from mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER
 from mpi_dataworkers.dispatcher.records import Instruction, Send
 from mpi_dataworkers.dispatcher.sharing import ShareGroup
-from mpi_dataworkers.dispatcher.state import LEASES_PER_WORKER, DispatcherState
+from mpi_dataworkers.dispatcher.state import DispatcherState
 from mpi_dataworkers.messages import (
     CloseEpoch,
     FinishLease,

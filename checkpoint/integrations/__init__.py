@@ -1,0 +1,1 @@
+"""Thin, optional adapters: each imports its framework, and nothing else of hetstream imports them."""

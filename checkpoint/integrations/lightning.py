@@ -1,0 +1,78 @@
+"""PyTorch Lightning: a callback that restores at the start of `fit`, saves during it and ends it when asked to stop.
+
+    Trainer(callbacks=[FlashCheckpointCallback("ckpt")], enable_checkpointing=False).fit(module)
+
+Starting the program again goes on at the newest step. A loader with a `state_dict` (such as hetstream's) continues
+where it was; others are fast-forwarded by Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from checkpoint.flash.checkpointer import FlashCheckpointer
+
+_SHARED = ("model", "optimizers", "schedulers")
+
+
+class FlashCheckpointCallback(Callback):
+    """Saves model, optimizers, schedulers, the loop's progress, loaders and other callbacks as one record.
+
+    Args:
+        directory: of the checkpoints on disk.
+        sharded: the strategy shards the model, as FSDP does: each rank keeps its part.
+        **settings: of `FlashCheckpointer`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, sharded: bool = False, **settings: Any) -> None:
+        self._directory = directory
+        self._settings = {"shared": () if sharded else _SHARED, **settings}
+        self._checkpointer: FlashCheckpointer | None = None
+        self._saved_step = -1
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the newest generation, if there is one: Lightning has made the optimizers, and no loader yet."""
+        self._checkpointer = FlashCheckpointer(self._directory, **self._settings)
+        self._checkpointer.restore(self._state(trainer, pl_module), strict=False)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Save when it is time to, and once more when the job is asked to end."""
+        checkpointer = self._checkpointer
+        assert checkpointer is not None
+        step = trainer.global_step
+        if step == self._saved_step:
+            return  # gradients are accumulated: no step was made
+        is_due = checkpointer.should_save(step)
+        # A signal need not reach all ranks during the same step, and they must end together.
+        is_stopping = trainer.strategy.reduce_boolean_decision(checkpointer.stopping, all=False)
+        if is_due or is_stopping:
+            checkpointer.save(step, self._state(trainer, pl_module))
+            self._saved_step = step
+        if is_stopping:
+            trainer.should_stop = True
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep the generations in memory for the next start."""
+        self._close(keep_memory=isinstance(exception, Exception))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Bring the newest generation to disk."""
+        self._close(keep_memory=False)
+
+    def _close(self, *, keep_memory: bool) -> None:
+        if self._checkpointer:
+            self._checkpointer.close(keep_memory=keep_memory)
+            self._checkpointer = None
+
+    def _state(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        others = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+        return {
+            "model": pl_module,
+            "optimizers": dict(enumerate(trainer.optimizers)),
+            "schedulers": {number: one.scheduler for number, one in enumerate(trainer.lr_scheduler_configs)},
+            "fit_loop": trainer.fit_loop,
+            "callbacks": {one.state_key: one for one in others if one.state_dict()},
+        }

@@ -1,0 +1,68 @@
+"""Train with the Hugging Face Trainer; `--die-after STEP` kills itself there, after that step's save."""
+
+import argparse
+import hashlib
+import os
+import signal
+import sys
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from checkpoint.integrations.huggingface import FlashCheckpointCallback
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return {"values": torch.full((4,), index / 40), "labels": torch.tensor(float(index % 3))}
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.seen = []
+
+    def forward(self, values, labels):
+        self.seen.append(round(float(values.sum()), 3))
+        return {"loss": torch.nn.functional.mse_loss(self.layers(values)[:, 0], labels)}
+
+
+class Die(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == die_after:
+            os.kill(os.getpid(), number)
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("directory")
+parser.add_argument("--die-after", type=int, default=-1)
+parser.add_argument("--number", type=int, default=signal.SIGKILL)
+given = parser.parse_args()
+die_after, number = given.die_after, given.number
+torch.manual_seed(3)
+model = Model()
+flash = FlashCheckpointCallback(given.directory, interval=1)
+trainer = Trainer(
+    model=model,
+    args=TrainingArguments(
+        output_dir=given.directory + ".out",
+        per_device_train_batch_size=4,
+        num_train_epochs=3,
+        learning_rate=0.01,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_steps=1000,
+    ),
+    train_dataset=Numbers(),
+    callbacks=[flash, Die()],
+)
+trainer.train(resume_from_checkpoint=flash.resume_folder())
+weights = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())
+print("RESULT", hashlib.sha256(weights).hexdigest(), trainer.state.global_step, *model.seen)
+sys.stdout.flush()

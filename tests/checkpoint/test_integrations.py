@@ -1,0 +1,152 @@
+"""Lightning and the Hugging Face Trainer, killed and begun again, end with an undisturbed run's weights; Horovod."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.errors import OptionsError
+
+PROGRAMS = Path(__file__).parent / "programs"
+ROOT = Path(__file__).resolve().parents[2]
+FRAMEWORKS = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(not importlib.util.find_spec(module), reason=f"{module} is not installed")
+    )
+    for name, module in (("lightning", "lightning"), ("huggingface", "transformers"))
+]
+
+
+def train(framework: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
+    return subprocess.run(
+        [sys.executable, str(PROGRAMS / f"train_{framework}.py"), str(directory), *arguments],
+        env=environment | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(directory.parent)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def result_of(run: subprocess.CompletedProcess[str]) -> list[str]:
+    assert run.returncode == 0, run.stderr
+    return next(line for line in run.stdout.splitlines() if line.startswith("RESULT")).split()[1:]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_killed_training_goes_on_as_if_nothing_had_happened(framework: str, tmp_path: Path) -> None:
+    whole = result_of(train(framework, tmp_path / "undisturbed"))
+    # In the second of three epochs of ten steps.
+    killed = train(framework, tmp_path / "killed", "--die-after", "14")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = result_of(train(framework, tmp_path / "killed"))
+    assert resumed[:2] == whole[:2] == [whole[0], "30"]
+    assert resumed[2:] == whole[2 + 14 :], "the batches that the killed run had not had"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_training_that_is_told_to_end_saves_and_ends(framework: str, tmp_path: Path) -> None:
+    told = train(framework, tmp_path / "told", "--die-after", "7", "--number", str(int(signal.SIGTERM)))
+    assert told.returncode == 0, told.stderr
+    # Lightning has a handler of its own, which ends the program at once.
+    saved = 8 if framework == "huggingface" else 7
+    assert os.readlink(tmp_path / "told" / "latest") == f"step-{saved:010}.1"
+    resumed = result_of(train(framework, tmp_path / "told"))
+    assert resumed[1] == "30"
+    assert len(resumed) == 2 + 30 - saved
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hetstream-")] == []
+
+
+class StandIn(ModuleType):
+    """What the adapter asks of `horovod.torch`: this is rank 1 of 2, and rank 0 has sent `other`."""
+
+    def __init__(self, other: bytes, *, is_initialized: bool = True) -> None:
+        super().__init__("horovod.torch")
+        self.is_initialized = lambda: is_initialized
+        self.rank = lambda: 1
+        self.size = lambda: 2
+        self.other = other
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        other = torch.tensor([len(self.other)] if name.endswith("sizes") else list(self.other), dtype=tensor.dtype)
+        return torch.cat([other, tensor])
+
+
+@pytest.fixture
+def communicator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[StandIn], type[Any]]]:
+    """The adapter's class, beside a stand-in for Horovod."""
+    name = "checkpoint.integrations.horovod"
+
+    def make(hvd: StandIn) -> type[Any]:
+        package = ModuleType("horovod")
+        package.torch = hvd  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "horovod", package)
+        monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
+        sys.modules.pop(name, None)
+        return importlib.import_module(name).HorovodCommunicator
+
+    yield make
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("other", [b"", b"x", bytes(range(256))])
+def test_ranks_of_horovod_exchange_bytes(communicator: Callable[[StandIn], type[Any]], other: bytes) -> None:
+    ranks = communicator(StandIn(other))()
+    assert (ranks.rank, ranks.world_size) == (1, 2)
+    assert ranks.all_gather(b"mine") == [other, b"mine"]
+
+
+def test_horovod_comes_first(communicator: Callable[[StandIn], type[Any]]) -> None:
+    with pytest.raises(OptionsError, match=r"call hvd\.init\(\) first"):
+        communicator(StandIn(b"", is_initialized=False))()
+
+
+HOROVOD = """
+import sys
+import horovod.torch as hvd
+import torch
+from checkpoint import FlashCheckpointer
+from checkpoint.integrations.horovod import HorovodCommunicator
+
+hvd.init()
+model = torch.nn.Linear(2, 2)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+state = {"model": model, "rank": {"number": hvd.rank()}}
+with FlashCheckpointer(sys.argv[1], shared=("model",), ranks=HorovodCommunicator()) as ckpt:
+    start = ckpt.restore(state) or 0
+    ckpt.save(start + 1, state)
+print("RESULT", hvd.rank(), start, state["rank"]["number"], float(sum(p.sum() for p in model.parameters())))
+"""
+
+
+@pytest.mark.mpi
+def test_two_ranks_of_horovod_save_and_restore(tmp_path: Path) -> None:
+    venv = Path(os.environ.get("HETSTREAM_HOROVOD_VENV", ROOT / ".venv-horovod"))
+    if not (venv / "bin" / "horovodrun").exists():
+        pytest.skip(f"{venv} has no Horovod: .ci/install-horovod builds it")
+    (tmp_path / "train.py").write_text(HOROVOD)
+    launch = [venv / "bin" / "horovodrun", "--gloo", "-np", "2", "-H", "localhost:2", venv / "bin" / "python"]
+    results = []
+    for _ in range(2):
+        run = subprocess.run(
+            [*launch, tmp_path / "train.py", tmp_path / "ckpt"], capture_output=True, text=True, timeout=200
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        results.append(sorted(line[line.index("RESULT") :] for line in run.stdout.splitlines() if "RESULT" in line))
+    first, second = results
+    assert [line.split()[1:4] for line in first] == [["0", "0", "0"], ["1", "0", "1"]]
+    assert [line.split()[1:4] for line in second] == [["0", "1", "0"], ["1", "1", "1"]]
+    assert {line.split()[4] for line in first} == {line.split()[4] for line in second}

@@ -423,7 +423,8 @@ class Saver:
         """
         if self._is_unfinished(store):
             return True
-        return self._options.stays and (store.view.trainer_alive() or store.unsaved() is None)
+        is_over = self._options.stays or store.view.closed
+        return is_over and (store.view.trainer_alive() or store.unsaved() is None)
 
     def _drop(self, store: StoreSaver) -> None:
         """End as a store's saver, unless a new trainer has come meanwhile and relies on this one."""

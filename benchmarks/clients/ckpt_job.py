@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpoint.store_files import Identity
+
 PROGRAM = Path(__file__).with_name("ckpt_train.py")
 HETSTREAM = Path(sys.executable).with_name("hetstream")
 SAVE_EVERY = 5
@@ -184,8 +186,8 @@ class CheckpointJob:
         return found
 
     def shared_memory(self) -> list[str]:
-        """Stores of the job that are there."""
-        prefix = f"hetstream-ckpt-{os.geteuid()}-{self.job_id}-"
+        """Stores of the job that are there; a job of another cluster may have the same number."""
+        prefix = Identity(self.job_id, 0, 0, self.checkpoints).prefix
         return [name for name in os.listdir("/dev/shm") if name.lstrip(".").startswith(prefix)]
 
     def starts(self) -> list[Start]:

@@ -56,6 +56,7 @@ RNG = "_rng"
 _POLL_S = 0.01
 # A job's saver step starts with the job, and not always before its trainers.
 _JOB_SAVER_TIMEOUT_S = 30.0
+_WATCH_S = 0.5
 _SAY_WAITING_S = 30.0
 # Rare dtypes and formats aside: JSON of a state's structure, before there is one.
 _METADATA_BYTES_EACH = 256
@@ -243,19 +244,23 @@ class FlashCheckpointer:
         if not job_has_savers():
             self._spawn_saver()
             return
-        deadline_s = time.monotonic() + _JOB_SAVER_TIMEOUT_S
 
-        def wait() -> None:
-            while self._is_open and not self._store.is_saver_alive():
-                if time.monotonic() > deadline_s:
+        def watch() -> None:
+            # It may come late, and it may die: then nobody would bring anything to disk, and nobody would say so.
+            seen_s = time.monotonic()
+            while self._is_open:
+                if self._store.is_saver_alive():
+                    seen_s = time.monotonic()
+                elif time.monotonic() > seen_s + _JOB_SAVER_TIMEOUT_S:
                     _log.warning(
-                        "the job's checkpoint saver has not come within %g s: the trainer starts its own", 30.0
+                        "the job's checkpoint saver is not there since %g s: the trainer starts its own",
+                        _JOB_SAVER_TIMEOUT_S,
                     )
                     self._spawn_saver()
                     return
-                time.sleep(10 * _POLL_S)
+                time.sleep(_WATCH_S)
 
-        threading.Thread(target=wait, name="checkpoint saver watch", daemon=True).start()
+        threading.Thread(target=watch, name="checkpoint saver watch", daemon=True).start()
 
     def _spawn_saver(self) -> None:
         try:

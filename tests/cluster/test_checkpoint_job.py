@@ -98,6 +98,19 @@ def test_without_savers_of_the_job_the_next_trainer_starts_its_own(make_job: Mak
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_a_trainer_whose_jobs_saver_dies_starts_its_own(make_job: MakeJob) -> None:
+    job = make_job("saver died", steps=100_000)
+    job.wait_for_steps(SAVE_EVERY + 1)
+    job.kill_saver()
+    before = newest_on_disk(job)
+    job.wait(lambda: newest_on_disk(job) > before + 10 * SAVE_EVERY, "a checkpoint by another saver")
+    job.cancel()
+    assert newest_on_disk(job) == int(job.ledger()[-1][1])
+    assert job.shared_memory() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_signal_of_sbatch_ends_no_saver_and_reaches_trainers(make_job: MakeJob) -> None:
     job = make_job("signal", steps=100_000)
     job.wait_for_steps(SAVE_EVERY + 1)

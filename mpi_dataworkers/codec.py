@@ -7,7 +7,8 @@ Small batches of one lease share a message in the same way (`Parcel`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -16,6 +17,22 @@ from mpi_dataworkers.errors import ProtocolError
 from mpi_dataworkers.messages import PROTOCOL_VERSION, AnyMessage, Message
 
 Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """A buffer whose bytes lie in several places: they are put together where they leave from, in one copy.
+
+    Attributes:
+        nbytes: of all of them.
+        write: puts them, in order, into memory of just that size.
+    """
+
+    nbytes: int
+    write: Callable[[memoryview], None]
+
+
+Leaf = Buffer | Scattered
 
 _MAGIC = b"HET"
 _PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
@@ -57,7 +74,16 @@ def decode(frame: Buffer) -> AnyMessage:
     return message
 
 
-def fuse(buffers: Sequence[Buffer]) -> tuple[list[Buffer], list[tuple[int, int, int]]]:
+def in_one_piece(frame: Leaf) -> Buffer:
+    """The frame in one piece; only a scattered one is copied."""
+    if not isinstance(frame, Scattered):
+        return frame
+    whole = np.empty(frame.nbytes, np.uint8).data
+    frame.write(whole)
+    return whole
+
+
+def fuse(buffers: Sequence[Leaf]) -> tuple[list[Buffer], list[tuple[int, int, int]]]:
     """Lay leaf buffers out in frames: small ones together, large ones alone and uncopied.
 
     Returns:
@@ -65,12 +91,17 @@ def fuse(buffers: Sequence[Buffer]) -> tuple[list[Buffer], list[tuple[int, int, 
     """
     parcel = Parcel(shared_bytes(buffers))
     places = parcel.add(buffers)
-    return parcel.frames(), places
+    return [in_one_piece(frame) for frame in parcel.frames()], places
 
 
-def shared_bytes(buffers: Sequence[Buffer]) -> int:
+def size_of(buffer: Leaf) -> int:
+    """Its bytes."""
+    return buffer.nbytes if isinstance(buffer, Scattered | memoryview) else len(buffer)
+
+
+def shared_bytes(buffers: Sequence[Leaf]) -> int:
     """Room that the buffers take in a shared frame."""
-    sizes = (memoryview(buffer).nbytes for buffer in buffers)
+    sizes = map(size_of, buffers)
     return sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes if size < FUSE_BELOW_BYTES)
 
 
@@ -89,7 +120,7 @@ class Parcel:
     def __init__(self, room_bytes: int) -> None:
         self.num_bytes = 0
         self._shared = np.empty(room_bytes, np.uint8).data
-        self._large: list[Buffer] = []
+        self._large: list[Leaf] = []
 
     @property
     def has_large(self) -> bool:
@@ -100,7 +131,7 @@ class Parcel:
         """Whether so much fits into the shared frame."""
         return self.num_bytes + num_bytes <= self._shared.nbytes
 
-    def add(self, buffers: Sequence[Buffer]) -> list[tuple[int, int, int]]:
+    def add(self, buffers: Sequence[Leaf]) -> list[tuple[int, int, int]]:
         """Take in the buffers of a batch.
 
         Returns:
@@ -108,20 +139,22 @@ class Parcel:
         """
         places = []
         for buffer in buffers:
-            view = memoryview(buffer)
-            num_bytes = view.nbytes
+            num_bytes = size_of(buffer)
             if num_bytes >= FUSE_BELOW_BYTES:
                 self._large.append(buffer)
                 places.append((len(self._large), 0, num_bytes))
                 continue
             first = self.num_bytes
             places.append((0, first, num_bytes))
-            if num_bytes:
-                self._shared[first : first + num_bytes] = view.cast("B")
+            room = self._shared[first : first + num_bytes]
+            if isinstance(buffer, Scattered):
+                buffer.write(room)
+            elif num_bytes:
+                room[:] = memoryview(buffer).cast("B")
             self.num_bytes = first + -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return places
 
-    def frames(self) -> list[Buffer]:
+    def frames(self) -> list[Leaf]:
         """The frames, without a copy."""
         return [self._shared[: self.num_bytes], *self._large]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpi_dataworkers.codec import Buffer, Parcel, shared_bytes
+from mpi_dataworkers.codec import Leaf, Parcel, shared_bytes
 from mpi_dataworkers.messages import Batch, Batches, Delivery
 
 # What one message gathers at most: a few times what its price buys in copies, and little against a loader's window.
@@ -21,13 +21,13 @@ class Gatherer:
     """What a data worker has made for one loader and not yet sent, in order."""
 
     def __init__(self) -> None:
-        self._ready: list[tuple[Delivery, list[Buffer]]] = []
+        self._ready: list[tuple[Delivery, Sequence[Leaf]]] = []
         self._batches: list[Batch] = []
         self._parcel: Parcel | None = None
         self._since = 0.0
         self._room = 0
 
-    def place(self, buffers: Sequence[Buffer], now: float) -> list[tuple[int, int, int]]:
+    def place(self, buffers: Sequence[Leaf], now: float) -> list[tuple[int, int, int]]:
         """Find places in the open message for a batch that is `add`ed next; small buffers are copied there.
 
         Args:
@@ -45,12 +45,12 @@ class Gatherer:
         """Add the batch whose buffers were placed last."""
         self._batches.append(batch)
 
-    def add_alone(self, delivery: Delivery, frames: list[Buffer]) -> None:
+    def add_alone(self, delivery: Delivery, frames: Sequence[Leaf]) -> None:
         """Add a message of its own, behind all that was added before."""
         self._close()
         self._ready.append((delivery, frames))
 
-    def due(self, now: float, step_s: float) -> list[tuple[Delivery, list[Buffer]]]:
+    def due(self, now: float, step_s: float) -> list[tuple[Delivery, Sequence[Leaf]]]:
         """Take out what is to be sent now.
 
         Args:
@@ -65,7 +65,7 @@ class Gatherer:
         ready, self._ready = self._ready, []
         return ready
 
-    def rest(self) -> list[tuple[Delivery, list[Buffer]]]:
+    def rest(self) -> list[tuple[Delivery, Sequence[Leaf]]]:
         """Take out all that is left."""
         self._close()
         ready, self._ready = self._ready, []

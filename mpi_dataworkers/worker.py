@@ -24,7 +24,7 @@ import numpy as np
 from mpi_dataworkers.address import ServiceAddress, read_address_file
 from mpi_dataworkers.bucketing import LengthBuckets, plan_of
 from mpi_dataworkers.cache import BatchCache, CachedBatch
-from mpi_dataworkers.codec import Buffer, fuse
+from mpi_dataworkers.codec import Leaf, fuse
 from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
 from mpi_dataworkers.exchange import Exchange, Renew
@@ -308,7 +308,7 @@ class DataWorker:
             return FinishLease(lease.token, busy_s, dropped)
         return FinishLease(lease.token, busy_s, dropped, reader.snapshot, reader.snapshot_step)
 
-    def _send(self, receivers: Receivers, deliveries: Sequence[tuple[Delivery, list[Buffer]]]) -> None:
+    def _send(self, receivers: Receivers, deliveries: Sequence[tuple[Delivery, Sequence[Leaf]]]) -> None:
         for header, frames in deliveries:
             self._sender.send(receivers, header, frames)
             reach("worker.batch_sent")

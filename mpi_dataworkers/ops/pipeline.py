@@ -141,9 +141,9 @@ class Pipeline:
             SampleError: user code raised; the cause is its exception, the index -1 when it was not in one sample.
         """
         wanted = indices.tolist()
-        reads = [partial(getitem, self.dataset, index) for index in wanted]
         if not self.batched:
-            samples = self._one(reads[0], wanted[0], seeds[0], not self.thread_safe, watched)
+            read = partial(getitem, self.dataset, wanted[0])
+            samples = self._one(read, wanted[0], seeds[0], not self.thread_safe, watched)
         elif callable(getattr(self.dataset, "read_samples", None)):
             samples = self._together(self.dataset.read_samples, wanted, seeds[0], watched)
             transform = self.dataset.transform
@@ -152,6 +152,7 @@ class Pipeline:
         elif callable(getattr(self.dataset, "__getitems__", None)):
             samples = self._together(self.dataset.__getitems__, wanted, seeds[0], watched)
         else:
+            reads = [partial(getitem, self.dataset, index) for index in wanted]
             samples = self._each(reads, wanted, seeds, watched, team)
         watched.at_sample(-1)
         if self.thread_safe:

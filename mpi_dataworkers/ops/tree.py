@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch._utils
 
-from mpi_dataworkers.codec import FUSE_BELOW_BYTES, Buffer
+from mpi_dataworkers.codec import FUSE_BELOW_BYTES, Buffer, Leaf, Scattered
 from mpi_dataworkers.errors import ProtocolError, RemoteError
 
 _encoder = msgspec.msgpack.Encoder()
@@ -46,7 +46,7 @@ _NUMPY_DTYPES = {
 }  # fmt: skip
 
 
-def flatten(batch: object) -> tuple[bytes, list[Buffer]]:
+def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     """Take a batch apart.
 
     Returns:
@@ -54,15 +54,79 @@ def flatten(batch: object) -> tuple[bytes, list[Buffer]]:
         contiguous.
     """
     tensors: list[torch.Tensor] = []
-    arrays: list[Buffer] = []
+    arrays: list[Leaf] = []
     tree = _describe(batch, tensors, arrays)
-    packs = _packs(tensors) if len(tensors) >= _PACK_FROM else []
-    shapes = [tensor.shape for tensor in tensors]
-    buffers = [_pack([tensors[number] for number in pack], [shapes[number] for number in pack]) for pack in packs]
-    packed = {number for pack in packs for number in pack}
-    buffers += [_bytes_of_tensor(tensor) for number, tensor in enumerate(tensors) if number not in packed]
-    table = [(_DTYPE_NAMES[tensor.dtype], shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-    return _encoder.encode((table, packs, tree)), buffers + arrays
+    plan = _plan(tuple([tensor.dtype for tensor in tensors]), tuple([tensor.shape for tensor in tensors]))
+    buffers: list[Leaf] = [
+        Scattered(pack.num_bytes, functools.partial(pack.write, [tensors[number] for number in pack.numbers]))
+        for pack in plan.packs
+    ]
+    buffers += [_bytes_of_tensor(tensors[number]) for number in plan.alone]
+    return _encoder.encode((plan.table, plan.numbers, tree)), buffers + arrays
+
+
+@dataclass(frozen=True)
+class _Pack:
+    """Tensors that share a buffer: their bytes one after the other, in row-major order each.
+
+    Attributes:
+        numbers: which they are.
+        dtype: of all of them.
+        rest: their dimensions after the first, if they have these in common; else None.
+    """
+
+    numbers: list[int]
+    num_bytes: int
+    dtype: torch.dtype
+    rest: torch.Size | None
+
+    def write(self, tensors: list[torch.Tensor], memory: memoryview) -> None:
+        """Put them into memory of just their size."""
+        whole = torch.frombuffer(memory, dtype=self.dtype)
+        # Without reshaping each where the first dimension is all in which they differ.
+        if self.rest is None:
+            tensors = [tensor.reshape(-1) for tensor in tensors]
+        elif self.rest:
+            whole = whole.view(-1, *self.rest)
+        with torch.no_grad():
+            torch.cat(tensors, out=whole)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How tensors of some types and shapes are written.
+
+    Attributes:
+        packs: those that share a buffer.
+        alone: numbers of those with a buffer of their own.
+        table, numbers: their types and shapes, and the numbers of the packs, as they are in the spec.
+    """
+
+    packs: list[_Pack]
+    alone: list[int]
+    table: msgspec.Raw
+    numbers: msgspec.Raw
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _Plan:
+    """The small tensors of each dtype share a buffer, where they are many."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(dtypes, shapes, strict=True)]
+    for number, (dtype, size) in enumerate(zip(dtypes, sizes, strict=True)):
+        if 0 < size < FUSE_BELOW_BYTES and not dtype.is_complex:
+            by_dtype.setdefault(dtype, []).append(number)
+    packs = []
+    for dtype, numbers in by_dtype.items():
+        if len(numbers) >= _PACK_FROM:
+            rests = {shapes[number][1:] if shapes[number] else None for number in numbers}
+            rest = rests.pop() if len(rests) == 1 else None
+            packs.append(_Pack(numbers, sum(sizes[number] for number in numbers), dtype, rest))
+    packed = {number for pack in packs for number in pack.numbers}
+    alone = [number for number in range(len(dtypes)) if number not in packed]
+    table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    raw = [msgspec.Raw(_encoder.encode(part)) for part in (table, [pack.numbers for pack in packs])]
+    return _Plan(packs, alone, *raw)
 
 
 def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
@@ -156,7 +220,7 @@ def _read(spec: bytes) -> _Layout:
 _read_cached = functools.lru_cache(maxsize=64)(_read)
 
 
-def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Buffer]) -> Any:
+def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> Any:
     kind = type(value)
     if kind is torch.Tensor and value.is_cpu and value.layout is torch.strided and not value.is_quantized:
         tensors.append(value)
@@ -217,24 +281,6 @@ def _load(leaf: bytes) -> Any:
         return pickle.loads(leaf)
     except Exception as error:  # unpickling runs user code: any exception may come, and it would come again
         raise RemoteError(f"an object in the batch cannot be unpickled: {error!r}") from error
-
-
-def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Numbers of the tensors that share a buffer: the small ones of each dtype, where they are many."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        if 0 < tensor.nbytes < FUSE_BELOW_BYTES and not tensor.is_neg():
-            by_dtype.setdefault(tensor.dtype, []).append(number)
-    return [numbers for dtype, numbers in by_dtype.items() if len(numbers) >= _PACK_FROM and not dtype.is_complex]
-
-
-def _pack(tensors: list[torch.Tensor], shapes: list[torch.Size]) -> Buffer:
-    """Their bytes one after the other, in row-major order each."""
-    # Without reshaping each where the first dimension is all in which they differ.
-    rests = {shape[1:] if shape else None for shape in set(shapes)}
-    alike = len(rests) == 1 and None not in rests
-    with torch.no_grad():
-        return _bytes_of_tensor(torch.cat(tensors if alike else [tensor.reshape(-1) for tensor in tensors]))
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Buffer:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mpi_dataworkers.codec import Buffer
+from mpi_dataworkers.codec import Buffer, Leaf
 from mpi_dataworkers.errors import HetstreamError, ProtocolError
 from mpi_dataworkers.messages import Delivery, Message
 
@@ -126,7 +126,7 @@ class BatchReceiver(Protocol):
 class BatchSender(Protocol):
     """A data worker's connections to loaders, by the rails of one transport."""
 
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Buffer]) -> None:
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
         """Queue one batch, without copying large frames.
 
         Raises:

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mpi_dataworkers.codec import Buffer, decode, encode
+from mpi_dataworkers.codec import Leaf, decode, encode, in_one_piece
 from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.messages import Challenge, Delivery, Hello, Message, Proof
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
@@ -344,9 +344,9 @@ class MpiBatchSender:
         self._comm = MPI.COMM_WORLD
         self._connections: dict[str, tuple[int, int]] = {}  # rank and first tag of each receiver
 
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Buffer]) -> None:
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
         rank, tag = self._connections.get(receiver) or self._connect(receiver)
-        views = [memoryview(frame) for frame in frames]
+        views = [memoryview(in_one_piece(frame)) for frame in frames]
         envelope = msgspec.msgpack.encode(_Envelope(encode(header), [view.nbytes for view in views]))
         requests = [self._comm.Isend(envelope, rank, tag + _TO_RECEIVER)]
         requests += [self._comm.Isend(view.cast("B"), rank, tag + _FRAMES) for view in views if view.nbytes]

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Collection, Sequence
 
 from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.codec import Buffer
+from mpi_dataworkers.codec import Leaf
 from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.messages import Delivery
 from mpi_dataworkers.transports.base import BatchReceiver, BatchSender, LoaderEndpoint, PeerUnreachable, rail_of
@@ -95,7 +95,7 @@ class RailSender:
             self._senders["mpi"] = MpiBatchSender(batch_key, worker_id)
         self._chosen: dict[Receivers, int] = {}
 
-    def send(self, receivers: Receivers, header: Delivery, frames: Sequence[Buffer]) -> None:
+    def send(self, receivers: Receivers, header: Delivery, frames: Sequence[Leaf]) -> None:
         """Send a batch over the rail in use, or over the first behind it that works.
 
         Raises:

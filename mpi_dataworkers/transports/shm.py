@@ -31,7 +31,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mpi_dataworkers.codec import Buffer, decode, encode
+from mpi_dataworkers.codec import Buffer, Leaf, Scattered, decode, encode, size_of
 from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.memory import available_bytes
 from mpi_dataworkers.messages import Challenge, Delivery, Hello, Proof
@@ -360,20 +360,22 @@ class _Channel:
             raise ProtocolError("it refused this data worker's proof of the key")
         return descriptors[0]
 
-    def send(self, frames: Sequence[Buffer]) -> None:
+    def send(self, frames: Sequence[Leaf]) -> None:
         """Hand one message to the loader.
 
         Raises:
             OSError: the loader is gone, or takes nothing.
         """
-        views = [np.frombuffer(frame, dtype=np.uint8) if len(frame) else None for frame in frames]
-        table, offsets, total = lay_out([0 if view is None else view.nbytes for view in views])
+        sizes = [size_of(frame) for frame in frames]
+        table, offsets, total = lay_out(sizes)
         offset = self._room_for(total) if total > _INLINE_BYTES else None
         whole = np.empty(total, dtype=np.uint8) if offset is None else self._memory[offset : offset + total]
         whole[: len(table)] = np.frombuffer(table, dtype=np.uint8)
-        for view, at in zip(views, offsets, strict=True):
-            if view is not None:
-                whole[at : at + view.nbytes] = view
+        for frame, at, size in zip(frames, offsets, sizes, strict=True):
+            if isinstance(frame, Scattered):
+                frame.write(whole[at : at + size].data)
+            elif size:
+                whole[at : at + size] = np.frombuffer(frame, dtype=np.uint8)
         if offset is not None:
             self._send(_EXTENT + _PLACE.pack(offset, total))
         elif total <= _INLINE_BYTES:
@@ -463,7 +465,7 @@ class ShmBatchSender:
         self._worker_id = worker_id
         self._channels: dict[str, _Channel] = {}
 
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Buffer]) -> None:
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
         channel = self._channels.pop(receiver, None)
         if channel is None:
             if len(self._channels) >= _MAX_CONNECTIONS:

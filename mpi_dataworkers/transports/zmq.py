@@ -22,7 +22,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.codec import Buffer, chop, decode, encode, join
+from mpi_dataworkers.codec import Buffer, Leaf, chop, decode, encode, in_one_piece, join
 from mpi_dataworkers.errors import AuthenticationError, ProtocolError, ServiceEnded, ServiceError, ServiceUnavailable
 from mpi_dataworkers.messages import Challenge, Compressed, Delivery, Hello, Message, Proof
 from mpi_dataworkers.transports.base import (
@@ -554,11 +554,11 @@ class ZmqBatchSender:
         self._connections: dict[str, zmq.Socket[Any]] = {}
         self._compressing: set[str] = set()  # receivers that asked for it
 
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Buffer]) -> None:
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
         connection = self._connections.pop(receiver, None) or self._connect(receiver)
         self._connections[receiver] = connection  # in order of use, for `_connect`
         try:
-            whole: list[Buffer] = [encode(header), *frames]
+            whole: list[Buffer] = [encode(header), *map(in_one_piece, frames)]
             if receiver in self._compressing:
                 smaller, sizes = compress(whole)
                 whole = [encode(Compressed(sizes)), *smaller] if max(sizes) >= 0 else whole

@@ -1,6 +1,7 @@
 """`make bench-tensors`: what do 141 tensors in one batch cost more than one tensor of the same bytes?
 
-141 features are what DeepFM has. hetstream over TCP and torch's DataLoader, each against itself with one tensor.
+141 features are what DeepFM has. hetstream on two rails and torch's DataLoader, each against itself with one tensor;
+and what the program's own tensor objects cost, without any loader.
 docs/benchmarks.md explains the rows.
 """
 
@@ -15,14 +16,17 @@ from benchmarks.harness import Metric, System, Target
 
 CASES: Mapping[str, Mapping[str, Any]] = {"9.6 MB": {"num_bytes": 9_633_792}, "1 MB": {"num_bytes": 1 << 20}}
 ONE, MANY = "1 tensor", "141 tensors"
-HETSTREAM, TORCH = "hetstream tcp", "torch DataLoader"
+TCP, SHM, TORCH, ALONE = "hetstream tcp", "hetstream shm", "torch DataLoader", "made and dropped in process"
+SYSTEMS = {TCP: "tcp", SHM: "shm", TORCH: "torch", ALONE: "in-process"}
 
 METRICS = (
     Metric("batches_per_s", "batches/s", tuple(CASES)),
     Metric("cpu_ms_per_batch", "CPU-ms/batch", tuple(CASES)),
 )
 TARGETS = tuple(
-    Target(case, f"{HETSTREAM}, {MANY}", f"{HETSTREAM}, {ONE}", "cpu_ms_per_batch", at_most=1.1) for case in CASES
+    Target(case, f"{rail}, {MANY}", f"{rail}, {ONE}", "cpu_ms_per_batch", at_most=1.1)
+    for rail in (TCP, SHM)
+    for case in CASES
 )
 
 
@@ -32,7 +36,7 @@ def main() -> int:
     client = (sys.executable, "-m", "benchmarks.clients.tensors")
     systems = [
         System(f"{name}, {count}", (*client, word, count.partition(" ")[0]))
-        for name, word in ((HETSTREAM, "hetstream"), (TORCH, "torch"))
+        for name, word in SYSTEMS.items()
         for count in (ONE, MANY)
     ]
     taking_part = harness.chosen(systems, args.systems)

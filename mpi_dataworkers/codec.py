@@ -26,10 +26,12 @@ class Scattered:
     Attributes:
         nbytes: of all of them.
         write: puts them, in order, into memory of just that size.
+        join: puts them into memory of their own.
     """
 
     nbytes: int
     write: Callable[[memoryview], None]
+    join: Callable[[], Buffer]
 
 
 Leaf = Buffer | Scattered
@@ -76,11 +78,7 @@ def decode(frame: Buffer) -> AnyMessage:
 
 def in_one_piece(frame: Leaf) -> Buffer:
     """The frame in one piece; only a scattered one is copied."""
-    if not isinstance(frame, Scattered):
-        return frame
-    whole = np.empty(frame.nbytes, np.uint8).data
-    frame.write(whole)
-    return whole
+    return frame.join() if isinstance(frame, Scattered) else frame
 
 
 def fuse(buffers: Sequence[Leaf]) -> tuple[list[Buffer], list[tuple[int, int, int]]]:

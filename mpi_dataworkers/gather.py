@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from mpi_dataworkers.codec import Leaf, Parcel, shared_bytes
 from mpi_dataworkers.messages import Batch, Batches, Delivery
 
-# What one message gathers at most: a few times what its price buys in copies, and little against a loader's window.
-GATHER_BYTES = 1 << 20
+# What one message gathers at most: many times what its price buys in copies, little against a loader's window, and
+# below the 4 MiB from which NumPy asks for huge pages: most messages are not full.
+GATHER_BYTES = 3 << 20
 # No finished batch waits longer than this for company, if the steps go on taking as long as they do.
 GATHER_S = 0.001
 

@@ -1,7 +1,8 @@
-"""Batches of one or many tensors through hetstream or torch: `tensors hetstream|torch NUMBER_OF_TENSORS`."""
+"""Batches of one or many tensors: `tensors tcp|shm|torch|in-process NUMBER_OF_TENSORS`, the first two by hetstream."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -67,14 +68,18 @@ def main() -> None:
     request = read_request()
     count = int(sys.argv[2])
     torch.set_num_threads(1)
-    os.environ["HETSTREAM_TRANSPORT"] = "tcp"
+    by = sys.argv[1]
+    os.environ["HETSTREAM_TRANSPORT"] = by
     for number, (case, options) in enumerate(request.cases.items()):
         arguments: dict[str, Any] = {
             "dataset": Features(options["num_bytes"], count),
             "batch_size": BATCH_SIZE,
             "collate_fn": hand_over,
         }
-        if sys.argv[1] == "torch":
+        if by == "in-process":
+            measure(case, count, map(arguments["dataset"].__getitems__, itertools.repeat([0])), request)
+            continue
+        if by == "torch":
             os.sched_setaffinity(0, {request.producer_core})
             batches = iter(torch.utils.data.DataLoader(**arguments, num_workers=1))
             os.sched_setaffinity(0, {request.client_core})

@@ -12,7 +12,7 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
 _INT64_MAX = 2**63 - 1
 _NUMBERS = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 # So many small tensors of one dtype are worth a buffer in common: torch gathers and parts them in one call each.
@@ -57,10 +58,7 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     arrays: list[Leaf] = []
     tree = _describe(batch, tensors, arrays)
     plan = _plan(tuple([tensor.dtype for tensor in tensors]), tuple([tensor.shape for tensor in tensors]))
-    buffers: list[Leaf] = [
-        Scattered(pack.num_bytes, functools.partial(pack.write, [tensors[number] for number in pack.numbers]))
-        for pack in plan.packs
-    ]
+    buffers: list[Leaf] = [pack.of([tensors[number] for number in pack.numbers]) for pack in plan.packs]
     buffers += [_bytes_of_tensor(tensors[number]) for number in plan.alone]
     return _encoder.encode((plan.table, plan.numbers, tree)), buffers + arrays
 
@@ -80,16 +78,24 @@ class _Pack:
     dtype: torch.dtype
     rest: torch.Size | None
 
-    def write(self, tensors: list[torch.Tensor], memory: memoryview) -> None:
-        """Put them into memory of just their size."""
-        whole = torch.frombuffer(memory, dtype=self.dtype)
+    def of(self, tensors: list[torch.Tensor]) -> Scattered:
+        """The buffer of a batch's tensors."""
+        return Scattered(
+            self.num_bytes, functools.partial(self._write, tensors), functools.partial(self._join, tensors)
+        )
+
+    def _alike(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         # Without reshaping each where the first dimension is all in which they differ.
-        if self.rest is None:
-            tensors = [tensor.reshape(-1) for tensor in tensors]
-        elif self.rest:
-            whole = whole.view(-1, *self.rest)
-        with torch.no_grad():
-            torch.cat(tensors, out=whole)
+        return tensors if self.rest is not None else [tensor.reshape(-1) for tensor in tensors]
+
+    @torch.no_grad()
+    def _write(self, tensors: list[torch.Tensor], memory: memoryview) -> None:
+        whole = torch.frombuffer(memory, dtype=self.dtype)
+        torch.cat(self._alike(tensors), out=whole.view(-1, *self.rest) if self.rest else whole)
+
+    @torch.no_grad()
+    def _join(self, tensors: list[torch.Tensor]) -> Buffer:
+        return _bytes_of_tensor(torch.cat(self._alike(tensors)))
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,7 @@ _read_cached = functools.lru_cache(maxsize=64)(_read)
 
 def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> Any:
     kind = type(value)
-    if kind is torch.Tensor and value.is_cpu and value.layout is torch.strided and not value.is_quantized:
+    if kind is _TENSOR and value.is_cpu and value.layout is _STRIDED and not value.is_quantized:
         tensors.append(value)
         return "t"
     if kind is np.ndarray and value.dtype.kind in "biufc":
@@ -232,15 +238,27 @@ def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> An
     if kind in _PLAIN and not (kind is int and abs(value) > _INT64_MAX):
         return ["v", value]
     if kind is list:
-        return ["l", [_describe(item, tensors, arrays) for item in value]]
+        return ["l", _describe_all(value, tensors, arrays)]
     if kind is tuple:
-        return ["u", [_describe(item, tensors, arrays) for item in value]]
+        return ["u", _describe_all(value, tensors, arrays)]
     if kind is dict:
         keys = [["v", key] if type(key) is str else _describe(key, tensors, arrays) for key in value]
-        return ["d", keys, [_describe(item, tensors, arrays) for item in value.values()]]
+        return ["d", keys, _describe_all(value.values(), tensors, arrays)]
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return ["k", _pickle(kind), [_describe(item, tensors, arrays) for item in value]]
+        return ["k", _pickle(kind), _describe_all(value, tensors, arrays)]
     return ["p", _pickle(value)]
+
+
+def _describe_all(values: Iterable[Any], tensors: list[torch.Tensor], arrays: list[Leaf]) -> list[Any]:
+    nodes = []
+    for value in values:
+        # The leaves of most batches, without a call for each.
+        if type(value) is _TENSOR and value.is_cpu and value.layout is _STRIDED and not value.is_quantized:
+            tensors.append(value)
+            nodes.append("t")
+        else:
+            nodes.append(_describe(value, tensors, arrays))
+    return nodes
 
 
 def _build(node: Any, next_tensor: Callable[[], Any], next_buffer: Callable[[], memoryview]) -> Any:

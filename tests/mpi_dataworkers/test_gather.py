@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from mpi_dataworkers.codec import FUSE_BELOW_BYTES, Buffer, decode, encode, split
+from mpi_dataworkers.codec import FUSE_BELOW_BYTES, Leaf, Scattered, decode, encode, in_one_piece, size_of, split
 from mpi_dataworkers.gather import GATHER_BYTES, GATHER_S, Gatherer
 from mpi_dataworkers.messages import Batch, Batches, Delivery, EndOfShard
 
-Sent = list[tuple[Delivery, list[Buffer]]]
+Sent = list[tuple[Delivery, Sequence[Leaf]]]
 
 
 def made(gathered: Gatherer, step: int, buffers: list[bytes | bytearray], now: float = 0.0) -> None:
@@ -22,7 +23,7 @@ def arrived(sent: Sent) -> list[tuple[int, list[bytes]]]:
     out = []
     for header, frames in sent:
         message = decode(encode(header))
-        views = [memoryview(bytes(frame)) for frame in frames]
+        views = [memoryview(bytes(in_one_piece(frame))) for frame in frames]
         for batch in message.batches if isinstance(message, Batches) else [message]:
             if isinstance(batch, Batch):
                 out.append((batch.step, [bytes(view) for view in split(views, batch.buffers)]))
@@ -56,8 +57,8 @@ def test_fast_steps_share_a_message_and_none_exceeds_the_limit() -> None:
         made(gathered, step, [bytes(100_000)])
         sent += gathered.due(0.0, 0.0)
     sent += gathered.rest()
-    assert len(sent) == 10
-    assert max(memoryview(frames[0]).nbytes for _, frames in sent) <= GATHER_BYTES
+    assert len(sent) == 4, "31 of 100,000 bytes fit into one"
+    assert max(size_of(frames[0]) for _, frames in sent) <= GATHER_BYTES
 
 
 def test_a_slow_step_is_sent_at_once_and_a_fast_one_within_the_limit() -> None:
@@ -70,6 +71,21 @@ def test_a_slow_step_is_sent_at_once_and_a_fast_one_within_the_limit() -> None:
     ((header, _),) = gathered.due(2.0 + GATHER_S, GATHER_S / 10)
     assert isinstance(header, Batches)
     assert [batch.step for batch in header.batches] == [1, 2]
+
+
+def test_a_scattered_buffer_is_written_where_it_leaves_from() -> None:
+    def scattered(size: int) -> Scattered:
+        def write(memory: memoryview) -> None:
+            memory[:] = b"x" * size
+
+        return Scattered(size, write, lambda: b"x" * size)
+
+    gathered = Gatherer()
+    sizes = [10, FUSE_BELOW_BYTES]
+    gathered.add(Batch("s", 0, 1, 1, b"", gathered.place([scattered(size) for size in sizes], 0.0)))
+    ((header, (shared, large)),) = gathered.rest()
+    assert isinstance(large, Scattered), "a large one is left to the rail, which may have a place for it"
+    assert arrived([(header, [shared, in_one_piece(large)])]) == [(0, [b"x" * size for size in sizes])]
 
 
 def test_a_small_buffer_may_be_changed_after_it_was_placed() -> None:

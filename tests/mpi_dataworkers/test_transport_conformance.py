@@ -18,7 +18,7 @@ import torch
 import zmq
 from zmq.utils.garbage import gc as zero_copy
 
-from mpi_dataworkers.codec import Buffer, fuse, split
+from mpi_dataworkers.codec import Buffer, Scattered, fuse, split
 from mpi_dataworkers.errors import ProtocolError
 from mpi_dataworkers.messages import Batch, Batches, EndOfShard
 from mpi_dataworkers.ops.tree import flatten, unflatten
@@ -214,6 +214,16 @@ def test_many_small_tensors_are_one_frame(loader: Loader, sender: BatchSender) -
     received = loader.take()
     assert len(received.frames) == 1
     assert same(unflatten(spec, split(received.frames, places)), tree)
+
+
+@pytest.mark.parametrize("size", [(9,), (1_000,), (20, 50), ()], ids=str)
+def test_scattered_frames_arrive_as_one(loader: Loader, sender: BatchSender, size: tuple[int, ...]) -> None:
+    tree = [torch.full((*size, number + 1), float(number)) for number in range(20)]
+    spec, (buffer,) = flatten(tree)
+    assert isinstance(buffer, Scattered)
+    sender.send(loader.address, header(0, [(0, 0, buffer.nbytes)], spec), [buffer])
+    received = loader.take()
+    assert same(unflatten(spec, split(received.frames, [(0, 0, buffer.nbytes)])), tree)
 
 
 def test_everything_that_a_data_worker_delivers_passes(loader: Loader, sender: BatchSender) -> None:

@@ -211,8 +211,6 @@ class Explainer:
             return Verdict(False, "it asks for no GPU")
         if job.het:
             return Verdict(False, "it is a heterogeneous job already")
-        if job.array_job_id is not None:
-            return Verdict(False, "Slurm has no arrays of heterogeneous jobs")
         if not lacking:
             return Verdict(False, "there is room for it as it is")
         kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
@@ -235,11 +233,13 @@ class Explainer:
                 f"{start}; no node has {DEFAULT_DATA_WORKER_CPUS} CPUs for a data worker now, they would join later",
                 f"#HETSTREAM --data-workers=0-{wanted}",
             )
-        least = min(wanted, room)
+        # Slurm has no arrays of heterogeneous jobs: there they join as companions.
+        least = 0 if job.array_job_id is not None else min(wanted, room)
         counts = f"{least}-{wanted}" if least < wanted else str(wanted)
+        workers = f"{min(wanted, room)} of {wanted} data worker(s) of {DEFAULT_DATA_WORKER_CPUS} CPUs"
         return Verdict(
             True,
-            f"{start}, and {least} of {wanted} data worker(s) of {DEFAULT_DATA_WORKER_CPUS} CPUs in partition {place}",
+            f"{start}, and {workers} in partition {place}",
             f"#HETSTREAM --data-workers={counts} --data-worker-partition={place}",
         )
 

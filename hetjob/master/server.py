@@ -213,7 +213,9 @@ class SlurmLauncher:
             "--open-mode=append",
         ]
         script = f"#!/bin/sh\nexec {shlex.join(self._worker_words())}\n"
-        self._companion_job = self._client.submit(script, options)
+        # Once for each start of the job, also when the answer to the submission is lost.
+        key = f"{job_id}.{self._job.restarts}.companions"
+        self._companion_job = self._client.submit(script, options, key)
         log.info("job=%s companions=%d submitted as job=%s", job_id, count, self._companion_job)
 
     def cancel_companions(self) -> None:

@@ -135,6 +135,8 @@ def test_data_workers_would_let_it_start() -> None:
     beside = explain(pending(14), node("g0", 11, 2)).conversion
     assert beside.directive == "#HETSTREAM --data-workers=2-3 --data-worker-partition=gpu"
     assert explain(pending(14), node("g0", 4, 2)).conversion.directive == "#HETSTREAM --data-workers=0-3"
+    array = explain(pending(14, array_job_id=7, array_tasks="1-3"), node("g0", 4, 2), cpus).conversion
+    assert array.directive == "#HETSTREAM --data-workers=0-3 --data-worker-partition=cpu"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,6 @@ def test_data_workers_would_let_it_start() -> None:
         (pending(2, 3), "what a trainer keeps"),
         (pending(4), "room for it as it is"),
         (pending(32, 4), "would wait too, for GPUs"),
-        (pending(14, array_job_id=7, array_tasks="1-3"), "arrays"),
         (pending(14, het=HetComponent(7, 0)), "heterogeneous job already"),
         (pending(14, reason="JobHeldUser"), "no resource"),
     ],

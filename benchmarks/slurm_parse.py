@@ -14,9 +14,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from slurm_plugin.advise import advise
 from slurm_plugin.client import gres, hostlist, parse_json, parse_text, values
+from slurm_plugin.client.model import Partition, Snapshot
+from slurm_plugin.fragmentation import measure
+from slurm_plugin.why import Explainer
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests/slurm_plugin/fixtures"
 VERSIONS = ("22.05", "24.11", "26.05")
@@ -78,6 +83,19 @@ def nodes_in_text(version: str, count: int) -> str:
     return "\n".join(f"NodeName=node{number:04} {behind[number % len(behind)]}" for number in range(count))
 
 
+def answers(num_jobs: int, num_nodes: int) -> dict[str, Callable[[], object]]:
+    """The thinking of commands for admins over such a cluster, in which each pending job has a shape of its own."""
+    jobs = parse_text.parse_jobs(jobs_in_text(num_jobs))
+    found = parse_text.parse_nodes(nodes_in_text("26.05", num_nodes))
+    nodes = tuple(replace(node, partitions=("gpu",)) for node in found)
+    snapshot = Snapshot(time.time(), "26.05.5", "benchmark", jobs, nodes, (Partition("gpu", ()),))
+    return {
+        "hetstream frag": lambda: measure(nodes, jobs),
+        "hetstream jobs": lambda: [explain.waits_for(job) for explain in (Explainer(snapshot),) for job in jobs],
+        "hetstream advise": lambda: advise(snapshot, {}),
+    }
+
+
 def cpu_s(act: Callable[[], object], repeats: int) -> float:
     """The least CPU time of several runs, each without what the run before has remembered."""
     found = []
@@ -116,16 +134,30 @@ def main() -> int:
         took = cpu_s(lambda text=node_text: parse_text.parse_nodes(text), repeats)  # type: ignore[misc]
         rows.append({"what": f"{version} nodes, text", "bytes": len(node_text), "cpu_s": took, "limit_cpu_s": None})
     by_name = {str(row["what"]): float(row["cpu_s"] or 0) for row in rows}
+    thinking = {name: cpu_s(act, 1) for name, act in answers(num_jobs, num_nodes).items()}
     form = {"22.05": "text", "24.11": "JSON", "26.05": "JSON"}
     used = {version: text_s + by_name[f"{version} nodes, {form[version]}"] for version in VERSIONS}
     if args.json:
-        print(json.dumps({"num_jobs": num_jobs, "num_nodes": num_nodes, "rows": rows, "as_used_cpu_s": used}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "num_jobs": num_jobs,
+                    "num_nodes": num_nodes,
+                    "rows": rows,
+                    "as_used_cpu_s": used,
+                    "answers_cpu_s": thinking,
+                },
+                indent=1,
+            )
+        )
     else:
         print(f"{num_jobs:,} jobs, {num_nodes:,} nodes; CPU seconds, least of {repeats}")
         for row in rows:
             limit = f"{row['limit_cpu_s']:8.3f}" if row["limit_cpu_s"] is not None else "       -"
             size = f"{int(row['bytes'] or 0) / 1e6:8.1f} MB"
             print(f"{row['what']:<22}{size}{row['cpu_s']:8.3f} s   json.loads/split{limit} s")
+        for name, took in thinking.items():
+            print(f"{name:<22}{took:19.3f} s   after parsing")
         for version, took in used.items():
             print(f"{version} as `CommandReader.snapshot` reads it: {took:.3f} s (target: less than {TARGET_S:g} s)")
     return int(max(used.values()) >= TARGET_S)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
 from slurm_plugin.client.accounting import Usage
-from slurm_plugin.client.model import Job, Snapshot
-from slurm_plugin.fragmentation import measure_node, pending_shapes, shape_of
+from slurm_plugin.client.model import Job, Node, Snapshot
+from slurm_plugin.fragmentation import alike_nodes, measure_node, pending_shapes, shape_of
 from slurm_plugin.why import Explainer
 
 # A trainer that waits for a twentieth of its time is worth a look.
@@ -109,7 +109,12 @@ def _pending(snapshot: Snapshot) -> Iterable[Advice]:
 
 def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]:
     shapes = pending_shapes(snapshot.jobs)
-    nodes = {node.name: node for node in snapshot.nodes if node.is_usable}
+    # Nodes whose GPUs want CPUs, and how many GPUs.
+    stranded: dict[str, tuple[Node, int]] = {}
+    for alike in alike_nodes(node for node in snapshot.nodes if node.is_usable and node.gpus_free()).values():
+        measured = measure_node(alike[0], shapes)
+        if measured.stranded_gpus and measured.lacking == "CPUs":
+            stranded |= {node.name: (node, measured.stranded_gpus) for node in alike}
     served = {job.trainer for job in snapshot.jobs if job.trainer}
     for job in snapshot.jobs:
         shape = shape_of(job)
@@ -120,11 +125,11 @@ def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]
             continue
         freed, unlocked = shape.cpus - kept, 0
         for name in job.nodes:
-            node = nodes.get(name)
-            if node is None or not node.gpus_free():
+            if name not in stranded:
                 continue
+            node, before = stranded[name]
             lighter = replace(node, cpus_allocated=max(0, node.cpus_allocated - freed))
-            unlocked += measure_node(node, shapes).stranded_gpus - measure_node(lighter, shapes).stranded_gpus
+            unlocked += before - measure_node(lighter, shapes).stranded_gpus
         if unlocked > 0:
             yield Advice(
                 job.label, job.user, job.state, "shape", freed * max(1, job.num_nodes), unlocked, unlocked * 24.0,

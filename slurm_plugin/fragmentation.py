@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slurm_plugin.client.model import Job, Node
 
@@ -38,9 +38,9 @@ class Shape:
 
     def may_run_on(self, node: Node) -> bool:
         """Whether a job of this shape may use the node at all, when it is empty."""
-        if self.gpus > node.gpus or (self.gpu_type and self.gpus > node.gpus_of_type(self.gpu_type)):
-            return False
         if self.cpus > node.cpus or self.memory_mb > node.memory_mb:
+            return False
+        if self.gpus and (self.gpus > node.gpus or self.gpus > node.gpus_of_type(self.gpu_type)):
             return False
         return not self.partitions or bool(set(self.partitions) & set(node.partitions))
 
@@ -142,12 +142,27 @@ def measure(nodes: Iterable[Node], jobs: Iterable[Job]) -> Fragmentation:
     found = list(nodes)
     usable = [node for node in found if node.is_usable]
     shapes = pending_shapes(jobs)
-    measured = [measure_node(node, shapes) for node in usable]
-    assumed = tuple(
-        node.name for node in usable if node.gpus and not any(shape.gpus for shape in shapes if shape.may_run_on(node))
-    )
-    measured.sort(key=lambda one: (-one.stranded_gpus, -abs(one.indicator or 0), -one.stranded_cpus))
-    return Fragmentation(tuple(measured), tuple(node for node in found if not node.is_usable), shapes, assumed)
+    measured, assumed = [], []
+    for alike in alike_nodes(usable).values():
+        first = alike[0]
+        one = measure_node(first, shapes)
+        measured += [replace(one, node=node.name) for node in alike]
+        if first.gpus and not any(shape.gpus for shape in shapes if shape.may_run_on(first)):
+            assumed += [node.name for node in alike]
+    measured.sort(key=lambda one: (-one.stranded_gpus, -abs(one.indicator or 0), -one.stranded_cpus, one.node))
+    return Fragmentation(tuple(measured), tuple(node for node in found if not node.is_usable), shapes, tuple(assumed))
+
+
+def alike_nodes(nodes: Iterable[Node]) -> dict[tuple[object, ...], list[Node]]:
+    """Nodes that no shape tells apart; a large cluster has far fewer kinds than nodes."""
+    groups: dict[tuple[object, ...], list[Node]] = {}
+    for node in nodes:
+        key = (
+            node.partitions, node.cpus, node.cpus_allocated, node.memory_mb, node.memory_allocated_mb, node.gres,
+            node.gres_used, node.gres_drained, node.features,
+        )  # fmt: skip
+        groups.setdefault(key, []).append(node)
+    return groups
 
 
 def pending_shapes(jobs: Iterable[Job]) -> tuple[Shape, ...]:

@@ -7,13 +7,14 @@ beyond that (priorities in the making, licenses, topology, limits of accounts) i
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU
 from slurm_plugin.client.hostlist import compress
 from slurm_plugin.client.model import Job, Node, Snapshot
-from slurm_plugin.fragmentation import Shape, shape_of
+from slurm_plugin.fragmentation import Shape, alike_nodes, shape_of
 from slurm_plugin.report import duration
 
 RESOURCES = ("GPUs", "CPUs", "memory")
@@ -103,8 +104,20 @@ class Explainer:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._nodes = [node for node in snapshot.nodes if node.is_usable]
+        self._unusable = [node for node in snapshot.nodes if not node.is_usable]
+        self._kinds = list(alike_nodes(self._nodes).values())
         self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
+        self._with_gpus = {name for node in self._nodes if node.gpus for name in node.partitions}
+        # How many data workers have room in each partition.
+        self._workers = dict.fromkeys(sorted(self._up), 0)
+        for node in self._nodes:
+            for name in self._up.intersection(node.partitions):
+                self._workers[name] += node.cpus_free // DEFAULT_DATA_WORKER_CPUS
+        self._queues: dict[str, list[Job]] = {}
+        for job in sorted((job for job in snapshot.jobs if job.waits_for_resources), key=self._place):
+            for name in job.partitions:
+                self._queues.setdefault(name, []).append(job)
         self._found: dict[tuple[Shape, int, tuple[str, ...], str], tuple[list[Node], list[Blocker]]] = {}
 
     def explain(self, job: Job) -> Explanation:
@@ -146,19 +159,26 @@ class Explainer:
 
     def _look(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
         wanted = max(1, job.num_nodes)
-        eligible = [node for node in self._nodes if self._may_use(node, job)]
-        possible = [node for node in eligible if shape.may_run_on(node)]
-        rooms = [(node, shape.room_on(node)) for node in possible]
-        fits = [node for node, room in rooms if all(room.values())]
+        # Nodes of a kind are judged by their first.
+        eligible: list[list[Node]] = []
+        for alike in self._kinds:
+            named = [node for node in alike if node.name in job.required_nodes] if job.required_nodes else alike
+            if named and self._may_use(named[0], job):
+                eligible.append(named)
+        possible = [alike for alike in eligible if shape.may_run_on(alike[0])]
+        rooms = [(alike, shape.room_on(alike[0])) for alike in possible]
+        fits = [node for alike, room in rooms if all(room.values()) for node in alike]
         if len(fits) >= wanted:
             return fits, []
-        if len(possible) < wanted:
-            return fits, [_too_large(shape, wanted, eligible, possible, self._snapshot.nodes)]
+        if sum(map(len, possible)) < wanted:
+            return fits, [_too_large(shape, wanted, _flat(eligible), _flat(possible), self._unusable)]
         blockers = []
         for resource in RESOURCES:
-            others = [(node, room) for node, room in rooms if all(n for name, n in room.items() if name != resource)]
+            others = _flat(
+                alike for alike, room in rooms if all(count for name, count in room.items() if name != resource)
+            )
             if resource in rooms[0][1] and len(others) >= wanted:
-                blockers.append(_lack(resource, shape, [node for node, _ in others], wanted))
+                blockers.append(_lack(resource, shape, others, wanted))
         if not blockers:
             short = [name for name in RESOURCES if any(not room.get(name, 1) for _, room in rooms)]
             blockers.append(Blocker(short[0], f"{' and '.join(short)} are not free on the same node(s)"))
@@ -170,22 +190,13 @@ class Explainer:
     def _may_use(self, node: Node, job: Job) -> bool:
         if not set(job.partitions) & set(node.partitions) & self._up:
             return False
-        if job.required_nodes and node.name not in job.required_nodes:
-            return False
         simple = re.fullmatch(r"[\w.-]+", job.features)
         return simple is None or job.features in node.features
 
     def _in_line(self, job: Job) -> Blocker:
         """There is room: who goes first?"""
-        now_s, tier = self._snapshot.taken_s, self._tier(job)
-        ahead = [
-            other
-            for other in self._snapshot.jobs
-            if other.waits_for_resources
-            and other.job_id != job.job_id
-            and (self._tier(other), other.priority) > (tier, job.priority)
-            and set(other.partitions) & set(job.partitions)
-        ]
+        now_s = self._snapshot.taken_s
+        ahead = self._ahead(job)
         planned = [other for other in ahead if other.start_s and other.start_s > now_s]
         if planned:
             first = min(planned, key=lambda other: other.start_s or 0.0)
@@ -198,10 +209,24 @@ class Explainer:
                 f"with a limit below {left} it could go first: scontrol update JobId={job.job_id} TimeLimit=T",
             )
         if ahead:
-            first = max(ahead, key=lambda other: (self._tier(other), other.priority))
-            text = f"there is room now; {len(ahead)} job(s) are ahead, first {first.label}"
+            text = f"there is room now; {len(ahead)} job(s) are ahead, first {ahead[0].label}"
             return Blocker("priority", text, "squeue --start")
         return Blocker("scheduler", "there is room now, and no job is ahead: the next scheduling cycle starts it")
+
+    def _ahead(self, job: Job) -> list[Job]:
+        """The jobs that wait for resources in the same partitions and go first, the very first at the front."""
+        rank = (self._tier(job), job.priority)
+        found: dict[int, Job] = {}
+        for name in job.partitions:
+            queue = self._queues.get(name, [])
+            found |= {
+                other.job_id: other for other in queue[: bisect_left(queue, (-rank[0], -rank[1]), key=self._place)]
+            }
+        found.pop(job.job_id, None)
+        return sorted(found.values(), key=self._place)
+
+    def _place(self, job: Job) -> tuple[int, int]:
+        return (-self._tier(job), -job.priority)
 
     def _tier(self, job: Job) -> int:
         return max((self._tiers.get(name, 1) for name in job.partitions), default=1)
@@ -245,15 +270,15 @@ class Explainer:
 
     def _data_workers(self, trainers: Iterable[Node], kept: int) -> tuple[str, int]:
         """The partition with most room for data workers beside the trainers, and for how many."""
-        taken = {node.name: kept for node in trainers}
-        room: dict[str, int] = dict.fromkeys(self._up, 0)
-        with_gpus = {name for node in self._nodes if node.gpus for name in node.partitions}
-        for node in self._nodes:
-            count = max(0, node.cpus_free - taken.get(node.name, 0)) // DEFAULT_DATA_WORKER_CPUS
-            for name in set(node.partitions) & self._up:
-                room[name] += count
+        room = dict(self._workers)
+        for node in trainers:
+            lost = node.cpus_free // DEFAULT_DATA_WORKER_CPUS - (node.cpus_free - kept) // DEFAULT_DATA_WORKER_CPUS
+            for name in self._up.intersection(node.partitions):
+                room[name] -= lost
         # CPUs beside GPUs are for other trainers, as long as there are CPUs elsewhere.
-        place = max(sorted(room), key=lambda name: (room[name] > 0, name not in with_gpus, room[name]), default="")
+        place = max(
+            sorted(room), key=lambda name: (room[name] > 0, name not in self._with_gpus, room[name]), default=""
+        )
         return place, room.get(place, 0)
 
 
@@ -299,11 +324,11 @@ def _said_by_slurm(job: Job) -> Blocker | None:
 
 
 def _too_large(
-    shape: Shape, wanted: int, eligible: Sequence[Node], possible: Sequence[Node], everything: Sequence[Node]
+    shape: Shape, wanted: int, eligible: Sequence[Node], possible: Sequence[Node], unusable: Sequence[Node]
 ) -> Blocker:
     """Fewer nodes than it needs could run it, were they empty."""
     asks = _asks(shape)
-    out = [node.name for node in everything if not node.is_usable and shape.may_run_on(node)]
+    out = [node.name for node in unusable if shape.may_run_on(node)]
     if out:
         return Blocker(
             "nodes",
@@ -316,6 +341,10 @@ def _too_large(
         f"it needs {wanted} node(s) with {asks}; {len(possible)} of {len(eligible)} that it may use have that at all",
         "ask for less, or for another partition: hetstream frag",
     )
+
+
+def _flat(groups: Iterable[Sequence[Node]]) -> list[Node]:
+    return [node for group in groups for node in group]
 
 
 def _asks(shape: Shape) -> str:

@@ -54,6 +54,7 @@ def jobs_in_text(count: int) -> str:
             "Partition": "gpu", "State": "RUNNING" if running else "PENDING",
             "Reason": "None" if running else "Priority",
             "NumNodes": "1", "NumCPUs": str(number % 64 + 1), "NumTasks": "1", "cpus-per-task": str(number % 64 + 1),
+            "MinMemory": f"{number % 500 + 1}G",
             "tres-alloc": f"cpu={number % 64 + 1},mem={number % 500 + 1}G,node=1,billing=2",
             "tres-per-node": f"gres:gpu:h200:{number % 8 + 1}", "tres-per-task": "N/A", "tres-per-job": "N/A",
             "NodeList": f"node{number % NUM_NODES:04}" if running else "",

@@ -241,7 +241,8 @@ class Explainer:
         kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
         if kept == shape.cpus:
             return Verdict(False, f"its {shape.cpus} CPU(s) a node are what a trainer keeps")
-        trainer = replace(shape, cpus=kept)
+        per_cpu = job.memory_per_cpu_mb
+        trainer = replace(shape, cpus=kept, memory_mb=kept * per_cpu if per_cpu else shape.memory_mb)
         fits, still = self._room(trainer, job)
         if still:
             kinds = " and ".join(dict.fromkeys(blocker.kind for blocker in still))

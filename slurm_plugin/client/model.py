@@ -71,6 +71,7 @@ class Job:
         num_nodes: nodes that it has, or the least that it asks for.
         num_cpus: on all nodes together.
         memory_mb: on all nodes together.
+        memory_per_cpu_mb: None if it asks for memory in another way; it then asks for less with fewer CPUs.
         gres_per_node, gres_per_task, gres_per_job: what it asks for in each way.
         nodes: where it runs.
         shares: what it holds on each node; empty unless details were asked for.
@@ -91,6 +92,7 @@ class Job:
     num_tasks: int
     cpus_per_task: int
     memory_mb: int
+    memory_per_cpu_mb: int | None = None
     array_job_id: int | None = None
     array_tasks: str = ""
     het: HetComponent | None = None

@@ -78,6 +78,7 @@ class _Job(msgspec.Struct):
     cpus: _Num = None
     tasks: _Num = None
     cpus_per_task: _Num = None
+    memory_per_cpu: _Num = None
     tres_req_str: str | None = ""
     tres_alloc_str: str | None = ""
     tres_per_node: str | None = ""
@@ -172,6 +173,7 @@ def _job(row: _Job) -> Job:
     tasks = row.array_task_string or ("" if task_id is None else str(int(task_id)))
     array_job_id = _whole(row.array_job_id)
     limit_min = _number(row.time_limit)
+    nodes = int(asked.get("node") or _whole(row.node_count, 1))
     try:
         return Job(
             job_id=row.job_id,
@@ -180,11 +182,12 @@ def _job(row: _Job) -> Job:
             partitions=tuple(row.partition.split(",")),
             state=words[0] if words else "",
             reason="" if row.state_reason in (None, "None") else str(row.state_reason),
-            num_nodes=int(asked.get("node") or _whole(row.node_count, 1)),
+            num_nodes=nodes,
             num_cpus=_whole(row.cpus, 1),
             num_tasks=_whole(row.tasks, 1),
             cpus_per_task=_whole(row.cpus_per_task, 1),
             memory_mb=megabytes(asked.get("mem", "")),
+            memory_per_cpu_mb=_whole(row.memory_per_cpu) or None if _whole(row.cpus, 1) > nodes else None,
             array_job_id=array_job_id if array_job_id and tasks else None,
             array_tasks=tasks if array_job_id else "",
             het=HetComponent(het_job_id, _whole(row.het_job_offset)) if het_job_id else None,

@@ -21,7 +21,7 @@ FIELD_END, RECORD_END = "\x1f", "\x1e"
 # Fields of squeue, least for what the model holds; the last one ends the record.
 JOB_FIELDS = (
     "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserName", "Account", "QOS", "Partition",
-    "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "tres-alloc", "tres-per-node",
+    "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc", "tres-per-node",
     "tres-per-task", "tres-per-job", "NodeList", "SubmitTime", "EligibleTime", "StartTime", "EndTime", "TimeLimit",
     "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature", "Reservation", "Name", "WorkDir",
     "Comment",
@@ -75,6 +75,7 @@ def _job(row: Mapping[str, str]) -> Job:
         num_tasks=whole(row.get("NumTasks", ""), 1),
         cpus_per_task=whole(row.get("cpus-per-task", ""), 1),
         memory_mb=megabytes(asked.get("mem", "")),
+        memory_per_cpu_mb=_per_cpu(row, asked),
         array_job_id=int(row["ArrayJobID"]) if tasks else None,
         array_tasks=tasks,
         het=HetComponent(het_job_id, whole(row["HetJobOffset"])) if het_job_id else None,
@@ -98,6 +99,13 @@ def _job(row: Mapping[str, str]) -> Job:
         comment=text_or_empty(row.get("Comment", "")),
         work_dir=row.get("WorkDir", ""),
     )
+
+
+def _per_cpu(row: Mapping[str, str], asked: Mapping[str, str]) -> int | None:
+    """squeue shows memory of a CPU and of a node alike; the sum tells which one it is."""
+    least, whole_mb = megabytes(row.get("MinMemory", "")), megabytes(asked.get("mem", ""))
+    cpus, nodes = whole(asked.get("cpu", "")), whole(asked.get("node", ""), 1)
+    return least if least and least * cpus == whole_mb and cpus > nodes else None
 
 
 def _limit(time_s: float | None) -> float | None:

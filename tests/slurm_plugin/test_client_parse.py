@@ -248,7 +248,7 @@ def _compare_text_and_json(devcluster: Any, wait_until: Callable[..., None]) -> 
         first, gpus, per_task, array, _ = (in_text[int(job_id)] for job_id in submitted)
         assert (first.name, first.comment) == ("na|me", "a|b \x1d hetstream:key=k1")
         assert [job.count("gpu") for job in (first, gpus, per_task, array)] == [0, 2, 2, 1]
-        assert (gpus.memory_mb, gpus.num_cpus, gpus.time_limit_s) == (600, 6, 300)
+        assert (gpus.memory_mb, gpus.memory_per_cpu_mb, gpus.num_cpus, gpus.time_limit_s) == (600, 100, 6, 300)
         assert (array.num_records, array.required_nodes) == (8, ("gpu0",))
         assert sum(total(share.gres, "gpu") for share in in_json[gpus.job_id].shares) == 2
         assert slurm.find("k1") == submitted[0]

@@ -149,7 +149,12 @@ class CheckpointJob:
         left = self.shared_memory()
         # Slurm holds a requeued job back for two minutes.
         for component in (self.job_id, str(int(self.job_id) + 1)):
-            self.run("scontrol", "update", f"JobId={component}", "StartTime=now")
+            try:
+                self.run("scontrol", "update", f"JobId={component}", "StartTime=now")
+            except RuntimeError as error:
+                # The first one's change may have started both.
+                if "no longer pending" not in str(error):
+                    raise
         return left
 
     def wait_for_end(self) -> None:

@@ -28,6 +28,7 @@ POINTS = {
     "slot.allocated": "a slot file is made and has not got its name",
     "slot.placed": "a slot file has its name and holds nothing",
     "slot.begun": "a slot is marked as being written, and not a byte of it is",
+    "save.copied": "the tensors of a state are copied, nothing is said about them",
     "slot.described": "payload and metadata are written, the header is not",
     "slot.before_complete": "all but the word that makes a generation complete is written",
     "slot.complete": "a generation is complete, its lock is held and the saver knows nothing",

@@ -53,8 +53,11 @@ class _Slot:
         self.segment: Segment | None = None
         self.is_busy = False
         self.is_given_up = False
-        with contextlib.suppress(DamagedSegment):
-            self.segment = Segment.open(path, writable=True)
+        if os.path.lexists(path):
+            try:
+                self.segment = Segment.open(path, writable=True)
+            except DamagedSegment as error:
+                _log.warning("a generation in memory cannot be used: %s", error)
 
     def content(self) -> SlotContent | None:
         """The complete generation in it."""

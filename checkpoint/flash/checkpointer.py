@@ -26,9 +26,10 @@ import torch
 from checkpoint import errors
 from checkpoint.agreement import Choice, Held, Offer, agree
 from checkpoint.checksum import checksum
-from checkpoint.config import job_and_component, job_has_savers
+from checkpoint.config import directory_of_job, job_and_component, job_has_savers
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import CheckpointError, Damaged, NoCheckpoint, OptionsError
+from checkpoint.faults import reach
 from checkpoint.flash import rng
 from checkpoint.flash.device import Copier
 from checkpoint.flash.distributed import Communicator, communicator, gather
@@ -44,10 +45,10 @@ from checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory
 from checkpoint.policy.interval import agree as agree_interval
 from checkpoint.policy.retention import Retention
 from checkpoint.saver import spawn_saver
-from checkpoint.segment import join_metadata
+from checkpoint.segment import join_metadata, split_metadata
 from checkpoint.store import Store, WritableSlot
 from checkpoint.store_files import Identity, SaverStatus
-from checkpoint.structure import Record
+from checkpoint.structure import Record, read_origin
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ _POLL_S = 0.01
 _JOB_SAVER_TIMEOUT_S = 30.0
 _WATCH_S = 0.5
 _SAY_WAITING_S = 30.0
+_ON_DISK = "on disk: "
+_WHERE = {"memory": "in memory", "disk": "on disk"}
 # Rare dtypes and formats aside: JSON of a state's structure, before there is one.
 _METADATA_BYTES_EACH = 256
 
@@ -97,6 +100,7 @@ class Stats:
         num_persisted: generations that the saver has written.
         num_skipped: generations that were replaced in memory before the saver came to them.
         persist_s: how long the saver took for the last one.
+        saver_pid: of the saver that said all this; 0 before there was one.
         saver_alive: whether somebody brings generations to disk.
         saver_error: why the saver's last try failed; "" if it did not.
         interval: what `should_save` goes by, in words.
@@ -113,6 +117,7 @@ class Stats:
     num_persisted: int = 0
     num_skipped: int = 0
     persist_s: float = 0.0
+    saver_pid: int = 0
     saver_alive: bool = False
     saver_error: str = ""
     interval: str = ""
@@ -129,11 +134,41 @@ class _Counts:
     saved: Generation | None = None
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """A state that is about to be copied.
+
+    Attributes:
+        generation: what it will be.
+        slot: where it goes.
+        plan: how.
+        metadata: of the generation.
+        tensors: what is copied, one for each entry.
+        stepped: of `Leaves`.
+    """
+
+    generation: Generation
+    slot: WritableSlot
+    plan: Plan
+    metadata: bytes
+    tensors: list[torch.Tensor]
+    stepped: set[int]
+
+
 @dataclass
 class _Pending:
-    """A copy in a thread."""
+    """A copy in a thread.
 
-    thread: threading.Thread
+    Attributes:
+        taken: what is copied.
+        checksums: of the tensors as they were, where they are compared.
+        thread: that copies, once it is started.
+        errors: what it ended with.
+    """
+
+    taken: _Taken
+    checksums: list[int]
+    thread: threading.Thread | None = None
     errors: list[Exception] = field(default_factory=list)
 
 
@@ -151,7 +186,7 @@ class FlashCheckpointer:
     Every rank makes one at the same point of the program, for the same directory.
 
     Args:
-        directory: of the checkpoints on disk; one for each training.
+        directory: of the checkpoints on disk; one for each training. None: the one that the job's script names.
         shared: top-level keys of the state that are equal on every rank, such as "model" in data parallel training. On
             disk rank 0 writes them.
         interval: how often `should_save` says so: a number of steps, a rule, or None: as failures and costs suggest.
@@ -169,7 +204,7 @@ class FlashCheckpointer:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | None = None,
         *,
         shared: Collection[str] = (),
         interval: int | Every | Adaptive | None = None,
@@ -183,10 +218,14 @@ class FlashCheckpointer:
         self._shared = tuple(shared)
         self._rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
         self._ranks = ranks or communicator()
-        self._directory = CheckpointDirectory(directory)
+        path = directory_of_job() if directory is None else directory
+        if path is None:
+            raise OptionsError("no checkpoint directory: give one, or run in a job with #HETSTREAM --checkpoint=DIR")
+        self._directory = CheckpointDirectory(path)
         self._fallback = options.fallback or self._directory.path / ".memory"
         self._is_open = True
         self._flattener = Flattener(allow_pickle=options.allow_pickle)
+        self._generators = rng.Generators()
         self._copier = Copier()
         self._views = SlotViews()
         self._signature: Signature | None = None
@@ -207,6 +246,8 @@ class FlashCheckpointer:
             undo.callback(self._store.close)
             self._start_saver()
             undo.pop_all()
+        # What an earlier start has left is mapped while the program makes its model.
+        self._in_background(self._store.populate)
         self._stop = StopRequest(options.stop_signals, self._before_death)
         self._stop.install()
         atexit.register(self._at_exit)
@@ -306,43 +347,48 @@ class FlashCheckpointer:
         """
         began_s = time.perf_counter()
         self.fence()
-        slot, plan, tensors, publish = self._begin(step, state, metrics)
-        if slot is None:
-            self._counts.blocked_s = time.perf_counter() - began_s
-            return False
-        with slot:
-            self._copy(slot, plan, tensors)
-            publish(slot)
+        taken = self._take(step, state, metrics)
+        if taken:
+            with taken.slot:
+                self._copy(taken, range(len(taken.tensors)))
+                self._publish(taken)
         self._counts.blocked_s = time.perf_counter() - began_s
-        return True
+        return taken is not None
 
     def save_async(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
-        """Take the state in a thread beside the program; `fence` must come before a tensor of it is changed.
+        """Take the state in a thread beside the program; `fence` must come before an optimizer makes a step.
 
-        Plain values are taken at once, only tensors are copied later. `guard` calls `fence` before each optimizer step.
-        Arguments, results and errors are those of `save`.
+        Plain values and the tensors that are no module's parameters and in no optimizer are taken at once: only what
+        an optimizer changes is copied later. `guard` calls `fence` before each step. Arguments, results and errors are
+        those of `save`.
         """
         began_s = time.perf_counter()
         self.fence()
-        slot, plan, tensors, publish = self._begin(step, state, metrics)
-        if slot is None:
-            self._counts.blocked_s = time.perf_counter() - began_s
-            return False
-        before = self._checksums(tensors)
+        taken = self._take(step, state, metrics, finds_stepped=True)
+        if taken:
+            pending = self._pending = _Pending(taken, self._checksums(taken))
+            later = [entry for entry, leaf in enumerate(taken.plan.sources) if leaf in taken.stepped]
+            at_once = sorted({*range(len(taken.tensors))} - {*later})
 
-        def work() -> None:
+            def work() -> None:
+                try:
+                    with taken.slot:
+                        self._copy(taken, later)
+                        self._check_unchanged(pending, later)
+                        self._publish(taken)
+                except Exception as error:  # noqa: BLE001, a thread's end: `fence` raises it
+                    pending.errors.append(error)
+
             try:
-                with slot:
-                    self._copy(slot, plan, tensors)
-                    self._check_unchanged(plan, before, self._checksums(tensors))
-                    publish(slot)
-            except Exception as error:  # noqa: BLE001, a thread's end: `fence` raises it
-                pending.errors.append(error)
-
-        pending = self._pending = _Pending(threading.Thread(target=work, name="checkpoint copy"))
-        pending.thread.start()
+                self._copy(taken, at_once)
+                pending.thread = threading.Thread(target=work, name="checkpoint copy")
+                pending.thread.start()
+            except BaseException:
+                self._pending = None
+                taken.slot.abandon()
+                raise
         self._counts.blocked_s = time.perf_counter() - began_s
-        return True
+        return taken is not None
 
     def fence(self) -> None:
         """Wait until the copy of `save_async` is done; without one, nothing.
@@ -353,7 +399,8 @@ class FlashCheckpointer:
         pending, self._pending = self._pending, None
         if pending:
             began_s = time.perf_counter()
-            pending.thread.join()
+            if pending.thread:
+                pending.thread.join()
             self._counts.blocked_s += time.perf_counter() - began_s
             if pending.errors:
                 raise pending.errors[0]
@@ -362,43 +409,52 @@ class FlashCheckpointer:
         """Call `fence` before each step of an optimizer, until the checkpointer is closed."""
         self._guards.append(optimizer.register_step_pre_hook(lambda *_: self.fence()))
 
-    def _begin(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
-    ) -> tuple[WritableSlot | None, Plan, list[torch.Tensor], Callable[[WritableSlot], None]]:
-        """All of a save that comes before the copy; what is left of it is the last result."""
+    def _take(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        *,
+        finds_stepped: bool = False,
+    ) -> _Taken | None:
+        """All of a save that comes before the copy; None: there is no slot for it."""
         self._check_open()
         if not isinstance(step, int) or step < 0:
             raise OptionsError(f"step={step!r}: a number of steps, 0 or more")
         self._tell_saver_errors()
-        leaves = self._flatten(state)
+        leaves = self._flatten(state, finds_stepped=finds_stepped)
         plan = self._plan_of(leaves)
-        generation = Generation(self._attempt, step)
         metadata = self._metadata(leaves, plan, metrics or {})
-
-        def publish(slot: WritableSlot) -> None:
-            slot.publish(generation, metadata, plan.layout.digest)
-            self._counts.num_saves += 1
-            self._counts.num_bytes = plan.layout.payload_bytes
-            self._counts.saved = generation
-
         try:
             slot = self._store.begin(plan.layout.payload_bytes, len(metadata))
         except (errors.SharedMemoryFull, OSError) as error:
             self._counts.num_failed += 1
             _log.error("step %d is not saved, training goes on: %s", step, error)
-            return None, plan, [], publish
+            return None
         self._counts.waited_s = slot.waited_s
+        self._counts.copied_s = 0.0
         tensors = plan.tensors_to_copy(leaves.tensors)
         self._copier.begin(tensors)
-        return slot, plan, tensors, publish
+        return _Taken(Generation(self._attempt, step), slot, plan, metadata, tensors, leaves.stepped)
 
-    def _copy(self, slot: WritableSlot, plan: Plan, tensors: list[torch.Tensor]) -> None:
-        destinations = self._views.destinations(slot.segment, slot.payload, plan)
+    def _copy(self, taken: _Taken, entries: Sequence[int]) -> None:
+        destinations = self._views.destinations(taken.slot.segment, taken.slot.payload, taken.plan)
+        tensors = taken.tensors
+        if len(entries) < len(tensors):
+            destinations = [destinations[entry] for entry in entries]
+            tensors = [tensors[entry] for entry in entries]
         began_s = time.perf_counter()
         self._copier.copy(destinations, tensors)
-        self._counts.copied_s = time.perf_counter() - began_s
+        self._counts.copied_s += time.perf_counter() - began_s
 
-    def _flatten(self, state: Mapping[str, Any]) -> Leaves:
+    def _publish(self, taken: _Taken) -> None:
+        reach("save.copied")
+        taken.slot.publish(taken.generation, taken.metadata, taken.plan.layout.digest)
+        self._counts.num_saves += 1
+        self._counts.num_bytes = taken.plan.layout.payload_bytes
+        self._counts.saved = taken.generation
+
+    def _flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False) -> Leaves:
         if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
             raise OptionsError(f"a state is a dict with names as keys, such as {{'model': model}}, not {_short(state)}")
         if RNG in state:
@@ -406,16 +462,18 @@ class FlashCheckpointer:
         unknown = [key for key in self._shared if key not in state]
         if unknown:
             raise OptionsError(f"shared={self._shared}: the state has no {', '.join(unknown)}, only {', '.join(state)}")
-        return self._flattener.flatten({**state, RNG: rng.capture()})
+        return self._flattener.flatten({**state, RNG: self._generators.capture()}, finds_stepped=finds_stepped)
 
     def _plan_of(self, leaves: Leaves) -> Plan:
         signature = Signature.of(leaves)
-        if self._plan is None or signature != self._signature:
+        former = self._signature
+        if self._plan is None or former is None or signature != former:
+            self._plan = make_plan(leaves, self._shared)
+        elif signature.addresses != former.addresses and not self._plan.fits(signature.addresses):
             plan = make_plan(leaves, self._shared)
-            # An equal plan is the same one, so that the slots' views stay: tensors may just have new addresses.
-            if self._plan is None or not plan.is_like(self._plan):
-                self._plan = plan
-            self._signature = signature
+            # An equal plan is the same one, so that the slots' views stay.
+            self._plan = self._plan if plan.is_like(self._plan) else plan
+        self._signature = signature
         return self._plan
 
     def _metadata(self, leaves: Leaves, plan: Plan, metrics: Mapping[str, float]) -> bytes:
@@ -431,22 +489,25 @@ class FlashCheckpointer:
         )
         return join_metadata(plan.layout.to_json(), structure)
 
-    def _checksums(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def _checksums(self, taken: _Taken) -> list[int]:
         if not self._options.check_async:
             return []
         with torch.no_grad():
-            plain = (one.detach().cpu().resolve_conj().resolve_neg() for one in tensors)
+            plain = (one.detach().cpu().resolve_conj().resolve_neg() for one in taken.tensors)
             rows = (one.clone(memory_format=torch.contiguous_format).reshape(-1) for one in plain)
             return [checksum(one.view(torch.uint8).numpy().tobytes()) for one in rows]
 
-    def _check_unchanged(self, plan: Plan, before: list[int], after: list[int]) -> None:
-        changed = [
-            entry.name for entry, old, new in zip(plan.layout.entries, before, after, strict=False) if old != new
+    def _check_unchanged(self, pending: _Pending, entries: Sequence[int]) -> None:
+        if not pending.checksums:
+            return
+        now = self._checksums(pending.taken)
+        names = [
+            pending.taken.plan.layout.entries[entry].name for entry in entries if now[entry] != pending.checksums[entry]
         ]
-        if changed:
+        if names:
             raise CheckpointError(
-                f"{len(changed)} tensor(s) changed while save_async copied them: {', '.join(changed[:5])}. The save "
-                "was given up. Call fence() before anything changes the state: guard(optimizer) does so for each step"
+                f"{len(names)} tensor(s) changed while save_async copied them: {', '.join(names[:5])}. The save was "
+                "given up. Call fence() before anything changes the state: guard(optimizer) does so for each step"
             )
 
     # Preparing
@@ -461,16 +522,21 @@ class FlashCheckpointer:
         plan = self._plan_of(leaves)
         payload_bytes = plan.layout.payload_bytes + sum(map(_bytes_to_come, state.values()))
         metadata_bytes = len(self._metadata(leaves, plan, {})) + _METADATA_BYTES_EACH * len(leaves.tensors)
-        if self._preparing:
-            self._preparing.join()
+        self._in_background(lambda: self._store.prepare(payload_bytes, metadata_bytes))
+
+    def _in_background(self, act: Callable[[], None]) -> None:
+        """Do something with the memory beside the program, after what was begun before."""
+        former = self._preparing
 
         def work() -> None:
+            if former:
+                former.join()
             try:
-                self._store.prepare(payload_bytes, metadata_bytes)
+                act()
             except (CheckpointError, OSError) as error:
                 _log.warning("there is no memory for checkpoints yet: %s", error)
 
-        self._preparing = threading.Thread(target=work, name="checkpoint prepare", daemon=True)
+        self._preparing = threading.Thread(target=work, name="checkpoint memory", daemon=True)
         self._preparing.start()
 
     # Restoring
@@ -489,6 +555,7 @@ class FlashCheckpointer:
 
         Raises:
             StateMismatch: the layout of the state has changed; every difference is named. Nothing is restored.
+            NoCheckpoint: there are checkpoints on disk, and none of them can be used.
         """
         self._check_open()
         self.fence()
@@ -522,7 +589,11 @@ class FlashCheckpointer:
         return step
 
     def load(self) -> Loaded | None:
-        """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it."""
+        """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it.
+
+        Raises:
+            NoCheckpoint: there are checkpoints on disk, and none of them can be used.
+        """
         self._check_open()
         self.fence()
         done: list[Loaded] = []
@@ -548,6 +619,7 @@ class FlashCheckpointer:
         """
         offer = self._offer()
         said: set[str] = set()
+        is_on_disk = any(gather(self._ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
         while True:
             choice = agree(gather(self._ranks, offer))
             for note in choice.notes:
@@ -555,6 +627,13 @@ class FlashCheckpointer:
                     _log.warning("%s", note)
                     said.add(note)
             if choice.generation is None:
+                if is_on_disk:
+                    path = self._directory.path
+                    raise NoCheckpoint(
+                        f"none of the checkpoints in {path} can be used, and training does not begin anew without "
+                        f"being told: {'; '.join(choice.notes)}. See hetstream ckpt verify {path}; to begin anew, give "
+                        "another directory"
+                    )
                 return
             problem = self._try(choice, attempt)
             if problem is None:
@@ -579,7 +658,7 @@ class FlashCheckpointer:
                     going = attempt(parts, choice)
                     next(going)
                 except (Damaged, NoCheckpoint, errors.MissingRanks) as error:
-                    problem = f"{generation} in {choice.sources[rank]} is not usable: {error}"
+                    problem = f"{generation} {_WHERE[choice.sources[rank]]} is not usable: {error}"
                     return 1
                 return 0
 
@@ -594,17 +673,17 @@ class FlashCheckpointer:
         for content in self._store.held():
             generation = content.header.generation
             try:
-                with open_memory(self._store, generation) as parts:
-                    record = parts[0].record
-            except (Damaged, NoCheckpoint) as error:
+                with self._store.read(content) as segment:
+                    origin = read_origin(split_metadata(segment.metadata)[1])
+            except Damaged as error:
                 problems.append(str(error))
             else:
-                if record.rank == self._ranks.rank:
-                    memory.append(Held(generation, record.world_size))
+                if origin.rank == self._ranks.rank:
+                    memory.append(Held(generation, origin.world_size))
         disk = []
         for checkpoint in self._directory.scan():
             if checkpoint.problem:
-                problems.append(f"{checkpoint.generation} on disk: {checkpoint.problem}")
+                problems.append(f"{_ON_DISK}{checkpoint.generation} is not usable: {checkpoint.problem}")
             else:
                 disk.append(Held(checkpoint.generation, checkpoint.world_size))
         return Offer(memory, disk, problems)
@@ -683,6 +762,7 @@ class FlashCheckpointer:
             num_persisted=status.num_persisted if status else 0,
             num_skipped=status.num_skipped if status else 0,
             persist_s=status.persist_s if status else 0.0,
+            saver_pid=status.pid if status else 0,
             saver_alive=self._is_open and self._store.is_saver_alive(),
             saver_error=status.error if status else "",
             interval=self._schedule.decision.reason if self._schedule else "",
@@ -794,6 +874,10 @@ class FlashCheckpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         is_crash = kind is not None and issubclass(kind, Exception)
         self.close(keep_memory=is_crash)
+
+
+def _is_of_disk(problem: str) -> bool:
+    return problem.startswith(_ON_DISK)
 
 
 def _has(status: SaverStatus | None, wanted: Generation) -> bool:

@@ -86,6 +86,6 @@ def pin(memory: torch.Tensor) -> Callable[[], object] | None:
 
 def _devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
     """The GPUs that tensors are on."""
-    if not any(tensor.is_cuda for tensor in tensors):
+    if not torch.cuda.is_available():
         return []
     return list({tensor.device: None for tensor in tensors if tensor.is_cuda})

@@ -19,18 +19,28 @@ _NUM_WORDS = 625  # of Python's Mersenne twister: 624 and the position
 _FORM = struct.Struct(f"<{_NUM_WORDS}I")
 
 
-def capture() -> dict[str, Any]:
-    """All states, as plain values and tensors."""
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "python": {"version": version, "words": _FORM.pack(*words), "gauss": gauss},
-        "numpy": {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": cached},
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
+class Generators:
+    """Takes the states. Made once: the tensors that it gives stay the same ones, so that the plan of a save holds."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def capture(self) -> dict[str, Any]:
+        """All states, as plain values and tensors; the tensors change with the next call."""
+        version, words, gauss = random.getstate()
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        states: dict[str, Any] = {
+            "python": {"version": version, "words": _FORM.pack(*words), "gauss": gauss},
+            "numpy": {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "gauss": cached},
+            "torch": self._keep(-1, torch.get_rng_state()),
+        }
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            every = torch.cuda.get_rng_state_all()
+            states["cuda"] = [self._keep(device, state) for device, state in enumerate(every)]
+        return states
+
+    def _keep(self, number: int, state: torch.Tensor) -> torch.Tensor:
+        return self._kept.setdefault(number, torch.empty_like(state)).copy_(state)
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:

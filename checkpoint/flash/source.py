@@ -34,7 +34,7 @@ def open_memory(store: Store, generation: Generation) -> Iterator[list[Part]]:
     content = next((one for one in store.held() if one.header.generation == generation), None)
     if content is None:
         raise NoCheckpoint(f"{store.path} has no {generation} any more")
-    with content.open() as segment:
+    with store.read(content) as segment:
         layout_json, structure = split_metadata(segment.metadata)
         layout = from_json(layout_json)
         payload = segment.payload

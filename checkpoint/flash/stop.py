@@ -34,7 +34,7 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
         self.pid = os.getpid()
         self._is_watched = False
-        self._received = 0
+        self._received: set[int] = set()
 
     def install(self) -> None:
         """Begin to listen. Python lets only the main thread do so: in others nothing happens, and the log says so."""
@@ -58,13 +58,13 @@ class StopRequest:
     def is_set(self) -> bool:
         """Whether one of the signals has come. Who asks promises to end the program."""
         self._is_watched = True
-        return self._received != 0
+        return bool(self._received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
         is_own = os.getpid() == self.pid
-        is_first = not self._received
-        self._received = number
+        is_first = number not in self._received
+        self._received.add(number)
         if callable(previous):
             previous(number, frame)
         elif previous == signal.SIG_IGN:

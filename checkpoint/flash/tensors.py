@@ -87,6 +87,8 @@ class Leaves:
         tensors: the tensors themselves, not copied.
         kinds: what each is, as in `TensorRef.kind`.
         shards: number of a tensor to its place in the sharded whole.
+        stepped: numbers of the tensors that only the step of an optimizer changes: parameters and optimizers' states,
+            but not buffers, which a forward pass may change. Known where it was asked for.
     """
 
     tree: dict[str, Node] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class Leaves:
     tensors: list[torch.Tensor] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     shards: dict[int, Shard] = field(default_factory=dict)
+    stepped: set[int] = field(default_factory=set)
 
 
 class Flattener:
@@ -106,6 +109,7 @@ class Flattener:
     def __init__(self, *, allow_pickle: bool = False) -> None:
         self._allow_pickle = allow_pickle
         self._leaves = Leaves()
+        self._finds_stepped = False
         self._encoder = Encoder(
             {
                 torch.Tensor: self._tensor,
@@ -122,16 +126,18 @@ class Flattener:
             self._foreign,
         )
 
-    def flatten(self, state: Mapping[str, Any]) -> Leaves:
+    def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False) -> Leaves:
         """Take a state apart; objects with `state_dict` are replaced by what it gives.
 
         Args:
             state: top-level key to anything.
+            finds_stepped: fill `Leaves.stepped`, too.
 
         Raises:
             UnsupportedState: something in it cannot be stored.
         """
         leaves = self._leaves = Leaves()
+        self._finds_stepped = finds_stepped
         try:
             for key, value in state.items():
                 leaves.tree[key] = self._encoder.encode(key, value)
@@ -180,12 +186,24 @@ class Flattener:
         if isinstance(value, torch.Tensor):
             return self._tensor_subclass(path, value)
         if callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None)):
-            return self._encoder.item(path, value.state_dict())
+            return self._object(path, value)
         if kind in _pytree.SUPPORTED_NODES:
             children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
             context_node = self._encoder.item(f"{path}[context]", context)
             return {"$node": [name_of(kind), context_node, self._encoder.items(path, children)]}
         return self._no_form(path, value, None) if self._allow_pickle and not _has_form(value) else NotImplemented
+
+    def _object(self, path: str, value: Any) -> Node:
+        begin = len(self._leaves.tensors)
+        node = self._encoder.item(path, value.state_dict())
+        if self._finds_stepped:
+            mine = range(begin, len(self._leaves.tensors))
+            if isinstance(value, torch.nn.Module):
+                parameters = {one.data_ptr() for one in value.parameters()}
+                self._leaves.stepped.update(n for n in mine if self._leaves.tensors[n].data_ptr() in parameters)
+            elif isinstance(value, torch.optim.Optimizer):
+                self._leaves.stepped.update(mine)
+        return node
 
     def _tensor_subclass(self, path: str, tensor: torch.Tensor) -> Node:
         module = sys.modules.get("torch.distributed.tensor")
@@ -262,7 +280,7 @@ def _local_shard(path: str, tensor: Any) -> tuple[torch.Tensor, Shard]:
 
 @dataclass(frozen=True)
 class Signature:
-    """All that a plan depends on; equal signatures have equal plans. The addresses say which tensors share memory."""
+    """All that a plan depends on, but for which tensors share memory: that is in their addresses."""
 
     names: list[str]
     kinds: list[str]
@@ -270,7 +288,7 @@ class Signature:
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     strides: list[tuple[int, ...]]
-    addresses: list[int]
+    addresses: list[int] = field(compare=False)
 
     @staticmethod
     def of(leaves: Leaves) -> Signature:
@@ -312,6 +330,9 @@ class Plan:
         encoded_refs: the same as JSON.
         sources: for each entry, the number of the tensor that is copied into it.
         spans: the entries that are copied from a stretch of memory instead.
+        entries: for each tensor, the entry that it is in.
+        offsets: for each tensor, how many bytes behind the beginning of that entry's memory it begins.
+        num_bytes: for each entry, how much memory its tensors take; 0 if it shares none whatever lies there.
     """
 
     layout: Layout
@@ -319,6 +340,22 @@ class Plan:
     encoded_refs: msgspec.Raw
     sources: list[int]
     spans: list[Span]
+    entries: np.ndarray[Any, np.dtype[np.int64]]
+    offsets: np.ndarray[Any, np.dtype[np.int64]]
+    num_bytes: np.ndarray[Any, np.dtype[np.int64]]
+
+    def fits(self, addresses: Sequence[int]) -> bool:
+        """Whether tensors at these addresses share memory as those did that the plan was made for."""
+        starts = np.array(addresses, np.int64) - self.offsets
+        shares = self.num_bytes[self.entries] > 0
+        begins = np.zeros(len(self.num_bytes), np.int64)
+        begins[self.entries] = starts
+        if not np.array_equal(begins[self.entries][shares], starts[shares]):
+            return False
+        alone = self.num_bytes > 0
+        order = np.argsort(begins[alone])
+        begins, ends = begins[alone][order], (begins[alone] + self.num_bytes[alone])[order]
+        return bool(np.all(begins[1:] >= ends[:-1]))
 
     def is_like(self, other: Plan) -> bool:
         """Whether the same is copied to the same places."""
@@ -373,7 +410,26 @@ def make_plan(leaves: Leaves, shared: Iterable[str] = ()) -> Plan:
             view = group.view_of(leaves.tensors[number])
             refs[number] = TensorRef(entry, leaves.kinds[number], *view, shard=leaves.shards.get(number))
     known = [ref for ref in refs if ref is not None]
-    return Plan(lay_out(specs), known, msgspec.Raw(msgspec.json.encode(known)), sources, spans)
+    return Plan(
+        lay_out(specs),
+        known,
+        msgspec.Raw(msgspec.json.encode(known)),
+        sources,
+        spans,
+        np.array([ref.entry for ref in known], np.int64),
+        np.array([ref.offset_bytes for ref in known], np.int64),
+        np.array([_shared_bytes(leaves.tensors, group) for group in groups], np.int64),
+    )
+
+
+def _shared_bytes(tensors: Sequence[torch.Tensor], group: _Group) -> int:
+    """How much memory the tensors of a group span together."""
+    first = tensors[group.members[0]]
+    if first.is_conj() or first.is_neg():
+        return 0
+    if not group.is_span:
+        return _span_bytes(first)
+    return max(tensors[one].data_ptr() - group.start + _span_bytes(tensors[one]) for one in group.members)
 
 
 def _place(group: _Group, name: str, shared: set[str]) -> tuple[bool, int, bool, int]:

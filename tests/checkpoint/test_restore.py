@@ -356,7 +356,7 @@ def test_generators_go_on_as_they_would_have() -> None:
 
     random.gauss(0, 1)
     np.random.normal()
-    before = rng.capture()
+    before = rng.Generators().capture()
     _, part = pack({"rng": before})
     expected = draw()
     draw()
@@ -366,7 +366,7 @@ def test_generators_go_on_as_they_would_have() -> None:
 
 @pytest.mark.parametrize("key", ["python", "numpy", "torch"])
 def test_damaged_generators_are_refused_and_none_is_set(key: str) -> None:
-    state = rng.capture()
+    state = rng.Generators().capture()
     torch.rand(1)
     random.random()
     now = (random.getstate(), torch.get_rng_state())

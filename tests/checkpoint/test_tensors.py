@@ -286,8 +286,11 @@ def test_a_plan_holds_as_long_as_nothing_that_matters_changes() -> None:
     assert signature(w=weight[:2], step=step) != first
     assert signature(v=weight, step=step) != first
     assert signature(w=weight) != first
-    assert signature(w=weight, step=weight[0, 0]) != first
     assert signature(w=torch.nn.Parameter(weight), step=step) != first
+    plan = make_plan(flattener.flatten({"w": weight, "step": step}))
+    assert plan.fits(first.addresses)
+    assert plan.fits(signature(w=weight.clone(), step=step.clone()).addresses)
+    assert not plan.fits(signature(w=weight, step=weight[0, 0]).addresses)
     elsewhere = make_plan(flattener.flatten({"w": weight.clone(), "step": step.clone()}))
     assert elsewhere.is_like(make_plan(flattener.flatten({"w": weight, "step": step})))
     assert not elsewhere.is_like(make_plan(flattener.flatten({"w": weight, "step": weight[0, 0]})))
@@ -338,6 +341,19 @@ def test_any_views_of_one_memory_come_back(views: list[torch.Tensor]) -> None:
     for one, other in zip(views, back, strict=True):
         assert one.shape == other.shape
         assert bits(one) == bits(other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_views(), st.booleans())
+def test_a_plan_fits_where_the_same_is_shared(views: list[torch.Tensor], separates: bool) -> None:
+    leaves = Flattener().flatten({"views": views})
+    plan = make_plan(leaves)
+    moved = torch.arange(64).to(views[0].dtype)
+    same = [moved.as_strided(one.shape, one.stride(), one.storage_offset()) for one in views]
+    signature = Signature.of(Flattener().flatten({"views": [one.clone() if separates else one for one in same]}))
+    remade = make_plan(Flattener().flatten({"views": [one.clone() if separates else one for one in same]}))
+    if signature == Signature.of(leaves) and plan.fits(signature.addresses):
+        assert plan.is_like(remade)
 
 
 def test_refs_as_json_are_the_refs() -> None:

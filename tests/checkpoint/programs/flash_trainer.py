@@ -1,0 +1,136 @@
+"""A small training with everything that a record holds, for tests that kill it.
+
+    python -m tests.checkpoint.programs.flash_trainer DIRECTORY OUT [--steps N] [--every K] [--group FILE RANK SIZE] ...
+
+Writes a line for each step to OUT.steps (step, epoch, samples) and at its end one digest of all that is trained to
+OUT.done; an undisturbed run writes the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from checkpoint import FlashCheckpointer, Options
+from mpi_dataworkers import DataLoader
+
+
+class Samples:
+    """Sample i is the number i with some noise."""
+
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.rand(4) + index / 37
+
+
+def digest(*states: Any) -> str:
+    """Of the bits of any state."""
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in value:
+                found.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for one in value:
+                add(one)
+        else:
+            found.update(repr(value).encode())
+
+    for state in states:
+        add(state)
+    return found.hexdigest()
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--group", nargs=3, metavar=("FILE", "RANK", "SIZE"))
+    parser.add_argument("--shared-memory", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--kill-at", type=int, default=0, help="after this step")
+    parser.add_argument("--resizes", action="store_true", help="the number of ranks may change")
+    parser.add_argument("--asynchronous", action="store_true")
+    options = parser.parse_args()
+    rank, size = 0, 1
+    if options.group:
+        rank, size = int(options.group[1]), int(options.group[2])
+        dist.init_process_group("gloo", init_method=f"file://{options.group[0]}", rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(16))
+    head = torch.nn.Linear(16, 1)
+    model.append(head)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    optimizer = torch.optim.AdamW([*model.parameters()], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    # With a global batch the order does not depend on the number of ranks.
+    size_of = {"global_batch_size": 6} if options.resizes else {"batch_size": 5}
+    loader = DataLoader(Samples(), shuffle=True, seed=3, drop_last=True, **size_of)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "mean": torch.zeros(4)}
+    with (
+        open(f"{options.out}.{rank}.steps", "a", buffering=1) as mine,
+        FlashCheckpointer(
+            options.directory,
+            shared=("model", "optimizer", "scheduler"),
+            interval=options.every,
+            options=Options(shared_memory=options.shared_memory, check_async=options.asynchronous),
+        ) as checkpointer,
+    ):
+        if options.asynchronous:
+            checkpointer.guard(optimizer)
+        step = checkpointer.restore(state) or 0
+        mine.write(f"start {step}\n")
+        while step < options.steps and not checkpointer.stopping:
+            for indices, samples in loader:
+                samples += random.random() + np.random.rand()
+                optimizer.zero_grad()
+                model(samples).pow(2).mean().backward()
+                for one in model.parameters() if options.group else ():
+                    dist.all_reduce(one.grad)
+                optimizer.step()
+                scheduler.step()
+                for one in model.buffers() if options.group else ():
+                    dist.broadcast(one, 0)
+                state["mean"].lerp_(samples.mean(0), 0.1)
+                step += 1
+                mine.write(json.dumps([step, indices.tolist()]) + "\n")
+                if checkpointer.should_save(step):
+                    save = checkpointer.save_async if options.asynchronous else checkpointer.save
+                    assert save(step, state)
+                if step == options.kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if step == options.steps or checkpointer.stopping:
+                    break
+        trained = digest(
+            model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), loader.state_dict(), state["mean"]
+        )
+        draws = [random.random(), float(np.random.rand()), float(torch.rand(1))]
+        result = {"step": step, "digest": trained, "draws": draws}
+        Path(f"{options.out}.{rank}.done").write_text(json.dumps(result))
+    if options.group:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Runs trainers in forked processes, as importing torch takes longer than what they do.
+
+Each line of standard input is JSON: a list of jobs, each a list of arguments and a dict of environment variables; they
+run side by side. The answer is a line with their exit codes. A trainer that is to be killed after a time gets
+HETSTREAM_TEST_KILL_AFTER_S.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+
+from checkpoint import faults
+from tests.checkpoint.programs import flash_trainer
+
+
+def run(argv: list[str], environ: dict[str, str]) -> None:
+    """In the child: be the trainer."""
+    os.environ.update(environ)
+    faults._faults.update(faults.parse_faults(environ.get("HETSTREAM_CKPT_FAULT", "")))
+    after_s = environ.get("HETSTREAM_TEST_KILL_AFTER_S")
+    if after_s:
+        threading.Timer(float(after_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    sys.argv = ["flash_trainer", *argv]
+    code = 1
+    try:
+        flash_trainer.main()
+        code = 0
+    except BaseException:  # noqa: BLE001, the child's end: told by its code
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """See the module."""
+    for line in sys.stdin:
+        children = []
+        for argv, environ in json.loads(line):
+            child = os.fork()
+            if child == 0:
+                run(argv, environ)
+            children.append(child)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,493 @@
+"""The checkpointer in one process: what it saves, what it gives back, what it refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import Adaptive, Every, FlashCheckpointer, Options, Retention
+from checkpoint.errors import (
+    CheckpointError,
+    DirectoryInUse,
+    DirectoryNotWritable,
+    NoCheckpoint,
+    OptionsError,
+    StateMismatch,
+    UnsupportedState,
+)
+from checkpoint.flash.device import Copier
+from checkpoint.generation import Generation
+from checkpoint.segment import Segment
+from checkpoint.view import StoreView, find_stores
+
+ROOT = Path(__file__).resolve().parents[2]
+WaitUntil = Callable[..., None]
+
+
+@pytest.fixture
+def memory(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Path]:
+    """A directory in place of /dev/shm, whose savers have ended when the test has."""
+    root = Path("/dev/shm") / f"hetstream-test-{os.getpid()}-{tmp_path.name}"[:100]
+    root.mkdir(mode=0o700)
+    yield root
+    wait_until(lambda: not any(one.saver_alive for one in find_stores([root])), 60, "the end of all savers")
+    for found in find_stores([root]):
+        with StoreView(found.path) as view:
+            view.remove()
+    root.rmdir()
+
+
+@pytest.fixture
+def make(tmp_path: Path, memory: Path) -> Callable[..., FlashCheckpointer]:
+    """A function that makes a checkpointer for the test's directory."""
+
+    def made(**options: Any) -> FlashCheckpointer:
+        names = {*Options.__dataclass_fields__}
+        few = {name: options.pop(name) for name in [*options] if name in names}
+        return FlashCheckpointer(tmp_path / "ckpt", options=Options(shared_memory=memory, **few), **options)
+
+    return made
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value), "epoch": int(value)}
+
+
+def test_what_is_changed_after_a_save_does_not_change_what_was_saved(make: Any) -> None:
+    state = state_of(1)
+    with make() as checkpointer:
+        assert checkpointer.restore(state) is None
+        assert checkpointer.save(1, state)
+        state["w"].zero_()
+        state["epoch"] = 9
+        assert checkpointer.restore(state) == 1
+    assert state["w"].sum() == 1000
+    assert state["epoch"] == 1
+
+
+def test_a_new_start_takes_the_newest_from_disk_and_memory_is_empty(make: Any, memory: Path, tmp_path: Path) -> None:
+    with make() as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state_of(step), metrics={"loss": 1 / step})
+    assert find_stores([memory]) == []
+    with make() as checkpointer:
+        loaded = checkpointer.load()
+        assert (loaded.step, loaded.attempt, loaded.sources, loaded.notes) == (3, 1, ("disk",), ())
+        assert torch.equal(loaded.state["w"], state_of(3)["w"])
+        assert [*loaded.state] == ["w", "epoch"]
+    assert (tmp_path / "ckpt" / "latest").resolve().name == "step-0000000003.1"
+
+
+def test_a_later_start_beats_a_higher_step(make: Any) -> None:
+    with make() as checkpointer:
+        checkpointer.save(100, state_of(100))
+    with make() as checkpointer:
+        checkpointer.save(60, state_of(60))
+    with make() as checkpointer:
+        assert checkpointer.load().step == 60
+
+
+def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_used(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make() as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step))
+            assert checkpointer.wait(60)
+    file = next((tmp_path / "ckpt" / "step-0000000002.1").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 4
+    file.write_bytes(data)
+    with make() as checkpointer:
+        state = state_of(0)
+        assert checkpointer.restore(state) == 1
+        assert state["w"].sum() == 1000
+        loaded = checkpointer.load()
+    assert "step 2 of attempt 1 on disk is not usable" in caplog.text
+    assert "is damaged in 1 of 1 chunks" in caplog.text
+    assert loaded.step == 1
+    assert any("damaged" in note for note in loaded.notes)
+
+
+def test_training_does_not_begin_anew_when_no_checkpoint_is_whole(make: Any, tmp_path: Path) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1))
+    for file in (tmp_path / "ckpt").glob("step-*/*.safetensors"):
+        os.truncate(file, 100)
+    with make() as checkpointer, pytest.raises(NoCheckpoint, match=r"none of the checkpoints.*has 100 bytes"):
+        checkpointer.restore(state_of(0))
+    with make() as checkpointer, pytest.raises(NoCheckpoint, match="another directory"):
+        checkpointer.load()
+
+
+def test_torn_memory_is_passed_over_and_said(make: Any, memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make() as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step))
+        assert checkpointer.wait(60)
+        checkpointer.close(keep_memory=True)
+    [found] = find_stores([memory])
+    newest = max(found.path.glob("slot-*"), key=lambda path: Segment.open(path, writable=True).header.generation)
+    data = bytearray(newest.read_bytes())
+    data[4100] ^= 1
+    newest.write_bytes(data)
+    with make() as checkpointer:
+        loaded = checkpointer.load()
+    assert (loaded.step, loaded.sources) == (2, ("disk",))
+    assert "the metadata of step 2 of attempt 1 is damaged" in caplog.text
+
+
+def test_saves_of_any_change_of_the_state_come_back(make: Any) -> None:
+    states = [
+        {"a": torch.rand(10)},
+        {"a": torch.rand(10), "b": torch.rand(1000)},
+        {"b": torch.rand(1000).double()},
+        {"a": torch.rand(3, 3).t(), "c": {"d": None, "e": [torch.rand(0), 1]}},
+        {},
+        {"a": torch.rand(100_000)},
+        {"a": 3},
+    ]
+    with make() as checkpointer:
+        for step, state in enumerate(states, 1):
+            assert checkpointer.save(step, state)
+            back = checkpointer.load().state
+            assert repr(back) == repr(state)
+
+
+def test_a_changed_layout_is_refused_with_all_differences_and_the_state_is_as_it_was(make: Any) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3), "old": torch.ones(1), "n": 1})
+        state = {"w": torch.zeros(4), "new": torch.zeros(1), "n": 0}
+        before = torch.get_rng_state()
+        with pytest.raises(StateMismatch, match=r"3 difference.*new: missing.*old: unexpected.*w: shape"):
+            checkpointer.restore(state)
+        assert state["n"] == 0
+        assert torch.equal(torch.get_rng_state(), before)
+        assert checkpointer.restore(state, strict=False) == 1
+        assert state["n"] == 1
+
+
+def test_a_hundred_saves_take_no_more_memory_and_files(make: Any) -> None:
+    state = {f"w{index}": torch.rand(1000) for index in range(50)}
+    with make() as checkpointer:
+        for step in range(20):
+            checkpointer.save(step, state)
+        gc.collect()
+        descriptors, memory_kib = len(os.listdir("/proc/self/fd")), _resident_kib()
+        for step in range(20, 120):
+            checkpointer.save(step, state)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert _resident_kib() - memory_kib < 1024
+        assert checkpointer.stats().num_saves == 120
+
+
+def _resident_kib() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1])
+
+
+def test_every_save_is_in_memory_also_while_the_saver_is_stopped(make: Any, wait_until: WaitUntil) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1))
+        assert checkpointer.wait(60)
+        saver = checkpointer.stats().saver_pid
+        os.kill(saver, signal.SIGSTOP)
+        try:
+            for step in range(2, 12):
+                assert checkpointer.save(step, state_of(step))
+                assert checkpointer.load().step == step
+            assert not checkpointer.wait(0.05)
+            assert checkpointer.stats().persisted == Generation(1, 1)
+        finally:
+            os.kill(saver, signal.SIGCONT)
+        assert checkpointer.wait(60)
+        assert checkpointer.stats().persisted == Generation(1, 11)
+
+
+def test_a_saver_that_dies_is_replaced_and_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1))
+        assert checkpointer.wait(60)
+        os.kill(checkpointer.stats().saver_pid, signal.SIGKILL)
+        checkpointer._saver.wait()
+        checkpointer.save(2, state_of(2))
+        assert checkpointer.wait(60)
+    assert "the checkpoint saver has ended with code -9: another is started" in caplog.text
+
+
+# Beside the program
+
+
+def test_a_save_beside_training_waits_at_the_fence_and_before_each_optimizer_step(make: Any) -> None:
+    model = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state = {"model": model, "optimizer": optimizer}
+    with make(check_async=True) as checkpointer:
+        checkpointer.guard(optimizer)
+        for step in range(1, 6):
+            saved = model.weight.detach().clone()
+            assert checkpointer.save_async(step, state)
+            model(torch.rand(4, 200)).sum().backward()
+            optimizer.step()  # fences
+            assert not torch.equal(model.weight, saved)
+            assert torch.equal(checkpointer.load().state["model"]["weight"], saved)
+        with pytest.raises(ValueError, match="mine"):
+            raise ValueError("mine")
+    optimizer.step()  # the guard is gone
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies in threads wait for it."""
+    go_on = threading.Event()
+    copy = Copier.copy
+
+    def late(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            go_on.wait(60)
+        copy(*args)
+
+    monkeypatch.setattr(Copier, "copy", late)
+    return go_on
+
+
+def test_a_parameter_that_is_changed_too_early_is_found(make: Any, held_up: threading.Event) -> None:
+    model = torch.nn.Linear(3, 3)
+    with make(check_async=True) as checkpointer:
+        checkpointer.save(1, {"model": model})
+        checkpointer.save_async(2, {"model": model})
+        torch.nn.init.ones_(model.weight)
+        held_up.set()
+        with pytest.raises(CheckpointError, match=r"1 tensor\(s\) changed while save_async copied them: model.weight"):
+            checkpointer.fence()
+        assert checkpointer.load().step == 1
+
+
+def test_what_a_forward_pass_changes_is_taken_at_once(make: Any, held_up: threading.Event) -> None:
+    model = torch.nn.BatchNorm1d(3)
+    state = {"model": model, "mean": torch.zeros(3)}
+    with make(check_async=True) as checkpointer:
+        checkpointer.save_async(1, state)
+        model(torch.rand(4, 3))
+        state["mean"].fill_(1)
+        held_up.set()
+        checkpointer.fence()
+        back = checkpointer.load().state
+    assert back["model"]["num_batches_tracked"] == 0
+    assert back["model"]["running_mean"].sum() == 0
+    assert back["mean"].sum() == 0
+
+
+# Refusals
+
+
+def test_misuse_is_an_error_at_once(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match=r"num_slots=1.*stop_signals.*close_timeout_s"):
+        Options(num_slots=1, stop_signals=(signal.SIGKILL,), close_timeout_s=-1)
+    with pytest.raises(OptionsError, match="a collection of top-level keys"):
+        make(shared="model")
+    with make(shared=("model",)) as checkpointer:
+        for step, state, words in (
+            (1, [], "a dict with names as keys"),
+            (1, {1: 2}, "a dict with names as keys"),
+            (1, {"model": 1, "_rng": 2}, "is taken"),
+            (1, {"w": 1}, r"shared=\('model',\): the state has no model, only w"),
+            (-1, {"model": 1}, "step=-1"),
+            ("1", {"model": 1}, "step='1'"),
+        ):
+            with pytest.raises(OptionsError, match=words):
+                checkpointer.save(step, state)
+        with pytest.raises(UnsupportedState, match=r"model\.f is a builtins\.function"):
+            checkpointer.save(1, {"model": {"f": test_misuse_is_an_error_at_once}})
+        checkpointer.save(5, {"model": 1})
+        with pytest.raises(OptionsError, match="step 4 of attempt 1"):
+            checkpointer.save(4, {"model": 1})
+    with pytest.raises(OptionsError, match="closed"):
+        checkpointer.save(6, {"model": 1})
+    checkpointer.close()
+
+
+def test_two_programs_cannot_have_one_directory(make: Any) -> None:
+    with make(), pytest.raises(DirectoryInUse, match="is in use by job local"):
+        make()
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DirectoryNotWritable):
+        FlashCheckpointer(tmp_path / "file" / "ckpt")
+
+
+def test_full_memory_uses_a_file_and_says_so(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory: Path, tmp_path: Path
+) -> None:
+    _be_full(monkeypatch, memory)
+    with make() as checkpointer:
+        assert checkpointer.save(1, state_of(1))
+        assert checkpointer.load().state["epoch"] == 1
+    assert "checkpoints leave shared memory" in caplog.text
+    assert not (tmp_path / "ckpt" / ".memory").exists()
+
+
+def test_where_there_is_no_room_at_all_training_goes_on(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _be_full(monkeypatch, Path("/"))
+    with make() as checkpointer:
+        assert not checkpointer.save(1, state_of(1))
+        assert not checkpointer.save_async(2, state_of(2))
+        assert checkpointer.stats().num_failed == 2
+        assert checkpointer.load() is None
+        monkeypatch.undo()
+        assert checkpointer.save(3, state_of(3))
+    assert "step 1 is not saved, training goes on" in caplog.text
+
+
+def _be_full(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    """File systems below a directory have no room from here on."""
+    real = os.statvfs
+
+    def statvfs(path: Any) -> Any:
+        found = real(path)
+        if not Path(path).is_relative_to(root):
+            return found
+        return os.statvfs_result((found.f_bsize, found.f_frsize, found.f_blocks, 0, 0, *found[5:]))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+
+
+# When to save and when to stop
+
+
+def test_a_fixed_interval_counts_steps(make: Any) -> None:
+    with make(interval=3) as checkpointer:
+        checkpointer.restore(state_of(0))
+        assert [step for step in range(1, 11) if checkpointer.should_save(step)] == [3, 6, 9]
+
+
+def test_an_interval_by_cost_begins_with_a_save_and_then_follows_what_it_measured(make: Any) -> None:
+    with make(interval=Adaptive(max_overhead=0.01)) as checkpointer:
+        checkpointer.restore(state_of(0))
+        assert checkpointer.should_save(1)
+        checkpointer.save(1, state_of(1))
+        checkpointer.should_save(2)
+        assert "every" in checkpointer.stats().interval
+    with make(interval=Every(seconds=1000)) as checkpointer:
+        assert [step for step in range(1, 5) if checkpointer.should_save(step)] == [1]
+
+
+def test_a_signal_asks_to_stop_and_the_programs_own_handler_runs(make: Any) -> None:
+    seen: list[int] = []
+    former = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with make(stop_signals=(signal.SIGTERM, signal.SIGUSR1)) as checkpointer:
+            assert not checkpointer.stopping
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert checkpointer.stopping
+            assert seen == [signal.SIGUSR1]
+            os.kill(os.getpid(), signal.SIGTERM)  # the program looks, so it lives
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert len(seen) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+
+
+def test_a_jobs_saver_asks_to_stop(make: Any, memory: Path) -> None:
+    with make() as checkpointer:
+        assert not checkpointer.stopping
+        [found] = find_stores([memory])
+        with StoreView(found.path) as view:
+            view.ask_to_stop("the job ends soon")
+        assert checkpointer.stopping
+
+
+PROGRAM = """
+    import os, signal, sys, threading, torch
+    from pathlib import Path
+    from checkpoint import FlashCheckpointer, Options
+    checkpointer = FlashCheckpointer(sys.argv[1], options=Options(shared_memory=Path(sys.argv[2])))
+    checkpointer.save(1, {"w": torch.ones(3)})
+    END
+"""
+ENDS = {
+    "end": ("", 0, False),
+    "exit": ("sys.exit(3)", 3, False),
+    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT); threading.Event().wait(60)", -signal.SIGINT, False),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM); threading.Event().wait(60)", -signal.SIGTERM, False),
+    "exception": ("1 / 0", 1, True),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, True),
+}
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow) if how in ("exit", "SIGKILL") else how for how in ENDS]
+)
+def test_every_end_brings_the_newest_to_disk_and_only_a_crash_leaves_memory(
+    how: str, tmp_path: Path, memory: Path, wait_until: WaitUntil
+) -> None:
+    end, code, leaves_memory = ENDS[how]
+    program = textwrap.dedent(PROGRAM).replace("END", end)
+    argv = [sys.executable, "-c", program, str(tmp_path / "ckpt"), str(memory)]
+    assert subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120).returncode == code
+    latest = tmp_path / "ckpt" / "latest"
+    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of the saver")
+    wait_until(latest.is_symlink, 60, "the checkpoint")
+    assert latest.readlink() == Path("step-0000000001.1")
+    assert bool(find_stores([memory])) == leaves_memory
+
+
+def test_retention_is_kept_over_starts(make: Any, tmp_path: Path) -> None:
+    for attempt in range(2):
+        with make(keep=Retention(keep_last=1, keep_every=2)) as checkpointer:
+            for step in range(1 + 3 * attempt, 4 + 3 * attempt):
+                checkpointer.save(step, state_of(step))
+                assert checkpointer.wait(60)
+    names = {one.name for one in (tmp_path / "ckpt").glob("step-*")}
+    assert {"step-0000000002.1", "step-0000000004.2", "step-0000000006.2"} <= names
+    assert "step-0000000001.1" not in names
+    assert "step-0000000005.2" not in names
+
+
+def test_a_forked_child_leaves_everything_alone(make: Any) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1))
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                checkpointer.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert checkpointer.save(2, state_of(2))
+        assert checkpointer.wait(60)
+
+
+def test_the_public_names_are_these() -> None:
+    assert {name for name in checkpoint.__all__ if getattr(checkpoint, name)} == {
+        "Adaptive",
+        "Best",
+        "Every",
+        "FlashCheckpointer",
+        "Loaded",
+        "Options",
+        "Retention",
+        "Stats",
+    }
+    code = "import checkpoint, checkpoint.saver, sys; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode
+        == 0
+    )

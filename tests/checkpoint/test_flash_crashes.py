@@ -1,0 +1,255 @@
+"""Trainers that are killed, and what the next ones make of it: the run that would have been, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.view import FoundStore, StoreView, find_stores
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 200.0
+SIGKILL = -9
+# What a trainer passes while it trains; the saver's points are `test_saver.py`'s.
+POINTS = ("save.copied",)
+OTHER_POINTS = (
+    *("store.created", "slot.allocated", "slot.placed", "slot.begun", "slot.described", "slot.before_complete"),
+    *("slot.complete", "slot.published", "store.closing", "store.closed", "owner.written"),
+)
+
+
+class Trainers:
+    """Starts trainers of one test.
+
+    Attributes:
+        path: for their directories and results.
+        memory: where their stores are.
+    """
+
+    def __init__(self, zygote: subprocess.Popen[str], path: Path, memory: Path) -> None:
+        self._zygote = zygote
+        self.path = path
+        self.memory = memory
+
+    def run(self, *jobs: tuple[list[str], dict[str, str]]) -> list[int]:
+        """Run some side by side; their exit codes."""
+        assert self._zygote.stdin
+        assert self._zygote.stdout
+        jobs = tuple(([*argv, "--shared-memory", str(self.memory)], environ) for argv, environ in jobs)
+        print(json.dumps(jobs), file=self._zygote.stdin, flush=True)
+        codes: list[int] = json.loads(self._zygote.stdout.readline())
+        return codes
+
+    def one(self, name: str, *more: str, **environ: str) -> int:
+        """Run one with a directory and results of this name."""
+        argv = [str(self.path / name), str(self.path / f"{name}-out"), *more]
+        return self.run((argv, environ))[0]
+
+    def group(self, name: str, size: int, *more: str, faults: dict[int, str] | None = None) -> list[int]:
+        """Run a group of ranks, some with a fault."""
+        meeting = str(self.path / f"meeting-{random.random()}")
+        own = [str(self.path / name), str(self.path / f"{name}-out")]
+        return self.run(
+            *(
+                (
+                    [*own, "--group", meeting, str(rank), str(size), *more],
+                    {"HETSTREAM_CKPT_FAULT": (faults or {}).get(rank, "")},
+                )
+                for rank in range(size)
+            )
+        )
+
+    def done(self, name: str, rank: int = 0) -> Any:
+        """What a rank has come to."""
+        return json.loads((self.path / f"{name}-out.{rank}.done").read_text())
+
+    def starts(self, name: str, rank: int = 0) -> list[int]:
+        """The steps that it began at."""
+        lines = (self.path / f"{name}-out.{rank}.steps").read_text().splitlines()
+        return [int(line.split()[1]) for line in lines if line.startswith("start")]
+
+    def ledger(self, name: str, rank: int = 0) -> list[Any]:
+        """The samples of each step, as the last start that did the step had them."""
+        steps: dict[int, Any] = {}
+        for line in (self.path / f"{name}-out.{rank}.steps").read_text().splitlines():
+            if not line.startswith("start"):
+                step, samples = json.loads(line)
+                assert steps.setdefault(step, samples) == samples, f"step {step} had other samples before"
+        return [steps[step] for step in sorted(steps)]
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-m", "tests.checkpoint.programs.zygote"]
+    with subprocess.Popen(argv, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process
+        assert process.stdin
+        process.stdin.close()
+        process.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def trainers(zygote: subprocess.Popen[str], tmp_path: Path, wait_until: Any) -> Iterator[Trainers]:
+    memory = Path(tempfile.mkdtemp(prefix="hetstream-test-", dir="/dev/shm"))
+    yield Trainers(zygote, tmp_path, memory)
+    # Savers of dead trainers end by themselves.
+    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of all savers")
+    shutil.rmtree(memory)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(zygote: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Trainers:
+    """A run of which nobody was killed."""
+    trainers = Trainers(zygote, tmp_path_factory.mktemp("undisturbed"), Path("/dev/shm"))
+    assert trainers.one("run") == 0
+    return trainers
+
+
+def forget_memory(trainers: Trainers, wait_until: Any, ranks: Container[int] | None = None) -> None:
+    """As if the host had been started anew, once all that was in memory is on disk."""
+    wait_for_disk(trainers, wait_until)
+    for found in find_stores([trainers.memory]):
+        if ranks is None or found.holder.rank in ranks:
+            with StoreView(found.path) as view:
+                assert view.remove()
+
+
+def wait_for_disk(trainers: Trainers, wait_until: Any) -> None:
+    """Until the savers of killed trainers have done what they can."""
+    wait_until(lambda: all(map(_is_settled, find_stores([trainers.memory]))), 60, "the end of all savers")
+
+
+def _is_settled(found: FoundStore) -> bool:
+    is_saved = bool(found.persisted and found.generations and found.persisted >= found.generations[0])
+    return is_saved and not found.saver_alive and not found.trainer_alive
+
+
+def test_a_normal_end_leaves_nothing_in_memory_and_the_last_generation_on_disk(trainers: Trainers) -> None:
+    assert trainers.one("run", "--steps", "6") == 0
+    assert find_stores([trainers.memory]) == []
+    assert (trainers.path / "run" / "latest").readlink() == Path("step-0000000006.1")
+
+
+def test_a_killed_trainer_goes_on_from_memory_bit_by_bit(trainers: Trainers, undisturbed: Trainers) -> None:
+    assert trainers.one("run", "--kill-at", "17") == SIGKILL
+    assert trainers.one("run") == 0
+    assert trainers.starts("run") == [0, 16]
+    assert trainers.done("run") == undisturbed.done("run")
+    assert trainers.ledger("run") == undisturbed.ledger("run")
+
+
+def test_without_its_memory_it_goes_on_from_disk_bit_by_bit(
+    trainers: Trainers, undisturbed: Trainers, wait_until: Any
+) -> None:
+    assert trainers.one("run", "--kill-at", "17") == SIGKILL
+    forget_memory(trainers, wait_until)
+    assert trainers.one("run") == 0
+    assert trainers.starts("run") == [0, 16]
+    assert trainers.done("run") == undisturbed.done("run")
+    assert trainers.ledger("run") == undisturbed.ledger("run")
+
+
+def test_saves_beside_training_are_the_same(trainers: Trainers, undisturbed: Trainers) -> None:
+    assert trainers.one("run", "--asynchronous", "--kill-at", "9") == SIGKILL
+    assert trainers.one("run", "--asynchronous") == 0
+    assert trainers.done("run") == undisturbed.done("run")
+
+
+@pytest.mark.parametrize("point", [*POINTS, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER_POINTS)])
+def test_death_at_any_point_of_a_save_loses_at_most_one_interval(
+    trainers: Trainers, undisturbed: Trainers, point: str
+) -> None:
+    count = 1 if point.startswith(("store", "owner")) else 3
+    fault = f"{point}:{count}:kill:{trainers.path / 'marker'}"
+    assert trainers.one("run", HETSTREAM_CKPT_FAULT=fault) == SIGKILL
+    written = trainers.path / "run-out.0.steps"
+    lines = written.read_text().splitlines() if written.exists() else []
+    steps = [json.loads(line)[0] for line in lines if not line.startswith("start")]
+    assert trainers.one("run") == 0
+    assert trainers.starts("run")[-1] >= max(steps, default=0) // 2 * 2 - 2
+    assert trainers.done("run")["digest"] == undisturbed.done("run")["digest"]
+
+
+def test_kills_at_random_times(trainers: Trainers, undisturbed: Trainers) -> None:
+    _kill_at_random(trainers, undisturbed, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_kills_at_random_times(trainers: Trainers, undisturbed: Trainers) -> None:
+    _kill_at_random(trainers, undisturbed, 150)
+
+
+def _kill_at_random(trainers: Trainers, undisturbed: Trainers, num_kills: int) -> None:
+    chance = random.Random(5)
+    for number in range(num_kills):
+        name = f"run{number // 4}"
+        code = trainers.one(name, "--every", "1", HETSTREAM_TEST_KILL_AFTER_S=str(chance.uniform(0.02, 0.6)))
+        assert code in (0, SIGKILL)
+        if number % 4 == 3:
+            assert trainers.one(name, "--every", "1") == 0
+            starts = trainers.starts(name)
+            assert starts == sorted(starts)
+            assert trainers.done(name)["digest"] == undisturbed.done("run")["digest"]
+            assert trainers.ledger(name) == undisturbed.ledger("run")
+
+
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pair(zygote: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Trainers:
+    trainers = Trainers(zygote, tmp_path_factory.mktemp("pair"), Path("/dev/shm"))
+    assert trainers.group("run", 2, "--steps", "14") == [0, 0]
+    return trainers
+
+
+def test_ranks_that_died_at_different_saves_go_on_from_one(trainers: Trainers, undisturbed_pair: Trainers) -> None:
+    faults = {1: f"slot.begun:4:kill:{trainers.path / 'marker'}"}
+    # The other fails in its next step, having saved once more.
+    assert trainers.group("run", 2, "--steps", "14", faults=faults)[1] == SIGKILL
+    assert trainers.group("run", 2, "--steps", "14") == [0, 0]
+    for rank in range(2):
+        assert trainers.starts("run", rank)[-1] == 6
+        assert trainers.done("run", rank) == undisturbed_pair.done("run", rank)
+        assert trainers.ledger("run", rank) == undisturbed_pair.ledger("run", rank)
+
+
+def test_a_rank_that_lost_its_memory_goes_on_from_disk_with_the_other_from_memory(
+    trainers: Trainers, undisturbed_pair: Trainers, wait_until: Any
+) -> None:
+    assert trainers.group("run", 2, "--steps", "14", "--kill-at", "9") == [SIGKILL, SIGKILL]
+
+    forget_memory(trainers, wait_until, [1])
+    assert trainers.group("run", 2, "--steps", "14") == [0, 0]
+    for rank in range(2):
+        assert trainers.starts("run", rank)[-1] == 8
+        assert trainers.done("run", rank) == undisturbed_pair.done("run", rank)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_another_number_of_ranks_goes_on_with_the_same_samples(trainers: Trainers, wait_until: Any, size: int) -> None:
+    same = ["--steps", "14", "--resizes"]
+    assert trainers.group("whole", 2, *same) == [0, 0]
+    assert trainers.group("run", 2, *same, "--kill-at", "9") == [SIGKILL, SIGKILL]
+    wait_for_disk(trainers, wait_until)
+    for rank in range(size):
+        (trainers.path / f"run-out.{rank}.steps").write_text("")
+    assert trainers.group("run", size, *same) == [0] * size
+    for rank in range(size):
+        assert trainers.starts("run", rank) == [8]
+
+    def samples(name: str, num_ranks: int) -> list[list[int]]:
+        each = [trainers.ledger(name, rank)[-6:] for rank in range(num_ranks)]
+        return [sorted(index for samples in step for index in samples) for step in zip(*each, strict=True)]
+
+    assert samples("run", size) == samples("whole", 2)

@@ -1,7 +1,7 @@
 """Which generation all ranks restore. Pure; called by the checkpointer of every rank with the same offers.
 
-The newest generation that every rank has wins, in memory or on disk. What was newer and had to be passed over is named
-with the reason: a training that silently goes back is the worst that a checkpoint can do.
+The newest generation that every rank has wins: in its memory, in another host's, or on disk. What was newer and had to
+be passed over is named with the reason: a training that silently goes back is the worst that a checkpoint can do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from checkpoint.generation import Generation
 
-Source = Literal["memory", "disk"]
+Source = Literal["memory", "replica", "disk"]
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -28,6 +28,20 @@ class Held(msgspec.Struct, frozen=True):
     world_size: int
 
 
+class Replica(msgspec.Struct, frozen=True):
+    """A whole record of another rank that a host's memory holds.
+
+    Attributes:
+        rank: whose it is.
+        generation: which.
+        world_size: ranks that saved it.
+    """
+
+    rank: int
+    generation: Generation
+    world_size: int
+
+
 class Offer(msgspec.Struct, frozen=True):
     """What one rank could restore from.
 
@@ -35,17 +49,22 @@ class Offer(msgspec.Struct, frozen=True):
         memory: records in this host's memory.
         disk: committed checkpoints that this rank can see.
         problems: what is there and cannot be used, in words.
+        replicas: records of other ranks in this host's memory.
+        unfetchable: generations of this rank that could not be brought from other hosts.
     """
 
     memory: list[Held] = []
     disk: list[Held] = []
     problems: list[str] = []
+    replicas: list[Replica] = []
+    unfetchable: list[Generation] = []
 
     def without(self, generation: Generation, source: Source, problem: str) -> Offer:
         """The offer after a record of it turned out to be unusable."""
         memory = [held for held in self.memory if source != "memory" or held.generation != generation]
         disk = [held for held in self.disk if source != "disk" or held.generation != generation]
-        return Offer(memory, disk, [*self.problems, problem])
+        unfetchable = [*self.unfetchable, *([generation] if source == "replica" else [])]
+        return Offer(memory, disk, [*self.problems, problem], self.replicas, unfetchable)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -56,16 +75,18 @@ class Choice(msgspec.Struct, frozen=True):
         world_size: ranks that saved it.
         sources: by rank.
         notes: what was passed over and why, newest first; then the problems of each rank.
+        holders: by rank, the ranks on whose hosts its record is, where the source is `replica`.
     """
 
     generation: Generation | None
     world_size: int
     sources: list[Source]
     notes: list[str]
+    holders: list[list[int]] = []
 
 
 def agree(offers: Sequence[Offer]) -> Choice:
-    """Choose the newest generation that every rank can restore, from memory where it has it there.
+    """Choose the newest generation that every rank can restore: from its memory, another host's, or the disk.
 
     Args:
         offers: of every rank, by rank.
@@ -73,12 +94,14 @@ def agree(offers: Sequence[Offer]) -> Choice:
     # A record in memory is one rank's own: with another number of ranks only the disk has all of them.
     memory = [{held.generation for held in offer.memory if held.world_size == len(offers)} for offer in offers]
     disk = [{held.generation: held.world_size for held in offer.disk} for offer in offers]
+    replica = _replicas(offers)
     known = {held.generation for offer in offers for held in (*offer.memory, *offer.disk)}
+    known |= {one.generation for offer in offers for one in offer.replicas}
     notes: list[str] = []
     chosen: Generation | None = None
     for generation in sorted(known, reverse=True):
         missing = [
-            rank for rank in range(len(offers)) if generation not in memory[rank] and generation not in disk[rank]
+            rank for rank in range(len(offers)) if not any(generation in one[rank] for one in (memory, replica, disk))
         ]
         if not missing:
             chosen = generation
@@ -91,13 +114,36 @@ def agree(offers: Sequence[Offer]) -> Choice:
     ]
     if chosen is None:
         return Choice(None, 0, [], notes)
-    sources: list[Source] = ["memory" if chosen in of_rank else "disk" for of_rank in memory]
+    sources: list[Source] = [
+        "memory" if chosen in memory[rank] else "replica" if chosen in replica[rank] else "disk"
+        for rank in range(len(offers))
+    ]
     on_disk = [of_rank[chosen] for of_rank in disk if chosen in of_rank]
-    return Choice(chosen, on_disk[0] if on_disk else len(offers), sources, notes)
+    return Choice(
+        chosen, on_disk[0] if on_disk else len(offers), sources, notes, [one.get(chosen, []) for one in replica]
+    )
+
+
+def _replicas(offers: Sequence[Offer]) -> list[dict[Generation, list[int]]]:
+    """For each rank, which generations it could get from elsewhere, and from which ranks' hosts.
+
+    It goes through the rank's own memory, where nothing may come after something newer.
+    """
+    found: list[dict[Generation, list[int]]] = [{} for _ in offers]
+    newest = [max((held.generation for held in offer.memory), default=None) for offer in offers]
+    for holder, offer in enumerate(offers):
+        for one in offer.replicas:
+            if one.world_size != len(offers) or not 0 <= one.rank < len(offers):
+                continue
+            own = newest[one.rank]
+            if one.generation not in offers[one.rank].unfetchable and (own is None or own <= one.generation):
+                found[one.rank].setdefault(one.generation, []).append(holder)
+    return found
 
 
 def _why(generation: Generation, offers: Sequence[Offer], missing: Sequence[int]) -> str:
     sizes = {held.world_size for offer in offers for held in offer.memory if held.generation == generation}
+    sizes |= {one.world_size for offer in offers for one in offer.replicas if one.generation == generation}
     if sizes - {len(offers)}:
         return (
             f"it is in memory only and was saved by {max(sizes)} rank(s), now there are {len(offers)}; "

@@ -3,6 +3,7 @@
 HETSTREAM_CKPT_SAVER     1: the job has a saver on this node; a trainer starts its own only if that one does not come
 HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, for programs that ask for it
 SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0, SLURM_HET_GROUP_ID   whose memory it is, see `job_and_component`
+HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
 """
 
@@ -34,6 +35,11 @@ def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int
     job = environ.get("SLURM_JOB_ID_HET_GROUP_0") or environ.get("SLURM_JOB_ID") or "local"
     component = environ.get("SLURM_HET_GROUP_ID", "")
     return job, int(component) if component.isdigit() else 0
+
+
+def host_of_this_process(environ: Mapping[str, str] = os.environ) -> str:
+    """What this host is called by the others."""
+    return environ.get("HETSTREAM_CKPT_HOST") or os.uname().nodename
 
 
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:

@@ -16,6 +16,7 @@ CheckpointError
 ├── SharedMemoryFull         no room in memory for a generation
 ├── StoreInUse               a living process has this rank's store, or this store's saver
 ├── ForeignOwner             another user's files under our name
+├── ReplicaError             a generation did not get to another host's memory, or back
 └── SaverError               the saver cannot be started, or has died
 """
 
@@ -84,6 +85,10 @@ class StoreInUse(CheckpointError):
 
 class ForeignOwner(CheckpointError):
     """Files of another user, or open to other users, where ours should be."""
+
+
+class ReplicaError(CheckpointError):
+    """A generation did not get to another host's memory, or back from there."""
 
 
 class SaverError(CheckpointError):

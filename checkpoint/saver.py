@@ -4,8 +4,9 @@
     hetstream ckpt saver --job                                                          of all trainers of a job here
 
 It decides by `turns.py` what to write, writes and commits by `commit.py`, and tells the trainer in the store's
-`status.json`. It never imports torch, never holds a trainer up, and never changes a generation. When the trainer is
-gone it writes the newest generation and ends; the memory stays for a restart, unless the trainer closed its store.
+`status.json`. With replicas it also sends them to another host's saver, and keeps others' (`replica/`). It never
+imports torch, never holds a trainer up, and never changes a generation. When the trainer is gone it writes the newest
+generation and ends; the memory stays for a restart, unless the trainer closed its store.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ from checkpoint.formats.plan import FilePlan
 from checkpoint.generation import Generation
 from checkpoint.layout import from_json
 from checkpoint.manifest import Part
+from checkpoint.replica.service import ReplicaService
 from checkpoint.segment import Segment, split_metadata
 from checkpoint.store_files import SaverStatus, SlotContent, list_stores, stores_prefix
 from checkpoint.structure import Record
@@ -96,6 +99,9 @@ class StoreSaver:
         self._damaged: set[Generation] = set()
         self._retry_s = 0.0
         self._not_before_s = 0.0
+        self._reporting = threading.Lock()
+        self._replicas: ReplicaService | None = None
+        self._no_replicas_before_s = 0.0
         view.report(self._status)
 
     def __str__(self) -> str:
@@ -137,6 +143,35 @@ class StoreSaver:
         self._retry_s = 0.0
         self.since_s = time.monotonic()
         return True
+
+    def serve_peers(self) -> None:
+        """Begin, go on or end to send and to keep replicas, as the trainer wants. It never waits for a peer."""
+        order = self.view.files.read_replica_order()
+        if self._replicas and self._replicas.order == order:
+            self._replicas.wake()
+            return
+        self.end_replicas()
+        if order is None or time.monotonic() < self._no_replicas_before_s:
+            return
+        try:
+            self._replicas = ReplicaService(self.view.files, self.directory, order, self._report_replica)
+        except (OSError, CheckpointError) as error:
+            self._no_replicas_before_s = time.monotonic() + _RETRY_S
+            _log.warning("%s: no replicas, next try in %g s: %s", self, _RETRY_S, error)
+            self._report(replica_error=str(error))
+
+    def end_replicas(self) -> None:
+        """End all transfers: the store is about to go, or to be left."""
+        service, self._replicas = self._replicas, None
+        if service:
+            service.close()
+
+    def _report_replica(self, replicated: Generation | None, error: str) -> None:
+        if replicated:
+            num_replicated = self._status.num_replicated + 1
+            self._report(replicated=replicated, num_replicated=num_replicated, replica_error="")
+        else:
+            self._report(replica_error=error)
 
     def hurry(self) -> None:
         """Try at once what failed before, and count the time from now."""
@@ -267,9 +302,10 @@ class StoreSaver:
         self._report(persisting=None, num_failed=self._status.num_failed + 1, error=str(error))
 
     def _report(self, **changes: object) -> None:
-        self._status = msgspec.structs.replace(self._status, **changes)
-        with contextlib.suppress(OSError):  # the store's memory is full; the trainer learns of it by itself
-            self.view.report(self._status)
+        with self._reporting:  # replicas report in threads
+            self._status = msgspec.structs.replace(self._status, **changes)
+            with contextlib.suppress(OSError):  # the store's memory is full; the trainer learns of it by itself
+                self.view.report(self._status)
 
 
 def _plan_part(segment: Segment) -> tuple[Part, FilePlan]:
@@ -341,6 +377,7 @@ class Saver:
             finally:
                 for store in self._stores.values():
                     store.tell_missing()
+                    store.end_replicas()
                     store.view.close()
 
     def _stop(self) -> None:
@@ -400,12 +437,14 @@ class Saver:
         ended = view.closed or not view.trainer_alive()
         if not ended and not self._stopping:
             store.since_s = time.monotonic()
+        store.serve_peers()
         while store.advance(last_chance=ended or self._stopping):
             pass
         if not ended or self._is_unfinished(store):
             return
         is_over = view.closed or (self._stopping and self._options.stays)
         if is_over and store.unsaved() is None:
+            store.end_replicas()
             if view.remove() or not view.trainer_alive():
                 self._drop(store)
         elif not self._options.stays:
@@ -429,6 +468,7 @@ class Saver:
     def _drop(self, store: StoreSaver) -> None:
         """End as a store's saver, unless a new trainer has come meanwhile and relies on this one."""
         store.tell_missing()
+        store.end_replicas()
         store.view.close()
         if store.view.path.exists() and not self._stopping and store.view.trainer_alive():
             with contextlib.suppress(StoreInUse, OSError):

@@ -8,6 +8,8 @@
         status.json      what the saver has done
         closed           there once the trainer has ended as it should
         stop             why the trainer is asked to save and to end, from a job's saver
+        replicas.json    what the saver does about replicas, see `replica/`
+        replica-1-0 ...  generations of rank 1, which runs on another host
 
 Python's `multiprocessing.shared_memory` is not used: its resource tracker deletes segments of other processes.
 """
@@ -18,7 +20,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -29,11 +31,13 @@ from checkpoint.errors import CheckpointError, DamagedSegment, ForeignOwner, Opt
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
+from checkpoint.replica.peers import Order
 from checkpoint.segment import Header, Segment, State, read_header
 
 _NAME = re.compile(r"\.?hetstream-ckpt-(\d+)-([\w.+]+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})", re.ASCII)
 _JOB = re.compile(r"[\w.+]{1,64}", re.ASCII)
 _SLOT = re.compile(r"slot-\d+")
+_REPLICA = re.compile(r"replica-(\d{1,9})-\d", re.ASCII)
 _HASH_BYTES = 4
 
 
@@ -103,6 +107,9 @@ class SaverStatus(msgspec.Struct, frozen=True, kw_only=True):
         error: why the last attempt failed; "" if it did not.
         persist_s: how long the last one took, in seconds.
         persist_bytes: how much it wrote.
+        replicated: newest generation that another host keeps.
+        num_replicated: generations that were sent there.
+        replica_error: why the last one was not; "" if it was, or if there are no replicas.
     """
 
     pid: int
@@ -114,6 +121,9 @@ class SaverStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     persist_s: float = 0.0
     persist_bytes: int = 0
+    replicated: Generation | None = None
+    num_replicated: int = 0
+    replica_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,15 @@ class SlotContent:
 
     path: Path
     header: Header
+
+    @staticmethod
+    def of(path: Path) -> SlotContent | None:
+        """What a slot file holds; None if it holds nothing complete."""
+        with contextlib.suppress(DamagedSegment):
+            header = read_header(path)
+            if header.state == State.COMPLETE:
+                return SlotContent(path, header)
+        return None
 
     @property
     def age(self) -> tuple[Generation, int]:
@@ -176,6 +195,7 @@ class StoreFiles:
         self.status = path / "status.json"
         self.closed = path / "closed"
         self.stop = path / "stop"
+        self.replica_order = path / "replicas.json"
 
     def slot(self, number: int) -> Path:
         """Where a slot is or is to be."""
@@ -190,13 +210,39 @@ class StoreFiles:
 
     def complete(self) -> list[SlotContent]:
         """The complete generations, newest first. Damaged slots are left out."""
+        return _newest_first(self.slots())
+
+    def replica(self, rank: int, number: int) -> Path:
+        """Where a replica is or is to be."""
+        return self.path / f"replica-{rank}-{number}"
+
+    def replicas(self) -> list[Path]:
+        """The files for replicas that are there, usable or not."""
+        try:
+            return [self.path / name for name in sorted(os.listdir(self.path)) if _REPLICA.fullmatch(name)]
+        except FileNotFoundError:
+            return []
+
+    def replicas_of(self, rank: int) -> list[SlotContent]:
+        """The complete generations of another rank that are kept here, newest first."""
+        return _newest_first(path for path in self.replicas() if self.rank_of_replica(path) == rank)
+
+    @staticmethod
+    def rank_of_replica(path: Path) -> int:
+        """Whose generation a file of `replicas` holds."""
+        match = _REPLICA.fullmatch(path.name)
+        assert match is not None
+        return int(match[1])
+
+    def siblings(self) -> list[StoreFiles]:
+        """The stores of the same job and checkpoint directory on this host, with this one."""
         found = []
-        for path in self.slots():
-            with contextlib.suppress(DamagedSegment):
-                header = read_header(path)
-                if header.state == State.COMPLETE:
-                    found.append(SlotContent(path, header))
-        return sorted(found, key=lambda content: content.age, reverse=True)
+        for one in list_stores(self.path.parent, stores_prefix()):
+            if not one.path.name.startswith(".") and _training(one.path.name) == _training(self.path.name):
+                with contextlib.suppress(CheckpointError):  # it has just gone, or is a foreigner's
+                    one.check_owner()
+                    found.append(one)
+        return found
 
     def check_owner(self) -> None:
         """Refuse what is no directory of this user alone.
@@ -242,6 +288,13 @@ class StoreFiles:
         temporary.write_bytes(msgspec.json.encode(status))
         temporary.rename(self.status)
 
+    def read_replica_order(self) -> Order | None:
+        """What the saver is to do about replicas; None: nothing."""
+        try:
+            return msgspec.json.decode(self.replica_order.read_bytes(), type=Order)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
     def stop_reason(self) -> str:
         """Why a job's saver asks the trainer to save and to end; "" while it does not. Cheap: once for each step."""
         try:
@@ -258,9 +311,9 @@ class StoreFiles:
         return _is_locked(self.saver_lock)
 
     def num_bytes(self) -> int:
-        """Memory that the slots take."""
+        """Memory that the slots and replicas take."""
         total = 0
-        for path in self.slots():
+        for path in [*self.slots(), *self.replicas()]:
             with contextlib.suppress(OSError):
                 total += path.stat().st_size
         return total
@@ -295,6 +348,17 @@ def list_stores(root: Path, prefix: str) -> list[StoreFiles]:
     return [
         StoreFiles(root / name) for name in names if name.removeprefix(".").startswith(prefix) and _NAME.fullmatch(name)
     ]
+
+
+def _newest_first(paths: Iterable[Path]) -> list[SlotContent]:
+    found = (SlotContent.of(path) for path in paths)
+    return sorted((one for one in found if one), key=lambda content: content.age, reverse=True)
+
+
+def _training(name: str) -> tuple[str, ...]:
+    """User, job and checkpoint directory in a store's name."""
+    match = _NAME.fullmatch(name)
+    return match.group(1, 2, 5) if match else ()
 
 
 def _is_locked(path: Path) -> bool:

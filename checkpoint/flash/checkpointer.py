@@ -26,7 +26,7 @@ import torch
 from checkpoint import errors
 from checkpoint.agreement import Choice, Held, Offer, agree
 from checkpoint.checksum import checksum
-from checkpoint.config import directory_of_job, job_and_component, job_has_savers
+from checkpoint.config import directory_of_job, host_of_this_process, job_and_component, job_has_savers
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import CheckpointError, Damaged, NoCheckpoint, OptionsError
 from checkpoint.faults import reach
@@ -44,6 +44,8 @@ from checkpoint.ownership import Identity as JobIdentity
 from checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule
 from checkpoint.policy.interval import agree as agree_interval
 from checkpoint.policy.retention import Retention
+from checkpoint.replica import rendezvous
+from checkpoint.replica.trainer import TrainerReplicas, forget_replicas
 from checkpoint.saver import spawn_saver
 from checkpoint.segment import join_metadata, split_metadata
 from checkpoint.store import Store, WritableSlot
@@ -73,7 +75,7 @@ class Loaded:
         step: of training.
         attempt: the start of the job that saved it.
         state: what `save` was given; objects are what their `state_dict` gave.
-        sources: by rank, `memory` or `disk`.
+        sources: by rank, `memory`, `replica` or `disk`.
         notes: what was newer and could not be used, and why.
     """
 
@@ -103,6 +105,8 @@ class Stats:
         saver_pid: of the saver that said all this; 0 before there was one.
         saver_alive: whether somebody brings generations to disk.
         saver_error: why the saver's last try failed; "" if it did not.
+        replicated: newest generation that another host keeps.
+        replica_error: why the last one did not get there; "" if it did.
         interval: what `should_save` goes by, in words.
     """
 
@@ -120,6 +124,8 @@ class Stats:
     saver_pid: int = 0
     saver_alive: bool = False
     saver_error: str = ""
+    replicated: Generation | None = None
+    replica_error: str = ""
     interval: str = ""
 
 
@@ -244,6 +250,7 @@ class FlashCheckpointer:
             undo.callback(self._directory.release)
             self._store = self._open_store()
             undo.callback(self._store.close)
+            self._replicas = self._arrange_replicas()
             self._start_saver()
             undo.pop_all()
         # What an earlier start has left is mapped while the program makes its model.
@@ -259,7 +266,14 @@ class FlashCheckpointer:
             return 0
         job, component = job_and_component()
         name = f"{job}+{component}" if component else job
-        return self._directory.acquire(JobIdentity.of_this_process(name), keep)
+        attempt = self._directory.acquire(JobIdentity.of_this_process(name), keep)
+        if self._options.replica:
+            try:
+                rendezvous.make_key(self._directory.path, attempt)
+            except BaseException:
+                self._directory.release()
+                raise
+        return attempt
 
     def _open_store(self) -> Store:
         job, component = job_and_component()
@@ -280,6 +294,17 @@ class FlashCheckpointer:
                 store.close()
             raise
         return stores[0]
+
+    def _arrange_replicas(self) -> TrainerReplicas | None:
+        """Tell the saver who its peer is. All ranks know the hosts of all."""
+        hosts = gather(self._ranks, host_of_this_process() if self._options.replica else "")
+        if not any(hosts):
+            forget_replicas(self._store.path)
+            return None
+        if not all(hosts):
+            without = [rank for rank, host in enumerate(hosts) if not host]
+            raise OptionsError(f"replica=True on some ranks, and not on rank(s) {without}: on every rank or on none")
+        return TrainerReplicas(self._store, self._directory.path, hosts, self._ranks.rank, self._attempt)
 
     def _start_saver(self) -> None:
         if not job_has_savers():
@@ -651,10 +676,12 @@ class FlashCheckpointer:
             def look() -> int:
                 nonlocal problem, going
                 try:
-                    if choice.sources[rank] == "memory":
-                        parts = held.enter_context(open_memory(self._store, generation))
-                    else:
+                    if choice.sources[rank] == "replica" and self._replicas:
+                        self._replicas.fetch(generation, choice.holders[rank])
+                    if choice.sources[rank] == "disk":
                         parts = held.enter_context(open_disk(self._directory, generation, rank))
+                    else:
+                        parts = held.enter_context(open_memory(self._store, generation))
                     going = attempt(parts, choice)
                     next(going)
                 except (Damaged, NoCheckpoint, errors.MissingRanks) as error:
@@ -686,7 +713,7 @@ class FlashCheckpointer:
                 problems.append(f"{_ON_DISK}{checkpoint.generation} is not usable: {checkpoint.problem}")
             else:
                 disk.append(Held(checkpoint.generation, checkpoint.world_size))
-        return Offer(memory, disk, problems)
+        return Offer(memory, disk, problems, self._replicas.offered() if self._replicas else [])
 
     def _restore_generators(self, states: Any, choice: Choice) -> None:
         if states is None:
@@ -765,6 +792,8 @@ class FlashCheckpointer:
             saver_pid=status.pid if status else 0,
             saver_alive=self._is_open and self._store.is_saver_alive(),
             saver_error=status.error if status else "",
+            replicated=status.replicated if status else None,
+            replica_error=status.replica_error if status else "",
             interval=self._schedule.decision.reason if self._schedule else "",
         )
 
@@ -812,6 +841,8 @@ class FlashCheckpointer:
             keep_memory = True
         self._store.close(keep=keep_memory)
         self._await_saver()
+        if self._replicas and self._ranks.rank == 0:
+            rendezvous.remove_key(self._directory.path, self._attempt)
         self._directory.release()
         with contextlib.suppress(OSError):
             self._fallback.rmdir()  # unless it is used, or the user's

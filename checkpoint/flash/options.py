@@ -25,6 +25,9 @@ class Options:
         shared_memory: where generations are.
         fallback: a directory for generations that do not fit there; None: inside the checkpoint directory.
         format: of the files on disk: `safetensors`, or `torch` for files that torch.load opens as the nested state.
+        replica: each rank's saver keeps the newest generation in the memory of another host too, so that a lost node
+            costs no step. Takes the memory of two more slots for each rank that a host keeps replicas of. On every rank
+            or on none.
         close_timeout_s: how long `close` waits for the saver to bring the newest generation to disk; None: until it is.
     """
 
@@ -35,6 +38,7 @@ class Options:
     shared_memory: Path = SHARED_MEMORY
     fallback: Path | None = None
     format: Format = "safetensors"
+    replica: bool = False
     close_timeout_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,50 @@
+"""Who keeps whose replica. Pure; every rank computes the same from the hosts of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a trainer tells its saver to do about replicas.
+
+    Attributes:
+        attempt: of the job; its key opens the connections.
+        rank: of this trainer.
+        host: name under which other hosts reach this one.
+        peer: the rank whose saver keeps this rank's replica; None: there is no other host.
+        serves: ranks whose replicas this rank's saver keeps.
+    """
+
+    attempt: int
+    rank: int
+    host: str
+    peer: int | None
+    serves: list[int]
+
+
+def peer_of(hosts: Sequence[str], rank: int) -> int | None:
+    """The rank on the next host, in the order of the ranks' hosts, that has the same place there.
+
+    Args:
+        hosts: of all ranks, by rank.
+        rank: whose peer.
+
+    Returns:
+        Its peer; None if all ranks are on one host.
+    """
+    mine = hosts[rank]
+    order = list(dict.fromkeys(hosts))
+    if len(order) == 1:
+        return None
+    following = order[(order.index(mine) + 1) % len(order)]
+    there = [other for other, host in enumerate(hosts) if host == following]
+    return there[hosts[:rank].count(mine) % len(there)]
+
+
+def order_of(hosts: Sequence[str], rank: int, attempt: int) -> Order:
+    """What one rank's saver is told."""
+    serves = [other for other in range(len(hosts)) if peer_of(hosts, other) == rank]
+    return Order(attempt, rank, hosts[rank], peer_of(hosts, rank), serves)

@@ -1,0 +1,253 @@
+"""One connection between two savers, or a trainer and a saver: proof of the key, small messages, one record.
+
+    stranger or peer   magic, nonce            ->
+                       <-                         nonce, proof
+                       proof                   ->
+                       request (JSON)          ->
+                       <-                         reply (JSON)
+    then one side sends the record: metadata, payload, whether it was still the same at the end, XXH3 of all
+
+Nothing is allocated before the proof, which is HMAC-SHA256 over both nonces, the role and the receiver. Every wait has
+an end. The bytes are not encrypted; the checksum finds damage and no forgery by who is on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from typing import Literal, TypeVar
+
+import msgspec
+
+from checkpoint.checksum import Checksum
+from checkpoint.errors import DamagedSegment, ReplicaError
+from checkpoint.faults import reach
+from checkpoint.generation import Generation
+from checkpoint.replica.rendezvous import Endpoint
+from checkpoint.segment import Header, Segment
+
+_MAGIC = b"HETREPL1"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_LENGTH = struct.Struct("<I")
+_MAX_MESSAGE_BYTES = 16 << 10
+_MAX_WORDS = 1000
+_TAIL = struct.Struct("<BQ")
+_CHUNK_BYTES = 1 << 20
+# For connecting, and for each of the few bytes of a proof.
+_PROOF_TIMEOUT_S = 5.0
+# For a message, and for each chunk: a peer that is stopped is given up after it.
+STALL_S = 10.0
+
+T = TypeVar("T")
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What is asked of a saver.
+
+    Attributes:
+        verb: `keep`: a record follows; `give`: send one.
+        rank: whose record.
+        generation: which.
+        layout_digest: `Layout.digest`, to keep.
+        metadata_bytes: of the record, to keep.
+        payload_bytes: of the record, to keep.
+    """
+
+    verb: Literal["keep", "give"]
+    rank: int
+    generation: Generation
+    layout_digest: str = ""
+    metadata_bytes: int = 0
+    payload_bytes: int = 0
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What the saver says.
+
+    Attributes:
+        error: why not; "" if it does.
+        is_there: it keeps that generation or a newer one; nothing need follow.
+        layout_digest: as in `Request`, for `give`.
+        metadata_bytes: as in `Request`, for `give`.
+        payload_bytes: as in `Request`, for `give`.
+    """
+
+    error: str = ""
+    is_there: bool = False
+    layout_digest: str = ""
+    metadata_bytes: int = 0
+    payload_bytes: int = 0
+
+
+class Channel:
+    """A connection with a deadline for each wait; a context manager that closes it.
+
+    Args:
+        peer: a connected socket.
+    """
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._socket = peer
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def connect(cls, endpoint: Endpoint, key: bytes) -> Channel:
+        """Connect to a saver and exchange proofs.
+
+        Raises:
+            ReplicaError: it does not prove the key.
+            OSError: it does not answer.
+        """
+        channel = cls(socket.create_connection((endpoint.address, endpoint.port), _PROOF_TIMEOUT_S))
+        try:
+            receiver = _receiver(endpoint.attempt, endpoint.rank)
+            mine = secrets.token_bytes(_NONCE_BYTES)
+            channel.send(_MAGIC + mine, _PROOF_TIMEOUT_S)
+            answer = channel.receive(_NONCE_BYTES + _PROOF_BYTES, _PROOF_TIMEOUT_S)
+            theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+            if not hmac.compare_digest(proof, _prove(key, b"saver", receiver, mine, theirs)):
+                raise ReplicaError(f"{endpoint.address}:{endpoint.port} does not have the key of this attempt")
+            channel.send(_prove(key, b"caller", receiver, mine, theirs), _PROOF_TIMEOUT_S)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def admit(self, key: bytes, attempt: int, rank: int) -> bool:
+        """The saver's side of `connect`: whether the caller has the key. Reads 72 bytes of a stranger, and no more."""
+        receiver = _receiver(attempt, rank)
+        hello = self.receive(len(_MAGIC) + _NONCE_BYTES, _PROOF_TIMEOUT_S)
+        if not hello.startswith(_MAGIC):
+            return False
+        theirs, mine = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
+        self.send(mine + _prove(key, b"saver", receiver, theirs, mine), _PROOF_TIMEOUT_S)
+        proof = self.receive(_PROOF_BYTES, _PROOF_TIMEOUT_S)
+        return hmac.compare_digest(proof, _prove(key, b"caller", receiver, theirs, mine))
+
+    def send(self, data: bytes | memoryview, timeout_s: float = STALL_S) -> None:
+        """Send all of it within the time, or raise TimeoutError."""
+        self._socket.settimeout(timeout_s)
+        self._socket.sendall(data)
+
+    def receive_into(self, view: memoryview, timeout_s: float = STALL_S) -> None:
+        """Fill `view` within the time, or raise TimeoutError; ReplicaError if the other side has ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while view.nbytes:
+            self._socket.settimeout(max(1e-3, deadline_s - time.monotonic()))
+            num_bytes = self._socket.recv_into(view)
+            if num_bytes == 0:
+                raise ReplicaError("the other side has closed the connection")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the other side is slower than {_CHUNK_BYTES} bytes in {timeout_s:g} s")
+            view = view[num_bytes:]
+
+    def receive(self, num_bytes: int, timeout_s: float = STALL_S) -> bytes:
+        """A few bytes."""
+        buffer = bytearray(num_bytes)
+        self.receive_into(memoryview(buffer), timeout_s)
+        return bytes(buffer)
+
+    def send_message(self, message: Request | Reply) -> None:
+        """Send a message."""
+        text = msgspec.json.encode(message)
+        self.send(_LENGTH.pack(len(text)) + text)
+
+    def receive_message(self, kind: type[T]) -> T:
+        """Receive a message.
+
+        Raises:
+            ReplicaError: it is too long or malformed.
+        """
+        (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
+        if length > _MAX_MESSAGE_BYTES:
+            raise ReplicaError(f"a message of {length} bytes; at most {_MAX_MESSAGE_BYTES}")
+        try:
+            return msgspec.json.decode(self.receive(length), type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ReplicaError(f"a malformed message: {error}") from error
+
+    def send_record(self, segment: Segment, header: Header) -> bool:
+        """Send what a slot holds, straight from its mapping; no lock holds up the trainer meanwhile.
+
+        Args:
+            segment: the slot.
+            header: as it was announced.
+
+        Returns:
+            Whether it was not overwritten meanwhile; else the receiver refuses it.
+        """
+        metadata, payload = memoryview(segment.metadata), segment.payload
+        # Announced sizes, whatever has become of the slot since.
+        is_same = (len(metadata), len(payload)) == (header.metadata_bytes, header.payload_bytes)
+        if not is_same:
+            raise ReplicaError(f"{header.generation} was overwritten before it was sent")
+        digest = Checksum()
+        for part in (metadata, payload):
+            for begin in range(0, len(part), _CHUNK_BYTES):
+                chunk = part[begin : begin + _CHUNK_BYTES]
+                self.send(chunk)
+                digest.update(chunk)
+                reach("replica.sending")
+        try:
+            is_same = segment.header == header
+        except DamagedSegment:
+            is_same = False
+        self.send(_TAIL.pack(is_same, digest.value))
+        return is_same
+
+    def receive_record(self, metadata: memoryview, payload: memoryview) -> None:
+        """Receive a record.
+
+        Args:
+            metadata: filled.
+            payload: filled.
+
+        Raises:
+            ReplicaError: it is not what was sent, or was overwritten while it was.
+        """
+        digest = Checksum()
+        for part in (metadata, payload):
+            for begin in range(0, len(part), _CHUNK_BYTES):
+                chunk = part[begin : begin + _CHUNK_BYTES]
+                self.receive_into(chunk)
+                digest.update(chunk)
+                reach("replica.receiving")
+        is_same, wanted = _TAIL.unpack(self.receive(_TAIL.size))
+        if not is_same:
+            raise ReplicaError("newer saves have overwritten it while it was sent: the network is slower than they are")
+        if wanted != digest.value:
+            raise ReplicaError("its checksum is another than that of what was sent")
+
+    def close(self) -> None:
+        """End the connection, also for a thread that waits on it."""
+        with contextlib.suppress(OSError):  # the other side was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def words(error: Exception) -> str:
+    """An error as the text of a reply or of a status."""
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time: it is stopped, or the network is cut"
+    return (str(error) or type(error).__name__)[:_MAX_WORDS]
+
+
+def _receiver(attempt: int, rank: int) -> bytes:
+    return f"attempt {attempt} rank {rank}".encode()
+
+
+def _prove(key: bytes, role: bytes, receiver: bytes, callers_nonce: bytes, savers_nonce: bytes) -> bytes:
+    text = b"\0".join([b"hetstream replica", role, receiver, callers_nonce, savers_nonce])
+    return hmac.new(key, text, hashlib.sha256).digest()

@@ -1,0 +1,503 @@
+"""Replicas: who keeps whose, what a stranger gets, and what is left of a transfer that broke off. Savers are real."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from checkpoint import commit
+from checkpoint.agreement import Held, Offer, Replica, agree
+from checkpoint.checksum import checksum
+from checkpoint.errors import ForeignOwner, ReplicaError
+from checkpoint.files import write_whole
+from checkpoint.generation import Generation
+from checkpoint.replica import rendezvous
+from checkpoint.replica.peers import order_of, peer_of
+from checkpoint.replica.service import ReplicaService
+from checkpoint.replica.stock import for_others
+from checkpoint.replica.wire import Channel, Reply, Request
+from checkpoint.segment import Segment
+from checkpoint.store import Store
+from checkpoint.store_files import Identity, SaverStatus, StoreFiles
+from checkpoint.view import StoreView, find_stores
+from tests.checkpoint import fake_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+NUM_BYTES = 5 * MIB
+TIMEOUT_S = 60.0
+HOSTS = ("127.0.0.1", "127.0.0.2")
+WaitUntil = Callable[..., None]
+
+
+# --- who keeps whose -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "peers"),
+    [
+        ("a", [None]),
+        ("aaa", [None, None, None]),
+        ("ab", [1, 0]),
+        ("abc", [1, 2, 0]),
+        ("aabb", [2, 3, 0, 1]),
+        ("abab", [1, 0, 3, 2]),
+        ("aaab", [3, 3, 3, 0]),
+    ],
+)
+def test_the_peer_is_on_the_next_host(hosts: str, peers: list[int | None]) -> None:
+    assert [peer_of(hosts, rank) for rank in range(len(hosts))] == peers
+    for rank, peer in enumerate(peers):
+        assert peer is None or hosts[peer] != hosts[rank]
+        order = order_of(list(hosts), rank, 1)
+        assert order.peer == peer
+        assert order.serves == [other for other, one in enumerate(peers) if one == rank]
+
+
+def test_a_replica_comes_after_memory_and_before_the_disk() -> None:
+    one, two = Generation(1, 1), Generation(1, 2)
+    here = Offer(memory=[Held(two, 2)], disk=[Held(one, 2), Held(two, 2)], replicas=[Replica(1, two, 2)])
+    lost = Offer(disk=[Held(one, 2), Held(two, 2)])
+    choice = agree([here, lost])
+    assert (choice.generation, choice.sources, choice.holders[1]) == (two, ["memory", "replica"], [0])
+    # It could not be brought here: then the disk has the same.
+    again = agree([here, lost.without(two, "replica", "its peer does not answer")])
+    assert (again.generation, again.sources) == (two, ["memory", "disk"])
+    # Without the replica and without the newer one on disk, all go back to the older.
+    old = agree([Offer(memory=[Held(two, 2)], disk=[Held(one, 2)]), Offer(disk=[Held(one, 2)])])
+    assert (old.generation, old.sources) == (one, ["disk", "disk"])
+
+
+def test_a_replica_of_another_number_of_ranks_or_behind_own_memory_is_not_taken() -> None:
+    one, two = Generation(1, 1), Generation(1, 2)
+    assert agree([Offer(memory=[Held(one, 2)], replicas=[Replica(1, one, 3)]), Offer()]).generation is None
+    behind = agree([Offer(memory=[Held(one, 2)], replicas=[Replica(1, one, 2)]), Offer(memory=[Held(two, 2)])])
+    assert behind.generation is None
+
+
+# --- one service, and callers of every kind ------------------------------------------------------------------------
+
+
+@dataclass
+class Keeper:
+    """The service of rank 1, which keeps the replicas of rank 0."""
+
+    store: Store
+    directory: Path
+    service: ReplicaService
+
+    @property
+    def files(self) -> StoreFiles:
+        return StoreFiles(self.store.path)
+
+    @property
+    def endpoint(self) -> rendezvous.Endpoint:
+        found = rendezvous.find(self.directory, 1, 1)
+        assert found
+        return found
+
+    def connect(self) -> Channel:
+        return Channel.connect(self.endpoint, rendezvous.read_key(self.directory, 1))
+
+    def keep(self, source: Store, spoil: Callable[[Channel, Segment], None] | None = None) -> Reply:
+        """Send the newest generation of a store, in the way of a saver or in another."""
+        content = source.held()[0]
+        with self.connect() as channel, Segment.open(content.path) as segment:
+            header = segment.header
+            sizes = (header.layout_digest, header.metadata_bytes, header.payload_bytes)
+            channel.send_message(Request("keep", 0, header.generation, *sizes))
+            reply = channel.receive_message(Reply)
+            if reply.error or reply.is_there:
+                return reply
+            (spoil or (lambda channel, segment: channel.send_record(segment, header)))(channel, segment)
+            return channel.receive_message(Reply)
+
+    def kept(self) -> list[Generation]:
+        """What is kept of rank 0; every byte is compared."""
+        return check_kept(self.files, 0)
+
+
+def check_kept(files: StoreFiles, rank: int, num_bytes: int = NUM_BYTES) -> list[Generation]:
+    kept = files.replicas_of(rank)
+    for content in kept:
+        with Segment.open(content.path) as segment:
+            for entry in fake_trainer.layout_of(num_bytes).entries:
+                expected = fake_trainer.content(content.header.generation, rank, entry.name, entry.num_bytes)
+                assert bytes(segment.payload[entry.offset : entry.offset + entry.num_bytes]) == expected
+    return [content.header.generation for content in kept]
+
+
+def open_store(path: Path, rank: int) -> Store:
+    path.mkdir(exist_ok=True)
+    return Store.open(Identity("77", 0, rank, path.parent / "ckpt"), shared_memory=path)
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Keeper]:
+    directory = tmp_path / "ckpt"
+    directory.mkdir()
+    rendezvous.make_key(directory, 1)
+    with open_store(tmp_path / "host-1", 1) as store:
+        order = order_of(HOSTS, 1, 1)
+        # Its own rank has nothing to send; the peer is not there.
+        service = ReplicaService(StoreFiles(store.path), directory, order, lambda *_: None)
+        try:
+            yield Keeper(store, directory, service)
+        finally:
+            service.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Store]:
+    with open_store(tmp_path / "host-0", 0) as store:
+        yield store
+
+
+def save(store: Store, step: int) -> None:
+    fake_trainer.save(store, Generation(1, step), 0, 2, NUM_BYTES)
+
+
+def test_two_generations_are_kept_and_found(keeper: Keeper, source: Store) -> None:
+    for step in (10, 20, 30):
+        save(source, step)
+        assert keeper.keep(source) == Reply()
+        assert keeper.keep(source) == Reply(is_there=True)
+    assert keeper.kept() == [(1, 30), (1, 20)]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in keeper.files.replicas()] == [0o600, 0o600]
+    assert sorted(for_others(keeper.files)) == [(0, (1, 20), 2), (0, (1, 30), 2)]
+    assert keeper.files.num_bytes() > 2 * NUM_BYTES
+    with keeper.connect() as channel:
+        channel.send_message(Request("give", 0, Generation(1, 20)))
+        reply = channel.receive_message(Reply)
+        metadata, payload = bytearray(reply.metadata_bytes), bytearray(reply.payload_bytes)
+        channel.receive_record(memoryview(metadata), memoryview(payload))
+    with Segment.open(keeper.files.replicas_of(0)[1].path) as segment:
+        assert (bytes(segment.payload), segment.metadata) == (payload, metadata)
+
+
+def test_a_stranger_gets_nothing_and_allocates_nothing(keeper: Keeper) -> None:
+    with pytest.raises(ReplicaError, match="does not have the key"):
+        Channel.connect(keeper.endpoint, bytes(32))
+    address = (keeper.endpoint.address, keeper.endpoint.port)
+    # One who speaks the protocol, and guesses; then one who does not; all are cut off after a few bytes.
+    for first, second in ((b"HETREPL1" + bytes(32), bytes(32)), (b"GET / HTTP/1.1\r\n" * 10, b"")):
+        with socket.create_connection(address, TIMEOUT_S) as stranger:
+            stranger.sendall(first)
+            got = b""
+            with contextlib.suppress(ConnectionError):
+                got = stranger.recv(64, socket.MSG_WAITALL) if second else b""
+                stranger.sendall(second + b"\xff" * 1000)
+                assert stranger.recv(1) == b""
+            assert len(got) in (0, 64)
+    with keeper.connect() as channel:
+        channel.send_message(Request("give", 1, Generation(1, 1)))
+        assert "no step 1" in channel.receive_message(Reply).error
+    assert keeper.files.replicas() == []
+
+
+def test_more_connections_than_there_is_room_for_are_closed(keeper: Keeper) -> None:
+    address = (keeper.endpoint.address, keeper.endpoint.port)
+    with contextlib.ExitStack() as held:
+        strangers = [held.enter_context(socket.create_connection(address, TIMEOUT_S)) for _ in range(20)]
+        closed = 0
+        for stranger in strangers[10:]:
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+            closed += 1
+        assert closed == 10
+    assert threading.active_count() < 20
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (Request("keep", 1, Generation(1, 1), "0" * 32, 10, 10), "has another peer"),
+        (Request("keep", 0, Generation(1, 1), "0" * 32, 10, 1 << 55), "no room"),
+        (Request("keep", 0, Generation(1, 1), "0" * 32, 1 << 40, 10), "bytes of metadata"),
+        (Request("keep", 0, Generation(1, 1), "0" * 32, 10, -1), "bytes of metadata"),
+    ],
+)
+def test_a_peer_cannot_ask_for_anything(keeper: Keeper, request_: Request, error: str) -> None:
+    with keeper.connect() as channel:
+        channel.send_message(request_)
+        assert error in channel.receive_message(Reply).error
+    assert keeper.files.replicas() == []
+    with keeper.connect() as channel:
+        channel.send((20 << 10).to_bytes(4, "little") + b"{")
+        with pytest.raises((ReplicaError, ConnectionError)):
+            channel.receive(1)
+
+
+class Spoilt:
+    """Ways to send a record that must not be kept."""
+
+    @staticmethod
+    def _flipped(channel: Channel, segment: Segment) -> None:
+        """A bit changes on the way."""
+
+        def flip(data: bytearray) -> None:
+            data[77] ^= 4
+
+        Spoilt._Relay(channel, flip).send_record(segment, segment.header)
+
+    class _Relay(Channel):
+        def __init__(self, channel: Channel, act: Callable[[bytearray], None]) -> None:
+            self._socket = channel._socket
+            self._num_sent = 0
+            self._act = act
+
+        def send(self, data: bytes | memoryview, timeout_s: float = TIMEOUT_S) -> None:
+            self._num_sent += 1
+            changed = bytearray(data)
+            if self._num_sent == 4:
+                self._act(changed)
+            super().send(bytes(changed), timeout_s)
+
+    @staticmethod
+    def _overwritten(channel: Channel, segment: Segment) -> None:
+        """The trainer saves into the slot meanwhile."""
+        header = segment.header
+
+        def overwrite(_: bytearray) -> None:
+            with Segment.open(segment.path, writable=True) as writable:
+                writable.begin(header.payload_bytes)
+
+        Spoilt._Relay(channel, overwrite).send_record(segment, header)
+
+    @staticmethod
+    def _of_another(channel: Channel, segment: Segment) -> None:
+        """Whole, and not what was announced."""
+        header = segment.header
+        channel.send(bytes(header.metadata_bytes))
+        for begin in range(0, header.payload_bytes, MIB):
+            channel.send(bytes(min(MIB, header.payload_bytes - begin)))
+        value = checksum(bytes(header.metadata_bytes + header.payload_bytes))
+        channel.send(b"\1" + value.to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (Spoilt._flipped, "checksum"),
+        (Spoilt._overwritten, "overwritten"),
+        (Spoilt._of_another, "DamagedLayout|layout|cannot be read"),
+    ],
+)
+def test_what_is_not_what_was_saved_is_refused(
+    keeper: Keeper, source: Store, spoil: Callable[[Channel, Segment], None], error: str
+) -> None:
+    save(source, 10)
+    assert keeper.keep(source) == Reply()
+    save(source, 20)
+    reply = keeper.keep(source, spoil)
+    assert any(one in reply.error for one in error.split("|")), reply
+    assert keeper.kept() == [(1, 10)]
+    save(source, 30)
+    assert keeper.keep(source) == Reply()
+    assert keeper.kept() == [(1, 30), (1, 10)]
+
+
+def test_a_record_that_is_cut_off_is_not_kept(keeper: Keeper, source: Store, wait_until: WaitUntil) -> None:
+    save(source, 10)
+    assert keeper.keep(source) == Reply()
+    save(source, 20)
+
+    def cut(channel: Channel, segment: Segment) -> None:
+        channel.send(segment.metadata)
+        channel.send(segment.payload[: 2 * MIB])
+        channel.close()
+
+    with pytest.raises((ReplicaError, OSError)):
+        keeper.keep(source, cut)
+    wait_until(lambda: not keeper.service._keeping.locked(), TIMEOUT_S, "the end of the transfer")
+    assert keeper.kept() == [(1, 10)]
+    assert keeper.keep(source) == Reply()
+    assert keeper.kept() == [(1, 20), (1, 10)]
+
+
+def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
+    rendezvous.make_key(tmp_path, 1)
+    (path,) = (tmp_path / "replicas").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o640)
+    with pytest.raises(ForeignOwner):
+        rendezvous.read_key(tmp_path, 1)
+    rendezvous.make_key(tmp_path, 2)
+    with pytest.raises(ReplicaError):
+        rendezvous.read_key(tmp_path, 1)
+    rendezvous.remove_key(tmp_path, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- savers that are killed, stopped, or full ----------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    """Two hosts with a trainer and a saver each."""
+
+    path: Path
+    wait_until: WaitUntil
+    undo: contextlib.ExitStack
+    trainers: list[subprocess.Popen[str]] = field(default_factory=list)
+    stores: list[Path] = field(default_factory=list)
+
+    @property
+    def directory(self) -> Path:
+        return self.path / "ckpt"
+
+    def trainer(self, rank: int) -> None:
+        memory = self.path / f"host-{rank}"
+        memory.mkdir()
+        words = [memory, self.directory, "77", rank, 2, 1, NUM_BYTES]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.checkpoint.fake_trainer", *map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.undo.callback(_end, process)
+        assert process.stdout
+        self.trainers.append(process)
+        self.stores.append(Path(process.stdout.readline().strip()))
+        write_whole(StoreFiles(self.stores[-1]).replica_order, msgspec.json.encode(order_of(HOSTS, rank, 1)))
+
+    def saver(self, rank: int, fault: str = "") -> subprocess.Popen[bytes]:
+        request = {"HETSTREAM_CKPT_FAULT": f"{fault}:{self.path / 'marker'}"} if fault else {}
+        with open(self.path / "saver.log", "ab") as log:
+            words = [f"--store={self.stores[rank]}", f"--directory={self.directory}", "--linger=0.3"]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "checkpoint.saver", *words],
+                stderr=log,
+                env={**os.environ, **request},
+                cwd=ROOT,
+            )
+        self.undo.callback(_end, process)
+        return process
+
+    def say(self, rank: int, line: str) -> None:
+        process = self.trainers[rank]
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline().strip() == line
+
+    def status(self, rank: int) -> SaverStatus:
+        return StoreView(self.stores[rank]).files.read_status() or SaverStatus(pid=0)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        try:
+            self.wait_until(condition, TIMEOUT_S, what)
+        except BaseException:
+            print((self.path / "saver.log").read_text()[-4000:])
+            raise
+
+    def until_replicated(self, rank: int, step: int) -> None:
+        self.until(lambda: self.status(rank).replicated == (1, step), f"the replica of step {step}")
+        assert check_kept(StoreFiles(self.stores[1 - rank]), rank)[0] == (1, step)
+
+
+def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream:
+            stream.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Pair]:
+    (tmp_path / "ckpt").mkdir()
+    rendezvous.make_key(tmp_path / "ckpt", 1)
+    with contextlib.ExitStack() as undo:
+        made = Pair(tmp_path, wait_until, undo)
+        made.trainer(0)
+        made.trainer(1)
+        yield made
+
+
+def test_savers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
+    savers = [pair.saver(rank) for rank in (0, 1)]
+    for step in (10, 20, 30):
+        for rank in (0, 1):
+            pair.say(rank, f"save {step}")
+        for rank in (0, 1):
+            pair.until_replicated(rank, step)
+    assert [pair.status(rank).replica_error for rank in (0, 1)] == ["", ""]
+    assert commit.committed(pair.directory)
+    for rank in (0, 1):
+        pair.say(rank, "close")
+        stdin = pair.trainers[rank].stdin
+        assert stdin
+        stdin.close()
+    assert [saver.wait(TIMEOUT_S) for saver in savers] == [0, 0]
+    assert find_stores([pair.path / "host-0", pair.path / "host-1"]) == []
+    rendezvous.remove_key(pair.directory, 1)
+    assert not (pair.directory / "replicas").exists()
+
+
+# Each transfer has seven chunks; the second one is hit.
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [
+        pytest.param(0, "replica.offered:2", marks=pytest.mark.slow),
+        (0, "replica.sending:10"),
+        pytest.param(0, "replica.sent:2", marks=pytest.mark.slow),
+        pytest.param(1, "replica.listed:1", marks=pytest.mark.slow),
+        pytest.param(1, "replica.allocating:2", marks=pytest.mark.slow),
+        (1, "replica.receiving:10"),
+        (1, "replica.received:2"),
+        pytest.param(1, "replica.kept:2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_saver_killed_at_any_point_leaves_the_old_or_the_new(pair: Pair, rank: int, point: str) -> None:
+    savers = [pair.saver(one, f"{point}:kill" if one == rank else "") for one in (0, 1)]
+    if point != "replica.listed:1":
+        pair.say(0, "save 10")
+        pair.until_replicated(0, 10)
+    pair.say(0, "save 20")
+    assert savers[rank].wait(TIMEOUT_S) == -signal.SIGKILL
+    kept = check_kept(StoreFiles(pair.stores[1]), 0)
+    assert kept[:1] in ([(1, 10)], [(1, 20)]) or point == "replica.listed:1"
+    pair.saver(rank)
+    pair.until_replicated(0, 20)
+
+
+def test_a_stopped_peer_holds_up_neither_the_disk_nor_the_trainer(pair: Pair) -> None:
+    savers = [pair.saver(rank) for rank in (0, 1)]
+    for rank in (0, 1):
+        pair.say(rank, "save 10")
+    pair.until_replicated(0, 10)
+    pair.until(lambda: commit.committed(pair.directory), "the checkpoint")
+    savers[1].send_signal(signal.SIGSTOP)
+    for step in range(20, 30):
+        pair.say(0, f"save {step}")  # ten saves into three slots wait for nobody
+    pair.until(lambda: Generation(1, 29) in commit.written_by(pair.directory, 0), "the part on disk")
+    pair.until(lambda: pair.status(0).replica_error, "the error in the status")
+    savers[1].send_signal(signal.SIGCONT)
+    pair.until_replicated(0, 29)
+    assert pair.status(0).replica_error == ""
+
+
+def test_full_memory_of_the_peer_is_said_and_training_goes_on(pair: Pair) -> None:
+    pair.saver(0)
+    pair.saver(1, "replica.allocating:1:full")
+    pair.say(0, "save 10")
+    pair.until(lambda: "No space left" in pair.status(0).replica_error, "the error in the status")
+    pair.until(lambda: commit.written_by(pair.directory, 0), "the part on disk")
+    pair.say(0, "save 20")
+    pair.until_replicated(0, 20)

@@ -62,7 +62,7 @@ _JOB_SAVER_TIMEOUT_S = 30.0
 _WATCH_S = 0.5
 _SAY_WAITING_S = 30.0
 _ON_DISK = "on disk: "
-_WHERE = {"memory": "in memory", "disk": "on disk"}
+_WHERE = {"memory": "in memory", "replica": "in the memory of another host", "disk": "on disk"}
 # Rare dtypes and formats aside: JSON of a state's structure, before there is one.
 _METADATA_BYTES_EACH = 256
 
@@ -304,7 +304,14 @@ class FlashCheckpointer:
         if not all(hosts):
             without = [rank for rank, host in enumerate(hosts) if not host]
             raise OptionsError(f"replica=True on some ranks, and not on rank(s) {without}: on every rank or on none")
-        return TrainerReplicas(self._store, self._directory.path, hosts, self._ranks.rank, self._attempt)
+        made: list[TrainerReplicas] = []
+
+        def make() -> int:
+            made.append(TrainerReplicas(self._store, self._directory.path, hosts, self._ranks.rank, self._attempt))
+            return 0
+
+        self._together(make)
+        return made[0]
 
     def _start_saver(self) -> None:
         if not job_has_savers():

@@ -16,7 +16,7 @@ from checkpoint.generation import Generation
 from checkpoint.layout import from_json
 from checkpoint.segment import Segment, check_memory, check_room, file_bytes, split_metadata
 from checkpoint.store_files import SlotContent, StoreFiles
-from checkpoint.structure import Record
+from checkpoint.structure import Record, read_origin
 
 NUM_SLOTS = 2
 
@@ -59,7 +59,7 @@ def forget_others(files: StoreFiles, ranks: Collection[int]) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_record(metadata: bytes, rank: int, layout_digest: str, payload_bytes: int) -> Record:
+def check_record(metadata: bytes, rank: int, layout_digest: str, payload_bytes: int) -> None:
     """Refuse what is not a rank's record.
 
     Raises:
@@ -69,7 +69,6 @@ def check_record(metadata: bytes, rank: int, layout_digest: str, payload_bytes: 
     layout, record = from_json(layout_json), Record.read(structure)
     if layout.digest != layout_digest or layout.payload_bytes > payload_bytes or record.rank != rank:
         raise ReplicaError(f"what came is not the record of rank {rank} that was announced, but of rank {record.rank}")
-    return record
 
 
 def on_this_host(files: StoreFiles, rank: int) -> list[SlotContent]:
@@ -102,5 +101,7 @@ def for_others(files: StoreFiles) -> Iterator[tuple[int, Generation, int]]:
 
 def _world_size(content: SlotContent, rank: int) -> int:
     with Segment.open(content.path) as segment:
-        header = segment.header
-        return check_record(segment.metadata, rank, header.layout_digest, header.payload_bytes).world_size
+        origin = read_origin(split_metadata(segment.metadata)[1])
+    if origin.rank != rank:
+        raise ReplicaError(f"{content.path} holds a record of rank {origin.rank}, not {rank}")
+    return origin.world_size

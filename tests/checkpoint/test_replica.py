@@ -477,16 +477,18 @@ def test_a_saver_killed_at_any_point_leaves_the_old_or_the_new(pair: Pair, rank:
     pair.until_replicated(0, 20)
 
 
-def test_a_stopped_peer_holds_up_neither_the_disk_nor_the_trainer(pair: Pair) -> None:
-    savers = [pair.saver(rank) for rank in (0, 1)]
+@pytest.mark.parametrize("fault", ["", pytest.param("replica.receiving:10:stop", marks=pytest.mark.slow)])
+def test_a_stopped_peer_holds_up_neither_the_disk_nor_the_trainer(pair: Pair, fault: str) -> None:
+    savers = [pair.saver(0), pair.saver(1, fault)]
     for rank in (0, 1):
         pair.say(rank, "save 10")
     pair.until_replicated(0, 10)
     pair.until(lambda: commit.committed(pair.directory), "the checkpoint")
-    savers[1].send_signal(signal.SIGSTOP)
+    if not fault:  # else it stops in the middle of the next transfer
+        savers[1].send_signal(signal.SIGSTOP)
     for step in range(20, 30):
         pair.say(0, f"save {step}")  # ten saves into three slots wait for nobody
-    pair.until(lambda: Generation(1, 29) in commit.written_by(pair.directory, 0), "the part on disk")
+    pair.until(lambda: max(commit.written_by(pair.directory, 0)).step >= 20, "a newer part on disk")
     pair.until(lambda: pair.status(0).replica_error, "the error in the status")
     savers[1].send_signal(signal.SIGCONT)
     pair.until_replicated(0, 29)

@@ -444,8 +444,9 @@ def test_every_end_brings_the_newest_to_disk_and_only_a_crash_leaves_memory(
     argv = [sys.executable, "-c", program, str(tmp_path / "ckpt"), str(memory)]
     assert subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120).returncode == code
     latest = tmp_path / "ckpt" / "latest"
-    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of the saver")
+    # First what it does: it may not have started yet.
     wait_until(latest.is_symlink, 60, "the checkpoint")
+    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of the saver")
     assert latest.readlink() == Path("step-0000000001.1")
     assert bool(find_stores([memory])) == leaves_memory
 

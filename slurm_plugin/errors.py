@@ -10,7 +10,9 @@
     │   └── TeardownFailed       processes outlived SIGKILL
     ├── UnreadableAnswer         a Slurm command printed what no known version prints
     ├── UnsupportedSlurm         the cluster's Slurm is older than hetstream reads
-    └── UnknownJob               no such job in the queue
+    ├── UnknownJob               no such job in the queue
+    ├── HistoryError             the file with a cluster's history cannot be used
+    └── ServeError               an address cannot be listened on, or a package for it is missing
 
 Slurm commands that fail raise `hetjob.errors.SlurmCommandError`.
 """
@@ -23,8 +25,10 @@ __all__ = [
     "BootFailed",
     "ClusterExists",
     "DevclusterError",
+    "HistoryError",
     "InstallFailed",
     "NoCluster",
+    "ServeError",
     "SlurmMissing",
     "TeardownFailed",
     "UnknownJob",
@@ -82,3 +86,11 @@ class UnsupportedSlurm(HetstreamError):
 
 class UnknownJob(HetstreamError):
     """No such job is in the queue."""
+
+
+class HistoryError(HetstreamError):
+    """The file with a cluster's history cannot be read or written, or is another program's."""
+
+
+class ServeError(HetstreamError):
+    """An address cannot be listened on, or a package that serving needs is missing."""

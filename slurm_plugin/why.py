@@ -150,6 +150,14 @@ class Explainer:
         _, lacking = self._room(shape_of(job), job)
         return lacking[0].kind if lacking else self._in_line(job).kind
 
+    def causes(self, job: Job) -> tuple[str, ...]:
+        """The kind of the first blocker; several resources where more of any of them alone would let it start."""
+        first = self.waits_for(job)
+        if first not in RESOURCES:
+            return (first,) if first else ()
+        _, lacking = self._room(shape_of(job), job)
+        return tuple(blocker.kind for blocker in lacking if blocker.kind in RESOURCES)
+
     def _room(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
         """The nodes with room for the job, and what is lacking if they are too few."""
         key = (shape, job.num_nodes, job.required_nodes, job.features)

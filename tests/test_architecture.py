@@ -26,10 +26,10 @@ HOMES = {
     "horovod": ("mpi_dataworkers/horovod.py", "checkpoint/integrations/horovod.py"),
     "lightning": ("checkpoint/integrations/lightning.py",),
     "transformers": ("checkpoint/integrations/huggingface.py",),
-    "prometheus_client": ("mpi_dataworkers/dispatcher/metrics.py",),
+    "prometheus_client": ("mpi_dataworkers/dispatcher/metrics.py", "slurm_plugin/metrics.py"),
     "zstandard": ("mpi_dataworkers/transports/compression.py",),
     "xxhash": ("checkpoint/checksum.py",),
-    "sqlite3": ("mpi_dataworkers/dispatcher/journal.py",),
+    "sqlite3": ("mpi_dataworkers/dispatcher/journal.py", "slurm_plugin/history.py"),
 }
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 

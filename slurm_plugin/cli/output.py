@@ -33,6 +33,13 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-w", "--nodelist", metavar="HOSTLIST", help="only these nodes, such as gpu[0-7]")
 
 
+def add_history_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare `--history`."""
+    parser.add_argument(
+        "--history", metavar="FILE", help="SQLite file to which each reading is added; made where it does not exist"
+    )
+
+
 def emit(args: argparse.Namespace, report: Report) -> None:
     """Print a report the way the arguments ask for."""
     if args.json:

@@ -223,7 +223,7 @@ def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
 def test_no_reading_command_imports_torch_or_the_data_plane() -> None:
     script = (
         "import sys; from slurm_plugin.cli import build_parser; "
-        "[build_parser(verb) for verb in ('frag', 'jobs', 'why', 'util', 'advise', 'doctor')]; "
+        "[build_parser(verb) for verb in ('frag', 'jobs', 'why', 'util', 'advise', 'doctor', 'report')]; "
         "print([name for name in ('torch', 'zmq', 'numpy', 'mpi_dataworkers.loader') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -1,0 +1,74 @@
+"""`hetstream exporter`: the cluster's figures for Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.history import History
+from slurm_plugin.monitor import Monitor
+from slurm_plugin.wait_shares import wait_shares
+
+EPILOG = """\
+It reads the cluster once in each interval, however often it is scraped. When slurmctld does not answer, hetstream_up is
+0, hetstream_read_errors_total counts it by its kind, the reason is in the log, and the next interval tries again.
+Prometheus and OpenMetrics are served at /metrics. There is no password:
+give more than localhost only behind a firewall.
+
+examples:
+  hetstream exporter
+  hetstream exporter --listen 0.0.0.0:9418 --history /var/lib/hetstream/history.sqlite
+  hetstream exporter --print             one reading, for node_exporter's textfile collector
+  hetstream exporter --dashboard         a dashboard to import into Grafana
+
+exit codes:
+  0  done (--print, --dashboard)
+  1  the address cannot be listened on, or the history cannot be used; with --print: Slurm could not be asked
+  2  the command line is wrong
+"""
+DASHBOARD = Path(__file__).parents[1] / "dashboard.json"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "exporter",
+        help=summary,
+        description="Serve the cluster's allocation, fragmentation and pending causes to Prometheus. Changes nothing.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_watch_arguments(parser, "127.0.0.1:9418")
+    once = parser.add_mutually_exclusive_group()
+    once.add_argument("--print", action="store_true", help="print the metrics of one reading and end")
+    once.add_argument("--dashboard", action="store_true", help="print a Grafana dashboard of these metrics and end")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal, or print once."""
+    if args.dashboard:
+        print(DASHBOARD.read_text(), end="")
+        return 0
+    (host, port), interval_s = address_of(args), interval_of(args)
+    # Only here: prometheus_client is an extra.
+    from slurm_plugin.metrics import ClusterCollector, MetricsServer
+
+    with ExitStack() as undo:
+        history = undo.enter_context(History(Path(args.history))) if args.history else None
+        monitor = Monitor(CommandSlurm(), wait_shares, history)
+        collector = ClusterCollector()
+        if args.print:
+            collector.reading = monitor.read()
+            print(collector.text(), end="")
+            return 0 if collector.reading.observation else 1
+        server = MetricsServer(host, port, collector)
+        undo.callback(server.close)
+        print(f"metrics at {server.url}", file=sys.stderr, flush=True)
+        for reading in monitor.readings(interval_s):
+            collector.reading = reading
+    return 0

@@ -1,0 +1,122 @@
+"""`hetstream report`: the cluster as one HTML page, with its history."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
+from slurm_plugin.cli.util import parse_time
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.history import History
+from slurm_plugin.observation import Observation, Sample, observe
+from slurm_plugin.page import page
+from slurm_plugin.report import Column, Report, Section, duration
+from slurm_plugin.wait_shares import wait_shares
+
+EPILOG = f"""\
+The page holds everything that it shows: no script, no outside resource. It names users and jobs, so mind whom you send
+it to. With --history the reading is added to a SQLite file, and the page shows what is in it; hetstream exporter and
+hetstream serve add to the same file, which keeps 92 days.
+
+examples:
+  hetstream report --html cluster.html
+  hetstream report --history ~/cluster.sqlite --start now-7days --html cluster.html
+  hetstream report --history ~/cluster.sqlite --json | jq '.history[-1]'
+
+{EXIT_CODES}"""
+DEFAULT_START = "now-7days"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "report",
+        help=summary,
+        description="Show fragmentation, queueing delay by cause and utilisation, now and over time.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the page there")
+    add_history_argument(parser)
+    parser.add_argument(
+        "-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin of the history (default %(default)s)"
+    )
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the cluster once, and write."""
+    with ExitStack() as undo:
+        history = undo.enter_context(History(Path(args.history))) if args.history else None
+        snapshot = CommandSlurm().snapshot()
+        start_s = parse_time("--start", args.start, snapshot.taken_s)
+        seen = observe(snapshot, wait_shares(snapshot.jobs))
+        samples = [seen.sample]
+        if history:
+            history.append(seen.sample)
+            samples = history.since(start_s) or samples
+    if args.html:
+        write_whole(Path(args.html), page(seen, samples))
+    emit(args, report_of(seen, samples if args.json else ()))
+    return 0
+
+
+def report_of(seen: Observation, samples: Sequence[Sample]) -> Report:
+    """The same figures as tables and JSON.
+
+    Args:
+        samples: the history, which is for programs alone.
+    """
+    now = seen.sample
+    summary = {name: value for name, value in asdict(now).items() if name not in ("taken_s", "waiting")}
+    lines = [
+        f"{now.gpus - now.gpus_allocated:,} of {now.gpus:,} GPUs and {now.cpus - now.cpus_allocated:,} of {now.cpus:,} "
+        f"CPUs are free; {now.stranded_gpus:,} GPUs are of no use to any pending job",
+        f"{now.num_running:,} job(s) run, {sum(one.num_jobs for one in now.waiting.values()):,} wait",
+    ]
+    waiting = [
+        {
+            "cause": cause,
+            "num_jobs": one.num_jobs,
+            "cpus": one.cpus,
+            "gpus": one.gpus,
+            "mean_s": round(one.mean_s, 1),
+            "longest_s": round(one.longest_s, 1),
+        }
+        for cause, one in sorted(now.waiting.items(), key=lambda item: -item[1].num_jobs)
+    ]
+    sections = [Section("waiting", _COLUMNS, waiting, title="What jobs wait for", empty="no job waits")]
+    if samples:
+        sections.append(Section("history", (), [asdict(sample) for sample in samples]))
+    return Report(meta_of("report", seen.snapshot), summary, lines, sections)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that readers see the old text or the new one; its mode is as the umask has it."""
+    umask = os.umask(0)
+    os.umask(umask)
+    with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
+        try:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o666 & ~umask)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+_COLUMNS = (
+    Column("cause", "CAUSE", left=True),
+    Column("num_jobs", "JOBS"),
+    Column("cpus", "CPUS"),
+    Column("gpus", "GPUS"),
+    Column("mean_s", "MEAN WAIT", duration),
+    Column("longest_s", "LONGEST", duration),
+)

@@ -1,0 +1,92 @@
+"""`hetstream serve`: the page of `hetstream report`, live."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack
+from http import HTTPStatus
+from pathlib import Path
+
+from slurm_plugin.cli.report import DEFAULT_START, report_of
+from slurm_plugin.cli.util import parse_time
+from slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.history import KEEP_S, History
+from slurm_plugin.monitor import Monitor, Reading
+from slurm_plugin.observation import Sample
+from slurm_plugin.page import page, unavailable
+from slurm_plugin.report import as_json
+from slurm_plugin.wait_shares import wait_shares
+from slurm_plugin.web import Document, WebServer
+
+EPILOG = """\
+The page is at /, its figures are at /data.json. It reads the cluster once in each interval, however many look at it,
+and changes nothing. It names users and jobs, and has no password: from another machine use
+ssh -L 8418:localhost:8418 HOST. Without --history it shows what it has seen since its start.
+
+examples:
+  hetstream serve
+  hetstream serve --listen 8500 --history ~/cluster.sqlite --start now-1day
+
+exit codes:
+  1  the address cannot be listened on, or the history cannot be used
+  2  the command line is wrong
+"""
+
+# Before the first reading.
+REFRESH_EARLY_S = 2
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "serve",
+        help=summary,
+        description="Serve the page of hetstream report, made anew from time to time.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_watch_arguments(parser, "127.0.0.1:8418")
+    parser.add_argument(
+        "-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin of the history (default %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    (host, port), interval_s = address_of(args), interval_of(args)
+    parse_time("--start", args.start, 0.0)  # a wrong one is said before anything is opened
+    with ExitStack() as undo:
+        history = undo.enter_context(History(Path(args.history))) if args.history else None
+        samples: deque[Sample] = deque(history.since(0.0) if history else ())
+        shown: Mapping[str, Document] = documents(Reading(error="It has not been asked yet."), [], REFRESH_EARLY_S)
+        server = WebServer(host, port, lambda: shown)
+        undo.callback(server.close)
+        print(f"the cluster at {server.url}", file=sys.stderr, flush=True)
+        for reading in Monitor(CommandSlurm(), wait_shares, history).readings(interval_s):
+            if reading.observation:
+                samples.append(reading.observation.sample)
+                now_s = samples[-1].taken_s
+                start_s = max(now_s - KEEP_S, parse_time("--start", args.start, now_s))
+                while samples[0].taken_s < start_s and len(samples) > 1:
+                    samples.popleft()
+            shown = documents(reading, list(samples), round(interval_s))
+    return 0
+
+
+def documents(reading: Reading, samples: list[Sample], refresh_s: int) -> Mapping[str, Document]:
+    """What is served after a reading."""
+    seen = reading.observation
+    if seen is None:
+        error = Document(
+            "text/html; charset=utf-8", unavailable(reading.error, refresh_s), HTTPStatus.SERVICE_UNAVAILABLE
+        )
+        return {"/": error, "/data.json": Document("text/plain", f"{reading.error}\n", HTTPStatus.SERVICE_UNAVAILABLE)}
+    return {
+        "/": Document("text/html; charset=utf-8", page(seen, samples, refresh_s)),
+        "/data.json": Document("application/json", as_json(report_of(seen, samples))),
+    }

@@ -1,0 +1,82 @@
+"""Made-up clusters for the tests of what draws and exports them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
+from slurm_plugin.observation import Observation, Sample, observe
+
+NOW_S = 1_795_000_000.0
+HOUR_S = 3600.0
+
+
+def gpu_node(number: int, cpus_allocated: int, gpus_allocated: int, drained: bool = False) -> Node:
+    """One of 16 CPUs and 4 GPUs."""
+    return Node(
+        f"gpu{number}", frozenset({"IDLE", "DRAIN"} if drained else {"MIXED"}), ("gpu",), 16, cpus_allocated,
+        64000, 4000 * cpus_allocated, (Gres("gpu", "h200", 4),), (Gres("gpu", "h200", gpus_allocated),),
+        reason="broken fan" if drained else "", cpu_load=0.6 * cpus_allocated,
+    )  # fmt: skip
+
+
+def job(job_id: int, cpus: int, gpus: int, waited_s: float | None, **more: object) -> Job:
+    """A pending job; a running one if it has not waited."""
+    made = Job(
+        job_id, "train", "alice", ("gpu",), "RUNNING" if waited_s is None else "PENDING", "Resources", 1, cpus, 1, cpus,
+        4000, gres_per_node=(Gres("gpu", "", gpus),) if gpus else (), priority=100 + job_id,
+        submit_s=NOW_S - (waited_s or 0.0), start_s=NOW_S - 900 if waited_s is None else None,
+    )  # fmt: skip
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def snapshot(num_nodes: int = 24, *, gpus: bool = True, names: str = "train") -> Snapshot:
+    """Nodes in every class of the indicator, and jobs that wait for each cause."""
+    layout = [(16, 0), (16, 1), (12, 1), (8, 2), (14, 3), (16, 4), (4, 4), (8, 4), (6, 3), (15, 2)]
+    nodes = [gpu_node(number, *layout[number % len(layout)], drained=number % 11 == 7) for number in range(num_nodes)]
+    cpu_nodes = [
+        Node(f"cpu{number}", frozenset({"MIXED"}), ("cpu",), 32, 8 * number, 128000, 1000, cpu_load=8.0 * number)
+        for number in range(4)
+    ]
+    jobs = [job(number, 8, 2, None, nodes=(f"gpu{number}",)) for number in (2, 3)]
+    jobs += [job(100 + number, 12, 2, 600.0 * number, num_nodes=1, name=names) for number in range(9)]  # lack CPUs
+    jobs += [
+        job(200 + number, 2, 4, 1500.0 * number, user="bob", required_nodes=("gpu7", "gpu5")) for number in range(5)
+    ]
+    jobs += [job(250 + number, 2, 1, 700.0 * number, user="carol", memory_mb=50000) for number in range(3)]
+    jobs += [job(300, 4, 8, 7200.0), job(301, 2, 1, 100.0, reason="Dependency", dependency="afterok:1")]
+    jobs += [job(400 + number, 1, 1, 60.0 * number, user="dan") for number in range(4)]  # there is room
+    partitions = (Partition("gpu", (), is_default=True), Partition("cpu", ()))
+    chosen = nodes if gpus else []
+    return Snapshot(
+        NOW_S, "22.05.8", "test", tuple(jobs), (*chosen, *cpu_nodes), partitions, {"ClusterName": "testbed"}
+    )
+
+
+def observation(num_nodes: int = 24, **more: object) -> Observation:
+    """The snapshot looked at; the trainer of job 2 waits for data for a quarter of its time."""
+    return observe(snapshot(num_nodes, **more), {"2": 0.25})  # type: ignore[arg-type]
+
+
+def history(last: Sample, num_samples: int = 200) -> list[Sample]:
+    """Samples of the two days before, with a gap, made by shifting the last."""
+    found = []
+    for number in range(num_samples):
+        wave = (number * 37 % 40) / 40
+        if not 0.4 < number / num_samples < 0.5:
+            found.append(
+                replace(
+                    last,
+                    taken_s=last.taken_s - (num_samples - number) * 48 * HOUR_S / num_samples,
+                    gpus_allocated=round(last.gpus * (0.45 + 0.4 * wave)),
+                    cpus_allocated=round(last.cpus * (0.85 - 0.2 * wave)),
+                    cpu_load=last.cpus * (0.5 + 0.1 * wave),
+                    stranded_gpus=round(last.gpus * 0.3 * (1 - wave)),
+                    classes=(2 + number % 5, 4, 8 - number % 5, 4, 3),
+                    waiting={
+                        cause: replace(one, num_jobs=max(0, round(one.num_jobs * 2 * wave)))
+                        for cause, one in last.waiting.items()
+                    },
+                )
+            )
+    return [*found, last]

@@ -1,0 +1,212 @@
+"""The page: its charts by hand, what is in it, and how a real browser shows it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import struct
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+
+import clusters
+import pytest
+from browser import Browser
+
+from slurm_plugin.charts import Axis, Series, cell, count_axis, line_chart, share_axis, stacked_bars, with_gaps
+from slurm_plugin.cli.serve import documents
+from slurm_plugin.errors import ServeError
+from slurm_plugin.monitor import Reading
+from slurm_plugin.observation import Sample, class_of, observe
+from slurm_plugin.page import MAX_LARGE_CELLS, binned, page
+from slurm_plugin.web import Document, WebServer
+
+DESKTOP, PHONE = 1280, 390
+# Added by the test alone: the page itself has no script. A window is 500 wide at least, so the page is put in a frame.
+MEASURE = (
+    "<script>parent.postMessage('width ' + document.documentElement.scrollWidth + ' of ' + innerWidth + ' shown ' + "
+    "[...document.querySelectorAll('.chart')].filter(one => one.getBoundingClientRect().width).length, '*')</script>"
+)
+FRAME = (
+    "<title>none</title><script>onmessage = said => {{ document.title = said.data }}</script>"
+    '<iframe src="measured.html" style="width:{width}px;height:900px;border:0"></iframe>'
+)
+
+
+def elements(svg: str, name: str, kind: str = "") -> list[ET.Element]:
+    """Elements of a picture, which has to be XML."""
+    return [one for one in ET.fromstring(svg).iter(name) if kind in one.get("class", "").split() or not kind]
+
+
+def test_a_line_goes_where_its_numbers_say() -> None:
+    lines = [Series("GPUs", 0, [(0, 0.0), (5, None), (10, 1.0)]), Series("<CPUs>", 1, [(0, 1.0), (10, 1.0)])]
+    svg = line_chart(lines, Axis(0, 10, [(0, "a"), (10, "b")]), share_axis(), 400, 200, "two & more")
+    first, second = elements(svg, "path", "line")
+    right = 400 - (12 + 7.4 * 8)
+    assert first.get("d") == f"M42.0 172.0M{right:.1f} 12.0"
+    assert second.get("d") == f"M42.0 12.0L{right:.1f} 12.0"
+    assert first.get("stroke-dasharray") != second.get("stroke-dasharray")
+    names = {one.text: float(one.get("y", "0")) for one in elements(svg, "text")}
+    assert abs(names["GPUs"] - names["<CPUs>"]) >= 14, "names at the same height are moved apart"
+
+
+def test_a_step_holds_until_the_next_point() -> None:
+    one = Series("x", 2, [(0, 2.0), (10, 0.0)], steps=True)
+    svg = line_chart([one], Axis(0, 10, []), Axis(0, 2, []), 100, 140, "")
+    assert re.fullmatch(r"M42\.0 12\.0L([\d.]+) 12\.0L\1 112\.0", elements(svg, "path", "line")[0].get("d", ""))
+
+
+def test_bars_are_stacked_in_proportion() -> None:
+    svg = stacked_bars([(0, [1, 0, 3]), (1, [2, 2, 0])], Axis(0, 1, []), Axis(0, 4, []), 200, 140, "")
+    found = [(one.get("class"), float(one.get("height", "0"))) for one in elements(svg, "rect") if one.get("class")]
+    assert found == [("f0", 25.0), ("f2", 75.0), ("f0", 50.0), ("f1", 50.0)]
+    assert len([one for one in elements(svg, "rect") if one.get("fill") == "url(#p2)"]) == 1
+
+
+def test_axes_have_round_ticks() -> None:
+    assert [text for _, text in count_axis(0).ticks] == ["0", "1"]
+    assert [text for _, text in count_axis(7).ticks] == ["0", "2", "4", "6", "8"]
+    assert [text for _, text in count_axis(4100).ticks] == ["0", "2,000", "4,000", "6,000"]
+
+
+def test_nobody_looked_in_between() -> None:
+    assert with_gaps([(0, 1), (1, 1), (2, 1), (9, 1)]) == [(0, 1), (1, 1), (2, 1), (5.5, None), (9, 1)]
+    assert with_gaps([(0, 1), (9, 1)]) == [(0, 1), (9, 1)]
+
+
+def test_a_cell_says_its_value_in_three_ways() -> None:
+    svg = cell("gpu<1>", "−0.75", 0, "hint & more", large=True)
+    assert [one.text for one in elements(svg, "text")] == ["gpu<1>", "−0.75"]
+    assert 'class="f0"' in svg
+    assert "url(#p0)" in svg
+    small = cell("gpu1", "−0.75", 4, "hint", large=False)
+    assert elements(small, "text") == []
+    assert elements(small, "title")[0].text == "hint"
+
+
+@pytest.mark.parametrize(
+    ("indicator", "kind"),
+    [(-1, 0), (-0.5, 0), (-0.49, 1), (-0.25, 1), (-0.2, 2), (0, 2), (0.2, 2), (0.25, 3), (0.5, 4), (1, 4)],
+)
+def test_classes_of_the_indicator(indicator: float, kind: int) -> None:
+    assert class_of(indicator) == kind
+
+
+def test_what_jobs_wait_for_is_counted_by_cause() -> None:
+    sample = clusters.observation().sample
+    counts = {cause: one.num_jobs for cause, one in sample.waiting.items()}
+    assert counts == {
+        "GPUs": 5, "GPUs or CPUs": 9, "memory": 3, "scheduler": 1, "priority": 3, "size": 1, "dependency": 1,
+    }  # fmt: skip
+    either = sample.waiting["GPUs or CPUs"]
+    assert (either.gpus, either.cpus, either.longest_s, either.mean_s) == (18, 108, 4800.0, 2400.0)
+    assert (sample.gpus, sum(sample.classes), sample.gpus_measured, sample.gpus_starved) == (88, 22, 2, 0.5)
+
+
+def test_the_page_asks_nobody_for_anything_and_escapes_what_users_wrote() -> None:
+    evil = "</td><script>alert(1)</script><img src=x>"
+    seen = clusters.observation(names=evil)
+    text = page(seen, clusters.history(seen.sample))
+    assert "<script" not in text
+    assert "<img" not in text
+    assert "&lt;script&gt;" in text
+    assert re.findall(r"(?:https?:)?//[\w.]|@import|url\((?!#p\d\))", text) == []
+    for title in ("Fragmentation now", "Fragmentation over time", "Utilisation over time", "Jobs that wait, by cause",
+                  "How long they have waited", "Worst nodes", "Jobs that wait longest"):  # fmt: skip
+        assert f"<h2>{title}</h2>" in text
+    for svg in re.findall(r"<svg.*?</svg>", text):
+        ET.fromstring(svg)
+    assert len(text) < 200_000
+
+
+def test_clusters_with_little_to_show() -> None:
+    seen = clusters.observation(gpus=False)
+    text = page(seen, [seen.sample])
+    assert "No node has GPUs." in text
+    assert "1 reading(s) so far: a history needs two" in text
+    empty = observe(replace(seen.snapshot, jobs=(), nodes=(), partitions=(), config={}), {})
+    text = page(empty, [empty.sample, replace(empty.sample, taken_s=clusters.NOW_S + 60)])
+    assert text.count("No job waits.") == 2
+
+
+def test_many_nodes_are_small_cells() -> None:
+    text = page(clusters.observation(MAX_LARGE_CELLS + 8), [])
+    assert text.count('class="cell" width="20"') == MAX_LARGE_CELLS + 8
+    assert 'class="cell" width="82"' not in text
+
+
+def test_samples_are_drawn_in_bins() -> None:
+    def at(moment_s: float) -> Sample:
+        return replace(clusters.observation(2).sample, taken_s=moment_s)
+
+    samples = [at(moment_s) for moment_s in (0, 1, 2, 50, 51, 100)]
+    assert [[one.taken_s for one in some] for some in binned(samples, 4)] == [[0, 1, 2], [50, 51], [100]]
+    assert binned(samples, 6) == [[one] for one in samples]
+
+
+def test_a_real_browser_shows_it_on_desktops_and_phones(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+    browser = Browser(tmp_path)
+    seen = clusters.observation(names="a-job-name-of-a-user-who-likes-long-ones" * 3)
+    path = tmp_path / "page.html"
+    path.write_text(page(seen, clusters.history(seen.sample)))
+    (tmp_path / "measured.html").write_text(path.read_text().replace("</body>", f"{MEASURE}</body>"))
+    for width in (DESKTOP, PHONE):
+        frame = tmp_path / f"frame-{width}.html"
+        frame.write_text(FRAME.format(width=width))
+        document, console = browser.dump(frame.as_uri(), DESKTOP)
+        assert console == []
+        # Six pictures: of each chart, the one for this width.
+        assert f"<title>width {width} of {width} shown 4</title>" in document
+    for width, height in ((DESKTOP, 1900), (PHONE, 1900)):
+        picture = browser.picture(path.as_uri(), width, height)
+        assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+        assert struct.unpack(">II", picture[16:24]) == (width, height)
+        assert len(picture) > 50_000, "it is not blank"
+
+    served = documents(Reading(seen), [seen.sample], 60)
+    server = WebServer("127.0.0.1", 0, lambda: served)
+    try:
+        document, console = browser.dump(server.url, PHONE)
+    finally:
+        server.close()
+    assert console == [], "the page may not be hindered by its own security policy"
+    assert "<h1>testbed</h1>" in document
+
+
+def ask(server: WebServer, path: str, method: str = "GET", host: str | None = None) -> tuple[int, dict[str, str], str]:
+    address = server.url.removeprefix("http://").rstrip("/")
+    connection = http.client.HTTPConnection(address, timeout=30)
+    try:
+        connection.request(method, path, headers={"Host": host or address})
+        answer = connection.getresponse()
+        return answer.status, dict(answer.headers), answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_server_shows_two_documents_and_takes_nothing() -> None:
+    seen = clusters.observation()
+    shown = documents(Reading(seen), [seen.sample], 60)
+    server = WebServer("127.0.0.1", 0, lambda: shown)
+    try:
+        status, headers, text = ask(server, "/?x=1")
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+        assert 'http-equiv="refresh" content="60"' in text
+        figures = json.loads(ask(server, "/data.json", host="localhost:80")[2])
+        assert (figures["summary"]["gpus"], len(figures["history"])) == (88, 1)
+        assert ask(server, "/", "HEAD")[2] == ""
+        assert ask(server, "/../etc/passwd")[0] == HTTPStatus.NOT_FOUND
+        assert ask(server, "/", "POST")[0] == HTTPStatus.NOT_IMPLEMENTED
+        assert ask(server, "/", host="evil.example:80")[0] == HTTPStatus.FORBIDDEN
+        shown = documents(Reading(error="Unable to contact <slurm> controller"), [], 60)
+        status, _, text = ask(server, "/")
+        assert status == HTTPStatus.SERVICE_UNAVAILABLE
+        assert "Unable to contact &lt;slurm&gt; controller" in text
+        with pytest.raises(ServeError, match="cannot be listened on: Address already in use"):
+            WebServer("127.0.0.1", int(server.url.split(":")[2].rstrip("/")), lambda: {"/": Document("", "")})
+    finally:
+        server.close()

@@ -8,6 +8,7 @@
     │   ├── NoCluster            no cluster lives in this state directory
     │   ├── BootFailed           a daemon ended or the nodes did not get ready in time
     │   └── TeardownFailed       processes outlived SIGKILL
+    ├── DamagedRecord            the record of an installation is not what install wrote
     ├── UnreadableAnswer         a Slurm command printed what no known version prints
     ├── UnsupportedSlurm         the cluster's Slurm is older than hetstream reads
     ├── UnknownJob               no such job in the queue
@@ -24,6 +25,7 @@ from mpi_dataworkers.errors import HetstreamError
 __all__ = [
     "BootFailed",
     "ClusterExists",
+    "DamagedRecord",
     "DevclusterError",
     "HistoryError",
     "InstallFailed",
@@ -63,6 +65,10 @@ class BootFailed(DevclusterError):
 
 class TeardownFailed(DevclusterError):
     """Processes of the cluster outlived SIGKILL."""
+
+
+class DamagedRecord(HetstreamError):
+    """The record of an installation is not what install wrote."""
 
 
 class UnreadableAnswer(HetstreamError):

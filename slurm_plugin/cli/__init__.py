@@ -38,6 +38,9 @@ VERBS = {
     "dispatcher": "run the dispatcher of a job by hand",
     "worker": "run data workers by hand",
     "master": "run the job master (called by converted scripts)",
+    "filter": "plan the conversion of an sbatch (called by the cli_filter plugin)",
+    "install": "place the Lua plugins, man pages and completion",
+    "uninstall": "take away what install placed",
     "devcluster": "boot a throw-away Slurm cluster on this machine",
 }
 

@@ -70,6 +70,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         action="store_true",
         help="keep Slurm's own scheduler timing: heterogeneous jobs then wait up to half a minute",
     )
+    p.add_argument(
+        "--lua-plugins", action="store_true", help="plain sbatch converts scripts with #HETSTREAM lines (cli_filter)"
+    )
     _add_slurm(p)
     p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")
     _add_dry_run(p)
@@ -179,6 +182,7 @@ def _up(args: argparse.Namespace) -> int:
         state_dir=_state_dir(args),
         shape=ClusterShape(args.gpu_nodes, args.gpus_per_node, args.cpu_nodes, args.cpus_per_node),
         tuned_scheduler=not args.default_scheduler,
+        lua_plugins=args.lua_plugins,
     )
     if args.dry_run:
         return _up_dry_run(request, args)

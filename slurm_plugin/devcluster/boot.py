@@ -39,6 +39,8 @@ from slurm_plugin.devcluster.status import is_live, list_nodes
 from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
 from slurm_plugin.devcluster.umask import readable_by_all
 from slurm_plugin.errors import BootFailed, ClusterExists
+from slurm_plugin.installation import HOOKS, LUA_DIR, hook_text
+from slurm_plugin.program import own_program
 
 # Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.
 READY_TIMEOUT_S = 60.0
@@ -66,12 +68,14 @@ class BootRequest:
         state_dir: where its files shall be, absolute.
         shape: its nodes.
         tuned_scheduler: see ClusterSpec.
+        lua_plugins: see ClusterSpec.
     """
 
     name: str
     state_dir: Path
     shape: ClusterShape
     tuned_scheduler: bool = True
+    lua_plugins: bool = False
 
 
 def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
@@ -83,6 +87,7 @@ def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
         base_port=_free_ports(1 + request.shape.num_nodes),
         shape=request.shape,
         tuned_scheduler=request.tuned_scheduler,
+        lua_plugins=request.lua_plugins,
         root=root,
     )
 
@@ -195,6 +200,11 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
     if spec.root is not None:
         spec.task_prolog.write_text(render.task_prolog(spec.root.commands_dir))
         spec.task_prolog.chmod(0o755)
+    if spec.lua_plugins:
+        policy = directory / "policy.lua"
+        policy.write_text((LUA_DIR / "policy.lua").read_text())
+        for name in HOOKS:
+            (directory / name).write_text(hook_text(name, LUA_DIR, policy, own_program()[0], None))
     key = os.open(directory / "run" / "munge.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(key, "wb") as stream:
         stream.write(secrets.token_bytes(1024))

@@ -16,7 +16,8 @@ from slurm_plugin.devcluster.lock import MACHINE, locked
 from slurm_plugin.devcluster.programs import missing_programs
 from slurm_plugin.errors import InstallFailed, SlurmMissing
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge")
+# Slurm's plugins for Lua need liblua, but nothing depends on it.
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "liblua5.1-0")
 # Another apt may be at work (unattended upgrades): wait for it.
 INSTALL_ARGV = (
     *("apt-get", "install", "-y", "-q", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends"),

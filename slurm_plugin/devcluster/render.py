@@ -103,6 +103,9 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     yield "AccountingStorageType=accounting_storage/none"
     yield "JobAcctGatherType=jobacct_gather/none"
     yield "ReturnToService=2"
+    if spec.lua_plugins:
+        yield "CliFilterPlugins=lua"
+        yield "JobSubmitPlugins=lua"
     # The nodes claim more CPUs and memory than the machine has.
     yield "SlurmdParameters=config_overrides"
     if any(group.gpus for group in spec.groups):

@@ -35,8 +35,7 @@ HOST = "host"
 # Which Debian release carries which Slurm.
 RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
 
-# job_submit and cli_filter plugins in Lua need liblua, but nothing depends on it.
-ROOT_PACKAGES = (*PACKAGES, "liblua5.1-0", "patchelf")
+ROOT_PACKAGES = (*PACKAGES, "patchelf")
 
 DEFAULT_MIRROR = "http://deb.debian.org/debian"
 # The first name is Debian 13's.

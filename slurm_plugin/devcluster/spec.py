@@ -106,6 +106,7 @@ class ClusterSpec:
         base_port: slurmctld's port; the slurmds' ports follow it.
         shape: the nodes.
         tuned_scheduler: let heterogeneous jobs start within a second instead of Slurm's default half minute.
+        lua_plugins: load hetstream's Lua plugins into slurmctld and sbatch.
         root: where Slurm is when it is not the machine's own.
     """
 
@@ -115,6 +116,7 @@ class ClusterSpec:
     base_port: int
     shape: ClusterShape = field(default_factory=ClusterShape)
     tuned_scheduler: bool = True
+    lua_plugins: bool = False
     root: RootPaths | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,90 @@
+"""`hetstream filter`: plan the conversion of an sbatch for the cli_filter plugin (`slurm_plugin/lua/cli_filter.lua`).
+
+It submits nothing. What it prints is the directory that the plugin removes afterwards, and the shell command that
+submits; any exit code but 0 lets the plain submission go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+from hetjob.directives import read_directives
+from hetjob.errors import ConversionError, UsageError
+from hetjob.sbatch_options import ENVIRONMENT, SbatchOptions, parse_words
+from hetjob.spec import OPTIONS
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.conversion import convert_script, read_as_sbatch
+from slurm_plugin.program import own_program
+
+# The plugin is silent about it: most jobs are not ours.
+EXIT_NOTHING_TO_CONVERT = 3
+
+HELP = """\
+usage: hetstream filter DIRECTIVES WORDS OF SBATCH
+
+Called by the cli_filter plugin. DIRECTIVES are the site's for scripts that have none (an empty word: none). Prints a
+directory to remove afterwards, and the shell command that submits the converted script with the sbatch in $sbatch.
+
+exit codes: 0 convert, 3 nothing to convert, anything else: trouble. Unless it is 0, sbatch goes on as it was called.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb. argparse hands over every word, as for `hetstream sbatch`."""
+    parser = subparsers.add_parser("filter", help=summary, prefix_chars="\0", add_help=False)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, if there is something to convert."""
+    if args.words[:1] in (["--help"], ["-h"]):
+        print(HELP, end="")
+        return 0
+    if not args.words:
+        raise UsageError("no words of sbatch. Called by the cli_filter plugin; users run: hetstream sbatch")
+    options, rest = parse_words(args.words[1:], "command line")
+    if not rest or rest[0] == ":" or SbatchOptions(tuple(options)).has("wrap", "help", "usage", "version"):
+        return EXIT_NOTHING_TO_CONVERT
+    body, name = read_as_sbatch(rest[0]), Path(rest[0]).name
+    if body is None:
+        return EXIT_NOTHING_TO_CONVERT
+    is_asked_for = bool(read_directives(body.decode(errors="surrogateescape"), name))
+    if not is_asked_for:
+        default, more = parse_words(_split(args.words[0]), "site policy", extra=OPTIONS)
+        if more:
+            raise UsageError(f"site policy: {more[0]!r} is not an option of hetstream. Tell the site's administrator")
+        options = [*default, *options]
+    try:
+        conversion = convert_script(body, name, options, os.environ, CommandSlurm(), own_program())
+    except ConversionError:
+        if is_asked_for:
+            raise
+        return EXIT_NOTHING_TO_CONVERT  # an array, a Python script: nobody asked for data workers in it
+    if conversion.plan is None:
+        return EXIT_NOTHING_TO_CONVERT
+    directory = Path(tempfile.mkdtemp(prefix="hetstream-"))
+    path = directory / name
+    try:
+        path.write_bytes(conversion.script)
+    except OSError:
+        shutil.rmtree(directory)
+        raise
+    # These variables are options for every component; the plan has made them options of the trainer.
+    unset = [word for key in ENVIRONMENT if key in os.environ for word in ("-u", key)]
+    words = shlex.join([*conversion.plan.sbatch_options, str(path), *rest[1:]])
+    print(directory)
+    print(f'exec {shlex.join(["env", *unset])} "$sbatch" {words}')
+    return 0
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"site policy: {error} in {text!r}. Tell the site's administrator") from error

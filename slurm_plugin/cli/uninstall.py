@@ -1,0 +1,28 @@
+"""`hetstream uninstall`: take away what `hetstream install` placed, and put back what it moved."""
+
+from __future__ import annotations
+
+import argparse
+
+from slurm_plugin.cli.install import add_arguments, report
+from slurm_plugin.installation import uninstall
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "uninstall",
+        help=summary,
+        description="Take away what hetstream install placed. A site's own Lua files are byte for byte what they were; "
+        "files that were changed since they were placed stay.",
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove and restore."""
+    prefix = args.prefix.absolute()
+    actions = uninstall(prefix, dry_run=args.dry_run)
+    report("uninstall", actions, [] if actions else [f"nothing is installed below {prefix}"], args)
+    return 0

@@ -1,0 +1,102 @@
+-- Hands an eligible sbatch to `hetstream filter`, and submits what that plans. Loaded by the site's cli_filter.lua,
+-- inside the user's own sbatch; Lua 5.1 to 5.4.
+--
+-- Two phases, so that nothing is submitted twice. The converter only plans: whatever goes wrong there leaves the plain
+-- submission to go on, with one note on stderr. Once there is a plan, sbatch is run with it and its answer is final.
+
+local MARK, DONE = "#HETSTREAM", "# >>> hetstream >>>"    -- hetjob/directives.py, hetjob/render.py
+local NOTHING_TO_CONVERT, INTERRUPTED = 3, 130            -- slurm_plugin/cli/filter.py; a shell's code for Ctrl-C
+local DEFAULT_TIMEOUT_S = 10
+local MAX_SCRIPT_BYTES = 4 * 1024 * 1024                  -- Slurm's own limit (max_script_size)
+
+local function read(path, mode)
+  local file = io.open(path, mode or "r")
+  if not file then return nil end
+  local text = file:read(MAX_SCRIPT_BYTES)                -- nil for a directory
+  file:close()
+  return text
+end
+
+local function quote(word) return "'" .. word:gsub("'", "'\\''") .. "'" end
+
+-- The exit code of os.execute as a shell would say it: Lua 5.1 returns a wait status, later ones (ok, kind, code).
+local function exit_code(first, kind, code)
+  if type(first) ~= "number" then return kind == "signal" and 128 + code or code or 1 end
+  return first < 256 and (first == 0 and 0 or 128 + first % 128) or math.floor(first / 256)
+end
+
+-- The words that sbatch was called with.
+local function command_line()
+  local words = {}
+  for word in (read("/proc/self/cmdline", "rb") or ""):gmatch("([^%z]*)%z") do words[#words + 1] = word end
+  table.remove(words, 1)
+  return words
+end
+
+local function find(word)
+  local text = read(word)
+  if text or word:find("/", 1, true) then return text end
+  for directory in (os.getenv("PATH") or ""):gmatch("[^:]+") do
+    text = read(directory .. "/" .. word)
+    if text then return text end
+  end
+end
+
+-- Whether any word names a script that may have to be converted. A cheap guess, so that other jobs cost nothing: which
+-- word is the script, and what its directives mean, is for the converter to say.
+local function has_candidate(words, any_script)
+  for _, word in ipairs(words) do
+    local text = word ~= "" and word:sub(1, 1) ~= "-" and find(word)
+    if text and text:sub(1, 2) == "#!" and not text:find(DONE, 1, true) then
+      if any_script or text:find("\n" .. MARK, 1, true) then return true end
+    end
+  end
+  return false
+end
+
+-- Returns the exit code, what was printed, and the last line of what was said.
+local function run(program, arguments, timeout_s)
+  local out, err = os.tmpname(), os.tmpname()
+  local code = exit_code(os.execute(string.format("timeout --foreground -k 1 %d %s filter %s </dev/null >%s 2>%s",
+    timeout_s, quote(program), arguments, quote(out), quote(err))))
+  local printed, said = read(out) or "", read(err) or ""
+  os.remove(out)
+  os.remove(err)
+  return code, printed, (said:match("([^\n]+)\n*$") or ""):gsub("^hetstream filter: ", "")
+end
+
+local function submit(policy, program, options, offset)
+  if options.type ~= "sbatch" or policy.convert == false then return end
+  if (tonumber(offset) or 0) > 0 then return end          -- a component that is not the first: one note is enough
+  local words = command_line()
+  local default = policy.eligible and policy.eligible(options) or ""
+  if type(default) ~= "string" or not has_candidate(words, default ~= "") then return end
+  local quoted = { quote(default) }
+  for _, word in ipairs(words) do quoted[#quoted + 1] = quote(word) end
+  local timeout_s = tonumber(policy.timeout_s) or DEFAULT_TIMEOUT_S
+  local code, printed, said = run(program, table.concat(quoted, " "), timeout_s)
+  if code == NOTHING_TO_CONVERT then return end
+  if code == INTERRUPTED then os.exit(INTERRUPTED) end
+  local directory, command = printed:match("^(/[^\n]+)\n(.+)$")
+  if code ~= 0 or not command then
+    error(code == 124 and "the converter took longer than " .. timeout_s .. " s" or said ~= "" and said or "exit code " .. code, 0)
+  end
+  -- The very sbatch that the user called, whatever PATH says: it is the parent of this shell.
+  code = exit_code(os.execute("sbatch=$(readlink /proc/$PPID/exe) && " .. command))
+  os.execute("rm -rf -- " .. quote(directory))
+  os.exit(code)
+end
+
+-- Wrap the functions that the site's file has defined. Their refusals stand, and their errors are theirs.
+return function(policy, program)
+  if type(policy) ~= "table" then policy = {} end         -- an error text: there is no policy
+  local site = slurm_cli_pre_submit
+  function slurm_cli_pre_submit(options, offset)
+    local rc = slurm.SUCCESS
+    if site then rc = site(options, offset) end
+    if type(rc) == "number" and rc ~= slurm.SUCCESS then return rc end
+    local ok, problem = pcall(submit, policy, program, options, offset)
+    if not ok then io.stderr:write("hetstream: submitted without data workers: " .. tostring(problem) .. "\n") end
+    return rc
+  end
+end

@@ -1,0 +1,164 @@
+-- Classifies jobs, right-sizes and refuses what the site's policy says. Loaded by the site's job_submit.lua, inside
+-- slurmctld, which runs one call at a time: no I/O here. Lua 5.1 to 5.4; Slurm 22.05 to 26.05.
+--
+-- An error in here never stops a job: Slurm 26.05 would reject it, 22.05 would keep half of the changes.
+
+local NO_VAL, NO_VAL16 = 4294967294, 65534                -- what Slurm has in numbers that nobody gave
+local GPU_FIELDS = { "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task" }
+
+local function given(value)
+  return value ~= nil and value ~= "" and value ~= NO_VAL and value ~= NO_VAL16
+end
+
+-- How many GPUs a request names: gres:gpu:2, gres/gpu:h200:2, gres/gpu=2, gpu, with commas between several.
+local function num_gpus(request)
+  local total = 0
+  for part in (request or ""):gmatch("[^,]+") do
+    local rest = part:gsub("^gres[:/]", ""):match("^gpu(.*)$")
+    if rest and (rest == "" or rest:match("^[:=]")) then
+      total = total + (tonumber((rest:gsub("%(.*", "")):match("[:=](%d+)$")) or 1)
+    end
+  end
+  return total
+end
+
+local function asks_for_gpus(job)
+  for _, field in ipairs(GPU_FIELDS) do
+    if num_gpus(job[field]) > 0 then return true end
+  end
+  return false
+end
+
+-- The job's tasks and GPUs in all; nil where Slurm alone can tell.
+local function size(job)
+  local nodes = given(job.min_nodes) and job.min_nodes > 0 and job.min_nodes or 1
+  local tasks = given(job.num_tasks) and job.num_tasks or nil
+  if not tasks then
+    local per_node = given(job.ntasks_per_node) and job.ntasks_per_node > 0 and job.ntasks_per_node or 1
+    tasks = nodes * per_node
+  end
+  if num_gpus(job.tres_per_socket) > 0 then return nil end
+  local gpus = num_gpus(job.tres_per_job)
+  if gpus == 0 then gpus = num_gpus(job.tres_per_node) * nodes end
+  if gpus == 0 then gpus = num_gpus(job.tres_per_task) * tasks end
+  return tasks, gpus
+end
+
+local function partitions(job, part_list)
+  if given(job.partition) then return job.partition end
+  for name, part in pairs(part_list or {}) do
+    if part.flag_default == 1 or part.flag_default == true then return name end
+  end
+  return ""
+end
+
+local function listed(names, list)
+  for name in (names or ""):gmatch("[^,]+") do
+    for _, known in ipairs(list or {}) do
+      if name == known then return name end
+    end
+  end
+end
+
+-- The class of a job, and why.
+local function class_of(policy, names, qos)
+  local rule = policy.opportunistic or {}
+  local partition, quality = listed(names, rule.partitions), listed(qos, rule.qos)
+  if partition then return "opportunistic", "partition " .. partition end
+  if quality then return "opportunistic", "QOS " .. quality end
+  return "guaranteed", "no opportunistic partition or QOS"
+end
+
+local function refuse(rule, text)
+  slurm.log_user("hetstream: " .. text .. " (site rule: " .. rule .. ")")
+  return slurm.ERROR
+end
+
+local function no_gpus(why)
+  return refuse("opportunistic", "an opportunistic job (" .. why .. ") cannot ask for GPUs: the site chooses the one it "
+    .. "shares. Remove --gpus and --gres=gpu, or submit to another partition")
+end
+
+-- Keep the CPUs per GPU that the policy allows.
+local function right_size(policy, job, names)
+  local rule = policy.cpus_per_gpu
+  if not rule or not given(job.cpus_per_task) then return slurm.SUCCESS end
+  local limit, where
+  for name in names:gmatch("[^,]+") do                    -- of several partitions the most generous one holds
+    local allowed = rule.max and rule.max[name]
+    if not allowed then return slurm.SUCCESS end
+    if not limit or allowed > limit then limit, where = allowed, name end
+  end
+  local tasks, gpus = size(job)
+  if not limit or not tasks or gpus == 0 or tasks * job.cpus_per_task <= limit * gpus then return slurm.SUCCESS end
+  local asked, keep = job.cpus_per_task, math.max(1, math.floor(limit * gpus / tasks))
+  if keep >= asked then return slurm.SUCCESS end
+  local found = string.format("%d CPUs for %d GPU(s) in partition %s, where %d for each GPU are allowed",
+    tasks * asked, gpus, where, limit)
+  local out = string.format("Write --cpus-per-task=%d, and let data workers load the data: #HETSTREAM --data-workers=0-4",
+    keep)
+  if rule.action ~= "shrink" then return refuse("cpus_per_gpu", found .. ". " .. out) end
+  if given(job.min_mem_per_cpu) then return slurm.SUCCESS end      -- fewer CPUs would take its memory away
+  job.cpus_per_task = keep
+  if given(job.min_cpus) then job.min_cpus = tasks * keep end
+  if given(job.tres_per_task) then                        -- since 24.05 --cpus-per-task stands here, too
+    job.tres_per_task = (job.tres_per_task:gsub("cpu([=:])%d+", "cpu%1" .. keep))
+  end
+  slurm.log_user(string.format("hetstream: %s: --cpus-per-task=%d became %d (site rule: cpus_per_gpu)", found, asked,
+    keep))
+  return slurm.SUCCESS
+end
+
+local function submit(policy, job, part_list)
+  local names = partitions(job, part_list)
+  local class, why = class_of(policy, names, job.qos)
+  if class == "guaranteed" then return right_size(policy, job, names) end
+  if asks_for_gpus(job) then return no_gpus(why) end
+  if policy.opportunistic.hold then job.priority = 0 end
+  slurm.log_info("hetstream: class=opportunistic because of %s%s", why, policy.opportunistic.hold and ": held" or "")
+  return slurm.SUCCESS
+end
+
+local function modify(policy, change, record, uid)
+  local rule = policy.opportunistic or {}
+  local class, why = class_of(policy, record.partition, record.qos)
+  if uid == 0 or class == "guaranteed" then return slurm.SUCCESS end
+  for _, manager in ipairs(rule.managers or {}) do
+    if uid == manager then return slurm.SUCCESS end
+  end
+  local job = "an opportunistic job (" .. why .. ")"
+  if rule.hold and (given(change.priority) or given(change.nice)) then    -- a release sets the priority; Nice, too
+    return refuse("opportunistic", job .. " is started by the site: no release, Priority or Nice. Wait, or scancel it "
+      .. "and submit to another partition")
+  end
+  if given(change.partition) and not listed(change.partition, { record.partition }) then
+    return refuse("opportunistic", job .. " keeps its partition. scancel it and submit to the other one")
+  end
+  if asks_for_gpus(change) then return no_gpus(why) end
+  return slurm.SUCCESS
+end
+
+-- A hook that cannot fail: what `decide` raises is logged, and the job goes on as the site's own rules left it.
+local function guarded(site, decide)
+  return function(...)
+    local rc = slurm.SUCCESS
+    if site then rc = site(...) end
+    if type(rc) == "number" and rc ~= slurm.SUCCESS then return rc end
+    local ok, ours = pcall(decide, ...)
+    if ok then return ours == slurm.SUCCESS and rc or ours end
+    pcall(slurm.log_info, "hetstream: job accepted as it is, the hook failed: %s", tostring(ours))
+    return rc
+  end
+end
+
+-- Wrap the functions that the site's file has defined. Their refusals stand, and their errors are theirs.
+return function(policy)
+  if type(policy) ~= "table" then
+    slurm.log_info("hetstream: no policy, every job is let through: %s", tostring(policy))
+    policy = {}
+  end
+  slurm_job_submit = guarded(slurm_job_submit, function(job, part_list) return submit(policy, job, part_list) end)
+  slurm_job_modify = guarded(slurm_job_modify, function(job, record, _, uid)
+    return modify(policy, job, record, uid)
+  end)
+end

@@ -1,0 +1,258 @@
+"""The Lua plugins in real daemons: plain sbatch streams, and nothing that is wrong with them stops a job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_plugin.devcluster.boot import BootRequest, boot
+from slurm_plugin.devcluster.record import ClusterRecord
+from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from slurm_plugin.devcluster.teardown import tear_down
+from slurm_plugin.installation import LUA_DIR, hook_text
+from slurm_plugin.program import own_program
+
+pytestmark = pytest.mark.slurm
+PROGRAM = Path(__file__).parent / "programs" / "train.py"
+DIRECTIVE = "#HETSTREAM --data-workers=1 --data-worker-cpus=1 --data-worker-partition=cpu\n"
+TRAIN = f"""#!/bin/bash
+#SBATCH --gres=gpu:1 --cpus-per-task=8 --time=10 --output=train.out
+{DIRECTIVE}
+echo "cpus=$SLURM_CPUS_PER_TASK arguments=$*"
+srun {sys.executable} {PROGRAM} ledger
+exit 7
+"""
+SHORT = f'#!/bin/bash\n#SBATCH --output=short.out\n{DIRECTIVE}\necho "service=$HETSTREAM_SERVICE"\nexit 3\n'
+RELEASES = ["host", pytest.param("24.11", marks=pytest.mark.slow), pytest.param("26.05", marks=pytest.mark.slow)]
+OWNER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+
+
+@dataclass
+class Cluster:
+    """A cluster with the plugins, whose files the tests may change."""
+
+    record: ClusterRecord
+    out_dir: Path
+    loads: int = 0
+
+    @property
+    def state_dir(self) -> Path:
+        return Path(self.record.state_dir)
+
+    def run(self, directory: Path, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            argv, cwd=directory, env=dict(self.record.environment(os.environ)), input=stdin, capture_output=True,
+            text=True, check=False, timeout=180,
+        )  # fmt: skip
+
+    def directory(self, name: str, **scripts: str) -> Path:
+        directory = self.out_dir / name
+        directory.mkdir()
+        directory.chmod(0o777)
+        for script, text in scripts.items():
+            (directory / f"{script}.sbatch").write_text(text)
+        return directory
+
+    def load(self, policy: str = "{}", program: str = "", modules: Path = LUA_DIR) -> None:
+        """Put other hooks and another policy in place, for sbatch and slurmctld."""
+        (self.state_dir / "policy.lua").write_text(f"return {policy}\n")
+        for name in ("cli_filter.lua", "job_submit.lua"):
+            path = self.state_dir / name
+            text = hook_text(name, modules, self.state_dir / "policy.lua", program or own_program()[0], None)
+            path.write_text(text)
+            # slurmctld reads a file again that is newer than its last look at it, in whole seconds.
+            os.utime(path, (time.time() + 2, time.time() + 2))
+
+    def show(self, job_id: str) -> str:
+        return self.run(self.out_dir, "scontrol", "show", "job", job_id.strip()).stdout
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Callable[[str], Cluster]]:
+    """A function from a release to this module's cluster of it."""
+    booted: dict[str, Cluster] = {}
+
+    def cluster(release: str) -> Cluster:
+        if release not in booted:
+            name = f"pytest-{os.getpid()}-lua-{release.replace('.', '')}"
+            request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 1), lua_plugins=True)
+            record = boot(request, choose_programs(release, DEFAULT_CACHE_DIR, print), print)
+            out_dir = Path("/tmp") / f"hetstream-{name}"
+            out_dir.mkdir()
+            out_dir.chmod(0o777)
+            booted[release] = Cluster(record, out_dir)
+        return booted[release]
+
+    yield cluster
+    for entry in booted.values():
+        tear_down(entry.state_dir)
+        subprocess.run(["rm", "-rf", entry.out_dir], check=True)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_plain_sbatch_becomes_a_streaming_job(release: str, clusters: Callable[[str], Cluster]) -> None:
+    cluster = clusters(release)
+    cluster.load()
+    directory = cluster.directory("train", train=TRAIN)
+    done = cluster.run(directory, "sbatch", "--parsable", "--wait", "train.sbatch", "one", "two words")
+    assert (done.returncode, done.stderr) == (7, "")
+    job_id = done.stdout.strip()
+    assert done.stdout == f"{job_id}\n"
+    assert job_id.isdigit()
+    shown = cluster.show(job_id)
+    assert "HetJobOffset=1" in shown
+    assert "JobName=train.sbatch" in shown
+    assert "cpus=2 arguments=one two words" in (directory / "train.out").read_text()
+    assert (directory / "ledger").read_text().count("\n") == 80
+    master = (directory / ".hetstream" / f"job-{job_id}" / "master.log").read_text()
+    assert "80 steps, 1280 samples" in master
+    assert not list(Path("/tmp").glob("hetstream-*/train.sbatch")), "the converted script is left"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_without_a_converter_the_plain_job_goes_on(
+    release: str, clusters: Callable[[str], Cluster], tmp_path: Path
+) -> None:
+    cluster = clusters(release)
+    directory = cluster.directory("plain", short=SHORT)
+    tools = {name: tmp_path / name for name in ("slow", "broken", "silent", "missing")}
+    tools["slow"].write_text("#!/bin/sh\nexec sleep 60\n")
+    tools["broken"].write_text("#!/bin/sh\necho all is wrong >&2\nexit 1\n")
+    tools["silent"].write_text("#!/bin/sh\nexit 0\n")
+    for name in ("slow", "broken", "silent"):
+        tools[name].chmod(0o755)
+    told = {
+        "missing": "No such file or directory\n",
+        "slow": "the converter took longer than 1 s\n",
+        "broken": "all is wrong\n",
+        "silent": "exit code 0\n",
+    }
+    for name, problem in told.items():
+        cluster.load("{timeout_s = 1}", str(tools[name]))
+        done = cluster.run(directory, "sbatch", "--wait", "short.sbatch")
+        assert done.returncode == 3, name
+        assert done.stdout.startswith("Submitted batch job ")
+        assert done.stderr.startswith("hetstream: submitted without data workers: "), name
+        assert done.stderr.endswith(problem), name
+        assert (directory / "short.out").read_text() == "service=\n"
+        assert "HetJobOffset" not in cluster.show(done.stdout.split()[-1])
+    cluster.load(modules=tmp_path)  # the modules themselves are gone
+    done = cluster.run(directory, "sbatch", "--parsable", "--wait", "short.sbatch")
+    assert done.returncode == 3
+    assert (directory / "short.out").read_text() == "service=\n"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_is_not_to_be_converted_passes_unchanged(release: str, clusters: Callable[[str], Cluster]) -> None:
+    cluster = clusters(release)
+    cluster.load()
+    plain = "#!/bin/bash\nexit 4\n"
+    pair = SHORT.replace(DIRECTIVE, f"#SBATCH hetjob\n#SBATCH --partition=cpu\n{DIRECTIVE}")
+    wrong = SHORT.replace("--data-workers=1", "--data-workers=many")
+    directory = cluster.directory("unchanged", plain=plain, short=SHORT, pair=pair, wrong=wrong)
+    silent: list[tuple[tuple[str, ...], str, int]] = [
+        (("sbatch", "--wait", "plain.sbatch"), "", 4),
+        (("sbatch", "--wait", "--output=stdin.out"), SHORT, 3),
+        (("sbatch", "--wait", "--wrap=exit 5"), "", 5),
+        (("srun", "true"), "", 0),
+    ]
+    for argv, stdin, code in silent:
+        done = cluster.run(directory, *argv, stdin=stdin)
+        assert (done.returncode, done.stderr) == (code, ""), argv
+    told = [
+        (("--array=0-1", "short.sbatch"), "JobArrayNotSupported"),
+        (("pair.sbatch",), "AlreadyHeterogeneous"),
+        (("wrong.sbatch",), "DirectiveError"),
+    ]
+    for words, error in told:
+        done = cluster.run(directory, "sbatch", "--wait", *words)
+        assert done.returncode == 3, words
+        assert done.stdout.startswith("Submitted batch job ")
+        assert done.stderr.count("\n") == 1
+        assert error in done.stderr
+    refused = cluster.run(directory, "sbatch", "--partition=none", "short.sbatch")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "invalid partition specified: none" in refused.stderr
+    unknown = cluster.run(directory, "sbatch", "--no-such-option", "short.sbatch")
+    assert "unrecognized option" in unknown.stderr
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_site_may_ask_for_data_workers_where_scripts_do_not(release: str, clusters: Callable[[str], Cluster]) -> None:
+    cluster = clusters(release)
+    cluster.load('{eligible = function(options) return "--data-workers=0-1 --data-worker-partition=cpu" end}')
+    directory = cluster.directory("policy", short=SHORT.replace(DIRECTIVE, ""))
+    assert cluster.run(directory, "sbatch", "--wait", "short.sbatch").returncode == 3
+    assert (directory / "short.out").read_text().startswith("service=file:/")
+    done = cluster.run(directory, "sbatch", "--wait", "--wrap=exit 5")
+    assert (done.returncode, done.stderr) == (5, "")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_guard_right_sizes_and_refuses(release: str, clusters: Callable[[str], Cluster]) -> None:
+    cluster = clusters(release)
+    directory = cluster.directory("guard")
+    asks = ["--gpus=2", "--gres=gpu:2", "--gpus-per-node=2", "--gpus-per-task=2"]
+    cluster.load("{cpus_per_gpu = {max = {gpu = 4}}}")
+    for ask in asks:
+        done = cluster.run(directory, "sbatch", "-n1", "-c10", ask, "--wrap=true")
+        assert done.returncode == 1, ask
+        assert "10 CPUs for 2 GPU(s) in partition gpu, where 4 for each GPU are allowed" in done.stderr
+        assert "Write --cpus-per-task=8" in done.stderr
+        assert "(site rule: cpus_per_gpu)" in done.stderr
+    assert cluster.run(directory, "sbatch", "-n1", "-c8", "--gpus=2", "--wait", "--wrap=exit 5").returncode == 5
+    cluster.load('{cpus_per_gpu = {max = {gpu = 4}, action = "shrink"}}')
+    for ask in asks:
+        script = "--wrap=echo $SLURM_CPUS_PER_TASK $SLURM_JOB_CPUS_PER_NODE; srun true"
+        done = cluster.run(directory, "sbatch", "-n1", "-c10", ask, "--output=shrunk.out", "--wait", script)
+        assert done.returncode == 0, ask
+        assert "--cpus-per-task=10 became 8" in done.stderr
+        assert (directory / "shrunk.out").read_text() == "8 8\n", ask
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_an_opportunistic_job_belongs_to_the_site(release: str, clusters: Callable[[str], Cluster]) -> None:
+    cluster = clusters(release)
+    cluster.load('{opportunistic = {partitions = {"cpu"}, hold = true}}')
+    directory = cluster.directory("opportunistic")
+    greedy = cluster.run(directory, *OWNER, "sbatch", "-pcpu", "--gres=gpu:1", "--wrap=true")
+    assert greedy.returncode == 1
+    assert "cannot ask for GPUs" in greedy.stderr
+    done = cluster.run(directory, *OWNER, "sbatch", "--parsable", "-pcpu", "--output=/dev/null", "--wrap=exit 5")
+    job_id = done.stdout.strip()
+    assert "Reason=JobHeldUser" in cluster.show(job_id)
+    changes = ["Priority=5", "Nice=3", "Partition=gpu", "TresPerNode=gres:gpu:1"]
+    for change in [("release", job_id), *(("update", f"job={job_id}", change) for change in changes)]:
+        refused = cluster.run(directory, *OWNER, "scontrol", *change)
+        assert refused.returncode == 1, change
+        if release != "host":  # 22.05 shows no text of job_modify
+            assert "an opportunistic job (partition cpu)" in refused.stderr
+        assert "JobState=PENDING Reason=JobHeldUser" in cluster.show(job_id)
+    assert cluster.run(directory, *OWNER, "scontrol", "update", f"job={job_id}", "Comment=mine").returncode == 0
+    assert cluster.run(directory, "scontrol", "release", job_id).returncode == 0  # root
+    assert "Priority=0" not in cluster.show(job_id)
+    cluster.run(directory, "scancel", job_id)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_hook_that_fails_lets_every_job_through(
+    release: str, clusters: Callable[[str], Cluster], wait_until: Any
+) -> None:
+    cluster = clusters(release)
+    directory = cluster.directory("failing")
+    log = cluster.state_dir / "log" / "slurmctld.log"
+    for policy in ("{cpus_per_gpu = 7, opportunistic = 8}", "{", "{cpus_per_gpu = {max = {gpu = {}}}}"):
+        cluster.load(policy)
+        done = cluster.run(directory, "sbatch", "-n1", "-c3", "--gpus=1", "--wait", "--wrap=exit 5")
+        assert (done.returncode, done.stderr) == (5, ""), policy
+    wait_until(lambda: "the hook failed" in log.read_text(), what="the log line")
+    assert "no policy, every job is let through" in log.read_text()

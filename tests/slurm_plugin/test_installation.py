@@ -1,0 +1,207 @@
+"""`hetstream install` and `uninstall`: a machine that was used before is byte for byte what it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_plugin.cli import VERBS, main
+from slurm_plugin.installation import RECORD, read_record
+
+SITE = (
+    b"-- the site's own, \xff not UTF-8\nfunction slurm_job_submit() return slurm.SUCCESS end\r\nreturn slurm.SUCCESS"
+)
+
+
+class Machine:
+    """A prefix and Slurm's directory, empty but for what the site has."""
+
+    def __init__(self, directory: Path) -> None:
+        self.prefix, self.slurm = directory / "usr", directory / "slurm"
+        self.root = directory
+        self.slurm.mkdir()
+        (self.slurm / "slurm.conf").write_text("ClusterName=x\nJobSubmitPlugins=all_partitions,lua\n")
+
+    def install(self, *words: str) -> int:
+        return main(["install", "--prefix", str(self.prefix), "--slurm-dir", str(self.slurm), *words])
+
+    def uninstall(self, *words: str) -> int:
+        return main(["uninstall", "--prefix", str(self.prefix), *words])
+
+    def state(self) -> dict[str, tuple[int, str]]:
+        """Every file and directory with its mode and content."""
+        return {
+            str(path.relative_to(self.root)): (
+                path.stat().st_mode,
+                hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "",
+            )
+            for path in sorted(self.root.rglob("*"))
+        }
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_install_and_uninstall_leave_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    (machine.slurm / "job_submit.lua").write_bytes(SITE)
+    (machine.slurm / "job_submit.lua").chmod(0o640)
+    before = machine.state()
+    assert machine.install("--dry-run") == 0
+    assert machine.state() == before
+    planned = capsys.readouterr().out.replace("would ", "")
+    assert machine.install() == 0
+    out, err = capsys.readouterr()
+    assert out == planned
+    assert err == "hetstream: slurm.conf needs CliFilterPlugins=lua\n"
+    assert (machine.slurm / "job_submit.site.lua").read_bytes() == SITE
+    assert f'dofile("{machine.slurm}/job_submit.site.lua")' in (machine.slurm / "job_submit.lua").read_text()
+    installed = machine.state()
+    assert machine.install() == 0
+    assert machine.state() == installed
+    assert capsys.readouterr().out == ""
+    assert machine.uninstall("--dry-run") == 0
+    assert machine.state() == installed
+    assert machine.uninstall() == 0
+    assert machine.state() == before
+    capsys.readouterr()
+    assert machine.uninstall() == 0
+    assert "nothing is installed" in capsys.readouterr().err
+
+
+def test_what_is_not_ours_stays(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = machine.prefix / "share/man/man1/hetstream-frag.1"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("somebody else's")
+    before = machine.state()
+    machine.install()
+    assert foreign.read_text() == "somebody else's"
+    assert f"keep {foreign} (not placed by hetstream, or changed since)" in capsys.readouterr().out
+    machine.uninstall()
+    assert machine.state() == before
+
+
+def test_what_was_changed_since_stays(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.install()
+    policy = machine.prefix / "etc/hetstream/policy.lua"
+    policy.write_text("return {convert = false}\n")
+    machine.install()
+    assert policy.read_text() == "return {convert = false}\n"
+    machine.uninstall()
+    assert f"leave {policy} (changed since it was placed)" in capsys.readouterr().out
+    assert [path for path in machine.prefix.rglob("*") if path.is_file()] == [policy]
+
+
+def test_a_site_that_puts_its_own_file_back_loses_neither(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    hook, aside = machine.slurm / "job_submit.lua", machine.slurm / "job_submit.site.lua"
+    hook.write_bytes(SITE)
+    machine.install()
+    hook.write_text("-- from the site's configuration management\n")
+    capsys.readouterr()
+    machine.install()
+    out, err = capsys.readouterr()
+    assert f"keep {hook}" in out
+    assert "Yours loads the module with these lines" in err
+    machine.uninstall()
+    assert f"leave {aside}" in capsys.readouterr().out
+    assert (hook.read_text(), aside.read_bytes()) == ("-- from the site's configuration management\n", SITE)
+    aside.unlink()
+    assert machine.uninstall() == 0
+    assert not (machine.prefix / RECORD).exists()
+
+
+def test_an_interrupted_installation_is_undone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (machine.slurm / "job_submit.lua").write_bytes(SITE)
+    before = machine.state()
+    whole = os.replace
+
+    def replace(source: str, target: object) -> None:
+        if str(target).endswith("slurm/job_submit.lua"):
+            raise KeyboardInterrupt
+        whole(source, str(target))
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert machine.install() == 130
+    monkeypatch.undo()
+    assert (machine.slurm / "job_submit.site.lua").exists()
+    assert machine.uninstall() == 0
+    assert machine.state() == before
+
+
+def test_an_upgrade_replaces_what_nobody_changed(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.install()
+    page = machine.prefix / "share/man/man1/hetstream.1"
+    new = page.read_bytes()
+    page.write_text("an older version's")
+    record = machine.prefix / RECORD
+    fields = json.loads(record.read_text())
+    fields["files"][str(page)] = hashlib.sha256(b"an older version's").hexdigest()
+    record.write_text(json.dumps(fields))
+    capsys.readouterr()
+    machine.install()
+    assert capsys.readouterr().out == f"replace {page}\n"
+    assert page.read_bytes() == new
+
+
+def test_json_says_the_same(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.install("--json")
+    report = json.loads(capsys.readouterr().out)
+    assert report["meta"] == {"verb": "install", "version": 1, "dry_run": False}
+    record = read_record(machine.prefix)
+    assert record is not None
+    assert {action["path"] for action in report["actions"]} == set(record.files)
+    assert report["notes"] == ["slurm.conf needs CliFilterPlugins=lua"]
+    machine.uninstall("--json")
+    report = json.loads(capsys.readouterr().out)
+    assert {action["what"] for action in report["actions"]} == {"remove"}
+
+
+def test_bad_input_is_one_line(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["install", "--prefix", str(machine.prefix), "--slurm-dir", "/none"]) == 2
+    assert "--slurm-dir=/none: no such directory" in capsys.readouterr().err
+    assert main(["install", "--prefix", '/tmp/a"b', "--slurm-dir", str(machine.slurm)]) == 2
+    assert "cannot stand in the paths of Lua files" in capsys.readouterr().err
+    machine.install()
+    (machine.prefix / RECORD).write_text("{}")
+    capsys.readouterr()
+    assert machine.uninstall() == 1
+    assert "is not a record of hetstream install" in capsys.readouterr().err
+
+
+def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
+    machine.install()
+    pages = machine.prefix / "share/man/man1"
+    assert {path.name for path in pages.iterdir()} == {"hetstream.1", *(f"hetstream-{verb}.1" for verb in VERBS)}
+    assert r"\-\-data\-workers=MIN[\-MAX]" in (pages / "hetstream-sbatch.1").read_text()
+    if shutil.which("groff"):
+        done = subprocess.run(
+            ["groff", "-man", "-ww", "-Tutf8", *sorted(pages.iterdir())], capture_output=True, check=True
+        )
+        assert done.stderr == b""
+    completion = machine.prefix / "share/bash-completion/completions/hetstream"
+
+    def complete(*words: str) -> set[str]:
+        script = f'source {completion}; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _hetstream; echo "${{COMPREPLY[@]}}"'
+        argv = ["bash", "-c", script, "bash", "hetstream", *words]
+        return set(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split())
+
+    assert complete("con") == {"convert"}
+    assert complete("frag", "--js") == {"--json"}
+    assert complete("sbatch", "--data-worker-p") == {"--data-worker-partition"}
+    assert {"up", "down", "exec"} <= complete("devcluster", "")
+    assert complete("devcluster", "--lua") == {"--lua-plugins"}
+
+
+def test_the_command_starts_without_the_data_plane() -> None:
+    code = (
+        "import sys; from slurm_plugin.cli import filter, uninstall; sys.exit(len({'torch', 'zmq'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

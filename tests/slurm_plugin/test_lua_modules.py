@@ -1,0 +1,177 @@
+"""The Lua modules in Lua's own interpreters, 5.1 to 5.4, with a `slurm` table in Slurm's place."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurm_plugin.installation import LUA_DIR, hook_text
+
+INTERPRETERS = [name for name in ("lua5.1", "lua5.2", "lua5.3", "lua5.4", "luajit") if shutil.which(name)]
+pytestmark = pytest.mark.skipif(not INTERPRETERS, reason="no Lua interpreter: apt-get install lua5.1 lua5.4")
+
+SLURM = """
+slurm = { SUCCESS = 0, ERROR = -1 }
+function slurm.log_user(text) print("user: " .. text) end
+function slurm.log_info(...) print("log: " .. string.format(...)) end
+NO_VAL, NO_VAL16 = 4294967294, 65534
+function job(fields)
+  local unset = { num_tasks = NO_VAL, min_nodes = NO_VAL, cpus_per_task = NO_VAL16, ntasks_per_node = NO_VAL16 }
+  for name, value in pairs(fields) do unset[name] = value end
+  return unset
+end
+"""
+
+
+@pytest.fixture(params=INTERPRETERS)
+def lua(request: pytest.FixtureRequest, tmp_path: Path) -> object:
+    """A function that runs Lua text and returns the lines that it prints."""
+
+    def run(text: str, **environ: str) -> list[str]:
+        path = tmp_path / "test.lua"
+        path.write_text(SLURM + text)
+        environ = {"PATH": "/usr/bin:/bin"} | environ
+        done = subprocess.run([request.param, path], env=environ, capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        return done.stdout.splitlines()
+
+    return run
+
+
+def guard(policy: str, before: str = "") -> str:
+    return f'{before}\ndofile("{LUA_DIR / "job_submit.lua"}")({policy})\n'
+
+
+@pytest.mark.parametrize(
+    ("fields", "keep"),
+    [
+        ('tres_per_node = "gres:gpu:2"', 8),
+        ('tres_per_node = "gres/gpu:2"', 8),
+        ('tres_per_node = "gres/gpu:h200:2"', 8),
+        ('tres_per_node = "gres:gpu:h200:2(S:0)"', 8),
+        ('tres_per_node = "gres/gpu=2"', 8),
+        ('tres_per_node = "gpu"', 4),
+        ('tres_per_node = "gres:gpu:a:1,gres:gpu:b:1"', 8),
+        ('tres_per_node = "gres:gpumem:2"', None),
+        ('tres_per_job = "gres/gpu:2"', 8),
+        ('tres_per_task = "gres/gpu:2"', 8),
+        ('tres_per_task = "cpu=16,gres/gpu:2"', 8),
+        ('tres_per_socket = "gres/gpu:2"', None),
+        ('tres_per_node = "gres:gpu:1", min_nodes = 2, ntasks_per_node = 2', 2),
+        ('tres_per_job = "gres/gpu:4", num_tasks = 4', 4),
+        ('tres_per_job = "gres/gpu:1", num_tasks = 8', 1),
+        ('tres_per_job = "gres/gpu:4"', None),
+        ('tres_per_job = "gres/gpu:2", min_mem_per_cpu = 1000', None),
+        ('tres_per_job = "gres/gpu:2", partition = "other"', None),
+        ('tres_per_job = "gres/gpu:2", partition = "gpu,other"', None),
+        ("", None),
+    ],
+)
+def test_cpus_per_gpu(lua: object, fields: str, keep: int | None) -> None:
+    text = guard('{cpus_per_gpu = {max = {gpu = 4}, action = "shrink"}}')
+    text += f'local j = job{{partition = "gpu", cpus_per_task = 16, min_cpus = 16, {fields}}}\n'
+    text += "local rc = slurm_job_submit(j, {}, 1000)\nprint(rc, j.cpus_per_task, j.tres_per_task)"
+    lines = lua(text)  # type: ignore[operator]
+    task = "nil" if "tres_per_task" not in fields else f"cpu={keep},gres/gpu:2" if "cpu=" in fields else "gres/gpu:2"
+    assert lines[-1].split() == ["0", str(keep or 16), task]
+    assert len(lines) == (2 if keep else 1)
+
+
+def test_the_default_partition_counts_and_a_refusal_says_what_to_write(lua: object) -> None:
+    text = guard("{cpus_per_gpu = {max = {gpu = 4}}}")
+    text += "local parts = {cpu = {flag_default = 0}, gpu = {flag_default = 1}}\n"
+    text += 'print(slurm_job_submit(job{cpus_per_task = 16, tres_per_job = "gres/gpu:1"}, parts, 1000))'
+    assert lua(text) == [  # type: ignore[operator]
+        "user: hetstream: 16 CPUs for 1 GPU(s) in partition gpu, where 4 for each GPU are allowed. Write "
+        "--cpus-per-task=4, and let data workers load the data: #HETSTREAM --data-workers=0-4 "
+        "(site rule: cpus_per_gpu)",
+        "-1",
+    ]
+
+
+def test_jobs_are_opportunistic_by_partition_or_qos(lua: object) -> None:
+    text = guard('{opportunistic = {partitions = {"opp"}, qos = {"spare"}, hold = true, managers = {64}}}')
+    text += """
+    for _, fields in ipairs{{partition = "opp"}, {partition = "gpu", qos = "spare"}, {partition = "gpu"}} do
+      local j = job(fields)
+      print(slurm_job_submit(j, {}, 1000), j.priority)
+    end
+    local record = {partition = "opp"}
+    print(slurm_job_modify(job{priority = 7}, record, {}, 0), slurm_job_modify(job{priority = 7}, record, {}, 64))
+    print(slurm_job_modify(job{comment = "x", priority = NO_VAL, nice = NO_VAL}, record, {}, 1000))
+    """
+    assert lua(text) == [  # type: ignore[operator]
+        "log: hetstream: class=opportunistic because of partition opp: held", "0\t0",
+        "log: hetstream: class=opportunistic because of QOS spare: held", "0\t0",
+        "0\tnil", "0\t0", "0",
+    ]  # fmt: skip
+
+
+def test_the_sites_own_functions_come_first_and_keep_their_word(lua: object) -> None:
+    site = """
+    function slurm_job_submit(j, parts, uid)
+      print("site", uid)
+      j.cpus_per_task = 16
+      if uid == 3 then error("the site's own") end
+      return uid == 2 and 2049 or slurm.SUCCESS
+    end
+    """
+    text = guard("{cpus_per_gpu = {max = {gpu = 4}}}", site)
+    text += """
+    local function fields() return job{partition = "gpu", tres_per_job = "gres/gpu:1"} end
+    print(slurm_job_submit(fields(), {}, 2))
+    print(pcall(slurm_job_submit, fields(), {}, 3))
+    print(slurm_job_modify(job{}, {partition = "gpu"}, {}, 1))
+    print(slurm_job_submit(fields(), {}, 1))
+    """
+    lines = lua(text)  # type: ignore[operator]
+    assert lines[:2] == ["site\t2", "2049"]
+    assert lines[2] == "site\t3"
+    assert lines[3].startswith("false")
+    assert lines[4:6] == ["0", "site\t1"]
+    assert lines[-1] == "-1"
+
+
+@pytest.mark.parametrize("policy", ["{cpus_per_gpu = 7}", "{cpus_per_gpu = {max = {gpu = {}}}}", '"no such file"'])
+def test_no_error_of_ours_stops_a_job(lua: object, policy: str) -> None:
+    text = guard(policy)
+    text += 'print(slurm_job_submit(job{partition = "gpu", cpus_per_task = 9, tres_per_job = "gres/gpu:1"}, {}, 1))'
+    lines = lua(text)  # type: ignore[operator]
+    assert lines[-1] == "0"
+    assert lines[0].startswith(("log: hetstream: job accepted as it is", "log: hetstream: no policy"))
+
+
+@pytest.mark.parametrize("name", ["cli_filter.lua", "job_submit.lua"])
+def test_a_hook_without_its_module_does_nothing(lua: object, name: str, tmp_path: Path) -> None:
+    hook = hook_text(name, tmp_path / "none", tmp_path / "policy.lua", "/none", None).removesuffix(
+        "return slurm.SUCCESS\n"
+    )
+    called = "slurm_cli_pre_submit({}, 0)" if name == "cli_filter.lua" else "slurm_job_submit({}, {}, 0)"
+    lines = lua(f"{hook}print({called})")  # type: ignore[operator]
+    assert lines[0].startswith("log: hetstream: cannot open")
+    assert lines[1:] == ["0"]
+
+
+def test_a_hook_loads_the_sites_file_first(lua: object, tmp_path: Path) -> None:
+    site = tmp_path / "job_submit.site.lua"
+    site.write_text('function slurm_job_submit() print("site"); return 0 end\nreturn 0\n')
+    (tmp_path / "policy.lua").write_text("return {}\n")
+    hook = hook_text("job_submit.lua", LUA_DIR, tmp_path / "policy.lua", "/none", site).removesuffix(
+        "return slurm.SUCCESS\n"
+    )
+    assert lua(f"{hook}print(slurm_job_submit(job{{}}, {{}}, 1))") == ["site", "0"]  # type: ignore[operator]
+
+
+def test_the_shipped_policy_asks_for_nothing(lua: object) -> None:
+    text = f'for name in pairs(dofile("{LUA_DIR / "policy.lua"}")) do print(name) end'
+    assert lua(text) == []  # type: ignore[operator]
+    shown = (LUA_DIR / "policy.lua").read_text()
+    rules = "\n".join(rule for rule in re.findall(r"^  -- (\w+ = .*)", shown, re.MULTILINE) if "function" not in rule)
+    text = (
+        f"local policy = {{{rules}\n}}\nprint(policy.cpus_per_gpu.max.gpu, policy.opportunistic.hold, policy.timeout_s)"
+    )
+    assert lua(text) == ["4\ttrue\t10"]  # type: ignore[operator]

@@ -101,6 +101,7 @@ local function right_size(policy, job, names)
   if given(job.min_mem_per_cpu) then return slurm.SUCCESS end      -- fewer CPUs would take its memory away
   job.cpus_per_task = keep
   if given(job.min_cpus) then job.min_cpus = tasks * keep end
+  if job.pn_min_cpus == asked then job.pn_min_cpus = keep end     -- sbatch asks for a node that holds one task
   if given(job.tres_per_task) then                        -- since 24.05 --cpus-per-task stands here, too
     job.tres_per_task = (job.tres_per_task:gsub("cpu([=:])%d+", "cpu%1" .. keep))
   end

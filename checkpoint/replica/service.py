@@ -238,7 +238,9 @@ class ReplicaService:
                 channel.send_message(Reply(is_there=True))
                 return
             self._receive(channel, request, there[0].header.serial + 1 if there else 1)
-            forget_others(self._files, self.order.serves)
+            if request.generation.attempt == self.order.attempt:
+                # All ranks have restored: who ran elsewhere before has what is kept here, or needs it no more.
+                forget_others(self._files, self.order.serves)
         finally:
             self._keeping.release()
         reach("replica.kept")

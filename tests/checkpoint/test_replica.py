@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -20,13 +21,14 @@ import pytest
 from checkpoint import commit
 from checkpoint.agreement import Held, Offer, Replica, agree
 from checkpoint.checksum import checksum
-from checkpoint.errors import ForeignOwner, ReplicaError
+from checkpoint.errors import ForeignOwner, NoCheckpoint, ReplicaError
 from checkpoint.files import write_whole
 from checkpoint.generation import Generation
 from checkpoint.replica import rendezvous
 from checkpoint.replica.peers import order_of, peer_of
 from checkpoint.replica.service import ReplicaService
 from checkpoint.replica.stock import for_others
+from checkpoint.replica.trainer import TrainerReplicas, forget_replicas
 from checkpoint.replica.wire import Channel, Reply, Request
 from checkpoint.segment import Segment
 from checkpoint.store import Store
@@ -240,6 +242,21 @@ def test_a_peer_cannot_ask_for_anything(keeper: Keeper, request_: Request, error
             channel.receive(1)
 
 
+def sending(
+    send: Callable[..., None], changes: dict[int, Callable[[bytearray], None]]
+) -> Callable[[Channel, bytes | memoryview, float], None]:
+    """`Channel.send` that changes what some connection sends at some of its calls."""
+    counts: dict[int, int] = {}
+
+    def changed(channel: Channel, data: bytes | memoryview, timeout_s: float = TIMEOUT_S) -> None:
+        counts[id(channel)] = counts.get(id(channel), 0) + 1
+        buffer = bytearray(data)
+        changes.get(counts[id(channel)], lambda _: None)(buffer)
+        send(channel, bytes(buffer), timeout_s)
+
+    return changed
+
+
 class Spoilt:
     """Ways to send a record that must not be kept."""
 
@@ -325,6 +342,61 @@ def test_a_record_that_is_cut_off_is_not_kept(keeper: Keeper, source: Store, wai
     assert keeper.kept() == [(1, 10)]
     assert keeper.keep(source) == Reply()
     assert keeper.kept() == [(1, 20), (1, 10)]
+
+
+def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
+    keeper: Keeper, source: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(source, 10)
+    assert keeper.keep(source) == Reply()
+    monkeypatch.setattr("checkpoint.replica.trainer._LISTED_TIMEOUT_S", 0.2)
+    with open_store(tmp_path / "host-2", 0) as store:
+        replicas = TrainerReplicas(store, keeper.directory, HOSTS, 0, 1)
+        # The first holder has no saver; the second one has another generation, or this one.
+        with pytest.raises(NoCheckpoint, match=r"rank 0: it was not listed.*rank 1: there is no step 20"):
+            replicas.fetch(Generation(1, 20), [0, 1])
+        with monkeypatch.context() as changed:
+            flip = {4: lambda data: data.__setitem__(77, data[77] ^ 4)}
+            changed.setattr(Channel, "send", sending(Channel.send, flip))
+            with pytest.raises(NoCheckpoint, match="checksum"):
+                replicas.fetch(Generation(1, 10), [1])
+        assert store.held() == []
+        replicas.fetch(Generation(1, 10), [0, 1])
+        (held,) = store.held()
+        assert held.header.generation == (1, 10)
+        with store.read(held) as fetched, Segment.open(source.held()[0].path) as saved:
+            assert (bytes(fetched.payload), fetched.metadata) == (bytes(saved.payload), saved.metadata)
+
+
+def test_replicas_go_with_the_store(keeper: Keeper, source: Store, tmp_path: Path) -> None:
+    save(source, 10)
+    assert keeper.keep(source) == Reply()
+    keeper.service.close()
+    keeper.store.close(keep=True)  # as a trainer that crashed
+    (found,) = find_stores([tmp_path / "host-1"])
+    assert found.num_bytes > NUM_BYTES
+    with StoreView(found.path) as view:
+        assert view.remove()  # what `hetstream ckpt gc` does
+    assert list((tmp_path / "host-1").iterdir()) == []
+
+
+def test_replicas_of_ranks_with_another_peer_now_stay_until_all_have_restored(keeper: Keeper, source: Store) -> None:
+    for generation, left in ((Generation(0, 10), ["replica-0-0", "replica-5-0"]), (Generation(1, 1), ["replica-0-1"])):
+        fake_trainer.save(source, generation, 0, 2, NUM_BYTES)
+        shutil.copy(source.held()[0].path, keeper.files.replica(5, 0))
+        assert keeper.keep(source) == Reply()
+        names = [path.name for path in keeper.files.replicas()]
+        assert set(left) <= set(names)
+        assert ("replica-5-0" in names) == (generation.attempt == 0)
+
+
+def test_without_replicas_nothing_of_them_stays(keeper: Keeper, source: Store) -> None:
+    save(source, 10)
+    assert keeper.keep(source) == Reply()
+    write_whole(keeper.files.replica_order, msgspec.json.encode(order_of(HOSTS, 1, 1)))
+    assert keeper.files.read_replica_order() == order_of(HOSTS, 1, 1)
+    forget_replicas(keeper.store.path)
+    assert (keeper.files.read_replica_order(), keeper.files.replicas()) == (None, [])
 
 
 def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:

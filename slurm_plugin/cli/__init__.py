@@ -39,7 +39,7 @@ VERBS = {
     "worker": "run data workers by hand",
     "master": "run the job master (called by converted scripts)",
     "filter": "plan the conversion of an sbatch (called by the cli_filter plugin)",
-    "install": "place the Lua plugins, man pages and completion",
+    "install": "place the Lua plugins, a systemd unit, man pages and completion",
     "uninstall": "take away what install placed",
     "devcluster": "boot a throw-away Slurm cluster on this machine",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -149,6 +150,27 @@ def test_without_a_converter_the_plain_job_goes_on(
     done = cluster.run(directory, "sbatch", "--parsable", "--wait", "short.sbatch")
     assert done.returncode == 3
     assert (directory / "short.out").read_text() == "service=\n"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_ctrl_c_while_it_plans_submits_nothing(
+    release: str, clusters: Callable[[str], Cluster], tmp_path: Path, wait_until: Any
+) -> None:
+    cluster = clusters(release)
+    directory = cluster.directory("interrupted", short=SHORT)
+    (tmp_path / "slow").write_text(f"#!/bin/sh\ntouch {tmp_path}/planning\nexec sleep 60\n")
+    (tmp_path / "slow").chmod(0o755)
+    cluster.load("{timeout_s = 60}", str(tmp_path / "slow"))
+    environ = dict(cluster.record.environment(os.environ))
+    with subprocess.Popen(
+        ["sbatch", "--job-name=interrupted", "short.sbatch"], cwd=directory, env=environ, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as sbatch:  # fmt: skip
+        wait_until((tmp_path / "planning").exists, timeout_s=60, what="the converter")
+        os.killpg(sbatch.pid, signal.SIGINT)  # what a terminal sends
+        out, err = sbatch.communicate(timeout=60)
+    assert (sbatch.returncode, out, err) == (130, "", "")
+    assert cluster.run(directory, "squeue", "--noheader", "--name=interrupted", "--states=all").stdout == ""
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -200,6 +200,17 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
     assert complete("devcluster", "--lua") == {"--lua-plugins"}
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze: apt-get install systemd")
+def test_systemd_understands_the_unit(machine: Machine) -> None:
+    machine.install()
+    unit = machine.prefix / "lib/systemd/system/hetstream-exporter.service"
+    argv = ["systemd-analyze", "verify", "--man=no", unit]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    said = [line for line in done.stderr.splitlines() if "hetstream" in line]
+    assert (done.returncode, said) == (0, [])
+    assert f"EnvironmentFile=-{machine.prefix}/etc/hetstream/exporter.env" in unit.read_text()
+
+
 def test_the_command_starts_without_the_data_plane() -> None:
     code = (
         "import sys; from slurm_plugin.cli import filter, uninstall; sys.exit(len({'torch', 'zmq'} & set(sys.modules)))"

@@ -6,7 +6,9 @@ browser asks nobody for anything. Every text that comes from the cluster is esca
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from html import escape
@@ -49,6 +51,13 @@ _CLASS_NAMES = (
 # Of what pending jobs wait for: `either` is GPUs or CPUs, `turn` a place in the queue, `other` no resource.
 _GROUPS = ("GPUs", "CPUs", "either", "memory", "turn", "other")
 _TURN = ("priority", "backfill", "scheduler")
+# Waits are drawn from a minute on, in so many steps for each power of ten.
+_SHORTEST_S, DELAY_STEPS = 60.0, 40
+_LOG_SHORTEST = math.log10(_SHORTEST_S)
+_AGES = (
+    (60, "1 min"), (600, "10 min"), (3600, "1 h"), (6 * 3600, "6 h"), (86400, "1 d"), (7 * 86400, "1 week"),
+    (30 * 86400, "30 d"),
+)  # fmt: skip
 _FOOTER = """\
 Made by hetstream. What a job waits for is what <code>hetstream why</code> names first: <em>either</em> is GPUs
 or CPUs, <em>turn</em> a place in the queue, <em>other</em> no resource. The indicator of a node is
@@ -239,29 +248,31 @@ def _over_time(
 
 
 def _delay_curve(waiting: Sequence[WaitingJob]) -> str:
-    """How many of the jobs that wait have waited at least so long, by cause."""
-    by_group: dict[str, list[tuple[float, int]]] = {}
-    for one in waiting:
-        by_group.setdefault(_group_of(one.cause), []).append((one.waited_s, one.job.num_records))
-    if not by_group:
-        return _nothing("No job waits.")
-    longest_s = max(max(one.waited_s for one in waiting), 60.0)
+    """How many of the jobs that wait for resources have waited at least so long, by cause."""
+    queued = [one for one in waiting if one.job.waits_for_resources]
+    if not queued:
+        return _nothing("No job waits for resources.")
+    high = max(_log_age(one.waited_s) for one in queued) + 1 / DELAY_STEPS
     series = []
     for style, name in enumerate(_GROUPS):
-        left = sum(count for _, count in by_group.get(name, []))
-        points = [(0.0, float(left))]
-        for waited_s, count in sorted(by_group.get(name, [])):
+        counts: Counter[float] = Counter()
+        for one in queued:
+            if _group_of(one.cause) == name:
+                counts[round(_log_age(one.waited_s) * DELAY_STEPS) / DELAY_STEPS] += one.job.num_records
+        left = counts.total()
+        points = [(_LOG_SHORTEST, float(left))]
+        for place, count in sorted(counts.items()):
             left -= count
-            points.append((waited_s, float(left)))
-        if len(points) > 1:
+            points.append((place, float(left)))
+        if counts:
             series.append(Series(name, style, points, steps=True))
-    high = max(points.points[0][1] or 0.0 for points in series)
-    note = "<p>Jobs that have waited at least so long since they could have started.</p>"
+    most = max(one.points[0][1] or 0.0 for one in series)
+    note = "<p>Jobs that have waited at least so long for resources, since they could have started.</p>"
     return note + _both(
         lambda width: line_chart(
             series,
-            ticked(0.0, longest_s, 5 if width == WIDE else 3, _age),
-            count_axis(high),
+            _delay_axis(high, width),
+            count_axis(most),
             width,
             HEIGHT,
             "queueing delay by cause",
@@ -297,9 +308,10 @@ def _longest_waits(seen: Observation) -> str:
             one.cause,
             duration(one.waited_s),
         )
-        for one in seen.waiting[:NUM_WORST]
-    ]
-    return _table(("Job", "User", "Name", "GPUs", "CPUs", "Waits for", "Since"), rows, "No job waits.")
+        for one in seen.waiting
+        if one.job.waits_for_resources
+    ][:NUM_WORST]
+    return _table(("Job", "User", "Name", "GPUs", "CPUs", "Waits for", "Since"), rows, "No job waits for resources.")
 
 
 def _would_gain(seen: Observation) -> str:
@@ -364,11 +376,14 @@ def _time_axis(samples: Sequence[Sample], width: int) -> Axis:
     return ticked(start_s, end_s, 4 if width == WIDE else 2, lambda at: datetime.fromtimestamp(at).strftime(form))
 
 
-def _age(seconds: float) -> str:
-    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length_s:
-            return f"{seconds / length_s:.0f} {unit}"
-    return f"{seconds:.0f} s"
+def _log_age(seconds: float) -> float:
+    return math.log10(max(seconds, _SHORTEST_S))
+
+
+def _delay_axis(high: float, width: int) -> Axis:
+    """Time on a logarithmic scale, from a minute on."""
+    ticks = [(math.log10(seconds), text) for seconds, text in _AGES if math.log10(seconds) <= high]
+    return Axis(_LOG_SHORTEST, high, ticks[:: 1 if width == WIDE else 2])
 
 
 def _middle(some: Sequence[Sample]) -> float:

@@ -66,6 +66,10 @@ class WebServer:
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
             daemon_threads = True
 
+            def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002, its form
+                """A visitor that goes away in the middle is no news."""
+                logger.debug("a request of %s failed", client_address, exc_info=True)
+
         try:
             self._server = Server((host, port), Handler)
         except OSError as exc:

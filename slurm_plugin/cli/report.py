@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from hetjob.errors import UsageError
 from slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
 from slurm_plugin.cli.util import parse_time
 from slurm_plugin.client.slurm import CommandSlurm
@@ -53,6 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once, and write."""
+    if args.html and not Path(args.html).parent.is_dir():
+        raise UsageError(f"--html={args.html}: there is no directory {Path(args.html).parent}")
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
         snapshot = CommandSlurm().snapshot()

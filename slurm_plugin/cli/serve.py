@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from slurm_plugin.wait_shares import wait_shares
 from slurm_plugin.web import Document, WebServer
 
 EPILOG = """\
-The page is at /, its figures are at /data.json. It reads the cluster once in each interval, however many look at it,
+The page is at /, the figures of now are at /data.json. It reads the cluster once in each interval, however many look,
 and changes nothing. It names users and jobs, and has no password: from another machine use
 ssh -L 8418:localhost:8418 HOST. Without --history it shows what it has seen since its start.
 
@@ -59,10 +60,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     (host, port), interval_s = address_of(args), interval_of(args)
-    parse_time("--start", args.start, 0.0)  # a wrong one is said before anything is opened
+    start_s = parse_time("--start", args.start, time.time())
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
-        samples: deque[Sample] = deque(history.since(0.0) if history else ())
+        samples: deque[Sample] = deque(history.since(start_s) if history else ())
         shown: Mapping[str, Document] = documents(Reading(error="It has not been asked yet."), [], REFRESH_EARLY_S)
         server = WebServer(host, port, lambda: shown)
         undo.callback(server.close)
@@ -88,5 +89,5 @@ def documents(reading: Reading, samples: list[Sample], refresh_s: int) -> Mappin
         return {"/": error, "/data.json": Document("text/plain", f"{reading.error}\n", HTTPStatus.SERVICE_UNAVAILABLE)}
     return {
         "/": Document("text/html; charset=utf-8", page(seen, samples, refresh_s)),
-        "/data.json": Document("application/json", as_json(report_of(seen, samples))),
+        "/data.json": Document("application/json", as_json(report_of(seen, ()))),
     }

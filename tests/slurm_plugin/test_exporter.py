@@ -182,6 +182,7 @@ def test_a_history_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> Non
         ("serve --listen :1", "the form is [HOST:]PORT"),
         ("exporter --interval 0", "--interval=0: must be at least 5 seconds"),
         ("serve --interval nan", "--interval=nan: must be at least 5 seconds"),
+        ("report --html /nowhere/at/all.html", "--html=/nowhere/at/all.html: there is no directory /nowhere/at"),
         ("serve --start yesterday", "--start=yesterday: must be 2026-11-20T16:00:00"),
     ],
 )
@@ -271,7 +272,7 @@ def test_serve_on_a_real_cluster(devcluster: Any, tmp_path: Path, wait_until: Ca
                     error.close()
                     return None
 
-            wait_until(lambda: figures() and len(figures()["history"]) >= 1, 60)
+            wait_until(lambda: figures() and "waiting" in figures(), 60)
             assert figures()["summary"]["gpus"] == 8
             assert "Fragmentation now" in scrape(url, {})
         finally:

@@ -129,7 +129,16 @@ def test_clusters_with_little_to_show() -> None:
     assert "1 reading(s) so far: a history needs two" in text
     empty = observe(replace(seen.snapshot, jobs=(), nodes=(), partitions=(), config={}), {})
     text = page(empty, [empty.sample, replace(empty.sample, taken_s=clusters.NOW_S + 60)])
-    assert text.count("No job waits.") == 2
+    assert text.count("No job waits for resources.") == 2
+
+
+def test_jobs_that_are_held_do_not_stretch_the_delays() -> None:
+    seen = clusters.observation()
+    held = clusters.job(900, 1, 1, 30 * 86400.0, reason="JobHeldUser", name="held-for-a-month")
+    text = page(observe(replace(seen.snapshot, jobs=(*seen.snapshot.jobs, held)), {}), [])
+    assert "held-for-a-month" not in text
+    assert ">1 h</text>" in text
+    assert ">1 d</text>" not in text
 
 
 def test_many_nodes_are_small_cells() -> None:
@@ -197,7 +206,7 @@ def test_the_server_shows_two_documents_and_takes_nothing() -> None:
         assert headers["Content-Security-Policy"].startswith("default-src 'none'")
         assert 'http-equiv="refresh" content="60"' in text
         figures = json.loads(ask(server, "/data.json", host="localhost:80")[2])
-        assert (figures["summary"]["gpus"], len(figures["history"])) == (88, 1)
+        assert (figures["summary"]["gpus"], len(figures["waiting"])) == (88, 7)
         assert ask(server, "/", "HEAD")[2] == ""
         assert ask(server, "/../etc/passwd")[0] == HTTPStatus.NOT_FOUND
         assert ask(server, "/", "POST")[0] == HTTPStatus.NOT_IMPLEMENTED

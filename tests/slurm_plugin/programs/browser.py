@@ -13,7 +13,7 @@ import pytest
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--hide-scrollbars", "--enable-logging=stderr",
+    "--disable-dev-shm-usage", "--hide-scrollbars", "--enable-logging=stderr",
 )  # fmt: skip
 INSTALL = ("apt-get", "install", "-y", "-q", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends")
 PACKAGES = ("chromium", "fonts-dejavu-core")

@@ -2,6 +2,7 @@
 
 HETSTREAM_CKPT_SAVER     1: the job has a saver on this node; a trainer starts its own only if that one does not come
 HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, for programs that ask for it
+HETSTREAM_TAKES_OVER     the job whose training this one takes over while that one still runs (hetstream migrate)
 SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0, SLURM_HET_GROUP_ID   whose memory it is, see `job_and_component`
 HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
@@ -15,6 +16,7 @@ from pathlib import Path
 
 JOB_SAVER = "HETSTREAM_CKPT_SAVER"
 DIRECTORY = "HETSTREAM_CKPT_DIR"
+TAKES_OVER = "HETSTREAM_TAKES_OVER"
 
 
 def job_has_savers(environ: Mapping[str, str] = os.environ) -> bool:
@@ -25,6 +27,11 @@ def job_has_savers(environ: Mapping[str, str] = os.environ) -> bool:
 def directory_of_job(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The checkpoint directory that the job's script names, or None."""
     return Path(environ[DIRECTORY]) if environ.get(DIRECTORY) else None
+
+
+def takes_over(environ: Mapping[str, str] = os.environ) -> str:
+    """Slurm's id of the job whose training this one takes over; "" if none."""
+    return environ.get(TAKES_OVER, "").strip()
 
 
 def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from checkpoint import commit, ownership
 from checkpoint.errors import CheckpointError, DamagedCheckpoint, MissingRanks, NoCheckpoint
+from checkpoint.faults import reach
 from checkpoint.files import write_whole
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
 from checkpoint.manifest import Manifest
-from checkpoint.ownership import Identity, Owner
+from checkpoint.ownership import Event, Identity, Owner
 from checkpoint.policy.interval import Attempt
 from checkpoint.policy.retention import Retention, Saved, Verdict, judge
 from checkpoint.rank_file import RankFile, open_file
@@ -114,8 +115,12 @@ class CheckpointDirectory:
             ForeignOwner: it belongs to another user.
         """
         ownership.prepare_directory(self.path)
-        seen = [(one.generation, one.time_s) for one in self.scan()]
-        self._lock, self.attempt = ownership.take(self.path, identity, keep, seen, time.time())
+
+        def seen() -> Iterator[tuple[Generation, float]]:
+            # Only for who has the lock: one that waits for it asks again and again.
+            yield from ((one.generation, one.time_s) for one in self.scan())
+
+        self._lock, self.attempt = ownership.take(self.path, identity, keep, seen(), time.time())
         return self.attempt
 
     def release(self) -> None:
@@ -124,6 +129,25 @@ class CheckpointDirectory:
         if lock:
             with lock:
                 ownership.end(self.path, self.attempt, time.time())
+
+    def hand_over(self, to: Identity, step: int, last_step_s: float) -> None:
+        """End the attempt for another job to go on; see `ownership.hand_over`. Without `acquire`, nothing."""
+        lock, self._lock = self._lock, None
+        if lock:
+            with lock:
+                ownership.hand_over(self.path, self.attempt, to, step, last_step_s)
+            reach("handover.released")
+
+    def take_over(self, identity: Identity) -> Event:
+        """Write down that this attempt can train now, in place of one that has ended for it."""
+        return ownership.take_over(self.path, self.attempt, identity, time.time())
+
+    def newest(self) -> Generation | None:
+        """The newest committed checkpoint, whatever is wrong with it."""
+        try:
+            return next(iter(commit.committed(self.path)), None)
+        except FileNotFoundError:
+            return None
 
     def owner(self) -> Owner | None:
         """The newest attempt, which may have ended."""

@@ -62,6 +62,11 @@ POINTS = {
     "replica.kept": "a replica is complete and the sender does not know",
     "owner.numbered": "an attempt has its number, which is not yet written",
     "owner.written": "the attempt's number is on disk, the history does not know it",
+    "handover.claimed": "a job has locked its request for the directory of another, which is not written",
+    "handover.asked": "a job has asked for the directory of another",
+    "handover.heard": "the owner knows that it is to stop, and nothing is saved",
+    "handover.saved": "the owner's last generation is committed, the directory is still its own",
+    "handover.released": "the directory is free and its next owner has not got it",
 }
 ACTIONS = ("kill", "stop", "exit", "full")
 _EXIT_CODE = 70

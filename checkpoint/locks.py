@@ -91,6 +91,11 @@ class FileLock:
         except FileNotFoundError:
             return False
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it is not released."""
+        return self in _held
+
     def release(self) -> None:
         """Give the lock up; a second time does nothing."""
         if self in _held:

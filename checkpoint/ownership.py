@@ -23,6 +23,7 @@ from checkpoint.policy.retention import Retention
 _LOCK = ".lock"
 _OWNER = "owner.json"
 _HISTORY = "history.jsonl"
+_ENDS = ("ended", "died", "handed over")
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -61,13 +62,26 @@ class Owner(msgspec.Struct, frozen=True):
     keep: Retention = Retention(keep_last=None)
 
 
-class _Event(msgspec.Struct, frozen=True):
-    """A line of the history: an attempt started, ended by itself, or was found dead."""
+class Event(msgspec.Struct, frozen=True):
+    """A line of the history.
+
+    Attributes:
+        event: an attempt `started`, `ended` by itself, was found to have `died`; or it was `handed over`, and another
+            `took over`.
+        attempt: which.
+        time_s: when, in seconds since 1970. Of `handed over` when the last step ended, of `took over` when the first
+            one could begin.
+        identity: who started; of a hand-over, who goes on.
+        step: of a hand-over, the last one that was trained before it.
+        pause_s: of `took over`, how long nobody trained, by the clocks of both hosts.
+    """
 
     event: str
     attempt: int
     time_s: float
     identity: Identity | None = None
+    step: int | None = None
+    pause_s: float | None = None
 
 
 def prepare_directory(path: Path) -> None:
@@ -129,7 +143,7 @@ def take(
         for name in os.listdir(path):
             if is_temporary(name, _OWNER):  # made with this lock only: whoever began it is dead
                 (path / name).unlink(missing_ok=True)
-        events = _history(path)
+        events = history(path)
         last_seen = dict(_last_seen(seen))
         owner = read_owner(path)
         known = [owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen]
@@ -138,7 +152,7 @@ def take(
         # On disk before anybody uses it: no other attempt may have the same.
         write_whole(path / _OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
         reach("owner.written")
-        _append(path, [*_died(events, last_seen), _Event("started", attempt, now_s, identity)])
+        _append(path, [*_died(events, last_seen), Event("started", attempt, now_s, identity)])
     except OSError as error:
         lock.release()
         raise DirectoryNotWritable(f"{path} cannot be written to: {error}") from error
@@ -150,7 +164,38 @@ def take(
 
 def end(path: Path, attempt: int, now_s: float) -> None:
     """Write down that an attempt ended by itself."""
-    _append(path, [_Event("ended", attempt, now_s)])
+    _append(path, [Event("ended", attempt, now_s)])
+
+
+def hand_over(path: Path, attempt: int, to: Identity, step: int, last_step_s: float) -> None:
+    """Write down that an attempt has ended for another to go on.
+
+    Args:
+        path: the directory.
+        attempt: that ends.
+        to: who goes on.
+        step: the last one that was trained.
+        last_step_s: when it ended, in seconds since 1970.
+    """
+    _append(path, [Event("handed over", attempt, last_step_s, to, step)])
+
+
+def take_over(path: Path, attempt: int, identity: Identity, now_s: float) -> Event:
+    """Write down that an attempt goes on where another one has ended for it; what is written.
+
+    Args:
+        path: the directory.
+        attempt: that goes on.
+        identity: who it is.
+        now_s: when its first step can begin, in seconds since 1970.
+    """
+    handed = next(
+        (one for one in reversed(history(path)) if one.event == "handed over" and one.identity == identity), None
+    )
+    pause_s = now_s - handed.time_s if handed else None
+    event = Event("took over", attempt, now_s, identity, handed.step if handed else None, pause_s)
+    _append(path, [event])
+    return event
 
 
 def read_owner(path: Path) -> Owner | None:
@@ -165,24 +210,24 @@ def past_attempts(path: Path) -> list[Attempt]:
     """How long the attempts before the newest one ran and how they ended, as far as the history knows."""
     started: dict[int, float] = {}
     attempts = []
-    for event in _history(path):
+    for event in history(path):
         if event.event == "started":
             started[event.attempt] = event.time_s
-        elif event.attempt in started:
+        elif event.event in _ENDS and event.attempt in started:
             attempts.append(Attempt(started.pop(event.attempt), event.time_s, event.event == "died"))
     return attempts
 
 
-def _died(events: Iterable[_Event], last_seen: dict[int, float]) -> list[_Event]:
+def _died(events: Iterable[Event], last_seen: dict[int, float]) -> list[Event]:
     """The ends that attempts could not write down themselves; at the time of their newest checkpoint."""
-    open_starts: dict[int, _Event] = {}
+    open_starts: dict[int, Event] = {}
     for event in events:
         if event.event == "started":
             open_starts[event.attempt] = event
-        else:
+        elif event.event in _ENDS:
             open_starts.pop(event.attempt, None)
     return [
-        _Event("died", start.attempt, max(start.time_s, last_seen.get(start.attempt, start.time_s)))
+        Event("died", start.attempt, max(start.time_s, last_seen.get(start.attempt, start.time_s)))
         for start in open_starts.values()
     ]
 
@@ -192,7 +237,7 @@ def _last_seen(seen: Iterable[tuple[Generation, float]]) -> Iterable[tuple[int, 
     return sorted((generation.attempt, time_s) for generation, time_s in seen)
 
 
-def _history(path: Path) -> list[_Event]:
+def history(path: Path) -> list[Event]:
     """The lines of the history; a crash may have cut one off, and the one behind it begins a line of its own."""
     try:
         lines = (path / _HISTORY).read_bytes().splitlines()
@@ -201,13 +246,13 @@ def _history(path: Path) -> list[_Event]:
     events = []
     for line in lines:
         try:
-            events.append(msgspec.json.decode(line, type=_Event))
+            events.append(msgspec.json.decode(line, type=Event))
         except msgspec.MsgspecError:
             continue
     return events
 
 
-def _append(path: Path, events: Iterable[_Event]) -> None:
+def _append(path: Path, events: Iterable[Event]) -> None:
     descriptor = os.open(path / _HISTORY, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with open(descriptor, "r+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)

@@ -35,6 +35,15 @@ def render(script: str, plan: HetPlan, program: Sequence[str]) -> str:
     return "\n".join([*lines[:place], *_block(plan, program), *lines[place:]])
 
 
+def without_block(script: str) -> str:
+    """The user's own script again: what `render` added is taken out, if it is there."""
+    lines = script.split("\n")
+    if _BEGIN not in lines or _END not in lines:
+        return script
+    begin, end = lines.index(_BEGIN), lines.index(_END)
+    return "\n".join([*lines[:begin], *lines[end + 1 :]]) if begin < end else script
+
+
 def _block(plan: HetPlan, program: Sequence[str]) -> list[str]:
     trainer, *others = plan.components
     block = [_BEGIN]

@@ -1,12 +1,14 @@
 """A training job with flash checkpoints on Slurm, to be killed and requeued, and the truth to compare it with.
 
-Used by `benchmarks.ckpt_requeue` and by `tests/cluster/test_checkpoint_job.py`. The job is a converted script: trainer
-(`ckpt_train.py`), savers, data worker and job master are its steps. The script starts the trainer again when it dies,
-as scripts do.
+Used by `benchmarks.ckpt_requeue`, `benchmarks.ckpt_migrate` and the tests in `tests/cluster`. The job is a converted
+script: trainer (`ckpt_train.py`), savers, data worker and job master are its steps. The script starts the trainer again
+when it dies, as scripts do.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import signal
@@ -84,11 +86,45 @@ class CheckpointJob:
         (self.directory / "train.sbatch").write_text(text)
         self.job_id = self.run(str(HETSTREAM), "sbatch", "--parsable", "train.sbatch").strip()
 
-    def run(self, *argv: str) -> str:
+    def migrate(self, *options: str) -> CheckpointJob:
+        """Let another job take over with `hetstream migrate`, which returns when it has; that job."""
+        done = json.loads(self.run(str(HETSTREAM), "migrate", "--json", self.job_id, *options, timeout_s=_TIMEOUT_S))
+        if not done["done"]:
+            raise RuntimeError(f"{done['stage']}. {self.story()}")
+        return self._successor(done["new_job"])
+
+    def resubmit(self) -> CheckpointJob:
+        """Submit the script again, when this job is gone; that job."""
+        return self._successor(self.run(str(HETSTREAM), "sbatch", "--parsable", "train.sbatch").strip())
+
+    def end_soon(self, num_steps: int) -> None:
+        """Make training end so many steps from now."""
+        last = next(int(words[0]) for words in reversed(self.ledger()) if words[0].isdigit())
+        new = self.directory / "run" / "end.new"
+        new.write_text(str(last + num_steps))
+        new.replace(new.with_name("end"))
+
+    def pauses_s(self) -> list[float]:
+        """For each start but the first, how long ago the last step was."""
+        found, last_s = [], 0.0
+        for line in (self.directory / "run" / "times").read_text().splitlines():
+            what, time_s = line.split()
+            if what == "start" and last_s:
+                found.append(float(time_s) - last_s)
+            last_s = float(time_s) if what != "start" else last_s
+        return found
+
+    def _successor(self, job_id: str) -> CheckpointJob:
+        job = dataclasses.replace(self)
+        job.job_id = job_id
+        return job
+
+    def run(self, *argv: str, timeout_s: float = 60.0) -> str:
         """Run a command of Slurm."""
         done = subprocess.run(
-            argv, cwd=self.directory, env=dict(self.environ), capture_output=True, text=True, timeout=60, check=False
-        )
+            argv, cwd=self.directory, env=dict(self.environ), capture_output=True, text=True, timeout=timeout_s,
+            check=False,
+        )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{argv} ended with {done.returncode}: {done.stderr}")
         return done.stdout

@@ -3,8 +3,8 @@
 Usage: ckpt_train.py CHECKPOINTS DIRECTORY STEPS [STEP_S]
 
 `DIRECTORY/ledger` gets a line `start STEP` for each start and `STEP EPOCH IDS SHA256` for each batch that was trained
-on; `DIRECTORY/result` the digest of the final weights and moments. When it is asked to stop it saves once more and ends
-with 75.
+on, `DIRECTORY/times` the time of each such line, `DIRECTORY/result` the digest of the final weights and moments. When
+it is asked to stop it saves once more and ends with 75. A number in `DIRECTORY/end` is the last step.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ def main() -> int:
         DataLoader(Pictures(), batch_size=BATCH, shuffle=True, seed=7) as loader,
         FlashCheckpointer(checkpoints, shared=("model", "optimizer"), interval=SAVE_EVERY) as ckpt,
         (directory / "ledger").open("a", buffering=1) as ledger,
+        (directory / "times").open("a", buffering=1) as times,
     ):
         state = {"model": model, "optimizer": optimizer, "loader": loader}
         step = ckpt.restore(state) or 0
+        print("start", time.time(), file=times)
         print("start", step, file=ledger)
         while step < num_steps:
             loader.set_epoch(epoch := loader.state_dict()["epoch"])
@@ -67,9 +69,12 @@ def main() -> int:
                 ((model(images.flatten(1)) - ids[:, None] / SAMPLES) ** 2).mean().backward()
                 optimizer.step()
                 step += 1
+                print(step, time.time(), file=times)
                 digest = hashlib.sha256(images.numpy().tobytes()).hexdigest()
                 print(step, epoch, ",".join(map(str, ids.tolist())), digest, file=ledger)
                 time.sleep(step_s)
+                if (directory / "end").exists():
+                    num_steps = max(step, int((directory / "end").read_text()))
                 if ckpt.stopping and step < num_steps:
                     ckpt.save(step, state)
                     print("stopping", step, file=ledger)

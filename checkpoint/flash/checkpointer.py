@@ -1,9 +1,9 @@
 """`FlashCheckpointer`: a training program's one object for saving and restoring.
 
 A save takes the state apart, copies its tensors into a slot of the rank's store and publishes it; that is all that the
-program waits for. The saver, another process, brings it to disk. Ranks talk when they start and when they restore,
-never while they save. What each module does: `tensors.py` takes apart, `slots.py` and `device.py` copy, `source.py` and
-`restore.py` bring back.
+program waits for. The saver, another process, brings it to disk. Ranks talk when they start, when they restore, and
+about once a second when they ask whether to save; never while they save. What each module does: `tensors.py` takes
+apart, `slots.py` and `device.py` copy, `source.py` and `restore.py` bring back, `handover.py` lets another job go on.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ import torch
 from checkpoint import errors
 from checkpoint.agreement import Choice, Held, Offer, agree
 from checkpoint.checksum import checksum
-from checkpoint.config import directory_of_job, host_of_this_process, job_and_component, job_has_savers
+from checkpoint.config import (
+    directory_of_job,
+    host_of_this_process,
+    job_and_component,
+    job_has_savers,
+    takes_over,
+)
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import CheckpointError, Damaged, NoCheckpoint, OptionsError
 from checkpoint.faults import reach
 from checkpoint.flash import rng
 from checkpoint.flash.device import Copier
 from checkpoint.flash.distributed import Communicator, communicator, gather
+from checkpoint.flash.handover import Entry, Watch
 from checkpoint.flash.options import Options
 from checkpoint.flash.restore import Part, Restore, owned
 from checkpoint.flash.slots import SlotViews
@@ -202,7 +209,7 @@ class FlashCheckpointer:
 
     Raises:
         OptionsError: an option breaks its rule.
-        DirectoryInUse: another job has the directory.
+        DirectoryInUse: another job has the directory, and it is not the one that this job takes over.
         DirectoryNotWritable: it cannot be written to.
         ForeignOwner: it is another user's.
         StoreInUse: another living process is this rank of this job.
@@ -245,12 +252,20 @@ class FlashCheckpointer:
         self._seen_persisted: Generation | None = None
         self._guards: list[Any] = []
         self._saver: subprocess.Popen[bytes] | None = None
+        self._replicas: TrainerReplicas | None = None
+        job, component = job_and_component()
+        identity = JobIdentity.of_this_process(f"{job}+{component}" if component else job)
+        self._entry = Entry(self._directory, identity, keep or Retention(), takes_over(), options.hand_over_timeout_s)
+        self._watch = Watch(self._directory, self._ranks)
+        self._last_step_s = 0.0
         with contextlib.ExitStack() as undo:
-            self._attempt = self._together(lambda: self._acquire(keep or Retention()))
+            # 0: a living job has the directory, until this one is initialised and takes it over.
+            self._attempt = self._together(lambda: self._enter(is_ready=False))
             undo.callback(self._directory.release)
             self._store = self._open_store()
             undo.callback(self._store.close)
-            self._replicas = self._arrange_replicas()
+            if self._attempt:
+                self._replicas = self._arrange_replicas()
             self._start_saver()
             undo.pop_all()
         # What an earlier start has left is mapped while the program makes its model.
@@ -261,19 +276,38 @@ class FlashCheckpointer:
 
     # Starting
 
-    def _acquire(self, keep: Retention) -> int:
+    def _enter(self, *, is_ready: bool) -> int:
         if self._ranks.rank != 0:
             return 0
-        job, component = job_and_component()
-        name = f"{job}+{component}" if component else job
-        attempt = self._directory.acquire(JobIdentity.of_this_process(name), keep)
-        if self._options.replica:
+        attempt = self._entry.enter(is_ready=is_ready)
+        if attempt and self._options.replica:
             try:
                 rendezvous.make_key(self._directory.path, attempt)
             except BaseException:
                 self._directory.release()
                 raise
         return attempt
+
+    def _take_over(self) -> None:
+        """Wait for the job whose training this one takes over, now that the program is initialised."""
+        if self._attempt:
+            return
+        while self._attempt == 0:
+            self._attempt = self._together(lambda: self._enter(is_ready=True))
+        self._replicas = self._arrange_replicas()
+
+    def _note_taken_over(self, step: int) -> None:
+        """Write down how long nobody trained."""
+        if not self._entry.has_waited:
+            return
+        self._entry.has_waited = False
+        event = self._directory.take_over(self._entry.identity)
+        if event.pause_s is None:
+            _log.warning("the job that was asked to hand over ended without: this one goes on from step %d", step)
+            return
+        _log.info("took over after step %d: nobody trained for %.2f s", step, event.pause_s)
+        if event.step != step:
+            _log.warning("step %s was handed over, and step %d is what could be restored", event.step, step)
 
     def _open_store(self) -> Store:
         job, component = job_and_component()
@@ -451,6 +485,8 @@ class FlashCheckpointer:
     ) -> _Taken | None:
         """All of a save that comes before the copy; None: there is no slot for it."""
         self._check_open()
+        self._check_owner()
+        self._last_step_s = time.time()
         if not isinstance(step, int) or step < 0:
             raise OptionsError(f"step={step!r}: a number of steps, 0 or more")
         self._tell_saver_errors()
@@ -577,6 +613,7 @@ class FlashCheckpointer:
         """Bring the newest generation that all ranks have into the state, in place, and set the generators.
 
         Every rank calls it. Tensors keep their identity, objects get `load_state_dict`. Memory is allocated for saves.
+        A job that takes over from another asks it here to hand over, and waits: make everything else first.
 
         Args:
             state: as it is given to `save`.
@@ -588,10 +625,12 @@ class FlashCheckpointer:
         Raises:
             StateMismatch: the layout of the state has changed; every difference is named. Nothing is restored.
             NoCheckpoint: there are checkpoints on disk, and none of them can be used.
+            DirectoryInUse: the job that this one takes over has not stopped in time, or another one takes it over.
         """
         self._check_open()
         self.fence()
         self._flatten(state)  # says what is wrong with it before anything happens
+        self._take_over()
         done: list[tuple[Generation, Choice]] = []
 
         def attempt(parts: list[Part], choice: Choice) -> Iterator[None]:
@@ -618,6 +657,7 @@ class FlashCheckpointer:
             _log.info("restored %s from %s", done[0][0], ", ".join(sorted({*done[0][1].sources})))
         self.prepare(state)
         self._begin_schedule(step or 0)
+        self._note_taken_over(step or 0)
         return step
 
     def load(self) -> Loaded | None:
@@ -628,6 +668,7 @@ class FlashCheckpointer:
         """
         self._check_open()
         self.fence()
+        self._take_over()
         done: list[Loaded] = []
 
         def attempt(parts: list[Part], choice: Choice) -> Iterator[None]:
@@ -641,6 +682,7 @@ class FlashCheckpointer:
             done.append(Loaded(step, choice.generation.attempt, state, sources, tuple(choice.notes)))
 
         self._with_newest(attempt)
+        self._note_taken_over(done[0].step if done else 0)
         return done[0] if done else None
 
     def _with_newest(self, attempt: Callable[[list[Part], Choice], Iterator[None]]) -> None:
@@ -742,8 +784,11 @@ class FlashCheckpointer:
 
         Args:
             step: steps of training that are done.
+
+        Once another job is to go on, it says so after every step, and `stopping` is true on all ranks after the same.
         """
         self._check_open()
+        self._check_owner()
         now_s = time.monotonic()
         if self._schedule is None:
             self._begin_schedule(step - 1)
@@ -756,16 +801,23 @@ class FlashCheckpointer:
                 decision = self._agreed(decision)
             schedule.adopt(decision, self._asked_step, now_s)
             self._asked_step = None
-        due = schedule.is_due(step, now_s, alone=self._ranks.world_size == 1)
+        is_asked = self._watch.is_asked(step)
+        due = schedule.is_due(step, now_s, alone=self._ranks.world_size == 1) or is_asked
         if due:
             self._asked_step = step
         return due
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal or the job's saver has asked this process to end. A program that looks here ends in its own
-        time, and by then its newest generation is on disk."""
-        return self._stop.is_set or (self._is_open and self._store.stop_reason() != "")
+        """Whether a signal, the job's saver, or a job that goes on in place of this one has asked this process to end.
+        A program that looks here ends in its own time, and by then its newest generation is on disk. Look after
+        `should_save`: of a hand-over it is that which tells all ranks at the same step."""
+        return self._stop.is_set or self.stop_reason != ""
+
+    @property
+    def stop_reason(self) -> str:
+        """Who has asked this process to end, beside signals; "" if nobody has."""
+        return self._watch.reason or (self._store.stop_reason() if self._is_open else "")
 
     def _begin_schedule(self, step: int) -> None:
         history = FailureHistory()
@@ -835,6 +887,10 @@ class FlashCheckpointer:
             self.fence()
         except CheckpointError as error:
             _log.error("%s", error)
+        self._entry.withdraw()
+        is_owner = self._attempt > 0 and not self._watch.reason
+        if self._watch.taker and not keep_memory:
+            self._hand_over(self._watch.taker)
         self._is_open = False
         atexit.unregister(self._at_exit)
         self._stop.remove()
@@ -851,8 +907,27 @@ class FlashCheckpointer:
         if self._replicas and self._ranks.rank == 0:
             rendezvous.remove_key(self._directory.path, self._attempt)
         self._directory.release()
-        with contextlib.suppress(OSError):
-            self._fallback.rmdir()  # unless it is used, or the user's
+        if is_owner:
+            with contextlib.suppress(OSError):
+                self._fallback.rmdir()  # unless it is used, or the user's
+
+    def _hand_over(self, taker: JobIdentity) -> None:
+        """Rank 0: give the directory up as soon as the newest generation of all ranks is on disk; the rest can wait."""
+        saved = self._counts.saved
+        if saved is None:
+            return
+        deadline_s = time.monotonic() + (self._options.close_timeout_s or self._options.hand_over_timeout_s)
+        # What is committed: this rank's saver hears of it later where another one comes last.
+        while (newest := self._directory.newest()) is None or newest < saved:
+            if time.monotonic() > deadline_s or not self._has_saver():
+                _log.error("%s is not on disk, and %s goes on without it", saved, taker)
+                break
+            time.sleep(_POLL_S)
+        reach("handover.saved")
+        self._directory.hand_over(taker, saved.step, self._last_step_s)
+        _log.info(
+            "handed over to %s, %.2f s after the end of step %d", taker, time.time() - self._last_step_s, saved.step
+        )
 
     def _has_saver(self) -> bool:
         """Whether a saver will bring what is in memory to disk, once it has started; true if there is nothing."""
@@ -901,6 +976,10 @@ class FlashCheckpointer:
         if error and error != self._said_error:
             _log.error("checkpoints do not get to disk, training goes on with those in memory: %s", error)
         self._said_error = error
+
+    def _check_owner(self) -> None:
+        if not self._attempt:
+            raise OptionsError("restore() or load() comes first in a job that takes over from another")
 
     def _check_open(self) -> None:
         if not self._is_open:

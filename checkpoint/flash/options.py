@@ -29,6 +29,7 @@ class Options:
             costs no step. Takes the memory of two more slots for each rank that a host keeps replicas of. On every rank
             or on none.
         close_timeout_s: how long `close` waits for the saver to bring the newest generation to disk; None: until it is.
+        hand_over_timeout_s: how long a job that takes over from another waits for it, once it has asked.
     """
 
     num_slots: int = 3
@@ -40,6 +41,7 @@ class Options:
     format: Format = "safetensors"
     replica: bool = False
     close_timeout_s: float | None = None
+    hand_over_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -52,6 +54,8 @@ class Options:
             problems.append("stop_signals: nobody can listen to SIGKILL or SIGSTOP")
         if self.close_timeout_s is not None and self.close_timeout_s < 0:
             problems.append(f"close_timeout_s={self.close_timeout_s}: must not be negative")
+        if not self.hand_over_timeout_s > 0:
+            problems.append(f"hand_over_timeout_s={self.hand_over_timeout_s}: more than 0")
         if self.format not in FORMATS:
             problems.append(f"format={self.format!r}: one of {', '.join(FORMATS)}")
         if problems:

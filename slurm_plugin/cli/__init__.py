@@ -31,6 +31,7 @@ VERBS = {
     "util": "show how much of the cluster was allocated, and how much of that did something",
     "advise": "list jobs that would gain from data workers",
     "doctor": "find problems in the cluster's configuration, with the fix",
+    "migrate": "move a running training job to other nodes, without a step lost",
     "exporter": "serve the cluster's figures to Prometheus, with a dashboard for Grafana",
     "report": "draw fragmentation, queueing delay and utilisation as one HTML page",
     "serve": "show that page live",

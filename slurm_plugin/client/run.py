@@ -45,6 +45,7 @@ def run_slurm(
     stdin: str = "",
     timeout_s: float = DEFAULT_TIMEOUT_S,
     hint: str = "",
+    cwd: str | None = None,
 ) -> CompletedCommand:
     """Run one Slurm command and return what it printed.
 
@@ -54,13 +55,21 @@ def run_slurm(
         stdin: text for its standard input (a script for `sbatch`).
         timeout_s: the command is killed after this many seconds.
         hint: the next command to run, shown to the user if this one fails.
+        cwd: where the command runs; None means this process's own directory.
 
     Raises:
         SlurmCommandError: it exited with anything but 0, is not installed, or took longer than `timeout_s`.
     """
     try:
         done = subprocess.run(
-            list(argv), env=env, input=stdin, capture_output=True, text=True, errors="replace", timeout=timeout_s
+            list(argv),
+            env=env,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            cwd=cwd,
         )
     except subprocess.TimeoutExpired as exc:
         raise SlurmCommandError(

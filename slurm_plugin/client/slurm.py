@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -149,6 +150,22 @@ class CommandSlurm:
             raise SlurmCommandError(argv, 0, shown.stdout, shown.stderr, "It shows no NodeAddr. Check: sinfo -N")
         return address[1]
 
+    def batch_script(self, job_id: str) -> bytes:
+        """The script of a job, as it was submitted. Slurm shows it to the job's user."""
+        with tempfile.TemporaryDirectory(prefix="hetstream-") as directory:
+            path = Path(directory, "script")
+            argv = ["scontrol", "write", "batch_script", job_id, str(path)]
+            done = run_slurm(argv, env=self._environ, hint=f"Check: scontrol show job {job_id}")
+            if not path.is_file():
+                raise SlurmCommandError(argv, 0, done.stdout, done.stderr, "It wrote no script")
+            return path.read_bytes()
+
+    def command(self, job_id: str) -> str:
+        """The script's path and its arguments, with a blank between them, as sbatch was given them."""
+        shown = run_slurm(["scontrol", "show", "job", job_id], env=self._environ, hint="Check: squeue --me").stdout
+        found = re.search(r"^\s*Command=(.*)$", shown, re.MULTILINE)
+        return found[1].strip() if found else ""
+
     def client_version(self) -> str:
         """What Slurm's commands say that they are, such as `slurm-wlm 22.05.8`."""
         return run_slurm(["scontrol", "--version"], env=self._environ).stdout.strip()
@@ -224,6 +241,25 @@ def _took_effect(error: SlurmCommandError) -> bool:
     lines = [line for line in f"{error.stdout}\n{error.stderr}".splitlines() if line.strip()]
     told = [re.fullmatch(r"\d+_[\[\]\d,-]+: (No error|Job has already finished)", line.strip()) for line in lines]
     return bool(told) and all(told)
+
+
+def submit_script(words: Sequence[str], environ: Mapping[str, str], cwd: str) -> str:
+    """Run sbatch on a script file, once, and return the job's id.
+
+    Args:
+        words: options, the script and its arguments.
+        environ: that sbatch runs in.
+        cwd: likewise.
+
+    Raises:
+        SlurmCommandError: sbatch refused, cannot run there, or printed no job id.
+    """
+    argv = ["sbatch", "--parsable", *words]
+    done = run_slurm(argv, env=environ, cwd=cwd)
+    job_id = done.stdout.strip().split(";")[0]
+    if not job_id.isdigit():
+        raise SlurmCommandError(argv, 0, done.stdout, done.stderr, "sbatch printed no job id. Check: squeue --me")
+    return job_id
 
 
 def run_sbatch(words: Sequence[str], environ: Mapping[str, str]) -> int:

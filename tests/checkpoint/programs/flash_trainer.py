@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, default=0, help="after this step")
     parser.add_argument("--resizes", action="store_true", help="the number of ranks may change")
     parser.add_argument("--asynchronous", action="store_true")
+    parser.add_argument("--step-s", type=float, default=0.0, help="each step takes so much longer")
+    parser.add_argument("--wait-for", type=Path, help="in the middle of training, until this file is there")
     options = parser.parse_args()
     rank, size = 0, 1
     if options.group:
@@ -113,6 +116,9 @@ def main() -> None:
                 for one in model.buffers() if options.group else ():
                     dist.broadcast(one, 0)
                 state["mean"].lerp_(samples.mean(0), 0.1)
+                time.sleep(options.step_s)
+                while options.wait_for and step == options.steps // 2 and not options.wait_for.exists():
+                    time.sleep(0.01)
                 step += 1
                 mine.write(json.dumps([step, indices.tolist()]) + "\n")
                 if checkpointer.should_save(step):

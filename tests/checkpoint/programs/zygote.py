@@ -2,7 +2,7 @@
 
 Each line of standard input is JSON: a list of jobs, each a list of arguments and a dict of environment variables; they
 run side by side. The answer is a line with their exit codes. A trainer that is to be killed after a time gets
-HETSTREAM_TEST_KILL_AFTER_S.
+HETSTREAM_TEST_KILL_AFTER_S; one that is to start when a file is there gets HETSTREAM_TEST_AFTER.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 
 from checkpoint import faults
@@ -25,6 +26,8 @@ def run(argv: list[str], environ: dict[str, str]) -> None:
     after_s = environ.get("HETSTREAM_TEST_KILL_AFTER_S")
     if after_s:
         threading.Timer(float(after_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while not os.path.exists(environ.get("HETSTREAM_TEST_AFTER", "/")):
+        time.sleep(0.01)
     sys.argv = ["flash_trainer", *argv]
     code = 1
     try:

@@ -1,0 +1,150 @@
+"""`make bench-ckpt_migrate`: a training job moves to another node on real Slurm. How long does nobody train?
+
+Beside it, in the same run, what the same move costs by hand: cancel, submit again, queue, start Python and torch, make
+the model, restore. docs/benchmarks.md explains the rows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.clients.ckpt_job import CheckpointJob, differences, undisturbed
+from benchmarks.harness import Row
+from slurm_plugin.devcluster.boot import BootRequest, boot
+from slurm_plugin.devcluster.programs import missing_programs
+from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from slurm_plugin.devcluster.teardown import tear_down
+
+CASE = "a training job moves to another node"
+MIGRATE, RESUBMIT = "hetstream migrate", "scancel and sbatch"
+ROUNDS = 5
+STEP_S = 0.05
+# So much is trained between two moves, and behind the last one.
+NUM_STEPS = 20
+
+
+def main() -> int:
+    """Run the benchmark."""
+    args = harness.parser("Move a training job on a throw-away Slurm cluster.", repeats=1).parse_args()
+    missing = missing_programs()
+    if os.geteuid() != 0 or missing:
+        print("needs root and Debian's Slurm: hetstream devcluster install", file=sys.stderr)
+        return 2
+    rounds = 1 if args.quick else ROUNDS
+    with ExitStack() as undo:
+        record = boot(
+            BootRequest(f"bench-{os.getpid()}", DEFAULT_STATE_ROOT / f"bench-{os.getpid()}", ClusterShape()),
+            choose_programs(HOST, DEFAULT_CACHE_DIR, _say),
+            _say,
+        )
+        undo.callback(tear_down, Path(record.state_dir))
+        directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="hetstream-bench-")))
+        rows, problems = measure(directory, record.environment(os.environ), [MIGRATE, RESUBMIT] * rounds)
+    context = {
+        "machine": harness.machine(),
+        "versions": harness.versions("torch"),
+        "notes": [
+            f"Pause: from the end of the last step before the move to the moment when the first one behind it can "
+            f"begin. A step takes {1000 * STEP_S:g} ms and a little; a small model; trainer, saver, data worker and "
+            "job master are steps of one hetjob. The queue is empty: the new job starts at once in both cases.",
+            "The undisturbed run is one process without Slurm.",
+        ],
+    }
+    failures = {f"problem {number}": text for number, text in enumerate(problems, start=1)}
+    return harness.finish("ckpt_migrate", args.out, rows, failures, context)
+
+
+def measure(directory: Path, environ: Mapping[str, str], moves: Sequence[str]) -> tuple[list[Row], list[str]]:
+    """Move one training again and again, and compare what it gives with a run that nobody disturbed.
+
+    Args:
+        directory: an empty one.
+        environ: in which Slurm's commands reach a cluster.
+        moves: by which means each.
+
+    Returns:
+        The rows, and what is not as it must be.
+    """
+    job = CheckpointJob(directory / "job", environ, steps=1_000_000, step_s=STEP_S)
+    jobs: list[CheckpointJob] = [job]
+    problems: list[str] = []
+    try:
+        job.submit()
+        for move in moves:
+            jobs[-1].wait_for_steps(NUM_STEPS)
+            jobs.append(_move(jobs[-1], move))
+            _say(f"{move}: job {jobs[-2].job_id} to {jobs[-1].job_id}, {jobs[-1].starts()[-1:]}")
+        jobs[-1].wait_for_steps(1)
+        jobs[-1].end_soon(2 * NUM_STEPS)
+        for one in jobs:
+            one.wait_for_end()
+        truth = undisturbed(directory / "truth", max(int(words[0]) for words in job.ledger() if words[0].isdigit()))
+        problems += differences(job, truth)
+    except (TimeoutError, RuntimeError, ValueError) as error:
+        problems.append(str(error))
+    finally:
+        for one in jobs:
+            one.cancel()
+    for one in jobs:
+        for name in one.shared_memory():
+            problems.append(f"left behind: /dev/shm/{name}")
+            shutil.rmtree(Path("/dev/shm") / name, ignore_errors=True)
+    starts, pauses_s = job.starts()[1:], job.pauses_s()
+    if len(starts) != len(moves):
+        problems.append(f"{len(starts)} starts behind the first, {len(moves)} moves")
+    lost = [abs(start.last - start.step) for start in starts]
+    by_move = {
+        name: [s for s, move in zip(pauses_s, moves, strict=False) if move == name] for name in dict.fromkeys(moves)
+    }
+    rows = [_row(f"pause, {name}", values, "s") for name, values in by_move.items()]
+    if by_move.get(MIGRATE) and by_move.get(RESUBMIT):
+        ratios = [other / own for own, other in zip(by_move[MIGRATE], by_move[RESUBMIT], strict=False)]
+        rows.append(_row(f"{RESUBMIT} / {MIGRATE}", ratios, "x"))
+    rows += [
+        _row("steps lost or made twice", [float(sum(lost))], "steps", 0.0),
+        _row("differences from the undisturbed run", [float(len(problems))], "", 0.0),
+    ]
+    return rows, problems
+
+
+def _move(job: CheckpointJob, move: str) -> CheckpointJob:
+    if move == MIGRATE:
+        return job.migrate(f"--exclude={node_of(job)}")
+    job.run("scancel", job.job_id)
+    job.wait_for_end()
+    new = job.resubmit()
+    starts = len(job.starts())
+    new.wait(lambda: len(new.starts()) > starts, "the start of the job that was submitted again")
+    return new
+
+
+def node_of(job: CheckpointJob) -> str:
+    """Where the trainer runs."""
+    lines = job.run("squeue", "--noheader", f"--jobs={job.job_id}", "--format=%i %N").splitlines()
+    return next(line.split()[1] for line in lines if line.split()[0] == f"{job.job_id}+0")
+
+
+def _row(system: str, values: list[float], unit: str, goal: float | None = None) -> Row:
+    if not values:
+        return Row(CASE, system, None, unit, note="no such move")
+    met = None if goal is None else max(values) <= goal
+    target = None if goal is None else f"<= {goal:g}"
+    spread = (min(values), max(values))
+    return Row(CASE, system, statistics.median(values), unit, spread, target, met, samples=tuple(values))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

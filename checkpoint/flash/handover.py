@@ -1,0 +1,231 @@
+"""Seamless migration, from the trainers' side: a job goes on in place of another that trains until this one is ready.
+
+    the taker                                            the owner
+    starts, imports, makes its model                     trains
+    restore(): asks, and waits for the directory's lock  sees it in should_save, which says True: the last save
+                                                         stopping is True; the loop ends; close(): on disk, lock free
+    has the lock, restores what was handed over          ends
+    trains
+
+`Entry` is the taker's way into the directory, and the way of every start; `Watch` is the owner's look at who asks. What
+both decide is in `policy/handover.py`, the files are those of `checkpoint/handover.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
+
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import DirectoryInUse
+from checkpoint.faults import reach
+from checkpoint.flash.distributed import Communicator, gather
+from checkpoint.handover import Claim, Request, living_request, read_request
+from checkpoint.ownership import Identity
+from checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
+from checkpoint.policy.retention import Retention
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+# So long one call of `enter` waits: then the other ranks, which wait in a collective operation, are told so.
+_TURN_S = 1.0
+_SAY_WAITING_S = 10.0
+_LOOK_S = 1.0
+# A look in steps is for ranks that cannot go by their clocks; steps may become slower.
+_MAX_STEPS = 100
+_ADVICE = "two jobs cannot share a checkpoint directory: end that job (scancel), or choose another directory"
+
+
+class Entry:
+    """Rank 0's way into a checkpoint directory, which another job may still have.
+
+    Args:
+        directory: which.
+        identity: of this process.
+        keep: which checkpoints stay.
+        takes_over: Slurm's id of the job whose training this one takes over; "" if none.
+        timeout_s: how long to wait for that job, once asked.
+
+    Attributes:
+        has_waited: the directory came from a living job.
+    """
+
+    def __init__(
+        self, directory: CheckpointDirectory, identity: Identity, keep: Retention, takes_over: str, timeout_s: float
+    ) -> None:
+        self.has_waited = False
+        self.identity = identity
+        self._directory = directory
+        self._keep = keep
+        self._takes_over = takes_over
+        self._timeout_s = timeout_s
+        self._claim: Claim | None = None
+        self._asked_attempt = 0
+        self._asked_s = self._said_s = 0.0
+
+    def enter(self, *, is_ready: bool) -> int:
+        """Become the owner, or ask the one that this job takes over; waits for a moment.
+
+        Args:
+            is_ready: the program is initialised: then its predecessor may stop.
+
+        Returns:
+            The attempt's number; 0: not yet, call again.
+
+        Raises:
+            DirectoryInUse: it is another job's than that which is taken over, which also did not stop in time.
+        """
+        until_s = time.monotonic() + _TURN_S
+        while True:
+            refused = ""
+            other = self._other_taker()
+            if not other:
+                try:
+                    attempt = self._directory.acquire(self.identity, self._keep)
+                except DirectoryInUse as error:
+                    refused = str(error)
+                else:
+                    self.withdraw()
+                    return attempt
+            try:
+                waits = self._waits(other, refused, is_ready=is_ready)
+            except BaseException:
+                self.withdraw()
+                raise
+            if not waits or time.monotonic() > until_s:
+                return 0
+            time.sleep(_POLL_S)
+
+    def withdraw(self) -> None:
+        """Ask no more: the directory is ours, or this job ends."""
+        if self._claim:
+            self._claim.withdraw()
+        self._claim = None
+
+    def _other_taker(self) -> str:
+        request = living_request(self._directory.path)
+        return str(request.taker) if request and request.taker != self.identity else ""
+
+    def _waits(self, other: str, refused: str, *, is_ready: bool) -> bool:
+        """Do what is to be done about a directory that could not be taken; whether to try again at once."""
+        owner, path, now_s = self._directory.owner(), self._directory.path, time.monotonic()
+        decision = decide(
+            Taking(
+                self._takes_over,
+                is_ready,
+                self._asked_attempt,
+                now_s - self._asked_s if self._asked_attempt else 0.0,
+                self._timeout_s,
+            ),
+            Seen(
+                owner.identity.job.partition("+")[0] if owner else "",
+                str(owner.identity) if owner else "",
+                owner.attempt if owner else 0,
+                other,
+            ),
+        )
+        if decision.action is Action.REFUSE:
+            named = other or self._takes_over
+            raise DirectoryInUse(f"{path}: {decision.reason}; {_ADVICE}" if named else refused)
+        if decision.action is Action.GIVE_UP:
+            raise DirectoryInUse(
+                f"{path}: {decision.reason}. Its program must call should_save after each step and end when stopping "
+                "is true; and what it saved last must get to disk. It trains on; see its log"
+            )
+        if decision.action is Action.ASK:
+            assert owner is not None
+            self._claim = self._claim or Claim(path, self.identity)
+            self._claim.ask(owner.attempt, time.time())
+            self._asked_attempt, self.has_waited = owner.attempt, True
+            self._asked_s = self._asked_s or now_s
+            self._said_s = now_s
+            _log.info("%s: this job is initialised and asks for the hand-over: %s", path, decision.reason)
+        if decision.action is Action.LATER:
+            _log.info("%s: %s; then it is asked for the hand-over", path, decision.reason)
+        if now_s > self._said_s + _SAY_WAITING_S and is_ready:
+            self._said_s = now_s
+            _log.info("%s: %s, of %.0f s at most", path, decision.reason, self._timeout_s)
+        return is_ready
+
+
+class _Look(msgspec.Struct, frozen=True):
+    """What rank 0 has seen, for all ranks.
+
+    Attributes:
+        reason: why to stop; "" to go on.
+        num_steps: until the next look.
+    """
+
+    reason: str = ""
+    num_steps: int = 1
+
+
+class Watch:
+    """The owner's look at who asks for the directory: about once a second, the same answer on all ranks at each step.
+
+    Several ranks look after the same steps, and the number of steps until the next look is part of the answer: one
+    small exchange each time.
+
+    Args:
+        directory: which.
+        ranks: that have to agree.
+
+    Attributes:
+        taker: to whom to hand over, on rank 0, once somebody asks.
+        reason: why to stop, on every rank; "" while nobody asks.
+    """
+
+    def __init__(self, directory: CheckpointDirectory, ranks: Communicator) -> None:
+        self.taker: Identity | None = None
+        self.reason = ""
+        self._directory = directory
+        self._ranks = ranks
+        self._look_s: float | None = None
+        self._step = 0
+        self._num_steps = 0
+        self._said = ""
+
+    def is_asked(self, step: int) -> bool:
+        """Whether to hand over after this step. Every rank calls it after each step."""
+        if self.reason:
+            return True
+        now_s = time.monotonic()
+        if self._ranks.world_size == 1:
+            if self._look_s is not None and now_s < self._look_s + _LOOK_S:
+                return False
+            self._look_s, self.reason = now_s, self._look()
+            return bool(self.reason)
+        if self._step <= step < self._step + self._num_steps:
+            return False
+        look = _Look()
+        if self._ranks.rank == 0:
+            look = _Look(self._look(), self._steps_until_next(step, now_s))
+        look = gather(self._ranks, look)[0]
+        self._look_s, self._step, self._num_steps, self.reason = now_s, step, look.num_steps, look.reason
+        return bool(self.reason)
+
+    def _steps_until_next(self, step: int, now_s: float) -> int:
+        if self._look_s is None or step <= self._step:
+            return 1
+        step_s = (now_s - self._look_s) / (step - self._step)
+        return max(1, min(_MAX_STEPS, round(_LOOK_S / step_s) if step_s > 0 else _MAX_STEPS))
+
+    def _look(self) -> str:
+        path = self._directory.path
+        request: Request | None = read_request(path)
+        if request is None:
+            return ""
+        is_live = living_request(path) is not None
+        found = answer(self._directory.attempt, Asked(request.attempt, str(request.taker), is_live))
+        if found.hands_over:
+            reach("handover.heard")
+            self.taker = request.taker
+            _log.info("%s: the next save is the last one here: %s", path, found.reason)
+            return found.reason
+        if found.reason != self._said:
+            self._said = found.reason
+            _log.info("%s is not handed over: %s", path, found.reason)
+        return ""

@@ -1,0 +1,100 @@
+"""The request for a checkpoint directory that a living job has, as files beside its owner's.
+
+    DIR/handover.json      who asks whom; appears whole
+    DIR/.handover.lock     locked by who asks for as long as it wants the directory: its sign of life
+
+A request whose lock is free counts for nothing, so one that died needs no cleaning up. What follows from a request is
+decided in `policy/handover.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from checkpoint.errors import CheckpointError, DirectoryInUse
+from checkpoint.faults import reach
+from checkpoint.files import write_whole
+from checkpoint.locks import FileLock
+from checkpoint.ownership import Identity
+
+_REQUEST = "handover.json"
+_LOCK = ".handover.lock"
+# Whoever looks whether a taker lives holds its lock for a moment.
+_GRACE_S = 1.0
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A job wants the directory of another.
+
+    Attributes:
+        attempt: that is asked to stop.
+        taker: who asks.
+        time_s: when, in seconds since 1970.
+    """
+
+    attempt: int
+    taker: Identity
+    time_s: float
+
+
+def read_request(path: Path) -> Request | None:
+    """The newest request; None if there is none. Cheap: an owner looks about once a second."""
+    try:
+        return msgspec.json.decode((path / _REQUEST).read_bytes(), type=Request)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def is_live(path: Path) -> bool:
+    """Whether some living process asks for the directory."""
+    try:
+        lock = FileLock.try_shared(path / _LOCK)
+    except (OSError, CheckpointError):
+        return False
+    if lock:
+        lock.release()
+    return lock is None
+
+
+def living_request(path: Path) -> Request | None:
+    """The request of a living process."""
+    request = read_request(path)
+    return request if request and is_live(path) else None
+
+
+class Claim:
+    """A taker's claim to a directory, from its first request to `withdraw`.
+
+    Args:
+        path: the directory.
+        taker: this process.
+
+    Raises:
+        DirectoryInUse: another living process has asked for it.
+    """
+
+    def __init__(self, path: Path, taker: Identity) -> None:
+        self._path = path
+        self._taker = taker
+        try:
+            self._lock = FileLock.wait_exclusive(path / _LOCK, _GRACE_S)
+        except CheckpointError as error:
+            other = read_request(path)
+            named = other.taker if other else "another process"
+            raise DirectoryInUse(f"{path} is being handed over to {named}: a training has one successor") from error
+        reach("handover.claimed")
+
+    def ask(self, attempt: int, now_s: float) -> None:
+        """Ask an owner, in place of any that was asked before."""
+        write_whole(self._path / _REQUEST, msgspec.json.encode(Request(attempt, self._taker, now_s)))
+        reach("handover.asked")
+
+    def withdraw(self) -> None:
+        """Give the claim up, or have no more need of it. A second time does nothing."""
+        if self._lock.is_held:
+            with contextlib.suppress(OSError):
+                (self._path / _REQUEST).unlink(missing_ok=True)
+        self._lock.release()

@@ -1,0 +1,245 @@
+"""`hetstream migrate`: start a job that takes over the training of a running one, and follow the hand-over."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.handover import living_request
+from checkpoint.ownership import history, read_owner
+from hetjob.convert import AlreadyHeterogeneous, script_options
+from hetjob.directives import from_command_line, read_directives, read_spec
+from hetjob.errors import SlurmCommandError, UsageError
+from hetjob.render import without_block
+from hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
+from hetjob.spec import OPTIONS
+from slurm_plugin.cli.why import named_jobs
+from slurm_plugin.client.model import Job
+from slurm_plugin.client.slurm import CommandSlurm, submit_script
+from slurm_plugin.conversion import Conversion, convert_script
+from slurm_plugin.migration import Sight, Stage, arguments_of, export_option, stage
+from slurm_plugin.program import own_program
+
+HELP = """\
+usage: hetstream migrate JOBID [OPTIONS OF SBATCH AND HETSTREAM] [--dry-run] [--json] [--no-wait] [--timeout=S]
+                               [-- ARGUMENTS OF THE SCRIPT]
+
+Submit the script of a running training job once more. The new job starts and makes its model while the old one trains;
+when it is ready the old one saves and stops, and the new one goes on from that very step. Both need FlashCheckpointer.
+
+  JOBID          the running job; yours
+  OPTIONS        such as --nodelist, --exclude, --partition, --time: they win over the script's. Options that were
+                 given to the first sbatch on its command line are not in the script: repeat them
+  --dry-run      print the script and the command, submit nothing
+  --json         print one JSON document at the end
+  --no-wait      return when the job is submitted
+  --timeout=S    stop watching after so many seconds (default 3600); the hand-over goes on without
+
+example:
+  hetstream migrate 8123 --exclude=gpu7
+
+exit codes:
+  0  the new job has taken over, or was submitted (--no-wait)
+  1  Slurm could not be asked, the new job has ended without, or it takes longer than --timeout
+  2  the command line is wrong
+"""
+_OWN = ("dry-run", "json", "no-wait", "timeout", "help")
+_TIMEOUT_S = 3600.0
+_POLL_S = 0.5
+_ASK_SLURM_S = 2.0
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The command line.
+
+    Attributes:
+        job_id: the job to move.
+        options: of sbatch and hetstream.
+        arguments: behind `--`; None without.
+    """
+
+    job_id: str
+    options: list[SbatchOption]
+    arguments: list[str] | None
+    dry_run: bool
+    as_json: bool
+    waits: bool
+    timeout_s: float
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb. argparse hands over every word: which are options is sbatch's rule, not argparse's."""
+    parser = subparsers.add_parser("migrate", help=summary, prefix_chars="\0", add_help=False)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submit and follow."""
+    request = _parse(args.words)
+    if request is None:
+        print(HELP, end="")
+        return 0
+    client = CommandSlurm()
+    job = named_jobs(request.job_id, client.snapshot())[0]
+    old = str(job.het.het_job_id if job.het else job.job_id)
+    if job.state not in ("RUNNING", "SUSPENDED"):
+        raise UsageError(f"job {old} is {job.state}: only a running job can hand over. Check: squeue --jobs={old}")
+    command = client.command(old)
+    words = command.split(" ")
+    beginnings = [" ".join(words[:count]) for count in range(1, len(words) + 1)]
+    arguments = arguments_of(command, [one for one in beginnings if Path(one).is_file()], request.arguments, old)
+    name = Path(command.partition(" ")[0] or "sbatch").name
+    # Where sbatch was called: relative paths of the script begin there.
+    directory = job.work_dir or str(Path.cwd())
+    conversion, options, checkpoints = _prepare(request, job, old, name, client)
+    if request.dry_run:
+        return _print_dry_run(conversion, options, [name, *arguments], directory)
+    new = _submit(conversion, options, name, arguments, directory)
+    _note(f"job {new} is submitted to take over from job {old}")
+    if not request.waits:
+        found = Stage(f"job {new} is submitted to take over from job {old}")
+    else:
+        found = _follow(client, old, new, checkpoints, request.timeout_s)
+    if request.as_json:
+        print(json.dumps({
+            "old_job": old, "new_job": new, "done": found.is_done, "stage": found.text, "step": found.step,
+            "pause_s": found.pause_s, "checkpoints": str(checkpoints) if checkpoints else None,
+        }))  # fmt: skip
+    else:
+        print(new)
+    return 0 if found.is_done or not request.waits else 1
+
+
+def _parse(words: Sequence[str]) -> _Request | None:
+    """Read the command line; None: help is asked for."""
+    extra = {*OPTIONS, "timeout"}
+    options, rest = parse_words(words, "command line", extra=extra)
+    behind: list[SbatchOption] = []
+    arguments: list[str] | None = None
+    if rest:
+        end = rest.index("--") if "--" in rest else len(rest)
+        arguments = rest[end + 1 :] if end < len(rest) else None
+        behind, unknown = parse_words(rest[1:end], "command line", extra=extra)
+        if unknown:
+            raise UsageError(f"{unknown[0]!r} is one word too many: arguments of the script stand behind --")
+    given = SbatchOptions((*options, *behind))
+    if given.has("help"):
+        return None
+    if not rest:
+        raise UsageError("which job? Write: hetstream migrate JOBID; see: squeue --me")
+    for name in ("wrap", "array", "wait", "test-only"):
+        if given.has(name):
+            raise UsageError(f"--{name} makes no sense with migrate: it submits the script of job {rest[0]} once")
+    timeout = given.value("timeout") or str(_TIMEOUT_S)
+    try:
+        timeout_s = float(timeout)
+    except ValueError:
+        raise UsageError(f"--timeout={timeout}: a number of seconds") from None
+    kept = [option for option in given.items if option.name not in (*_OWN, "parsable")]
+    return _Request(
+        rest[0], kept, arguments, given.has("dry-run"), given.has("json"), not given.has("no-wait"), timeout_s
+    )
+
+
+def _prepare(
+    request: _Request, job: Job, old: str, name: str, client: CommandSlurm
+) -> tuple[Conversion, list[SbatchOption], Path | None]:
+    """The script, converted as `hetstream sbatch` would, the options, and the checkpoint directory if it is known."""
+    submitted = client.batch_script(old).decode(errors="surrogateescape")
+    text = without_block(submitted)
+    spec = read_spec([*read_directives(text, name), *from_command_line(request.options)], name)
+    if spec is None and text != submitted:
+        raise UsageError(
+            f"job {old} was converted with options of the command line, which its script does not hold. Repeat them, "
+            f"as in: hetstream migrate {old} --checkpoint=DIR --checkpoint-size=SIZE"
+        )
+    outside = list(request.options)
+    if not SbatchOptions(tuple(outside)).has("job-name"):
+        outside.append(SbatchOption("job-name", job.name, "hetstream", (f"--job-name={job.name}",)))
+    try:
+        in_script = script_options(text, name)
+    except AlreadyHeterogeneous:
+        in_script = []  # components that the user wrote: passed on as they are
+    outside = [option for option in outside if option.name != "export"]
+    outside.append(export_option(old, in_script, request.options))
+    body = text.encode(errors="surrogateescape")
+    conversion = convert_script(body, name, outside, os.environ, client, own_program())
+    for note in conversion.notes:
+        _note(note)
+    checkpoints = Path(job.work_dir, spec.checkpoint) if spec and spec.checkpoint else None
+    return conversion, outside, checkpoints
+
+
+def _words(conversion: Conversion, options: Sequence[SbatchOption]) -> list[str]:
+    return list(conversion.plan.sbatch_options) if conversion.plan else words_of(options)
+
+
+def _submit(
+    conversion: Conversion, options: Sequence[SbatchOption], name: str, arguments: Sequence[str], cwd: str
+) -> str:
+    """As `hetstream sbatch` does, with the script under its own name."""
+    environ = {key: value for key, value in os.environ.items() if not (conversion.plan and key in ENVIRONMENT)}
+    with tempfile.TemporaryDirectory(prefix="hetstream-") as directory:
+        path = Path(directory, name)
+        path.write_bytes(conversion.script)
+        return submit_script([*_words(conversion, options), str(path), *arguments], environ, cwd)
+
+
+def _print_dry_run(conversion: Conversion, options: Sequence[SbatchOption], script: Sequence[str], cwd: str) -> int:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(conversion.script)
+    command = shlex.join(["sbatch", *_words(conversion, options), *script])
+    _note(f"would run in {cwd}, on the script above: {command}")
+    return 0
+
+
+def _follow(client: CommandSlurm, old: str, new: str, checkpoints: Path | None, timeout_s: float) -> Stage:
+    """Say how far it is until it is over."""
+    deadline_s = time.monotonic() + timeout_s
+    # Of a heterogeneous job, component 0 has the leader's number.
+    states: dict[str, str] | None = None
+    asked_s, said = -_ASK_SLURM_S, ""
+    while True:
+        if time.monotonic() >= asked_s + _ASK_SLURM_S:
+            try:
+                states = client.living_jobs()
+            except SlurmCommandError as error:
+                _note(f"Slurm does not answer, the hand-over goes on: {error}")
+            asked_s = time.monotonic()
+        found = stage(_look(old, new, states, checkpoints)) if states is not None else Stage("Slurm does not answer")
+        if found.text != said:
+            said = found.text
+            _note(said)
+        if found.is_over:
+            return found
+        if time.monotonic() > deadline_s:
+            _note(f"not over after {timeout_s:g} s; it goes on by itself. To undo it: scancel {new}")
+            return found
+        time.sleep(_POLL_S)
+
+
+def _look(old: str, new: str, states: Mapping[str, str], checkpoints: Path | None) -> Sight:
+    request = living_request(checkpoints) if checkpoints else None
+    return Sight(
+        old,
+        new,
+        states.get(old, ""),
+        states.get(new, ""),
+        request.taker.job.partition("+")[0] if request else "",
+        read_owner(checkpoints) if checkpoints else None,
+        history(checkpoints) if checkpoints else (),
+    )
+
+
+def _note(text: str) -> None:
+    print(f"hetstream: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,383 @@
+"""Seamless migration without Slurm: what both sides decide, and real processes that hand a training over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import FlashCheckpointer, Options
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import DirectoryInUse, OptionsError
+from checkpoint.flash.handover import Watch
+from checkpoint.handover import Claim, living_request, read_request
+from checkpoint.ownership import Identity, history
+from checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
+from checkpoint.view import find_stores
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 60
+STEP_S = 0.05
+WaitUntil = Callable[..., None]
+OWNER = Identity("41", "node1", 1)
+
+
+# Decisions
+
+
+@pytest.mark.parametrize(
+    ("asked", "hands_over", "reason"),
+    [
+        (None, False, "nobody asks"),
+        (Asked(3, "job 42", is_live=True), True, "hand-over to job 42"),
+        (Asked(3, "job 42", is_live=False), False, "job 42 asked and has died since, or gave up"),
+        (Asked(2, "job 42", is_live=True), False, "job 42 asks attempt 2, this is attempt 3"),
+    ],
+)
+def test_an_owner_stops_only_for_a_living_taker_that_means_it(
+    asked: Asked | None, hands_over: bool, reason: str
+) -> None:
+    found = answer(3, asked)
+    assert (found.hands_over, found.reason) == (hands_over, reason)
+
+
+SEEN = Seen("41", "job 41 on node1", 3)
+
+
+@pytest.mark.parametrize(
+    ("taking", "seen", "action"),
+    [
+        (Taking(""), SEEN, Action.REFUSE),
+        (Taking("40"), SEEN, Action.REFUSE),
+        (Taking("41"), Seen(), Action.REFUSE),
+        (Taking("41"), SEEN, Action.LATER),
+        (Taking("41", is_ready=True), SEEN, Action.ASK),
+        (Taking("41", True, asked_attempt=3, waited_s=5, timeout_s=10), SEEN, Action.WAIT),
+        # The owner's script has started it again before it could see the request.
+        (Taking("41", True, asked_attempt=2, waited_s=5, timeout_s=10), SEEN, Action.ASK),
+        (Taking("41", True, asked_attempt=3, waited_s=10, timeout_s=10), SEEN, Action.GIVE_UP),
+        (Taking("41", True), Seen("41", "job 41", 3, other_taker="job 43"), Action.REFUSE),
+        (Taking(""), Seen(other_taker="job 43"), Action.REFUSE),
+    ],
+)
+def test_what_a_start_does_about_a_directory_that_it_could_not_take(taking: Taking, seen: Seen, action: Action) -> None:
+    decision = decide(taking, seen)
+    assert decision.action is action
+    assert decision.reason
+
+
+# In one process: the owner is a directory that is held
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[CheckpointDirectory]:
+    """A checkpoint directory that job 41 owns."""
+    directory = CheckpointDirectory(tmp_path / "ckpt")
+    directory.acquire(OWNER)
+    yield directory
+    directory.release()
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil) -> Iterator[Callable[..., Any]]:
+    """A function that makes the checkpointer of job 42 for that directory."""
+    memory = Path("/dev/shm") / f"hetstream-test-{os.getpid()}-{tmp_path.name}"[:100]
+    memory.mkdir(mode=0o700)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+
+    def made(takes_over: str, timeout_s: float = 60) -> FlashCheckpointer:
+        monkeypatch.setenv("HETSTREAM_TAKES_OVER", takes_over)
+        options = Options(shared_memory=memory, hand_over_timeout_s=timeout_s)
+        return FlashCheckpointer(tmp_path / "ckpt", options=options)
+
+    yield made
+    wait_until(lambda: not find_stores([memory]), 60, "the end of the savers")
+    memory.rmdir()
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("takes_over", ["", "40"])
+def test_a_directory_of_another_job_than_the_named_one_is_in_use(make: Any, takes_over: str) -> None:
+    with pytest.raises(DirectoryInUse, match=r"in use by job 41 on node1, process 1.*choose another directory"):
+        make(takes_over)
+
+
+@pytest.mark.usefixtures("held")
+def test_an_owner_that_does_not_answer_is_named_and_asked_no_more(make: Any, tmp_path: Path) -> None:
+    with make("41", timeout_s=0.2) as checkpointer:
+        assert read_request(tmp_path / "ckpt") is None, "asked before the program was initialised"
+        with pytest.raises(OptionsError, match="restore"):
+            checkpointer.should_save(1)
+        with pytest.raises(OptionsError, match="restore"):
+            checkpointer.save(1, {"w": torch.zeros(1)})
+        with pytest.raises(DirectoryInUse, match="job 41 on node1, process 1 was asked 0 s ago and still has it"):
+            checkpointer.restore({"w": torch.zeros(1)})
+        assert read_request(tmp_path / "ckpt") is None
+
+
+@pytest.mark.usefixtures("held")
+def test_a_second_taker_is_refused(make: Any, tmp_path: Path) -> None:
+    first = Claim(tmp_path / "ckpt", Identity("43", "node2", 7))
+    first.ask(1, 0.0)
+    with pytest.raises(DirectoryInUse, match="is being handed over to job 43 on node2, process 7"):
+        make("41")
+    first.withdraw()
+    make("41").close()
+
+
+def test_whoever_waits_comes_before_a_restart_of_the_job_that_stopped(
+    make: Any, tmp_path: Path, held: CheckpointDirectory
+) -> None:
+    first = Claim(tmp_path / "ckpt", Identity("43", "node2", 7))
+    first.ask(1, 0.0)
+    held.release()
+    with pytest.raises(DirectoryInUse, match="handed over to job 43"):
+        make("")
+    first.withdraw()
+    make("").close()
+
+
+def test_a_free_directory_is_taken_at_once(make: Any, held: CheckpointDirectory, tmp_path: Path) -> None:
+    held.release()
+    with make("41") as checkpointer:
+        assert checkpointer.save(1, {"w": torch.zeros(1)})
+    assert [one.event for one in history(tmp_path / "ckpt")] == ["started", "ended", "started", "ended"]
+
+
+# Two jobs
+
+
+@dataclass
+class Jobs:
+    """Jobs that train on one directory, each of a few ranks; processes that a zygote forks.
+
+    Attributes:
+        zygote: see `programs/zygote.py`.
+        directory: of everything.
+        memory: where their stores are.
+    """
+
+    zygote: subprocess.Popen[str]
+    directory: Path
+    memory: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "ckpt"
+
+    def begin(self, num_ranks: int, *jobs: tuple[str, Path | None, Mapping[str, str]]) -> None:
+        """Start jobs: of each its id, a file that it waits for in the middle of training, more of its environment.
+
+        The second one starts when the first one has the directory.
+        """
+        assert self.zygote.stdin
+        specs = []
+        for number, (job, wait_for, environ) in enumerate(jobs):
+            for rank in range(num_ranks):
+                argv = [str(self.checkpoints), str(self.directory / "run"), f"--steps={STEPS}", "--every=7"]
+                argv += [f"--step-s={STEP_S}", f"--shared-memory={self.memory}"]
+                argv += [f"--wait-for={wait_for}"] if wait_for else []
+                if num_ranks > 1:
+                    argv += ["--group", str(self.directory / f"group-{job}"), str(rank), str(num_ranks)]
+                after = {"HETSTREAM_TEST_AFTER": str(self.checkpoints / "owner.json")} if number else {}
+                specs.append((argv, {"SLURM_JOB_ID": job, **after, **environ}))
+        print(json.dumps(specs), file=self.zygote.stdin, flush=True)
+
+    def codes(self) -> list[int]:
+        """Wait for the end of all; their exit codes."""
+        assert self.zygote.stdout
+        found: list[int] = json.loads(self.zygote.stdout.readline())
+        return found
+
+    def ledger(self, rank: int = 0) -> list[str]:
+        return (self.directory / f"run.{rank}.steps").read_text().splitlines()
+
+    def result(self, rank: int = 0) -> Any:
+        return json.loads((self.directory / f"run.{rank}.done").read_text())
+
+    @property
+    def request(self) -> Path:
+        return self.checkpoints / "handover.json"
+
+    @property
+    def marker(self) -> Path:
+        return self.directory / "marker"
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-m", "tests.checkpoint.programs.zygote"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HETSTREAM_"))}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes) as process:
+        yield process
+        assert process.stdin
+        process.stdin.close()
+        process.wait(60)
+
+
+@pytest.fixture
+def jobs(zygote: subprocess.Popen[str], tmp_path: Path, wait_until: WaitUntil) -> Iterator[Jobs]:
+    memory = Path(tempfile.mkdtemp(prefix="hetstream-test-", dir="/dev/shm"))
+    yield Jobs(zygote, tmp_path, memory)
+    # Savers of dead trainers end by themselves.
+    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of all savers")
+    shutil.rmtree(memory)
+
+
+@pytest.fixture(scope="module")
+def truth(zygote: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Jobs]]:
+    """A function that gives the run of so many ranks that nobody disturbed."""
+    known: dict[int, Jobs] = {}
+    memory = Path(tempfile.mkdtemp(prefix="hetstream-test-", dir="/dev/shm"))
+
+    def run(num_ranks: int) -> Jobs:
+        if num_ranks not in known:
+            known[num_ranks] = jobs = Jobs(zygote, tmp_path_factory.mktemp("truth"), memory)
+            jobs.begin(num_ranks, (f"7{num_ranks}", None, {}))
+            assert jobs.codes() == [0] * num_ranks
+        return known[num_ranks]
+
+    yield run
+    memory.rmdir()
+
+
+TAKER = {"HETSTREAM_TAKES_OVER": "41"}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_training_is_handed_over_without_a_step_lost_or_made_twice(
+    jobs: Jobs, truth: Callable[[int], Jobs], num_ranks: int
+) -> None:
+    undisturbed = truth(num_ranks)
+    jobs.begin(num_ranks, ("41", jobs.request, {}), ("42", None, TAKER))
+    assert jobs.codes() == [0] * 2 * num_ranks
+    for rank in range(num_ranks):
+        first, *lines = jobs.ledger(rank)
+        start = next(line for line in lines if line.startswith("start"))
+        assert int(start.split()[1]) == lines.index(start) >= STEPS // 2, "it trains until the new job is initialised"
+        lines.remove(start)
+        assert [first, *lines] == undisturbed.ledger(rank)
+        assert jobs.result(rank) == undisturbed.result(rank)
+    events = history(jobs.checkpoints)
+    assert [one.event for one in events] == ["started", "handed over", "started", "took over", "ended"]
+    handed, took = events[1], events[3]
+    assert handed.step == took.step == int(start.split()[1])
+    assert handed.identity == took.identity == events[2].identity
+    assert took.pause_s == pytest.approx(took.time_s - handed.time_s)
+    assert took.pause_s > 0
+    assert CheckpointDirectory(jobs.checkpoints).past_attempts()[0].failed is False
+    assert read_request(jobs.checkpoints) is None
+    print(f"pause with {num_ranks} rank(s): {took.pause_s:.2f} s")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("point", [pytest.param("handover.claimed", marks=pytest.mark.slow), "handover.asked"])
+def test_a_taker_that_dies_changes_nothing(
+    jobs: Jobs, truth: Callable[[int], Jobs], wait_until: WaitUntil, point: str
+) -> None:
+    undisturbed = truth(1)
+    after = jobs.directory / "after its death"
+    jobs.begin(1, ("41", after, {}), ("42", None, {**TAKER, "HETSTREAM_CKPT_FAULT": f"{point}:1:kill:{jobs.marker}"}))
+    wait_until(lambda: jobs.marker.exists() and jobs.marker.read_text(), 120, "the taker's request")
+    wait_until(lambda: is_dead(int(jobs.marker.read_text())), 120, "the taker's death")
+    assert jobs.request.exists() == (point == "handover.asked")
+    assert living_request(jobs.checkpoints) is None
+    after.touch()
+    assert jobs.codes() == [0, -9]
+    assert jobs.ledger() == undisturbed.ledger()
+    assert jobs.result() == undisturbed.result()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "point",
+    [
+        "handover.heard",
+        pytest.param("handover.saved", marks=pytest.mark.slow),
+        pytest.param("handover.released", marks=pytest.mark.slow),
+    ],
+)
+def test_an_owner_that_dies_meanwhile_is_a_crash_like_any_other(
+    jobs: Jobs, truth: Callable[[int], Jobs], point: str
+) -> None:
+    undisturbed = truth(1)
+    fault = {"HETSTREAM_CKPT_FAULT": f"{point}:1:kill:{jobs.marker}"}
+    jobs.begin(1, ("41", jobs.request, fault), ("42", None, TAKER))
+    assert jobs.codes() == [-9, 0]
+    assert jobs.result() == undisturbed.result()
+    first, *lines = jobs.ledger()
+    start = next(line for line in lines if line.startswith("start"))
+    done, saved = lines.index(start), int(start.split()[1])
+    assert saved == done or point == "handover.heard", "saved, and lost all the same"
+    _, *true_lines = undisturbed.ledger()
+    assert [first, *lines] == ["start 0", *true_lines[:done], start, *true_lines[saved:]]
+
+
+def is_dead(pid: int) -> bool:
+    """Whether a process has ended; its parent need not have noticed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+# Several ranks agree on the step
+
+
+class Group:
+    """Ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.data = [b""] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+    def member(self, rank: int) -> Any:
+        return SimpleNamespace(rank=rank, world_size=self.size, all_gather=lambda data: self._gather(rank, data))
+
+    def _gather(self, rank: int, data: bytes) -> list[bytes]:
+        self.data[rank] = data
+        self.barrier.wait()
+        answers = list(self.data)
+        self.barrier.wait()
+        return answers
+
+
+def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: CheckpointDirectory) -> None:
+    group, stops = Group(3), [0, 0, 0]
+
+    def train(rank: int) -> None:
+        watch = Watch(held, group.member(rank))
+        for step in range(1, 2000):
+            if rank == 0 and step == 500:
+                claims.append(Claim(held.path, Identity("42", "node2", 7)))
+                claims[0].ask(held.attempt, 0.0)
+            if watch.is_asked(step):
+                stops[rank] = step
+                assert (watch.taker is not None) == (rank == 0)
+                assert "job 42" in watch.reason
+                return
+
+    claims: list[Claim] = []
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    claims[0].withdraw()
+    assert stops[0] >= 500
+    assert len({*stops}) == 1

@@ -94,7 +94,7 @@ def _pending(snapshot: Snapshot) -> Iterable[Advice]:
     for job in snapshot.jobs:
         if not job.waits_for_resources or not job.count("gpu"):
             continue
-        verdict = explainer.explain(job).conversion
+        verdict = explainer.conversion(job)
         if not verdict.helps:
             continue
         gpus, shape = job.count("gpu"), shape_of(job)

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import cache
 from html import escape
 from statistics import fmean
 from typing import Any
@@ -223,7 +224,7 @@ def _utilisation(samples: Sequence[Sample]) -> str:
 
 def _queue_history(samples: Sequence[Sample]) -> str:
     def count(name: str) -> Callable[[Sample], float]:
-        return lambda one: _grouped({cause: waiting.num_jobs for cause, waiting in one.waiting.items()})[name]
+        return lambda one: sum(some.num_jobs for cause, some in one.waiting.items() if _group_of(cause) == name)
 
     lines = [(name, style, count(name)) for style, name in enumerate(_GROUPS)]
     return _over_time(samples, lines, count_axis, "pending jobs by cause over time")
@@ -356,6 +357,7 @@ def _grouped(counts: dict[str, int]) -> dict[str, int]:
     return found
 
 
+@cache
 def _group_of(cause: str) -> str:
     kinds = cause.split(" or ")
     if "GPUs" in kinds and "CPUs" in kinds:

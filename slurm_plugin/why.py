@@ -114,10 +114,17 @@ class Explainer:
         for node in self._nodes:
             for name in self._up.intersection(node.partitions):
                 self._workers[name] += node.cpus_free // DEFAULT_DATA_WORKER_CPUS
+        # Of each partition: who waits, the first at the front, with their places; and the first place that is planned.
         self._queues: dict[str, list[Job]] = {}
-        for job in sorted((job for job in snapshot.jobs if job.waits_for_resources), key=self._place):
+        self._places: dict[str, list[tuple[int, int]]] = {}
+        self._first_planned: dict[str, tuple[int, int]] = {}
+        waiting = ((self._place(job), job) for job in snapshot.jobs if job.waits_for_resources)
+        for place, job in sorted(waiting, key=lambda one: one[0]):
             for name in job.partitions:
                 self._queues.setdefault(name, []).append(job)
+                self._places.setdefault(name, []).append(place)
+                if job.start_s and job.start_s > snapshot.taken_s:
+                    self._first_planned.setdefault(name, place)
         self._found: dict[tuple[Shape, int, tuple[str, ...], str], tuple[list[Node], list[Blocker]]] = {}
 
     def explain(self, job: Job) -> Explanation:
@@ -133,12 +140,14 @@ class Explainer:
         blockers += lacking
         if not lacking and not said:
             blockers.append(self._in_line(job))
-        verdict = (
-            self._conversion(job, shape, lacking)
-            if job.waits_for_resources
-            else Verdict(False, "what it waits for is no resource")
-        )
-        return Explanation(job, shape, tuple(node.name for node in fits), tuple(blockers), verdict)
+        return Explanation(job, shape, tuple(node.name for node in fits), tuple(blockers), self.conversion(job))
+
+    def conversion(self, job: Job) -> Verdict:
+        """Whether data workers would let a pending job start now."""
+        if not job.waits_for_resources:
+            return Verdict(False, "what it waits for is no resource")
+        shape = shape_of(job)
+        return self._conversion(job, shape, self._room(shape, job)[1])
 
     def waits_for(self, job: Job) -> str:
         """The kind of the first blocker; empty if it does not wait."""
@@ -148,7 +157,7 @@ class Explainer:
         if said:
             return said.kind
         _, lacking = self._room(shape_of(job), job)
-        return lacking[0].kind if lacking else self._in_line(job).kind
+        return lacking[0].kind if lacking else self._turn(job)
 
     def causes(self, job: Job) -> tuple[str, ...]:
         """The kind of the first blocker; several resources where more of any of them alone would let it start."""
@@ -221,17 +230,25 @@ class Explainer:
             return Blocker("priority", text, "squeue --start")
         return Blocker("scheduler", "there is room now, and no job is ahead: the next scheduling cycle starts it")
 
+    def _turn(self, job: Job) -> str:
+        """The kind of what `_in_line` says, found without looking at all the jobs ahead."""
+        place = self._place(job)
+        if any(self._first_planned.get(name, place) < place for name in job.partitions):
+            return "backfill"
+        if any(self._queues.get(name) and self._places[name][0] < place for name in job.partitions):
+            return "priority"
+        return "scheduler"
+
     def _ahead(self, job: Job) -> list[Job]:
         """The jobs that wait for resources in the same partitions and go first, the very first at the front."""
-        rank = (self._tier(job), job.priority)
+        place = self._place(job)
         found: dict[int, Job] = {}
         for name in job.partitions:
             queue = self._queues.get(name, [])
-            found |= {
-                other.job_id: other for other in queue[: bisect_left(queue, (-rank[0], -rank[1]), key=self._place)]
-            }
+            found |= {other.job_id: other for other in queue[: bisect_left(self._places.get(name, []), place)]}
         found.pop(job.job_id, None)
-        return sorted(found.values(), key=self._place)
+        # One queue is in order; several are put together.
+        return list(found.values()) if len(job.partitions) == 1 else sorted(found.values(), key=self._place)
 
     def _place(self, job: Job) -> tuple[int, int]:
         return (-self._tier(job), -job.priority)

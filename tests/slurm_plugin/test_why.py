@@ -61,6 +61,25 @@ def test_one_resource_is_lacking() -> None:
     assert kinds(explain(pending(4, 2), node("g0", 8, 1))) == ["GPUs"]
 
 
+def test_causes_are_all_the_resources_of_which_more_would_do() -> None:
+    def causes(job: Job, *nodes: Node, others: tuple[Job, ...] = ()) -> tuple[str, ...]:
+        partitions = (Partition("gpu", ()), Partition("cpu", ()))
+        return Explainer(Snapshot(NOW_S, "22.05.8", "test", (job, *others), nodes, partitions)).causes(job)
+
+    assert causes(pending(8), node("g0", 4, 4), node("g1", 16, 0)) == ("GPUs", "CPUs")
+    assert causes(pending(8), node("g0", 4, 4), node("g1", 0, 0)) == ("CPUs",)
+    assert causes(pending(8, num_nodes=2), node("g0", 8, 4), node("g1", 2, 4)) == ("CPUs",)
+    assert causes(pending(32), node("g0", 16, 4)) == ("size",)
+    assert causes(pending(reason="JobHeldUser"), node("g0", 16, 4)) == ("held",)
+    assert causes(pending(state="RUNNING"), node("g0", 16, 4)) == ()
+    first = pending(8, job_id=8, priority=200)
+    planned = pending(8, job_id=9, priority=300, start_s=NOW_S + 60)
+    assert causes(pending(), node("g0", 16, 4)) == ("scheduler",)
+    assert causes(pending(), node("g0", 16, 4), others=(first,)) == ("priority",)
+    assert causes(pending(), node("g0", 16, 4), others=(first, planned)) == ("backfill",)
+    assert causes(pending(priority=400), node("g0", 16, 4), others=(first, planned)) == ("scheduler",)
+
+
 def test_no_resource_alone_would_do() -> None:
     found = explain(pending(8), node("g0", 4, 0))
     assert found.blockers[0].text == "GPUs and CPUs are not free on the same node(s)"

@@ -34,8 +34,8 @@ class Reading:
     """How the newest attempt went.
 
     Attributes:
-        observation: None if it failed, or there was none.
-        error: why it failed, in one line; empty if it did not.
+        observation: None if Slurm could not be read, or was not yet.
+        error: what failed, in one line: reading, or keeping what was read; empty if nothing did.
         num_errors: kind of error -> how often, since the start.
         read_s: how long it took.
         success_s: when one last succeeded, in seconds since the epoch; None if none did.
@@ -81,16 +81,16 @@ class Monitor:
             snapshot = self._cluster.snapshot()
             observation = observe(snapshot, self._wait_shares(snapshot.jobs))
             self._success_s = snapshot.taken_s
+            if self._history:
+                self._history.append(observation.sample)
         except HetstreamError as exc:
             error = self._count(exc)
-        if observation and self._history:
-            try:
-                self._history.append(observation.sample)
-            except HetstreamError as exc:
-                error = self._count(exc)
+            logger.warning("the cluster was not read: %s: %s", type(exc).__name__, exc)
+        except Exception as exc:  # counted and logged with its traceback; the next one may go well
+            error = self._count(exc)
+            logger.exception("the cluster was not read")
         return Reading(observation, error, dict(self._errors), time.monotonic() - begin_s, self._success_s)
 
-    def _count(self, exc: HetstreamError) -> str:
+    def _count(self, exc: Exception) -> str:
         self._errors[type(exc).__name__] += 1
-        logger.warning("the cluster was not read: %s: %s", type(exc).__name__, exc)
         return str(exc)

@@ -116,6 +116,21 @@ def test_slurmctld_down_is_counted_and_passes(tmp_path: Path) -> None:
     assert all(59 < one <= 60 for one in waits)
 
 
+def test_what_nobody_foresaw_and_a_history_that_is_full_are_counted_too(tmp_path: Path) -> None:
+    def fail(jobs: object) -> dict[str, float]:
+        raise OSError("too many open files")
+
+    fake = FakeSlurm(tmp_path, {}, seen=clusters.snapshot())
+    reading = Monitor(fake, fail, None).read()
+    assert (reading.observation, dict(reading.num_errors)) == (None, {"OSError": 1})
+    with History(tmp_path / "history.sqlite") as history:
+        monitor = Monitor(fake, lambda jobs: {}, history)
+    reading = monitor.read()  # the history is closed: nothing can be kept
+    assert reading.observation is not None, "it is shown all the same"
+    assert dict(reading.num_errors) == {"HistoryError": 1}
+    assert "cannot be used" in reading.error
+
+
 def test_the_dashboard_asks_for_what_is_exported() -> None:
     reading = Reading(clusters.observation(), num_errors={"SlurmCommandError": 1}, success_s=1.0)
     exported = parsed(collector_of(reading).text())

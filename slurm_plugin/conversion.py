@@ -6,12 +6,9 @@ nothing.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hetjob.convert import check_cluster, convert
 from hetjob.directives import from_command_line, is_own, late_directives, near_misses, read_directives, read_spec
@@ -82,17 +79,6 @@ def convert_script(
     check_cluster(spec, cluster)
     plan = convert(spec, text, name, command_line=options, default_partition=cluster.default_partition)
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
-
-
-def read_as_sbatch(script: str) -> bytes | None:
-    """The script that sbatch would take for a word: the file, or the one in PATH; None when it cannot be read."""
-    path: str | None = script
-    if not Path(script).is_file() and "/" not in script:
-        path = shutil.which(script, mode=os.R_OK)
-    try:
-        return Path(path).read_bytes() if path else None
-    except OSError:
-        return None
 
 
 def note_on_arguments(script: str, arguments: Sequence[str]) -> list[str]:

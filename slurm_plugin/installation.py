@@ -145,16 +145,20 @@ def install(
     moved = dict(record.moved)
     for path, (alone, chained) in hooks.items():
         ours = _digest(path) in (record.files.get(str(path)), _sha256(alone), _sha256(chained))
-        if path.exists() and not ours:
+        if os.path.lexists(path) and not ours:
             aside = site_name(path)
-            if str(path) in record.files or aside.exists():
-                actions.append(Action("keep", str(path), f"changed since it was placed, or {aside.name} is taken"))
+            if str(path) in record.files or os.path.lexists(aside) or not path.exists():
+                actions.append(
+                    Action(
+                        "keep", str(path), f"changed since it was placed, or {aside.name} is taken, or a broken link"
+                    )
+                )
                 continue
             actions.append(Action("move", str(path), f"to {aside}, which the hook loads first"))
             moved[str(path)] = str(aside)
         placed[path] = chained if str(path) in moved else alone
     for path, text in {**files, **placed}.items():
-        present = _digest(path)
+        present = _digest(path) if path.exists() or not os.path.lexists(path) else ""  # of a broken link
         if (str(path) in moved and str(path) not in record.moved) or present is None:
             actions.append(Action("create", str(path)))
         elif present == _sha256(text):

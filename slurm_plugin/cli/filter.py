@@ -18,17 +18,18 @@ from hetjob.errors import ConversionError, UsageError
 from hetjob.sbatch_options import ENVIRONMENT, SbatchOptions, parse_words
 from hetjob.spec import OPTIONS
 from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.conversion import convert_script, read_as_sbatch
+from slurm_plugin.conversion import convert_script
 from slurm_plugin.program import own_program
 
 # The plugin is silent about it: most jobs are not ours.
 EXIT_NOTHING_TO_CONVERT = 3
 
 HELP = """\
-usage: hetstream filter DIRECTIVES WORDS OF SBATCH
+usage: hetstream filter DIRECTIVES SCRIPT WORDS OF SBATCH
 
-Called by the cli_filter plugin. DIRECTIVES are the site's for scripts that have none (an empty word: none). Prints a
-directory to remove afterwards, and the shell command that submits the converted script with the sbatch in $sbatch.
+Called by the cli_filter plugin. DIRECTIVES are the site's for scripts that have none (an empty word: none), SCRIPT is
+the file that sbatch has found, and the words are those that it was called with. Prints a directory to remove
+afterwards, and the shell command that submits the converted script with the sbatch in $sbatch.
 
 exit codes: 0 convert, 3 nothing to convert, anything else: trouble. Unless it is 0, sbatch goes on as it was called.
 """
@@ -46,17 +47,16 @@ def run(args: argparse.Namespace) -> int:
     if args.words[:1] in (["--help"], ["-h"]):
         print(HELP, end="")
         return 0
-    if not args.words:
+    if len(args.words) < 2:
         raise UsageError("no words of sbatch. Called by the cli_filter plugin; users run: hetstream sbatch")
-    options, rest = parse_words(args.words[1:], "command line")
+    directives, script, *words = args.words
+    options, rest = parse_words(words, "command line")
     if not rest or rest[0] == ":" or SbatchOptions(tuple(options)).has("wrap", "help", "usage", "version"):
         return EXIT_NOTHING_TO_CONVERT
-    body, name = read_as_sbatch(rest[0]), Path(rest[0]).name
-    if body is None:
-        return EXIT_NOTHING_TO_CONVERT
+    body, name = Path(script).read_bytes(), Path(script).name
     is_asked_for = bool(read_directives(body.decode(errors="surrogateescape"), name))
     if not is_asked_for:
-        default, more = parse_words(_split(args.words[0]), "site policy", extra=OPTIONS)
+        default, more = parse_words(_split(directives), "site policy", extra=OPTIONS)
         if more:
             raise UsageError(f"site policy: {more[0]!r} is not an option of hetstream. Tell the site's administrator")
         options = [*default, *options]
@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
         raise
     # These variables are options for every component; the plan has made them options of the trainer.
     unset = [word for key in ENVIRONMENT if key in os.environ for word in ("-u", key)]
-    words = shlex.join([*conversion.plan.sbatch_options, str(path), *rest[1:]])
+    command = shlex.join([*conversion.plan.sbatch_options, str(path), *rest[1:]])
     print(directory)
-    print(f'exec {shlex.join(["env", *unset])} "$sbatch" {words}')
+    print(f'exec {shlex.join(["env", *unset])} "$sbatch" {command}')
     return 0
 
 

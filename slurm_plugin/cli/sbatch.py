@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, pars
 from hetjob.spec import OPTIONS
 from slurm_plugin.client.run import become
 from slurm_plugin.client.slurm import CommandSlurm, run_sbatch
-from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, options_behind, read_as_sbatch
+from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, options_behind
 from slurm_plugin.program import own_program
 
 HELP = """\
@@ -84,8 +85,13 @@ def _read_script(rest: Sequence[str], given: SbatchOptions) -> tuple[bytes | Non
         return (b"#!/bin/sh\n", "--wrap") if any(is_own(option.name) for option in given.items) else (None, "--wrap")
     if not rest:
         return sys.stdin.buffer.read(), "sbatch"  # the name that sbatch gives to a script from its standard input
-    body = read_as_sbatch(rest[0])
-    return body, rest[0] if body is None else Path(rest[0]).name
+    path: str | None = rest[0]
+    if not Path(rest[0]).is_file() and "/" not in rest[0]:
+        path = shutil.which(rest[0], mode=os.R_OK)
+    try:
+        return (Path(path).read_bytes() if path else None), Path(rest[0]).name
+    except OSError:
+        return None, rest[0]
 
 
 def _submit(conversion: Conversion, name: str, options: Sequence[SbatchOption], arguments: Sequence[str]) -> int:

@@ -33,31 +33,25 @@ local function command_line()
   return words
 end
 
-local function find(word)
-  local text = read(word)
-  if text or word:find("/", 1, true) then return text end
-  for directory in (os.getenv("PATH") or ""):gmatch("[^:]+") do
-    text = read(directory .. "/" .. word)
-    if text then return text end
-  end
+-- The script, as sbatch has found it; nil for standard input and --wrap. Only the JSON has it. One whose path holds
+-- a quote is not found, and its job is left alone.
+local function script_of(options)
+  local json = slurm.json_cli_options(options) or ""
+  return (json:gsub("\\", "")):match('"argv":%s*%["([^"]+)"')
 end
 
--- Whether any word names a script that may have to be converted. A cheap guess, so that other jobs cost nothing: which
--- word is the script, and what its directives mean, is for the converter to say.
-local function has_candidate(words, any_script)
-  for _, word in ipairs(words) do
-    local text = word ~= "" and word:sub(1, 1) ~= "-" and find(word)
-    if text and text:sub(1, 2) == "#!" and not text:find(DONE, 1, true) then
-      if any_script or text:find("\n" .. MARK, 1, true) then return true end
-    end
-  end
-  return false
+-- Whether a script may have to be converted. A cheap guess, so that other jobs start no process: what its directives
+-- mean is for the converter to say.
+local function is_candidate(script, any_script)
+  local text = script and read(script)
+  if not text or text:sub(1, 2) ~= "#!" or text:find(DONE, 1, true) then return false end
+  return any_script or text:find("\n" .. MARK, 1, true) ~= nil
 end
 
 -- Returns the exit code, what was printed, and the last line of what was said.
 local function run(program, arguments, timeout_s)
   local out, err = os.tmpname(), os.tmpname()
-  local code = exit_code(os.execute(string.format("timeout --foreground -k 1 %d %s filter %s </dev/null >%s 2>%s",
+  local code = exit_code(os.execute(string.format("timeout --foreground -k 1 %s %s filter %s </dev/null >%s 2>%s",
     timeout_s, quote(program), arguments, quote(out), quote(err))))
   local printed, said = read(out) or "", read(err) or ""
   os.remove(out)
@@ -68,11 +62,11 @@ end
 local function submit(policy, program, options, offset)
   if options.type ~= "sbatch" or policy.convert == false then return end
   if (tonumber(offset) or 0) > 0 then return end          -- a component that is not the first: one note is enough
-  local words = command_line()
+  local script = script_of(options)
   local default = policy.eligible and policy.eligible(options) or ""
-  if type(default) ~= "string" or not has_candidate(words, default ~= "") then return end
-  local quoted = { quote(default) }
-  for _, word in ipairs(words) do quoted[#quoted + 1] = quote(word) end
+  if type(default) ~= "string" or not is_candidate(script, default ~= "") then return end
+  local quoted = { quote(default), quote(script) }
+  for _, word in ipairs(command_line()) do quoted[#quoted + 1] = quote(word) end
   local timeout_s = tonumber(policy.timeout_s) or DEFAULT_TIMEOUT_S
   local code, printed, said = run(program, table.concat(quoted, " "), timeout_s)
   if code == NOTHING_TO_CONVERT then return end

@@ -122,10 +122,16 @@ end
 
 local function modify(policy, change, record, uid)
   local rule = policy.opportunistic or {}
-  local class, why = class_of(policy, record.partition, record.qos)
-  if uid == 0 or class == "guaranteed" then return slurm.SUCCESS end
+  if uid == 0 then return slurm.SUCCESS end
   for _, manager in ipairs(rule.managers or {}) do
     if uid == manager then return slurm.SUCCESS end
+  end
+  local class, why = class_of(policy, record.partition, record.qos)
+  local becomes, because = class_of(policy, change.partition, change.qos)
+  if class == "guaranteed" then
+    if becomes == "guaranteed" then return slurm.SUCCESS end
+    return refuse("opportunistic", "a job does not become an opportunistic one (" .. because .. "). scancel it and submit "
+      .. "it there")
   end
   local job = "an opportunistic job (" .. why .. ")"
   if rule.hold and (given(change.priority) or given(change.nice)) then    -- a release sets the priority; Nice, too
@@ -134,6 +140,9 @@ local function modify(policy, change, record, uid)
   end
   if given(change.partition) and not listed(change.partition, { record.partition }) then
     return refuse("opportunistic", job .. " keeps its partition. scancel it and submit to the other one")
+  end
+  if given(change.qos) and change.qos ~= record.qos then
+    return refuse("opportunistic", job .. " keeps its QOS. scancel it and submit with the other one")
   end
   if asks_for_gpus(change) then return no_gpus(why) end
   return slurm.SUCCESS

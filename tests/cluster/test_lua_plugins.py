@@ -209,6 +209,28 @@ def test_what_is_not_to_be_converted_passes_unchanged(release: str, clusters: Ca
 
 
 @pytest.mark.parametrize("release", RELEASES)
+def test_words_arrive_as_they_were(release: str, clusters: Callable[[str], Cluster]) -> None:
+    cluster = clusters(release)
+    cluster.load()
+    says = 'echo "$SLURM_JOB_NAME|$SLURM_JOB_PARTITION|$*|${HETSTREAM_SERVICE:0:6}"\n'
+    other = SHORT.replace("exit 3", "exit 9")
+    directory = cluster.directory("words", script=SHORT.replace('echo "service=$HETSTREAM_SERVICE"\n', says))
+    (directory / "two words").mkdir()
+    (directory / "two words" / "other.sbatch").write_text(other)
+    environ = ["env", "SBATCH_COMMENT=as it was"]
+    job = ["-J", 'it\'s "one" job', "script.sbatch", "a b", "$HOME", "--time=1"]
+    done = cluster.run(directory, *environ, "sbatch", "--wait", *job)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert (directory / "short.out").read_text() == 'it\'s "one" job|gpu|a b $HOME --time=1|file:/\n'
+    # Wherever sbatch finds a script; and what hetstream sbatch has converted is not converted again.
+    done = cluster.run(directory, "env", f"PATH={directory}/two words:{cluster.record.environment(os.environ)['PATH']}",
+                       "sbatch", "--wait", "other.sbatch")  # fmt: skip
+    assert (done.returncode, done.stderr) == (9, "")
+    done = cluster.run(directory, own_program()[0], "sbatch", "--wait", "script.sbatch")
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+@pytest.mark.parametrize("release", RELEASES)
 def test_a_site_may_ask_for_data_workers_where_scripts_do_not(release: str, clusters: Callable[[str], Cluster]) -> None:
     cluster = clusters(release)
     cluster.load('{eligible = function(options) return "--data-workers=0-1 --data-worker-partition=cpu" end}')

@@ -89,6 +89,19 @@ def test_what_is_not_ours_stays(machine: Machine, capsys: pytest.CaptureFixture[
     assert machine.state() == before
 
 
+def test_links_stay_links(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    (machine.root / "kept-elsewhere.lua").write_bytes(SITE)
+    (machine.slurm / "job_submit.lua").symlink_to("../kept-elsewhere.lua")
+    (machine.slurm / "cli_filter.lua").symlink_to("../broken")
+    machine.install()
+    assert (machine.slurm / "job_submit.site.lua").is_symlink()
+    assert "cli_filter.lua was not placed" in capsys.readouterr().err
+    machine.uninstall()
+    assert os.readlink(machine.slurm / "job_submit.lua") == "../kept-elsewhere.lua"
+    assert os.readlink(machine.slurm / "cli_filter.lua") == "../broken"
+    assert (machine.root / "kept-elsewhere.lua").read_bytes() == SITE
+
+
 def test_what_was_changed_since_stays(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.install()
     policy = machine.prefix / "etc/hetstream/policy.lua"

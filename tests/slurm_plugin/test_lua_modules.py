@@ -102,12 +102,18 @@ def test_jobs_are_opportunistic_by_partition_or_qos(lua: object) -> None:
     end
     local record = {partition = "opp"}
     print(slurm_job_modify(job{priority = 7}, record, {}, 0), slurm_job_modify(job{priority = 7}, record, {}, 64))
+    print(slurm_job_modify(job{partition = "opp"}, {partition = "gpu"}, {}, 1000))
+    print(slurm_job_modify(job{qos = "normal"}, {partition = "gpu", qos = "spare"}, {}, 1000))
     print(slurm_job_modify(job{comment = "x", priority = NO_VAL, nice = NO_VAL}, record, {}, 1000))
     """
     assert lua(text) == [  # type: ignore[operator]
         "log: hetstream: class=opportunistic because of partition opp: held", "0\t0",
         "log: hetstream: class=opportunistic because of QOS spare: held", "0\t0",
-        "0\tnil", "0\t0", "0",
+        "0\tnil", "0\t0",
+        "user: hetstream: a job does not become an opportunistic one (partition opp). scancel it and submit it there "
+        "(site rule: opportunistic)", "-1",
+        "user: hetstream: an opportunistic job (QOS spare) keeps its QOS. scancel it and submit with the other one "
+        "(site rule: opportunistic)", "-1", "0",
     ]  # fmt: skip
 
 

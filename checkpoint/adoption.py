@@ -149,8 +149,8 @@ def _make(identity: Identity, root: Path) -> tuple[StoreFiles, FileLock]:
 def _write_holder(files: StoreFiles, identity: Identity) -> None:
     directory = os.path.realpath(identity.directory)
     holder = Holder(os.getpid(), os.uname().nodename, identity.job, identity.component, identity.rank, directory)
-    # In memory without a free page the name of the directory has to do.
-    with contextlib.suppress(OSError):
+    # In memory without a free page, and for a path that is no text, the name of the store has to do.
+    with contextlib.suppress(OSError, UnicodeError):
         files.trainer_lock.write_bytes(msgspec.json.encode(holder))
 
 

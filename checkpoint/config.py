@@ -17,6 +17,8 @@ from pathlib import Path
 JOB_SAVER = "HETSTREAM_CKPT_SAVER"
 DIRECTORY = "HETSTREAM_CKPT_DIR"
 TAKES_OVER = "HETSTREAM_TAKES_OVER"
+# In place of a job's id, without Slurm.
+NO_JOB = "local"
 
 
 def job_has_savers(environ: Mapping[str, str] = os.environ) -> bool:
@@ -39,9 +41,9 @@ def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int
 
     Without Slurm the job is "local".
     """
-    job = environ.get("SLURM_JOB_ID_HET_GROUP_0") or environ.get("SLURM_JOB_ID") or "local"
+    job = environ.get("SLURM_JOB_ID_HET_GROUP_0") or environ.get("SLURM_JOB_ID") or NO_JOB
     component = environ.get("SLURM_HET_GROUP_ID", "")
-    return job, int(component) if component.isdigit() else 0
+    return job, int(component) if component.isdecimal() else 0
 
 
 def host_of_this_process(environ: Mapping[str, str] = os.environ) -> str:
@@ -56,5 +58,6 @@ def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
 
 def environment_of_saver(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What a saver's process needs to find this package: its trainer may have found it by its own directory."""
-    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [environ.get("PYTHONPATH")])]
-    return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
+    # Absolute: the saver runs in another directory.
+    given = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), *given])}

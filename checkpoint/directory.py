@@ -128,7 +128,10 @@ class CheckpointDirectory:
         lock, self._lock = self._lock, None
         if lock:
             with lock:
-                ownership.end(self.path, self.attempt, time.time())
+                try:
+                    ownership.end(self.path, self.attempt, time.time())
+                except OSError as error:
+                    _log.warning("%s: that attempt %d ended is not written down: %s", self.path, self.attempt, error)
 
     def hand_over(self, to: Identity, step: int, last_step_s: float) -> None:
         """End the attempt for another job to go on; see `ownership.hand_over`. Without `acquire`, nothing."""
@@ -282,9 +285,11 @@ class CheckpointDirectory:
             return None
         except CheckpointError as error:
             return Checkpoint(path, generation, (), str(error))
+        except OSError as error:
+            return Checkpoint(path, generation, (), f"{path} cannot be read: {error}")
         try:
             problem = (path / _DAMAGED).read_text(errors="replace")
-        except FileNotFoundError:
+        except OSError:
             problem = ""
         return Checkpoint(path, generation, manifests, problem)
 

@@ -69,20 +69,21 @@ class FileLock:
 
     @classmethod
     def _try(cls, path: Path, descriptor: int, kind: int) -> FileLock | None:
+        lock = cls(path, descriptor)
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(descriptor)
+            lock._close()
             return None
         except OSError as exc:
-            os.close(descriptor)
+            lock._close()
             if exc.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
             raise CheckpointError(
                 f"{path}: the file system has no file locks ({exc.strerror}), and checkpoints need them; "
                 "ask for the mount option (Lustre: flock), or use another directory"
             ) from exc
-        return cls(path, descriptor)
+        return lock
 
     def is_of(self, path: Path) -> bool:
         """Whether the locked file is the one that has this name now: it may have been deleted or moved meanwhile."""
@@ -99,8 +100,13 @@ class FileLock:
     def release(self) -> None:
         """Give the lock up; a second time does nothing."""
         if self in _held:
-            _held.discard(self)
-            os.close(self._descriptor)
+            # By name, and not by closing alone: a child that was forked while it was taken may have a copy.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._close()
+
+    def _close(self) -> None:
+        _held.discard(self)
+        os.close(self._descriptor)
 
     def __enter__(self) -> FileLock:
         return self
@@ -111,7 +117,7 @@ class FileLock:
 
 def _forget_in_child() -> None:
     for lock in list(_held):
-        lock.release()
+        lock._close()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -6,12 +6,15 @@ between failures is. Nothing here looks at checkpoints except to tell when a dea
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from checkpoint.config import NO_JOB
 from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, ForeignOwner
 from checkpoint.faults import reach
 from checkpoint.files import is_temporary, sync_directory, write_whole
@@ -20,10 +23,16 @@ from checkpoint.locks import FileLock
 from checkpoint.policy.interval import Attempt
 from checkpoint.policy.retention import Retention
 
+_log = logging.getLogger(__name__)
+
 _LOCK = ".lock"
 _OWNER = "owner.json"
 _HISTORY = "history.jsonl"
 _ENDS = ("ended", "died", "handed over")
+# A job that is started again knows that its earlier start is over. Its lock may last: a killed process gives back its
+# memory first, and the file server of a node that is gone waits for the end of its lease (NFS: 90 s).
+_PATIENCE_S = 120.0
+_POLL_S = 0.05
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -129,7 +138,7 @@ def take(
         DirectoryNotWritable: it cannot be written to.
     """
     try:
-        lock = FileLock.try_exclusive(path / _LOCK)
+        lock = _lock(path, identity)
     except OSError as error:
         raise DirectoryNotWritable(f"{path} cannot be locked: {error}") from error
     if lock is None:
@@ -160,6 +169,28 @@ def take(
         lock.release()
         raise
     return lock, attempt
+
+
+def _lock(path: Path, identity: Identity) -> FileLock | None:
+    """The owner's lock; None while another job holds it, or this job all the time that it is waited for."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    has_said = False
+    while True:
+        lock = FileLock.try_exclusive(path / _LOCK)
+        owner = None if lock else read_owner(path)
+        if owner is None or owner.identity.job != identity.job or owner.identity.job == NO_JOB:
+            return lock
+        if time.monotonic() > deadline_s:
+            return None
+        if not has_said:
+            has_said = True
+            _log.warning(
+                "%s is still locked by an earlier start of this job (%s): waiting up to %g s until it is gone",
+                path,
+                owner.identity,
+                _PATIENCE_S,
+            )
+        time.sleep(_POLL_S)
 
 
 def end(path: Path, attempt: int, now_s: float) -> None:

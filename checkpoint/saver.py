@@ -445,7 +445,8 @@ class Saver:
         is_over = view.closed or (self._stopping and self._options.stays)
         if is_over and store.unsaved() is None:
             store.end_replicas()
-            if view.remove() or not view.trainer_alive():
+            # Who only looks at its lock may be in the way for a moment: then again.
+            if view.remove() or not view.path.exists():
                 self._drop(store)
         elif not self._options.stays:
             self._drop(store)
@@ -554,6 +555,8 @@ def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
             argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            # Python looks for modules there first: the program's directory may hold a checkpoint.py or a select.py.
+            cwd="/",
             env=environment_of_saver(),
             start_new_session=True,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from checkpoint.store_files import Holder, SaverStatus, SlotContent, StoreFiles,
 _TRIES_EACH = 3
 _TRIES = 9
 _PIPE_BYTES = 1 << 16
+# Whoever looks whether a saver lives holds its lock for a moment.
+_GRACE_S, _POLL_S = 0.1, 0.002
 
 
 class StoreView:
@@ -76,9 +79,13 @@ class StoreView:
         Raises:
             StoreInUse: another process is.
         """
-        self._saver_lock = self._saver_lock or self._try_lock(self.files.saver_lock)
-        if self._saver_lock is None:
-            raise StoreInUse(f"{self.path} has a saver that lives: fuser -v {self.files.saver_lock}")
+        deadline_s = time.monotonic() + _GRACE_S
+        while self._saver_lock is None:
+            self._saver_lock = self._try_lock(self.files.saver_lock)
+            if self._saver_lock is None:
+                if time.monotonic() > deadline_s:
+                    raise StoreInUse(f"{self.path} has a saver that lives: fuser -v {self.files.saver_lock}")
+                time.sleep(_POLL_S)
 
     def fileno(self) -> int:
         """To poll for reading: the trainer has published a generation, or has closed the store."""

@@ -71,3 +71,34 @@ def test_the_first_program_of_the_user_guide_streams(tmp_path: Path) -> None:
     done = subprocess.run([hetstream, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "1 loader(s), 10 steps, 640 samples" in done.stderr
+
+
+def test_the_program_of_the_checkpoint_guide_goes_on_where_it_ended(tmp_path: Path) -> None:
+    [code] = re.findall(
+        r"```python\n(from checkpoint import FlashCheckpointer.*?)```",
+        (ROOT / "docs/checkpoint.md").read_text(),
+        re.DOTALL,
+    )
+    own = """
+import sys, torch
+from mpi_dataworkers import DataLoader
+seen, num_steps = [], int(sys.argv[1])
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.Adam(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+loader = DataLoader(torch.utils.data.TensorDataset(torch.arange(60)), batch_size=4, shuffle=True, seed=1)
+def train(batch):
+    seen.extend(batch[0].tolist())
+    optimizer.step()
+    scheduler.step()
+"""
+    (tmp_path / "train.py").write_text(own + code + "loader.close()\nprint(step, *seen)\n")
+    said = []
+    for num_steps in (7, 15):
+        argv = [sys.executable, "train.py", str(num_steps)]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        said.append([int(word) for word in done.stdout.split()])
+    (first, *before), (second, *after) = said
+    assert (first, second) == (7, 15)
+    assert sorted(before + after) == list(range(60))

@@ -235,7 +235,7 @@ class FlashCheckpointer:
         if path is None:
             raise OptionsError("no checkpoint directory: give one, or run in a job with #HETSTREAM --checkpoint=DIR")
         self._directory = CheckpointDirectory(path)
-        self._fallback = options.fallback or self._directory.path / ".memory"
+        self._fallback = (options.fallback or self._directory.path / ".memory").absolute()
         self._is_open = True
         self._flattener = Flattener(allow_pickle=options.allow_pickle)
         self._generators = rng.Generators()
@@ -318,7 +318,7 @@ class FlashCheckpointer:
         def open_it() -> int:
             if options.fallback is None:
                 self._fallback.mkdir(mode=0o700, exist_ok=True)
-            stores.append(Store.open(identity, options.num_slots, options.shared_memory, self._fallback))
+            stores.append(Store.open(identity, options.num_slots, options.shared_memory.absolute(), self._fallback))
             return 0
 
         try:
@@ -381,7 +381,7 @@ class FlashCheckpointer:
         answer = _Answer()
         try:
             answer = _Answer(number=act())
-        except (CheckpointError, OSError) as error:
+        except Exception as error:  # noqa: BLE001, others wait for this rank: they hear of it, and it is raised below
             mine = error
             answer = _Answer(type(error).__name__, str(error))
         answers = gather(self._ranks, answer)
@@ -462,11 +462,13 @@ class FlashCheckpointer:
         Raises:
             CheckpointError: a tensor was changed meanwhile (with `check_async`).
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending:
             began_s = time.perf_counter()
             if pending.thread:
                 pending.thread.join()
+            # Not before: Ctrl-C may end the waiting, and who comes next has to wait again.
+            self._pending = None
             self._counts.blocked_s += time.perf_counter() - began_s
             if pending.errors:
                 raise pending.errors[0]
@@ -501,8 +503,12 @@ class FlashCheckpointer:
             return None
         self._counts.waited_s = slot.waited_s
         self._counts.copied_s = 0.0
-        tensors = plan.tensors_to_copy(leaves.tensors)
-        self._copier.begin(tensors)
+        try:
+            tensors = plan.tensors_to_copy(leaves.tensors)
+            self._copier.begin(tensors)
+        except BaseException:
+            slot.abandon()
+            raise
         return _Taken(Generation(self._attempt, step), slot, plan, metadata, tensors, leaves.stepped)
 
     def _copy(self, taken: _Taken, entries: Sequence[int]) -> None:
@@ -733,7 +739,7 @@ class FlashCheckpointer:
                         parts = held.enter_context(open_memory(self._store, generation))
                     going = attempt(parts, choice)
                     next(going)
-                except (Damaged, NoCheckpoint, errors.MissingRanks) as error:
+                except (Damaged, NoCheckpoint, errors.MissingRanks, OSError) as error:
                     problem = f"{generation} {_WHERE[choice.sources[rank]]} is not usable: {error}"
                     return 1
                 return 0
@@ -885,8 +891,8 @@ class FlashCheckpointer:
             return
         try:
             self.fence()
-        except CheckpointError as error:
-            _log.error("%s", error)
+        except Exception as error:  # noqa: BLE001, of the copy's thread: the store is closed all the same
+            _log.error("the last save_async is given up: %s", error)
         self._entry.withdraw()
         is_owner = self._attempt > 0 and not self._watch.reason
         if self._watch.taker and not keep_memory:
@@ -964,8 +970,9 @@ class FlashCheckpointer:
 
     def _before_death(self) -> None:
         """SIGTERM ends the process: the saver is told that the memory may go once it is on disk."""
-        with contextlib.suppress(OSError):
-            self._store.mark_closed()
+        if self._is_open:
+            with contextlib.suppress(OSError):
+                self._store.mark_closed()
 
     def _tell_saver_errors(self) -> None:
         status = self._store.status()
@@ -984,6 +991,8 @@ class FlashCheckpointer:
     def _check_open(self) -> None:
         if not self._is_open:
             raise OptionsError("the checkpointer is closed")
+        if os.getpid() != self._stop.pid:
+            raise OptionsError(f"a forked child shares no checkpointer; only process {self._stop.pid} can use it")
 
     def __enter__(self) -> FlashCheckpointer:
         return self

@@ -34,6 +34,7 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
         self.pid = os.getpid()
         self._is_watched = False
+        self._is_removed = False
         self._received: set[int] = set()
 
     def install(self) -> None:
@@ -47,12 +48,15 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._handle)
 
     def remove(self) -> None:
-        """Give the signals back, unless the program has set handlers of its own meanwhile."""
+        """Give the signals back. Where the program has set handlers of its own meanwhile, or this is another thread
+        than the main one, ours stays and hands on what comes."""
+        self._is_removed = True
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 # None: a handler that was not set from Python, and cannot be set again from it.
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
 
     @property
     def is_set(self) -> bool:
@@ -69,7 +73,7 @@ class StopRequest:
             previous(number, frame)
         elif previous == signal.SIG_IGN:
             return
-        elif number == signal.SIGTERM and not (is_own and self._is_watched and is_first):
+        elif number == signal.SIGTERM and not (is_own and self._is_watched and is_first and not self._is_removed):
             # Nobody looks, or it is asked twice, or this is a child of the program.
             if is_own:
                 self._before_death()

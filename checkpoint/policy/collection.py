@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from checkpoint.config import NO_JOB
 from checkpoint.view import FoundStore
-
-# What stores of programs without Slurm have for a job.
-LOCAL_JOB = "local"
 
 
 def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard_unsaved: bool) -> str:
@@ -27,9 +25,9 @@ def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard
         return f"its trainer lives, pid {store.holder.pid} on {store.holder.host}"
     if store.saver_alive:
         return "its saver lives"
-    if job != LOCAL_JOB and jobs is None:
+    if job != NO_JOB and jobs is None:
         return f"Slurm did not say whether job {job} is over"
-    if job != LOCAL_JOB and jobs is not None and job in jobs:
+    if job != NO_JOB and jobs is not None and job in jobs:
         return f"job {job} is {jobs[job]}"
     newest = store.generations[0] if store.generations else None
     if newest and (store.persisted is None or newest > store.persisted) and not discard_unsaved:
@@ -40,7 +38,7 @@ def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard
 def reason_to_remove(store: FoundStore) -> str:
     """Why a store that need not stay is nobody's."""
     job = store.holder.job
-    owner = "its program is gone" if job == LOCAL_JOB else f"job {job} is over"
+    owner = "its program is gone" if job == NO_JOB else f"job {job} is over"
     newest = store.generations[0] if store.generations else None
     if newest is None:
         return f"{owner} and it holds nothing"

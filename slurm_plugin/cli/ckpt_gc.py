@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from checkpoint.config import NO_JOB
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.policy.collection import LOCAL_JOB, reason_to_keep, reason_to_remove
+from checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from checkpoint.view import FoundStore, StoreView, find_stores
 from hetjob.errors import SlurmCommandError
 from hetjob.table import size_words
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     directories = [existing(path) for path in args.directories]
     stores = find_stores()
     jobs: dict[str, str] | None = {}
-    if any(store.holder.job != LOCAL_JOB for store in stores):
+    if any(store.holder.job != NO_JOB for store in stores):
         try:
             jobs = CommandSlurm().living_jobs()
         except SlurmCommandError as error:

@@ -31,33 +31,25 @@ PAIRS = ("1:2", "2:1", "4:2", "2:3")
 FLASH_PAIRS = ("flash:2:2", "flash:3:2", "flash:1:2")
 
 
-def run_pairs(directory: Path, pairs: tuple[str, ...]) -> str:
-    """What the program printed: torch is loaded once for all of its ranks."""
-    argv = [sys.executable, "-W", "error", str(PROGRAM), str(directory), *pairs]
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the program printed: torch is loaded once for all pairs and ranks."""
+    directory = tmp_path_factory.mktemp("pairs")
+    argv = [sys.executable, "-W", "error", str(PROGRAM), str(directory), *PAIRS, *FLASH_PAIRS]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
     return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def loaded_by_dcp(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run_pairs(tmp_path_factory.mktemp("dcp"), PAIRS)
-
-
-@pytest.fixture(scope="module")
-def restored_by_flash(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run_pairs(tmp_path_factory.mktemp("flash"), FLASH_PAIRS)
-
-
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_checkpoint_of_some_ranks_is_loaded_by_others(loaded_by_dcp: str, pair: str) -> None:
+def test_a_checkpoint_of_some_ranks_is_loaded_by_others(said: str, pair: str) -> None:
     """FSDP2, tensor parallel, two-dimensional meshes, replicas, plain tensors and objects; real gloo ranks."""
-    assert f"ok {pair}\n" in loaded_by_dcp, loaded_by_dcp
+    assert f"ok {pair}\n" in said, said
 
 
 @pytest.mark.parametrize("pair", FLASH_PAIRS)
-def test_a_sharded_program_is_restored_on_other_ranks(restored_by_flash: str, pair: str) -> None:
+def test_a_sharded_program_is_restored_on_other_ranks(said: str, pair: str) -> None:
     """A fresh FSDP2 model, an optimizer without state yet and a DTensor go on as those that were saved."""
-    assert f"ok {pair}\n" in restored_by_flash, restored_by_flash
+    assert f"ok {pair}\n" in said, said
 
 
 def write(directory: Path, state: dict[str, Any], **options: Any) -> Path:

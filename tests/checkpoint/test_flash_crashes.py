@@ -215,8 +215,8 @@ def undisturbed_pair(zygote: subprocess.Popen[str], tmp_path_factory: pytest.Tem
 
 def test_ranks_that_died_at_different_saves_go_on_from_one(trainers: Trainers, undisturbed_pair: Trainers) -> None:
     faults = {1: f"slot.begun:4:kill:{trainers.path / 'marker'}"}
-    # The other fails in its next step, having saved once more.
-    assert trainers.group("run", 2, "--steps", "14", faults=faults)[1] == SIGKILL
+    # The other fails in its next step, having saved once more; its saver waits for the dead one's part.
+    assert trainers.group("run", 2, "--steps", "14", "--close-timeout", "0", faults=faults)[1] == SIGKILL
     assert trainers.group("run", 2, "--steps", "14") == [0, 0]
     for rank in range(2):
         assert trainers.starts("run", rank)[-1] == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -20,53 +21,74 @@ from checkpoint.errors import OptionsError
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).resolve().parents[2]
+# With what each program imports first of all.
+MODULES = {"lightning": "lightning.pytorch", "huggingface": "transformers.trainer"}
 FRAMEWORKS = [
     pytest.param(
-        name, marks=pytest.mark.skipif(not importlib.util.find_spec(module), reason=f"{module} is not installed")
+        name,
+        marks=pytest.mark.skipif(
+            not importlib.util.find_spec(module.partition(".")[0]), reason=f"{module} is not installed"
+        ),
     )
-    for name, module in (("lightning", "lightning"), ("huggingface", "transformers"))
+    for name, module in MODULES.items()
 ]
 
 
-def train(framework: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+class Framework:
+    """Starts the training program of one framework.
+
+    Attributes:
+        saved: the step whose state SIGTERM after step 7 leaves. Lightning has a handler of its own, which ends the
+            program at once.
+    """
+
+    def __init__(self, name: str, starter: subprocess.Popen[str], said: Path) -> None:
+        self.saved = 8 if name == "huggingface" else 7
+        self._starter = starter
+        self._said = said
+
+    def train(self, directory: Path, *arguments: str, code: int = 0) -> list[str]:
+        """Run it to its end, with this exit code; what it came to: digest, step, batches."""
+        assert self._starter.stdin
+        assert self._starter.stdout
+        print(json.dumps([[str(directory), *arguments], str(self._said)]), file=self._starter.stdin, flush=True)
+        ended = self._starter.stdout.readline()
+        said = self._said.read_text()
+        assert ended == f"{code}\n", said
+        return next((line.split()[1:] for line in said.splitlines() if line.startswith("RESULT")), [])
+
+
+@pytest.fixture
+def framework(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Framework]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
-    return subprocess.run(
-        [sys.executable, str(PROGRAMS / f"train_{framework}.py"), str(directory), *arguments],
-        env=environment | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(directory.parent)},
-        capture_output=True,
+    with subprocess.Popen(
+        [sys.executable, PROGRAMS / "starts.py", PROGRAMS / f"train_{request.param}.py", MODULES[request.param]],
+        env=environment | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=240,
-        check=False,
-    )
+    ) as starter:
+        yield Framework(request.param, starter, tmp_path / "said")
 
 
-def result_of(run: subprocess.CompletedProcess[str]) -> list[str]:
-    assert run.returncode == 0, run.stderr
-    return next(line for line in run.stdout.splitlines() if line.startswith("RESULT")).split()[1:]
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_killed_training_goes_on_as_if_nothing_had_happened(framework: str, tmp_path: Path) -> None:
-    whole = result_of(train(framework, tmp_path / "undisturbed"))
+@pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)
+def test_a_killed_training_goes_on_as_if_nothing_had_happened(framework: Framework, tmp_path: Path) -> None:
+    whole = framework.train(tmp_path / "undisturbed")
     # In the second of three epochs of ten steps.
-    killed = train(framework, tmp_path / "killed", "--die-after", "14")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    resumed = result_of(train(framework, tmp_path / "killed"))
+    framework.train(tmp_path / "killed", "--die-after", "14", code=-signal.SIGKILL)
+    resumed = framework.train(tmp_path / "killed")
     assert resumed[:2] == whole[:2] == [whole[0], "30"]
     assert resumed[2:] == whole[2 + 14 :], "the batches that the killed run had not had"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_training_that_is_told_to_end_saves_and_ends(framework: str, tmp_path: Path) -> None:
-    told = train(framework, tmp_path / "told", "--die-after", "7", "--number", str(int(signal.SIGTERM)))
-    assert told.returncode == 0, told.stderr
-    # Lightning has a handler of its own, which ends the program at once.
-    saved = 8 if framework == "huggingface" else 7
-    assert os.readlink(tmp_path / "told" / "latest") == f"step-{saved:010}.1"
-    resumed = result_of(train(framework, tmp_path / "told"))
+@pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)
+def test_a_training_that_is_told_to_end_saves_and_ends(framework: Framework, tmp_path: Path) -> None:
+    framework.train(tmp_path / "told", "--die-after", "7", "--number", str(int(signal.SIGTERM)))
+    assert os.readlink(tmp_path / "told" / "latest") == f"step-{framework.saved:010}.1"
+    resumed = framework.train(tmp_path / "told")
     assert resumed[1] == "30"
-    assert len(resumed) == 2 + 30 - saved
+    assert len(resumed) == 2 + 30 - framework.saved
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hetstream-")] == []
 
 

@@ -8,6 +8,7 @@ import sys
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from checkpoint.integrations.lightning import FlashCheckpointCallback
 from mpi_dataworkers import DataLoader
@@ -61,6 +62,8 @@ trainer = pl.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
     logger=False,
+    # Else Lightning looks for MPI by initialising it, which a killed program leaves in /dev/shm.
+    plugins=[LightningEnvironment()],
     accelerator="cpu",
     devices=1,
 )

@@ -1,0 +1,40 @@
+"""A checkpointer of a test's own, with a directory of its own in shared memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint import FlashCheckpointer, Options
+from checkpoint.view import StoreView, find_stores
+
+WaitUntil = Callable[..., None]
+
+
+@pytest.fixture
+def memory(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Path]:
+    """A directory in place of /dev/shm, whose savers have ended when the test has."""
+    root = Path("/dev/shm") / f"hetstream-test-{os.getpid()}-{tmp_path.name}"[:100]
+    root.mkdir(mode=0o700)
+    yield root
+    wait_until(lambda: not any(one.saver_alive for one in find_stores([root])), 60, "the end of all savers")
+    for found in find_stores([root]):
+        with StoreView(found.path) as view:
+            view.remove()
+    root.rmdir()
+
+
+@pytest.fixture
+def make(tmp_path: Path, memory: Path) -> Callable[..., FlashCheckpointer]:
+    """A function that makes a checkpointer for the test's directory."""
+
+    def made(**options: Any) -> FlashCheckpointer:
+        names = {*Options.__dataclass_fields__}
+        few = {name: options.pop(name) for name in [*options] if name in names}
+        return FlashCheckpointer(tmp_path / "ckpt", options=Options(shared_memory=memory, **few), **options)
+
+    return made

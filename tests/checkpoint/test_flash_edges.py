@@ -1,0 +1,387 @@
+"""What programs, shells and hosts do to a checkpointer beside killing it: children, Ctrl-C, odd paths, broken disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import FlashCheckpointer, Options, ownership
+from checkpoint.config import environment_of_saver, job_and_component
+from checkpoint.errors import CheckpointError, DirectoryInUse, OptionsError
+from checkpoint.flash.device import Copier
+from checkpoint.locks import FileLock
+from checkpoint.view import StoreView, find_stores
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value)}
+
+
+# Children
+
+
+def test_children_that_outlive_a_killed_trainer_hold_nothing(make: Any, memory: Path, tmp_path: Path) -> None:
+    program = """
+        import os, signal, subprocess, sys, torch
+        from pathlib import Path
+        from checkpoint import FlashCheckpointer, Options
+        checkpointer = FlashCheckpointer(sys.argv[1], options=Options(shared_memory=Path(sys.argv[2])))
+        checkpointer.save(1, {"w": torch.ones(3)})
+        children = [subprocess.Popen(["sleep", "600"], close_fds=False).pid, os.fork()]
+        if children[1] == 0:
+            signal.pause()
+        checkpointer.save(2, {"w": torch.ones(3)})
+        print(*children, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "ckpt"), str(memory)]
+    with subprocess.Popen(argv, env=ENVIRON, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout
+        children = [int(word) for word in trainer.stdout.readline().split()]
+        assert trainer.wait(60) == -signal.SIGKILL
+    try:
+        with make() as checkpointer:
+            loaded = checkpointer.load()
+            assert (loaded.step, loaded.sources) == (2, ("memory",))
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_that_is_given_up_is_free_though_a_child_has_a_copy(tmp_path: Path) -> None:
+    lock = FileLock.try_exclusive(tmp_path / "lock")
+    assert lock
+    copy = os.dup(lock._descriptor)  # as a child has that was forked while it was taken
+    lock.release()
+    again = FileLock.try_exclusive(tmp_path / "lock")
+    os.close(copy)
+    assert again
+    again.release()
+
+
+def test_a_forked_child_is_told_that_it_has_no_checkpointer(make: Any) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1))
+        child = os.fork()
+        if child == 0:
+            num_refused = 0
+            for act in (lambda: checkpointer.restore(state_of(0)), lambda: checkpointer.save(2, state_of(0))):
+                try:
+                    act()
+                except OptionsError as error:
+                    num_refused += "a forked child" in str(error)
+            os._exit(num_refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        assert checkpointer.load().step == 1
+
+
+def test_who_looks_whether_a_saver_lives_keeps_none_from_becoming_it(make: Any, memory: Path) -> None:
+    with make() as checkpointer:
+        checkpointer.close()
+    store = memory / "hetstream-ckpt-0-local-0-0-00000000-00000000"
+    store.mkdir(mode=0o700)
+    with StoreView(store) as view:
+        FileLock.try_exclusive(view.files.saver_lock).release()  # type: ignore[union-attr]
+        looking = FileLock.try_shared(view.files.saver_lock)
+        assert looking
+        timer = threading.Timer(0.02, looking.release)
+        timer.start()
+        view.become_saver()
+        timer.join()
+        (store / "saver.lock").unlink()
+        store.rmdir()
+
+
+# Interrupted at a bad moment
+
+
+def test_ctrl_c_while_the_fence_is_waited_for_loses_no_save(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, copy = threading.Event(), Copier.copy
+
+    def late(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            go_on.wait(60)
+        copy(*args)
+
+    monkeypatch.setattr(Copier, "copy", late)
+    with make() as checkpointer:
+        model = torch.nn.Linear(3, 3)
+        assert checkpointer.save_async(1, {"model": model})
+        ring = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
+        ring.start()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.fence()
+        ring.join()
+        go_on.set()
+        assert checkpointer.save(2, {"model": model})
+        assert checkpointer.stats().num_saves == 2
+
+
+def test_an_error_at_any_part_of_a_save_leaves_the_next_one_possible(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise ZeroDivisionError("mine")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with make() as checkpointer:
+        assert checkpointer.save(1, state_of(1))
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            checkpointer.save(2, {"broken": Broken()})
+        for name in ("begin", "copy"):
+            with monkeypatch.context() as patch:
+                patch.setattr(Copier, name, interrupted)
+                for save in (checkpointer.save, checkpointer.save_async):
+                    with pytest.raises(KeyboardInterrupt):
+                        save(2, state_of(2))
+            assert checkpointer.load().step == 1
+        assert checkpointer.save(3, state_of(3))
+
+
+def test_a_signal_after_the_end_goes_where_it_went_before(make: Any) -> None:
+    seen: list[str] = []
+    former = signal.signal(signal.SIGTERM, lambda *_: seen.append("the program's first"))
+    try:
+        with make() as checkpointer:
+            assert not checkpointer.stopping
+            ours = signal.getsignal(signal.SIGTERM)
+
+            def chained(number: int, frame: Any) -> None:
+                seen.append("a library's")
+                ours(number, frame)  # type: ignore[operator, misc]
+
+            signal.signal(signal.SIGTERM, chained)
+            thread = threading.Thread(target=checkpointer.close)
+            thread.start()
+            thread.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == ["a library's", "the program's first"]
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+class Pair:
+    """Two ranks in two threads."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, said: dict[int, bytes], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self._said = said
+        self._barrier = barrier
+
+    def all_gather(self, mine: bytes) -> list[bytes]:
+        self._said[self.rank] = mine
+        self._barrier.wait(60)
+        every = [self._said[rank] for rank in range(2)]
+        self._barrier.wait(60)
+        return every
+
+
+class Loader:
+    """An object of the program's, which may refuse what it is given."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses:
+            raise RuntimeError("this loader has another data set")
+
+
+def test_an_error_in_one_ranks_program_while_it_restores_reaches_the_others(make: Any) -> None:
+    said: dict[int, bytes] = {}
+    barrier = threading.Barrier(2)
+    ended: dict[int, Exception | None] = {}
+
+    def run(rank: int) -> None:
+        try:
+            with make(ranks=Pair(rank, said, barrier)) as checkpointer:
+                checkpointer.save(1, {"loader": Loader()})
+                checkpointer.restore({"loader": Loader(refuses=rank == 1)})
+        except Exception as error:  # noqa: BLE001, looked at below
+            ended[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert isinstance(ended[1], RuntimeError)
+    assert isinstance(ended[0], CheckpointError)
+    assert str(ended[0]) == "rank 1: this loader has another data set"
+
+
+# Disks and directories
+
+
+def test_a_disk_that_is_full_at_the_end_ends_no_training(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1))
+        monkeypatch.setattr(ownership, "end", full)
+    assert "that attempt 1 ended is not written down: [Errno 28] No space left on device" in caplog.text
+    with make() as checkpointer:
+        assert checkpointer.load().step == 1
+
+
+@pytest.mark.parametrize("what", ["manifest", "shard"])
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make() as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step))
+            assert checkpointer.wait(60)
+    path = tmp_path / "ckpt" / "step-0000000002.1"
+    file = next(path.glob("rank-*.json" if what == "manifest" else "rank-*.safetensors"))
+    if what == "manifest":
+        file.unlink()
+        file.symlink_to(file.name)
+    else:
+        read = os.pread
+
+        def broken(descriptor: int, size: int, offset: int) -> bytes:
+            if os.readlink(f"/proc/self/fd/{descriptor}") == str(file):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read(descriptor, size, offset)
+
+        monkeypatch.setattr(os, "pread", broken)
+    with make() as checkpointer:
+        assert checkpointer.load().step == 1
+    words = "Too many levels of symbolic links" if what == "manifest" else "Input/output error"
+    assert words in caplog.text
+
+
+def test_relative_paths_are_those_of_the_beginning(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    options = Options(shared_memory=Path(os.path.relpath(memory)), fallback=Path("fallback"))
+    Path("fallback").mkdir()
+    with FlashCheckpointer("ckpt", options=options) as checkpointer:
+        monkeypatch.chdir(tmp_path / "there")
+        checkpointer.save(1, state_of(1))
+        assert checkpointer.wait(60)
+        os.kill(checkpointer.stats().saver_pid, signal.SIGKILL)
+        checkpointer._saver.wait()  # type: ignore[union-attr]
+        checkpointer.save(2, state_of(2))
+        assert checkpointer.wait(60)
+    assert (tmp_path / "here" / "ckpt" / "latest").readlink() == Path("step-0000000002.1")
+    assert not list((tmp_path / "there").iterdir())
+
+
+ODD_NAMES = [b"two words", "Prüfpunkte-检查点".encode(), b"a\nline", b"-rf", b"100%s{}", b"\xff\xfe no text", b"link"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_name_of_a_directory_will_do(tmp_path: Path, memory: Path, name: bytes) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    if name == b"link":
+        (tmp_path / "target").mkdir()
+        path.symlink_to("target")
+    with FlashCheckpointer(path, options=Options(shared_memory=memory)) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        assert checkpointer.wait(60)
+        assert checkpointer.load().step == 1
+    assert (path / "latest").readlink() == Path("step-0000000001.1")
+
+
+@pytest.fixture
+def no_umask() -> Iterator[None]:
+    former = os.umask(0)
+    yield
+    os.umask(former)
+
+
+@pytest.mark.usefixtures("no_umask")
+def test_nothing_is_open_to_others_whatever_the_umask(make: Any, memory: Path, tmp_path: Path) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1))
+        assert checkpointer.wait(60)
+        for path in (tmp_path / "ckpt", memory):
+            for found in (one for one in path.rglob("*") if not one.is_symlink()):
+                inside_private = found.parent.name.startswith("hetstream-ckpt")
+                assert inside_private or not stat.S_IMODE(found.stat().st_mode) & 0o077, found
+
+
+def test_modules_in_the_programs_directory_do_not_hide_the_savers(tmp_path: Path, memory: Path) -> None:
+    program = """
+        import sys, torch
+        from pathlib import Path
+        from checkpoint import FlashCheckpointer, Options
+        with FlashCheckpointer("ckpt", options=Options(shared_memory=Path(sys.argv[1]))) as checkpointer:
+            checkpointer.save(1, {"w": torch.ones(3)})
+            sys.exit(0 if checkpointer.wait(60) else 5)
+    """
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "train.py").write_text(textwrap.dedent(program))
+    for name in ("checkpoint.py", "select.py", "msgspec.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong module')\n")
+    argv = [sys.executable, "program/train.py", str(memory)]
+    assert subprocess.run(argv, cwd=tmp_path, env=ENVIRON, timeout=120).returncode == 0
+    assert (tmp_path / "ckpt" / "latest").is_symlink()
+
+
+# Jobs
+
+
+def test_a_requeued_job_waits_for_the_lock_of_its_earlier_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = ownership.Retention()
+    earlier = ownership.Identity("8123", "gpu01", 7)
+    lock, attempt = ownership.take(tmp_path, earlier, keep, [], 0.0)
+    assert attempt == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(ownership, "_PATIENCE_S", 0.1)
+        with pytest.raises(DirectoryInUse, match="job 8123 on gpu01"):
+            ownership.take(tmp_path, ownership.Identity("8123", "gpu02", 9), keep, [], 0.0)
+    timer = threading.Timer(0.2, lock.release)
+    timer.start()
+    lock, attempt = ownership.take(tmp_path, ownership.Identity("8123", "gpu02", 9), keep, [], 0.0)
+    timer.join()
+    lock.release()
+    assert attempt == 2
+    assert "is still locked by an earlier start of this job (job 8123 on gpu01, process 7)" in caplog.text
+
+
+def test_odd_variables_of_slurm_and_paths() -> None:
+    assert job_and_component({"SLURM_JOB_ID": "", "SLURM_HET_GROUP_ID": "x"}) == ("local", 0)
+    assert job_and_component({"SLURM_JOB_ID": "7", "SLURM_HET_GROUP_ID": "²"}) == ("7", 0)
+    assert job_and_component({"SLURM_JOB_ID": "8", "SLURM_JOB_ID_HET_GROUP_0": "7", "SLURM_HET_GROUP_ID": "1"}) == (
+        "7",
+        1,
+    )
+    paths = environment_of_saver({"PYTHONPATH": "src:/abs:"})["PYTHONPATH"].split(":")
+    assert paths == [str(ROOT), os.path.abspath("src"), "/abs"]
+    assert not find_stores([Path("/nowhere")])

@@ -175,13 +175,16 @@ class _Pending:
     Attributes:
         taken: what is copied.
         checksums: of the tensors as they were, where they are compared.
-        thread: that copies, once it is started.
+        turn: taken by the thread that copies when it begins, or by who gives the save up before.
+        is_done: set at the end of the thread. Thread.join would do, but Ctrl-C in it makes Python take the thread for
+            ended (bpo-45274), and the slot would be unmapped below the copy.
         errors: what it ended with.
     """
 
     taken: _Taken
-    checksums: list[int]
-    thread: threading.Thread | None = None
+    checksums: list[int] = field(default_factory=list)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    is_done: threading.Event = field(default_factory=threading.Event)
     errors: list[Exception] = field(default_factory=list)
 
 
@@ -432,11 +435,13 @@ class FlashCheckpointer:
         self.fence()
         taken = self._take(step, state, metrics, finds_stepped=True)
         if taken:
-            pending = self._pending = _Pending(taken, self._checksums(taken))
+            pending = self._pending = _Pending(taken)
             later = [entry for entry, leaf in enumerate(taken.plan.sources) if leaf in taken.stepped]
             at_once = sorted({*range(len(taken.tensors))} - {*later})
 
             def work() -> None:
+                if not pending.turn.acquire(blocking=False):
+                    return
                 try:
                     with taken.slot:
                         self._copy(taken, later)
@@ -444,14 +449,17 @@ class FlashCheckpointer:
                         self._publish(taken)
                 except Exception as error:  # noqa: BLE001, a thread's end: `fence` raises it
                     pending.errors.append(error)
+                finally:
+                    pending.is_done.set()
 
             try:
+                pending.checksums = self._checksums(taken)
                 self._copy(taken, at_once)
-                pending.thread = threading.Thread(target=work, name="checkpoint copy")
-                pending.thread.start()
+                threading.Thread(target=work, name="checkpoint copy").start()
             except BaseException:
-                self._pending = None
-                taken.slot.abandon()
+                if pending.turn.acquire(blocking=False):
+                    self._pending = None
+                    taken.slot.abandon()
                 raise
         self._counts.blocked_s = time.perf_counter() - began_s
         return taken is not None
@@ -465,8 +473,7 @@ class FlashCheckpointer:
         pending = self._pending
         if pending:
             began_s = time.perf_counter()
-            if pending.thread:
-                pending.thread.join()
+            pending.is_done.wait()
             # Not before: Ctrl-C may end the waiting, and who comes next has to wait again.
             self._pending = None
             self._counts.blocked_s += time.perf_counter() - began_s

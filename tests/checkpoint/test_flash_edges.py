@@ -127,8 +127,10 @@ def test_ctrl_c_while_the_fence_is_waited_for_loses_no_save(make: Any, monkeypat
         with pytest.raises(KeyboardInterrupt):
             checkpointer.fence()
         ring.join()
-        go_on.set()
+        later = threading.Timer(0.2, go_on.set)
+        later.start()
         assert checkpointer.save(2, {"model": model})
+        later.join()
         assert checkpointer.stats().num_saves == 2
 
 

@@ -70,12 +70,9 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, default=0, help="after this step")
     parser.add_argument("--resizes", action="store_true", help="the number of ranks may change")
     parser.add_argument("--asynchronous", action="store_true")
-<<<<<<< HEAD
     parser.add_argument("--step-s", type=float, default=0.0, help="each step takes so much longer")
     parser.add_argument("--wait-for", type=Path, help="in the middle of training, until this file is there")
-=======
     parser.add_argument("--close-timeout", type=float, metavar="S", help="of the checkpointer")
->>>>>>> 0a791ab (Checkpoints: what children, Ctrl-C, odd paths, broken disks and other ranks' errors do to a checkpointer; the quick tests are quicker)
     options = parser.parse_args()
     rank, size = 0, 1
     if options.group:

@@ -1,19 +1,30 @@
 """The copy of a save: tensors of any device into a slot.
 
-CPU tensors are copied by one call for all of them. Tensors of a GPU are copied on a stream of their own into pinned
-memory; the slot is pinned once, when it is first used.
+CPU tensors are copied in pieces, by as many threads as are free to take one. Tensors of a GPU are copied on a stream of
+their own into pinned memory; the slot is pinned once, when it is first used.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 _log = logging.getLogger(__name__)
+
+# torch shares a copy of so many elements among its threads, and all wait for the last, which may not have a core just
+# now. Copies of fewer are left to it.
+_SHARED_ELEMENTS = 1 << 15
+# What a thread takes at a time, and for how much another one is worth its start. More threads than the limit are not
+# faster than memory is.
+_PIECE_BYTES = 8 << 20
+_THREAD_BYTES = 64 << 20
+_MAX_THREADS = 8
 
 
 class Copier:
@@ -45,7 +56,7 @@ class Copier:
         devices = _devices_of(tensors)
         with torch.no_grad():
             if not devices:
-                torch._foreach_copy_(destinations, tensors)
+                _copy_in_memory(destinations, tensors)
                 return
             for device in devices:
                 chosen = [index for index, tensor in enumerate(tensors) if tensor.device == device]
@@ -55,9 +66,8 @@ class Copier:
                         [tensors[index] for index in chosen],
                         non_blocking=True,
                     )
-            for index, tensor in enumerate(tensors):
-                if tensor.device.type != "cuda":
-                    destinations[index].copy_(tensor)
+            here = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
+            _copy_in_memory([destinations[index] for index in here], [tensors[index] for index in here])
             for device in devices:
                 self._streams[device].synchronize()
 
@@ -82,6 +92,36 @@ def pin(memory: torch.Tensor) -> Callable[[], object] | None:
         _log.warning("a slot of %d bytes cannot be pinned (%s): saves from the GPU are slower", memory.nbytes, code)
         return None
     return functools.partial(runtime.cudaHostUnregister, address)
+
+
+def _copy_in_memory(destinations: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy CPU tensors; no thread waits while there is something left to copy."""
+    left_to_torch: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    pieces: list[tuple[int, int, int]] = []
+    for destination, tensor in zip(destinations, tensors, strict=True):
+        is_plain = tensor.numel() >= _SHARED_ELEMENTS and tensor.is_contiguous() and destination.is_contiguous()
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or tensor.dtype != destination.dtype:
+            left_to_torch[0].append(destination)
+            left_to_torch[1].append(tensor)
+            continue
+        into, start, num_bytes = destination.data_ptr(), tensor.data_ptr(), tensor.nbytes
+        for at in range(0, num_bytes, _PIECE_BYTES):
+            pieces.append((into + at, start + at, min(_PIECE_BYTES, num_bytes - at)))
+    remaining = iter(pieces)
+
+    def work() -> None:
+        for piece in remaining:
+            ctypes.memmove(*piece)  # without the GIL
+
+    wanted = min(torch.get_num_threads(), _MAX_THREADS, sum(piece[2] for piece in pieces) // _THREAD_BYTES)
+    helpers = [threading.Thread(target=work, name="checkpoint copy") for _ in range(1, wanted)]
+    for helper in helpers:
+        helper.start()
+    if left_to_torch[0]:
+        torch._foreach_copy_(*left_to_torch)
+    work()
+    for helper in helpers:
+        helper.join()
 
 
 def _devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:

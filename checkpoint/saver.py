@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 # A tenth of the weight of a trainer's thread: enough for checksums beside a busy one.
 _NICENESS = 10
+_AUTOGROUP = Path("/proc/self/autogroup")
 # Sent to all processes of a step (sbatch --signal, scancel --signal), and meant for trainers.
 _NOT_MEANT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # How often to see whether trainers live, and whether other ranks have written their parts.
@@ -591,6 +592,9 @@ def _be_modest(number: int) -> None:
     for signum in _NOT_MEANT:
         signal.signal(signum, signal.SIG_IGN)
     os.nice(_NICENESS)
+    # Linux may share cores among sessions before it does among their processes, and the saver has its own session.
+    with contextlib.suppress(OSError):
+        _AUTOGROUP.write_text(str(_NICENESS))
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[-1 - number % len(cores)]})
 

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # torch is pinned here alone: an open range pulls gigabytes of CUDA packages onto machines without a GPU.
 TORCH ?= torch==2.13.0
 DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak
-CKPT_BENCHMARKS := ckpt_requeue ckpt_migrate
+CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
 .PHONY: demo test test-all lint venv slurm clean bench-data bench-ckpt
 

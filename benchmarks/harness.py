@@ -268,6 +268,19 @@ def collect(
     return results
 
 
+def by_system(results: Results) -> None:
+    """Give each system its own samples where a client measures several in turns, which is what is fair to short times.
+
+    Such a client names the system in the case: `CASE|SYSTEM`; with a comma first, as in `CASE|, idle`, what follows is
+    a part of its own name.
+    """
+    for (case, system, repeat), sample in list(results.samples.items()):
+        plain, bar, named = case.partition("|")
+        if bar:
+            del results.samples[case, system, repeat]
+            results.samples[plain, system + named if named.startswith(",") else named, repeat] = sample
+
+
 def quietest(system: System, request: Mapping[str, Any], deadline_s: float) -> dict[str, Sample]:
     """Run a client, and again while other processes used too much of its cores; for each case take the calmest run.
 

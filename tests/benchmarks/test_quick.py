@@ -96,6 +96,29 @@ def test_coordinated(tmp_path: Path) -> None:
     assert all(row["value"] is not None for row in rows.values()), rows
 
 
+@pytest.mark.parametrize("name", ["ckpt_save", "ckpt_restore"])
+def test_checkpoints(tmp_path: Path, name: str) -> None:
+    rows = run(name, tmp_path, "hetstream")
+    assert rows["hetstream"]["value"] is not None, rows
+    assert rows["memcpy"]["value"] is not None, rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ckpt_save", "ckpt_stall", "ckpt_disk", "ckpt_growth"])
+def test_checkpoints_and_their_peers(tmp_path: Path, name: str) -> None:
+    rows = run(name, tmp_path, "")
+    assert all(row["value"] is not None for row in rows.values()), rows
+
+
+def test_twelve_kills_of_a_training_tear_and_mix_nothing(tmp_path: Path) -> None:
+    run("ckpt_kill", tmp_path, "")
+    document = json.loads((tmp_path / "ckpt_kill.json").read_text())
+    goals = [row for row in document["rows"] if row["target"]]
+    assert len(goals) == 4
+    assert all(row["met"] for row in goals), goals
+    assert sum(row["value"] for row in document["rows"] if row["unit"] == "kills") == 12
+
+
 def test_synthetic_photographs_can_be_read(tmp_path: Path) -> None:
     overhead.write_synthetic(tmp_path / "jpeg", 5)
     source = ImageFolder(tmp_path / "jpeg", label_of=file_class)

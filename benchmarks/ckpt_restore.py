@@ -1,0 +1,68 @@
+"""`make bench-ckpt_restore`: how long does a state take to come back, from memory and from disk, beside its peers?
+
+docs/benchmarks.md explains the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+
+from benchmarks import harness
+from benchmarks.harness import Metric, System, Target
+
+HETSTREAM, COPY, RAW = "hetstream", "memcpy", "raw read"
+PEERS = ("torch.load", "torch.load, mmap", "safetensors", "DCP")
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = harness.parser("How long a restore takes.", repeats=3)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--loads", type=int, default=3)
+    parser.add_argument("--folder", help="on the disk to read from; default: a temporary one in /var/tmp")
+    args = parser.parse_args()
+    if args.quick:
+        args.gigabytes, args.loads = 0.02, 1
+    size = f"{args.gigabytes:g} GB"
+    memory, disk = f"{size} from memory", f"{size} from disk"
+    client = System(HETSTREAM, (sys.executable, "-m", "benchmarks.clients.ckpt_restore"))
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+        results = harness.collect(
+            [client],
+            {size: {"tensors": 8, "bytes": int(args.gigabytes * 1e9)}},
+            {"folder": folder, "loads": args.loads},
+            1 if args.quick else args.repeats,
+            600.0,
+            lambda case, sample: f"{case}: {sample['seconds']:.2f} s",
+        )
+    harness.by_system(results)
+    names = (HETSTREAM, f"{HETSTREAM} with its start", COPY, RAW, *PEERS)
+    systems = [
+        System(name, cases=tuple(case for case in (memory, disk) if results.of(case, name, "seconds")))
+        for name in names
+    ]
+    targets = [
+        Target(memory, HETSTREAM, COPY, "seconds", at_most=1.5),
+        Target(disk, RAW, HETSTREAM, "seconds", at_least=0.9),
+        *(Target(disk, HETSTREAM, name, "seconds", at_most=1.0) for name in PEERS),
+    ]
+    context = {
+        "machine": harness.machine(),
+        "versions": harness.versions("torch", "safetensors"),
+        "notes": [
+            "Into the program's own tensors, whose memory is there. Files were taken out of the page cache before.",
+            "hetstream compares what it reads from disk with its checksums; torch.load compares none by default, "
+            "safetensors and DCP have none.",
+            "With its start: FlashCheckpointer() too, which takes up the memory and starts a saver.",
+            harness.disturbance(results),
+        ],
+    }
+    rows = harness.rows_of(results, systems, [Metric("seconds", "s", (memory, disk))], targets)
+    return harness.finish("ckpt_restore", args.out, rows, results.failures, context)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,11 +32,13 @@ from hetjob.plan import Change, Component, HetPlan
 from hetjob.ports import Cluster
 from hetjob.request import count, gpus_per_task
 from hetjob.sbatch_options import (
+    OF_ONE_COMPONENT,
     SbatchOption,
     SbatchOptions,
     megabytes,
     memory_words,
     parse_words,
+    plain_words,
     words_of,
 )
 from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
@@ -160,13 +162,16 @@ def convert(
         overrides = [*(option for option in overrides if option.name not in replaced), *more]
         changes += added
         saver_options = (f"--checkpoint={spec.checkpoint}",)
-    given_outside = {option.name for option in outside}
+    overridden = {option.name for option in overrides}
+    of_trainer = [option for option in outside if option.name in OF_ONE_COMPONENT - overridden]
+    of_job = [option for option in outside if option.name not in OF_ONE_COMPONENT]
+    names = {option.name for option in of_job}
     return HetPlan(
-        components=(Component(0, "trainer", tuple(words_of(overrides))), *components),
+        components=(Component(0, "trainer", (*plain_words(of_trainer), *words_of(overrides))), *components),
         changes=tuple(changes),
         master_options=master_options,
         saver_options=saver_options,
-        sbatch_options=(*words_of(outside), *words_of(item for item in overrides if item.name in given_outside)),
+        sbatch_options=(*plain_words(of_job), *words_of(item for item in overrides if item.name in names)),
     )
 
 

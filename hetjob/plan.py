@@ -41,8 +41,8 @@ class HetPlan:
         changes: what differs and why, in the order of the script.
         master_options: arguments of `hetstream master start`; None without data workers.
         saver_options: arguments of `hetstream ckpt start`; None without checkpoints.
-        sbatch_options: the options for sbatch's command line: the user's own, then those of `components[0]` that
-            must win over a command line or an environment variable.
+        sbatch_options: the options for sbatch's command line: those of the user's that are for the whole job, then
+            those of `components[0]` that must win over one of them.
     """
 
     components: tuple[Component, ...]

@@ -71,6 +71,16 @@ ENVIRONMENT: Mapping[str, str] = {
     "SBATCH_TRES_PER_TASK": "tres-per-task",
 }
 
+_OF_ONE_COMPONENT = """
+    comment container container-id contiguous cores-per-socket cpus-per-task distribution exclude extra-node-info
+    gpus-per-socket hint licenses mem-bind mincpus nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu
+    ntasks-per-node ntasks-per-socket overcommit oversubscribe prefer reservation sockets-per-node spread-job switches
+    threads-per-core tmp use-min-nodes
+"""
+# What one component consists of. sbatch applies its command line to *every* component, also over a component's own
+# lines (seen on 22.05 and 26.05): `-p gpu` would take the data workers there, too.
+OF_ONE_COMPONENT = frozenset(ENVIRONMENT.values()) - {"array"} | {*_OF_ONE_COMPONENT.split()}
+
 _MEGABYTES = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
 
 
@@ -197,6 +207,11 @@ def from_environment(environ: Mapping[str, str]) -> list[SbatchOption]:
         for variable, name in ENVIRONMENT.items()
         if variable in environ
     ]
+
+
+def plain_words(options: Iterable[SbatchOption]) -> list[str]:
+    """Options written anew by their long names, each a word of its own."""
+    return [f"--{item.name}" if item.value is None else f"--{item.name}={item.value}" for item in options]
 
 
 def words_of(options: Iterable[SbatchOption]) -> list[str]:

@@ -53,6 +53,20 @@ def test_a_job_with_an_export_list_still_streams(devcluster: Any, wait_until: Ca
     assert "service=file:/" in output.read_text()
 
 
+def test_the_command_lines_partition_is_the_trainers(devcluster: Any) -> None:
+    """sbatch itself would take the data workers there: its command line is for all components."""
+    options = ["-p", "gpu", "--gres=gpu:1", "--hold", "--parsable"]
+    done = submit(devcluster, devcluster.out_dir / "partition", f"#!/bin/bash\n{DIRECTIVE}hostname\n", *options)
+    job_id = done.stdout.strip()
+    try:
+        rows = devcluster.run(
+            ["squeue", "--noheader", "-j", job_id, "-O", "HetJobOffset,Partition,tres-per-node"]
+        ).stdout
+    finally:
+        devcluster.run(["scancel", job_id])
+    assert [row.split()[1:] for row in sorted(rows.splitlines())] == [["gpu", "gres:gpu:1"], ["cpu", "N/A"]]
+
+
 def test_nothing_is_left_of_a_cancelled_job(devcluster: Any, wait_until: Callable[..., None]) -> None:
     directory = devcluster.out_dir / "cancelled"
     done = submit(devcluster, directory, f"#!/bin/bash\n{DIRECTIVE}sleep 600\n", "--parsable")

@@ -98,9 +98,18 @@ def test_constraint_account_and_qos_of_data_workers() -> None:
 
 def test_the_command_line_counts_and_is_overridden_where_it_must() -> None:
     plan = plan_of("--gres=gpu:1 -c 16", "-c", "12", "--time=5", "--data-workers=2", "-Jx")
-    assert plan.sbatch_options == ("-c", "12", "--time=5", "-Jx", "--cpus-per-task=2")
+    assert plan.sbatch_options == ("--time=5", "--job-name=x")
+    assert "--cpus-per-task=2" in plan.components[0].options
     assert plan.changes[0].change == "trainer: --cpus-per-task=2 (was 12, command line)"
     assert plan_of("--gres=gpu:1 -c 16", "--time=5").sbatch_options == ("--time=5",)
+
+
+def test_what_the_command_line_says_of_one_component_is_the_trainers() -> None:
+    """sbatch would apply it to the data workers as well."""
+    plan = plan_of("--gres=gpu:1", "-Hpgpu", "-w", "gpu1", "--exclusive", "--account=x")
+    assert plan.sbatch_options == ("--hold", "--account=x")
+    assert plan.components[0].options[:3] == ("--partition=gpu", "--nodelist=gpu1", "--exclusive")
+    assert not any("gpu" in word for word in plan.components[1].options)
 
 
 def test_companions_are_jobs_with_the_options_that_slurm_would_have_copied() -> None:
@@ -246,7 +255,8 @@ def test_a_checkpoint_directory_belongs_to_one_job() -> None:
 
 def test_options_of_the_command_line_lose_against_the_memory_of_checkpoints() -> None:
     plan = plan_of("-c2", "--mem=8G", spec=JobSpec(checkpoint="ckpt", checkpoint_size="1G"))
-    assert plan.sbatch_options == ("--mem=8G", "--mem=11G")
+    assert plan.sbatch_options == ()
+    assert plan.components[0].options == ("--mem=11G", "--requeue")
 
 
 def test_checkpoints_need_no_backfill_and_share_burst_buffers() -> None:

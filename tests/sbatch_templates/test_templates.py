@@ -24,7 +24,7 @@ by_name = pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.s
 
 # What each template's trainer keeps, and its data-worker component.
 EXPECTED: dict[str, tuple[tuple[str, ...], str | None] | None] = {
-    "checkpoint": (("--cpus-per-task=2", "--mem=88G", "--requeue"), "--ntasks=2"),
+    "checkpoint": (("--cpus-per-task=2", "--mem=56G", "--requeue"), "--ntasks=2"),
     "checkpoint-by-hand": None,
     "companions-only": (("--cpus-per-task=4",), None),
     "horovod": (("--cpus-per-task=2",), "--ntasks=4"),

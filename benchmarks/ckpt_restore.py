@@ -56,7 +56,8 @@ def main() -> int:
             "Into the program's own tensors, whose memory is there. Files were taken out of the page cache before.",
             "hetstream compares what it reads from disk with its checksums; torch.load compares none by default, "
             "safetensors and DCP have none.",
-            "With its start: FlashCheckpointer() too, which takes up the memory and starts a saver.",
+            "With its start: FlashCheckpointer() too, which starts a saver, and maps the memory while a program would "
+            "build its model.",
             harness.disturbance(results),
         ],
     }

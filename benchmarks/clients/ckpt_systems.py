@@ -93,6 +93,13 @@ class System(Protocol):
         """The processes beside this one."""
 
 
+def wait_for_memory() -> None:
+    """Wait for what the checkpointer does in the background while the program goes on."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint memory":
+            thread.join()
+
+
 class Hetstream:
     """FlashCheckpointer with its saver."""
 
@@ -101,10 +108,7 @@ class Hetstream:
 
         self.checkpointer = FlashCheckpointer(folder, interval=1, keep=Retention(keep_last=1))
         self.checkpointer.prepare(state)
-        # A program trains meanwhile.
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint memory":
-                thread.join()
+        wait_for_memory()  # a program trains meanwhile
 
     def save(self, step: int, state: State) -> None:
         """Copy into shared memory."""

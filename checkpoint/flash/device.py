@@ -56,7 +56,7 @@ class Copier:
         devices = _devices_of(tensors)
         with torch.no_grad():
             if not devices:
-                _copy_in_memory(destinations, tensors)
+                copy_in_memory(destinations, tensors)
                 return
             for device in devices:
                 chosen = [index for index, tensor in enumerate(tensors) if tensor.device == device]
@@ -67,7 +67,7 @@ class Copier:
                         non_blocking=True,
                     )
             here = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
-            _copy_in_memory([destinations[index] for index in here], [tensors[index] for index in here])
+            copy_in_memory([destinations[index] for index in here], [tensors[index] for index in here])
             for device in devices:
                 self._streams[device].synchronize()
 
@@ -94,13 +94,18 @@ def pin(memory: torch.Tensor) -> Callable[[], object] | None:
     return functools.partial(runtime.cudaHostUnregister, address)
 
 
-def _copy_in_memory(destinations: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy CPU tensors; no thread waits while there is something left to copy."""
+def copy_in_memory(destinations: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy CPU tensors; no thread waits while there is something left to copy. Autograd does not notice.
+
+    Args:
+        destinations: in main memory.
+        tensors: of the same shapes, in main memory.
+    """
     left_to_torch: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     pieces: list[tuple[int, int, int]] = []
     for destination, tensor in zip(destinations, tensors, strict=True):
         is_plain = tensor.numel() >= _SHARED_ELEMENTS and tensor.is_contiguous() and destination.is_contiguous()
-        if not is_plain or tensor.is_conj() or tensor.is_neg() or tensor.dtype != destination.dtype:
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or not _are_alike(tensor, destination):
             left_to_torch[0].append(destination)
             left_to_torch[1].append(tensor)
             continue
@@ -122,6 +127,10 @@ def _copy_in_memory(destinations: Sequence[torch.Tensor], tensors: Sequence[torc
     work()
     for helper in helpers:
         helper.join()
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.nbytes == other.nbytes
 
 
 def _devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:

@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree
 
 from checkpoint.errors import DamagedCheckpoint, StateMismatch
+from checkpoint.flash.device import copy_in_memory
 from checkpoint.flash.shards import Box, Whole, cut, overlap_of
 from checkpoint.flash.tensors import make_foreign, view_of
 from checkpoint.layout import Entry
@@ -601,8 +602,13 @@ def _copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             here.copy_(saved)
         else:
             alike.append((here.detach(), saved))
-    if alike:
-        torch._foreach_copy_([here for here, _ in alike], [saved for _, saved in alike])
+    in_memory = [pair for pair in alike if pair[0].is_cpu and pair[1].is_cpu]
+    elsewhere = [pair for pair in alike if not (pair[0].is_cpu and pair[1].is_cpu)]
+    if in_memory:
+        copy_in_memory([here for here, _ in in_memory], [saved for _, saved in in_memory])
+        torch.autograd.graph.increment_version([here for here, _ in in_memory])
+    if elsewhere:
+        torch._foreach_copy_([here for here, _ in elsewhere], [saved for _, saved in elsewhere])
 
 
 def _kind(value: Any) -> str:

@@ -148,35 +148,45 @@ def test_gc_removes_only_what_is_nobodys(
     assert "would be removed" in ckpt(capsys, "gc", "--dry-run")
     assert found() == ("removed", f"job {JOB} is over and step 20 of attempt 2 is on disk")
     assert not dead_store.exists()
-    assert "nothing to collect" in ckpt(capsys, "gc")
+    assert str(dead_store) not in ckpt(capsys, "gc")
 
 
 def test_gc_keeps_the_store_of_a_living_trainer(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store.open(Identity("local", 0, 0, directory))
+
+    def found(*words: str) -> dict[str, str]:
+        (row,) = (row for row in ckpt_json(capsys, "gc", *words)["found"] if row["path"] == str(store.path))
+        return row
+
     try:
-        (row,) = ckpt_json(capsys, "gc", "--discard-unsaved")["found"]
+        row = found("--discard-unsaved")
         assert row["action"] == "kept"
         assert row["reason"].startswith(f"its trainer lives, pid {os.getpid()}")
     finally:
         store.close(keep=True)
-    assert ckpt_json(capsys, "gc")["found"][0]["reason"] == "its program is gone and it holds nothing"
+    assert found()["reason"] == "its program is gone and it holds nothing"
     assert not store.path.exists()
 
 
 def test_gc_completes_what_dead_savers_left(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older = make_record(2)
     write_part(directory, Part(Generation(1, 15), 0, 2, older.layout.digest), older.plan, older.payload)
-    rows = ckpt_json(capsys, "gc", "--dry-run", directory)["found"]
+
+    def found(*words: str) -> list[dict[str, str]]:
+        rows = ckpt_json(capsys, "gc", *words, directory)["found"]
+        return [row for row in rows if row["path"].startswith(str(directory))]
+
+    rows = found("--dry-run")
     assert [(row["action"], row["reason"]) for row in rows] == [
         ("kept", "no checkpoint is newer; a job may still complete it"),
         ("removed", "step 20 of attempt 2 is newer and complete"),
     ]
     assert partial_path(directory, Generation(1, 15)).exists()
-    assert [row["action"] for row in ckpt_json(capsys, "gc", directory)["found"]] == ["kept", "removed"]
+    assert [row["action"] for row in found()] == ["kept", "removed"]
     assert not partial_path(directory, Generation(1, 15)).exists()
     record = make_record(3)
     write_part(directory, Part(Generation(2, 30), 0, 2, record.layout.digest), record.plan, record.payload)
-    (row,) = ckpt_json(capsys, "gc", directory)["found"]
+    (row,) = found()
     assert (row["action"], row["reason"]) == ("committed", "all parts are there")
     assert (directory / "step-0000000030.2").is_dir()
 

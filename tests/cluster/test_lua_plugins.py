@@ -152,6 +152,7 @@ def test_without_a_converter_the_plain_job_goes_on(
     assert (directory / "short.out").read_text() == "service=\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
 def test_ctrl_c_while_it_plans_submits_nothing(
     release: str, clusters: Callable[[str], Cluster], tmp_path: Path, wait_until: Any
@@ -173,6 +174,7 @@ def test_ctrl_c_while_it_plans_submits_nothing(
     assert cluster.run(directory, "squeue", "--noheader", "--name=interrupted", "--states=all").stdout == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
 def test_what_is_not_to_be_converted_passes_unchanged(release: str, clusters: Callable[[str], Cluster]) -> None:
     cluster = clusters(release)
@@ -208,6 +210,7 @@ def test_what_is_not_to_be_converted_passes_unchanged(release: str, clusters: Ca
     assert "unrecognized option" in unknown.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
 def test_words_arrive_as_they_were(release: str, clusters: Callable[[str], Cluster]) -> None:
     cluster = clusters(release)
@@ -230,6 +233,7 @@ def test_words_arrive_as_they_were(release: str, clusters: Callable[[str], Clust
     assert (done.returncode, done.stderr) == (3, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_site_may_ask_for_data_workers_where_scripts_do_not(release: str, clusters: Callable[[str], Cluster]) -> None:
     cluster = clusters(release)
@@ -263,6 +267,7 @@ def test_the_guard_right_sizes_and_refuses(release: str, clusters: Callable[[str
         assert (directory / "shrunk.out").read_text() == "8 8\n", ask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
 def test_an_opportunistic_job_belongs_to_the_site(release: str, clusters: Callable[[str], Cluster]) -> None:
     cluster = clusters(release)
@@ -287,6 +292,7 @@ def test_an_opportunistic_job_belongs_to_the_site(release: str, clusters: Callab
     cluster.run(directory, "scancel", job_id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_hook_that_fails_lets_every_job_through(
     release: str, clusters: Callable[[str], Cluster], wait_until: Any

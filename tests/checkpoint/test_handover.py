@@ -268,7 +268,7 @@ def test_a_training_is_handed_over_without_a_step_lost_or_made_twice(
     for rank in range(num_ranks):
         first, *lines = jobs.ledger(rank)
         start = next(line for line in lines if line.startswith("start"))
-        assert int(start.split()[1]) == lines.index(start) >= STEPS // 2, "it trains until the new job is initialised"
+        assert int(start.split()[1]) == lines.index(start) > 0, "it trains until the new job is initialised"
         lines.remove(start)
         assert [first, *lines] == undisturbed.ledger(rank)
         assert jobs.result(rank) == undisturbed.result(rank)
@@ -291,7 +291,12 @@ def test_a_taker_that_dies_changes_nothing(
 ) -> None:
     undisturbed = truth(1)
     after = jobs.directory / "after its death"
-    jobs.begin(1, ("41", after, {}), ("42", None, {**TAKER, "HETSTREAM_CKPT_FAULT": f"{point}:1:kill:{jobs.marker}"}))
+    # The owner stands still while the taker asks and dies: between the two it would rightly hand over.
+    taker = TAKER | {
+        "HETSTREAM_CKPT_FAULT": f"{point}:1:kill:{jobs.marker}",
+        "HETSTREAM_TEST_AFTER": str(after.with_suffix(".awaited")),
+    }
+    jobs.begin(1, ("41", after, {}), ("42", None, taker))
     wait_until(lambda: jobs.marker.exists() and jobs.marker.read_text(), 120, "the taker's request")
     wait_until(lambda: is_dead(int(jobs.marker.read_text())), 120, "the taker's death")
     assert jobs.request.exists() == (point == "handover.asked")

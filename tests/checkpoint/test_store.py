@@ -228,8 +228,11 @@ def test_memory_is_prepared_in_a_thread_while_saves_go_on(store: Store) -> None:
     thread.start()
     for step in range(1, 10):
         save(store, step, 20_000_000)
+        assert steps(store)[0] == step
     thread.join()
-    assert steps(store) == [9, 8, 7]
+    for step in range(10, 13):
+        save(store, step, 20_000_000)
+    assert steps(store) == [12, 11, 10]
 
 
 def test_a_prepared_store_allocates_nothing_for_a_save(store: Store) -> None:

@@ -69,7 +69,7 @@ def test_the_command_lines_partition_is_the_trainers(devcluster: Any) -> None:
 
 
 def test_nothing_is_left_of_a_cancelled_job(devcluster: Any, wait_until: Callable[..., None]) -> None:
-    directory = devcluster.out_dir / "cancelled"
+    directory = devcluster.out_dir / "cancelled-submission"
     done = submit(devcluster, directory, f"#!/bin/bash\n{DIRECTIVE}sleep 600\n", "--parsable")
     job_id = done.stdout.strip()
     job_directory = directory / ".hetstream" / f"job-{job_id}"

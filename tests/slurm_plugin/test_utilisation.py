@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -123,18 +124,20 @@ def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.slurm
 def test_util_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> None:
     slurm = CommandSlurm(devcluster.env)
+    wait_until(lambda: not slurm.snapshot().jobs, 60)
     job_id = slurm.submit("#!/bin/sh\nsleep 600\n", ["-p", "gpu", "-c8", "--gres=gpu:4", "-o", "/dev/null"])
     try:
         wait_until(lambda: [job.state for job in slurm.snapshot().jobs] == ["RUNNING"], 60)
         started = slurm.snapshot().jobs[0].start_s
         assert started is not None
         wait_until(lambda: slurm.snapshot().taken_s > started + 2, 60)
-        done = run(devcluster.env, "util", "--json", "--start", "now-10minutes")
-        document = json.loads(done.stdout)
+        # The jobs of earlier tests are remembered too, and ended before this one.
+        since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(started))
+        document = json.loads(run(devcluster.env, "util", "--json", "--start", since).stdout)
         by_name = {row["partition"]: row for row in document["groups"]}
         ran_s = document["meta"]["taken_s"] - started
         assert by_name["gpu"]["gpu_hours"] == pytest.approx(4 * ran_s / HOUR, abs=0.002)
-        assert by_name["gpu"]["gpu_allocated_share"] == pytest.approx(ran_s / 600 / 2, abs=0.01)
+        assert by_name["gpu"]["gpu_allocated_share"] == pytest.approx(1 / 2, abs=0.01)
         assert any("there is no slurmdbd" in note for note in document["notes"])
     finally:
         slurm.cancel(job_id)

@@ -71,7 +71,9 @@ def main() -> None:
     parser.add_argument("--resizes", action="store_true", help="the number of ranks may change")
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--step-s", type=float, default=0.0, help="each step takes so much longer")
-    parser.add_argument("--wait-for", type=Path, help="in the middle of training, until this file is there")
+    parser.add_argument(
+        "--wait-for", type=Path, help="in the middle of training, until this file is there; says so in NAME.awaited"
+    )
     parser.add_argument("--close-timeout", type=float, metavar="S", help="of the checkpointer")
     options = parser.parse_args()
     rank, size = 0, 1
@@ -122,8 +124,10 @@ def main() -> None:
                     dist.broadcast(one, 0)
                 state["mean"].lerp_(samples.mean(0), 0.1)
                 time.sleep(options.step_s)
-                while options.wait_for and step == options.steps // 2 and not options.wait_for.exists():
-                    time.sleep(0.01)
+                if options.wait_for and step == options.steps // 2:
+                    options.wait_for.with_suffix(".awaited").touch()
+                    while not options.wait_for.exists():
+                        time.sleep(0.01)
                 step += 1
                 mine.write(json.dumps([step, indices.tolist()]) + "\n")
                 if checkpointer.should_save(step):

@@ -1,0 +1,290 @@
+"""Decides how many companions a job has: (snapshot, now) -> Decision with its reason. Pure; the clock is an argument.
+
+Called by `hetjob.master.elastic` about once a second; it never asks Slurm or the dispatcher itself.
+
+    BASELINE --local loading keeps up--------> LOCAL
+       |                                       |   ^
+       +--the trainer waits--> SIZE --best--> COUNT --data workers do not pay--+
+
+BASELINE and LOCAL have no data workers, SIZE has one or two, COUNT as many as pay. A job with data workers in component
+1 begins in COUNT: it cannot be measured without them. In every phase there is at most one change per cooldown, and none
+before the last one shows in the rates. Growth follows the need of now, shrinking the greatest need of some time: so a
+load that alternates keeps what it needs at its worst. Companions that wait in Slurm's queue hold nothing up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+from hetjob.elastic.policy import needed, slowest
+from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
+from hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
+
+# A trainer that waits for more than this share of its time is starving; the aim is to stay below it.
+STARVING_SHARE = 0.05
+# Growth goes a little beyond the need, and shrinking leaves more: in between nothing happens (hysteresis).
+GROW_HEADROOM, SHRINK_HEADROOM = 1.1, 1.3
+# The rates are those of the last 5 s: a change shows in them whole after that.
+MEASURE_S = 6.0
+# Of a first step that takes longer than the rates look back: it is waited for so long.
+_LONGEST_BASELINE_S = 60.0
+# One change makes a job at most so many times larger: a first rate may be wrong by much.
+_MOST_GROWTH = 8
+# Data workers go when they were not needed for so many cooldowns.
+_CALM_COOLDOWNS = 3
+# Python and torch from a busy file system; and what a step may take that a leaving data worker is at.
+_START_LIMIT_S, _DRAIN_LIMIT_S = 60.0, 60.0
+# Without any loader for so long, the program does something else.
+_IDLE_S = 300.0
+# What did not pay is tried again after this long, then twice as long, and so on.
+_RETRY_S, _LONGEST_RETRY_S = 600.0, 7200.0
+# Refused submissions are tried again after this long, then twice as long, and so on.
+_BACKOFF_S, _LONGEST_BACKOFF_S = 10.0, 600.0
+
+
+class Phase(Enum):
+    """What the controller is finding out."""
+
+    BASELINE = "measuring local loading"
+    LOCAL = "loading locally"
+    SIZE = "finding the size of a data worker"
+    COUNT = "finding the number of data workers"
+
+
+class Controller:
+    """The elastic controller of one job.
+
+    Args:
+        limits: of the script.
+
+    Attributes:
+        phase: see the module's drawing.
+        cpus: of the next companion.
+        local: what local loading was seen to cost; None if it was not measured.
+        trainer_cpus: CPUs that the trainer needs besides its data workers; None while that is not known.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.phase = Phase.BASELINE
+        self.local: LocalLoading | None = None
+        self.trainer_cpus: int | None = None
+        self._size = SizeSearch(limits.smallest_cpus, limits.largest_cpus)
+        self._changed_at = float("-inf")
+        self._seen: tuple[bool, frozenset[str]] = (False, frozenset())
+        self._steady_since = 0.0
+        self._needs: deque[tuple[float, int]] = deque()
+        self._grown_from: tuple[int, float] | None = None
+        self._ceiling: int | None = None
+        self._num_disappointments = 0
+        self._retry_at = float("-inf")
+        self._num_refusals = 0
+        self._grow_at = float("-inf")
+
+    @property
+    def cpus(self) -> int:
+        """CPUs of the next companion."""
+        return self._size.probing or self._size.best
+
+    def decide(self, snapshot: Snapshot, now: float) -> Decision:
+        """What to do now. The caller does it, and says so with `refused` if Slurm does not let it."""
+        seen = (snapshot.reading, frozenset(job_ids(snapshot.of(CompanionState.WORKING))))
+        if seen != self._seen:
+            self._seen, self._steady_since = seen, now
+        decision = self._decide(snapshot, now)
+        if decision.is_change:
+            self._changed_at = now
+        return decision
+
+    def refused(self, now: float) -> float:
+        """Slurm refused a submission; returns after how many seconds the next one may be tried."""
+        delay_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**self._num_refusals)
+        self._num_refusals += 1
+        self._grow_at = now + delay_s
+        self._grown_from = None
+        return delay_s
+
+    def accepted(self) -> None:
+        """Slurm took a submission."""
+        self._num_refusals = 0
+
+    def _decide(self, snapshot: Snapshot, now: float) -> Decision:
+        overdue = [one for one in snapshot.of(CompanionState.DRAINING) if now - one.since > _DRAIN_LIMIT_S]
+        if overdue:
+            return _cancel(overdue, f"told to leave more than {_DRAIN_LIMIT_S:g} s ago")
+        if now - self._changed_at < self.limits.cooldown_s:
+            return _hold(f"cooldown of {self.limits.cooldown_s:g} s after the last change")
+        maximum = self._maximum(snapshot)
+        if snapshot.num_data_workers > maximum and snapshot.num_companions:
+            return self._shrink_to(snapshot, maximum, f"at most {maximum} data workers are allowed")
+        if not snapshot.reading:
+            if snapshot.num_companions and now - self._steady_since > _IDLE_S:
+                return self._shrink_to(snapshot, 0, f"no loader has read for {_IDLE_S:g} s")
+            return _hold("no loader reads")
+        if snapshot.of(CompanionState.DRAINING):
+            return _hold("data workers are leaving")
+        starting = [one for one in snapshot.of(CompanionState.STARTING) if now - one.since < _START_LIMIT_S]
+        if starting:
+            return _hold(f"{len(starting)} data workers start")
+        if now - self._steady_since < MEASURE_S:
+            return _hold(f"measuring for {MEASURE_S:g} s")
+        if snapshot.fixed and self.phase is Phase.BASELINE:
+            self.phase = Phase.COUNT
+            self._size.stop()
+        if self.phase in (Phase.BASELINE, Phase.LOCAL):
+            return self._local(snapshot, now)
+        if self.phase is Phase.SIZE:
+            return self._find_size(snapshot, now)
+        return self._find_count(snapshot, now)
+
+    # --- without data workers ---------------------------------------------------------------------------------------
+
+    def _local(self, snapshot: Snapshot, now: float) -> Decision:
+        if snapshot.num_companions:  # of a job master of before
+            self.phase = Phase.COUNT
+            return _hold("companions are there already")
+        if snapshot.steps_per_s <= 0 and now - self._steady_since < _LONGEST_BASELINE_S:
+            return _hold("no step was taken yet")
+        waits = f"the trainer waits {snapshot.wait_share:.0%} of the time"
+        if snapshot.steps_per_s > 0 and snapshot.wait_share <= STARVING_SHARE:
+            self.phase = Phase.LOCAL
+            return _hold(f"local loading keeps up: {waits}")
+        if now < self._retry_at:
+            return _hold(f"local loading: data workers did not pay, next try in {self._retry_at - now:.0f} s")
+        if now < self._grow_at:
+            return self._backing_off(now)
+        if self._maximum(snapshot) == 0:
+            return _hold("the site allows no data workers")
+        self.local = LocalLoading.seen(snapshot.steps_per_s, snapshot.wait_share)
+        self.phase = Phase.SIZE if self._size.probing else Phase.COUNT
+        return self._grow(snapshot, 1, f"{waits} with local loading, at {snapshot.steps_per_s:.1f} steps/s")
+
+    # --- the size of a data worker ----------------------------------------------------------------------------------
+
+    def _find_size(self, snapshot: Snapshot, now: float) -> Decision:
+        probe = next((one for one in snapshot.of(CompanionState.WORKING) if one.cpus == self._size.probing), None)
+        if snapshot.num_companions == 0:
+            self.phase = Phase.BASELINE
+            return _hold("the data worker that was measured is gone")
+        waiting = [one for one in snapshot.of(CompanionState.PENDING) if now - one.since > _START_LIMIT_S]
+        if snapshot.wait_share <= STARVING_SHARE or waiting or self._maximum(snapshot) <= snapshot.num_data_workers:
+            self._size.stop()
+            self.phase = Phase.COUNT
+            return _hold(f"data workers have {self.cpus} CPUs: the search ends here")
+        if probe is None:
+            return _hold(f"{snapshot.num_companions} companions wait in Slurm's queue")
+        if probe.rate_per_s <= 0:
+            return _hold("the new data worker has made no step yet")
+        why = self._size.measured(probe.rate_per_s)
+        if self._size.probing:
+            if now < self._grow_at:
+                return self._backing_off(now)
+            return self._grow(snapshot, 1, why)
+        self.phase = Phase.COUNT
+        others = [one for one in snapshot.of(CompanionState.WORKING) if one.cpus != self._size.best]
+        if others and len(others) < snapshot.num_companions:
+            return Decision(Action.DRAIN, len(others), why, job_ids(others))
+        return _hold(why)
+
+    # --- the number of data workers ---------------------------------------------------------------------------------
+
+    def _find_count(self, snapshot: Snapshot, now: float) -> Decision:
+        have, starving = snapshot.num_data_workers, snapshot.wait_share > STARVING_SHARE
+        pending = snapshot.of(CompanionState.PENDING)
+        waits = f"the trainer waits {snapshot.wait_share:.0%} of the time"
+        if snapshot.trainer_cpus is not None and not starving:
+            self.trainer_cpus = trainer_cpus_needed(snapshot.trainer_cpus)
+        if have == 0:
+            self.phase = Phase.BASELINE
+            return _hold("all data workers are gone")
+        if self._grown_from is not None and not pending:
+            (before, before_per_s), self._grown_from = self._grown_from, None
+            paid = growth_paid(before_per_s, snapshot.steps_per_s, before, have)
+            if before and have > before and starving and not paid:
+                self._disappointed(now, before)
+                reason = (
+                    f"{have} data workers make {snapshot.steps_per_s:.1f} steps/s, {before} made {before_per_s:.1f}"
+                )
+                return self._shrink_to(snapshot, before, reason)
+        if self._ceiling is not None and now >= self._retry_at:
+            self._ceiling = None
+        need = needed(snapshot, self.cpus, GROW_HEADROOM)
+        room = self._maximum(snapshot) - have
+        self._note_need(snapshot, now, full=room <= 0)
+        if starving and not pending and room > 0 and need is not None:
+            if now < self._grow_at:
+                return self._backing_off(now)
+            count = min(max(need, have + 1), have * _MOST_GROWTH, have + room) - have
+            return self._grow(snapshot, count, f"{waits}, {need} data workers would feed it")
+        calm_need = self._calm_need(now)
+        if calm_need == 0 and snapshot.num_companions:
+            self._disappointed(now, None)
+            self.phase = Phase.LOCAL
+            return self._shrink_to(snapshot, 0, f"{snapshot.steps_per_s:.1f} steps/s, as many as with local loading")
+        if calm_need is not None and calm_need < have and snapshot.num_companions:
+            return self._shrink_to(snapshot, calm_need, f"{waits}, {calm_need} data workers are enough")
+        if pending:
+            return _hold(f"{len(pending)} companions wait in Slurm's queue; {waits}")
+        return _hold(f"{waits}" + (", and no more data workers are allowed" if starving and room <= 0 else ""))
+
+    def _note_need(self, snapshot: Snapshot, now: float, *, full: bool) -> None:
+        """Remember what was needed: none if local loading is as fast; all that are there while the trainer starves."""
+        starving = snapshot.wait_share > STARVING_SHARE
+        need = needed(snapshot, self.cpus, SHRINK_HEADROOM)
+        if need is None or starving:
+            need = snapshot.num_data_workers
+        local_per_s = self.local.steps_per_s(snapshot) if self.local and not snapshot.fixed else 0.0
+        if (full or not starving) and not remote_pays(local_per_s, snapshot.steps_per_s):
+            need = 0
+        self._needs.append((now, need))
+        while len(self._needs) > 1 and self._needs[1][0] <= now - self._calm_s:
+            self._needs.popleft()
+
+    def _calm_need(self, now: float) -> int | None:
+        """The greatest need of the last time; None as long as it is not known."""
+        if not self._needs or now - self._needs[0][0] < self._calm_s:
+            return None
+        return max(need for _, need in self._needs)
+
+    @property
+    def _calm_s(self) -> float:
+        return _CALM_COOLDOWNS * self.limits.cooldown_s
+
+    # --- changes ----------------------------------------------------------------------------------------------------
+
+    def _maximum(self, snapshot: Snapshot) -> int:
+        """Data workers that may be there now. Those of component 1 are the job's own, whatever the site says."""
+        limits = (self.limits.maximum, self._ceiling, snapshot.site_limit)
+        return max(self.limits.minimum, snapshot.fixed, min(limit for limit in limits if limit is not None))
+
+    def _grow(self, snapshot: Snapshot, count: int, reason: str) -> Decision:
+        self._grown_from = (snapshot.num_data_workers, snapshot.steps_per_s)
+        self._needs.clear()
+        return Decision(Action.GROW, count, reason, cpus=self.cpus)
+
+    def _shrink_to(self, snapshot: Snapshot, num_data_workers: int, reason: str) -> Decision:
+        """Take back what waits in the queue first; then let the slowest leave."""
+        count = min(snapshot.num_data_workers - num_data_workers, snapshot.num_companions)
+        self._needs.clear()
+        waiting = snapshot.of(CompanionState.PENDING)
+        if waiting:
+            return _cancel(waiting[-count:], reason)
+        leaving = slowest(snapshot.of(CompanionState.STARTING, CompanionState.WORKING), count)
+        return Decision(Action.DRAIN, len(leaving), reason, job_ids(leaving))
+
+    def _disappointed(self, now: float, ceiling: int | None) -> None:
+        self._retry_at = now + min(_LONGEST_RETRY_S, _RETRY_S * 2**self._num_disappointments)
+        self._num_disappointments += 1
+        self._ceiling = ceiling
+
+    def _backing_off(self, now: float) -> Decision:
+        return _hold(f"Slurm refused the last submission, next try in {self._grow_at - now:.0f} s")
+
+
+def _hold(reason: str) -> Decision:
+    return Decision(Action.HOLD, 0, reason)
+
+
+def _cancel(companions: list[Companion], reason: str) -> Decision:
+    return Decision(Action.CANCEL, len(companions), reason, job_ids(companions))

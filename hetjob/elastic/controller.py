@@ -99,7 +99,7 @@ class Controller:
 
     def refused(self, now: float) -> float:
         """Slurm refused a submission; returns after how many seconds the next one may be tried."""
-        delay_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**self._num_refusals)
+        delay_s: float = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**self._num_refusals)
         self._num_refusals += 1
         self._grow_at = now + delay_s
         self._grown_from = None

@@ -1,4 +1,4 @@
-"""What the elastic controller sees and says: a `Snapshot` of one moment in, a `Decision` with its reason out. Pure data.
+"""What the elastic controller sees and says: a `Snapshot` of one moment, a `Decision` with its reason. Pure data.
 
 Made by `hetjob.master.elastic`, which asks the dispatcher and Slurm; read by `controller.py`. A data worker here is a
 whole one, however many processes it has.
@@ -46,7 +46,6 @@ class Snapshot:
     Attributes:
         reading: some loader is in a pass over its data.
         steps_per_s: taken by the training loops of all ranks together, over the last seconds.
-        made_per_s: made by data workers.
         wait_share: of the last seconds in which a training loop waited for data: of the rank that waited longest.
         fixed: data workers of component 1, which start and end with the job.
         fixed_rate_per_s: steps that all of them together would make per second if they were never idle.
@@ -61,7 +60,6 @@ class Snapshot:
     companions: tuple[Companion, ...] = ()
     fixed: int = 0
     fixed_rate_per_s: float = 0.0
-    made_per_s: float = 0.0
     site_limit: int | None = None
     trainer_cpus: float | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -197,7 +198,7 @@ def test_refused_submissions_are_tried_again_later_and_later() -> None:
         if decision.is_change:
             attempts.append(second)
             controller.refused(second)
-    delays = [later - earlier for earlier, later in zip(attempts, attempts[1:], strict=False)]
+    delays = [later - earlier for earlier, later in pairwise(attempts)]
     assert delays[1:4] == [20, 40, 80]
     controller.accepted()
     assert controller.refused(200.0) == 10
@@ -236,7 +237,7 @@ def test_rates_become_needs() -> None:
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
     for bad in ((3, 2), (-1, 2), (0, 2, 0, 1), (0, 2, 4, 2), (0, 2, 1, 1, 0.0)):
-        with pytest.raises(ValueError, match="must|<="):
+        with pytest.raises(ValueError, match=r"must|<="):
             Limits(*bad)  # type: ignore[arg-type]
 
 
@@ -276,7 +277,7 @@ def test_any_load_stays_within_the_limits_and_changes_once_a_cooldown(
     assert max(history.counts) <= max(fixed, min(maximum, site if site is not None else maximum))
     assert min(history.counts) >= fixed
     times = [time for time, _ in history.changes]
-    assert all(later - earlier >= cooldown_s for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier >= cooldown_s for earlier, later in pairwise(times))
 
 
 @settings(max_examples=80, deadline=None)

@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ LEAK_GRACE_S = 3.0
 POLL_INTERVAL_S = 0.02
 
 WaitUntil = Callable[..., None]
+
+# A shell that runs this in the background has it ignore SIGINT, and so would every program that is started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

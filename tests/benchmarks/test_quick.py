@@ -27,6 +27,7 @@ def run(name: str, out: Path, systems: str) -> dict[str, dict[str, object]]:
     return {row["system"]: row for row in document["rows"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("systems", ["memcpy,raw,queue", "torch DataLoader"])
 def test_transport_limits_and_peers(tmp_path: Path, systems: str) -> None:
     rows = run("transport", tmp_path, systems)
@@ -41,6 +42,7 @@ def test_transport_of_hetstream_itself(tmp_path: Path) -> None:
         assert rows[system]["note"] == ""
 
 
+@pytest.mark.slow
 def test_leases(tmp_path: Path) -> None:
     rows = run("leases", tmp_path, "hetstream,CURVE")
     assert {"hetstream", "CURVE ping-pong", "hetstream / CURVE ping-pong"} <= set(rows)
@@ -53,18 +55,21 @@ def test_tensors(tmp_path: Path) -> None:
     assert all(row["value"] is not None for row in rows.values()), rows
 
 
+@pytest.mark.slow
 def test_overhead(tmp_path: Path) -> None:
     rows = run("overhead", tmp_path, "in-process,hetstream")
     assert {"in-process loop", "hetstream", "hetstream / in-process loop"} <= set(rows)
     assert all(row["value"] is not None for row in rows.values()), rows
 
 
+@pytest.mark.slow
 def test_scale(tmp_path: Path) -> None:
     rows = run("scale", tmp_path, "hetstream")
     assert {"linear", "hetstream", "hetstream / linear"} <= set(rows)
     assert all(row["value"] is not None for row in rows.values()), rows
 
 
+@pytest.mark.slow
 def test_threads(tmp_path: Path) -> None:
     rows = run("threads", tmp_path, "P=1 T=2")
     assert rows["hetstream P=1 T=2"]["value"] is not None, rows
@@ -85,6 +90,7 @@ def test_sharing(tmp_path: Path) -> None:
     assert rows["2 jobs, shared"]["value"] is not None, rows
 
 
+@pytest.mark.slow
 def test_resume(tmp_path: Path) -> None:
     rows = run("resume", tmp_path, "in process")
     assert rows["hetstream in process"]["value"] is not None, rows
@@ -96,7 +102,7 @@ def test_coordinated(tmp_path: Path) -> None:
     assert all(row["value"] is not None for row in rows.values()), rows
 
 
-@pytest.mark.parametrize("name", ["ckpt_save", "ckpt_restore"])
+@pytest.mark.parametrize("name", ["ckpt_save", pytest.param("ckpt_restore", marks=pytest.mark.slow)])
 def test_checkpoints(tmp_path: Path, name: str) -> None:
     rows = run(name, tmp_path, "hetstream")
     assert rows["hetstream"]["value"] is not None, rows
@@ -110,6 +116,7 @@ def test_checkpoints_and_their_peers(tmp_path: Path, name: str) -> None:
     assert all(row["value"] is not None for row in rows.values()), rows
 
 
+@pytest.mark.slow
 def test_twelve_kills_of_a_training_tear_and_mix_nothing(tmp_path: Path) -> None:
     run("ckpt_kill", tmp_path, "")
     document = json.loads((tmp_path / "ckpt_kill.json").read_text())

@@ -100,13 +100,17 @@ def clusters() -> Iterator[Callable[[str], Cluster]]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_plain_sbatch_becomes_a_streaming_job(release: str, clusters: Callable[[str], Cluster]) -> None:
+def test_plain_sbatch_becomes_a_streaming_job(
+    release: str, clusters: Callable[[str], Cluster], wait_until: Any
+) -> None:
     cluster = clusters(release)
     cluster.load()
     directory = cluster.directory("train", train=TRAIN)
-    done = cluster.run(directory, "sbatch", "--parsable", "--wait", "train.sbatch", "one", "two words")
-    assert (done.returncode, done.stderr) == (7, "")
+    done = cluster.run(directory, "sbatch", "--parsable", "train.sbatch", "one", "two words")
+    assert (done.returncode, done.stderr) == (0, "")
     job_id = done.stdout.strip()
+    # Not with --wait, which the next test has: it asks again only after 2, 4, 8, 16 s.
+    wait_until(lambda: cluster.show(job_id).count("ExitCode=7:0") == 2, timeout_s=120, what="the end of the job")
     assert done.stdout == f"{job_id}\n"
     assert job_id.isdigit()
     shown = cluster.show(job_id)
@@ -114,8 +118,8 @@ def test_plain_sbatch_becomes_a_streaming_job(release: str, clusters: Callable[[
     assert "JobName=train.sbatch" in shown
     assert "cpus=2 arguments=one two words" in (directory / "train.out").read_text()
     assert (directory / "ledger").read_text().count("\n") == 80
-    master = (directory / ".hetstream" / f"job-{job_id}" / "master.log").read_text()
-    assert "80 steps, 1280 samples" in master
+    master = directory / ".hetstream" / f"job-{job_id}" / "master.log"
+    wait_until(lambda: "80 steps, 1280 samples" in master.read_text(), timeout_s=30, what="the summary")
     assert not list(Path("/tmp").glob("hetstream-*/train.sbatch")), "the converted script is left"
 
 

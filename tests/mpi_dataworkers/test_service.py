@@ -332,6 +332,7 @@ def test_the_rail_is_the_best_that_is_allowed(
     assert loader.stats()["transport"] == {rail: 10}
 
 
+@pytest.mark.slow  # 5 s until a batch counts as not received, 10 s until the next try
 def test_a_batch_connection_in_doubt_is_made_anew(
     service: Any, loaders: Any, wait_until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -701,7 +702,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ddp_ranks_share_each_epoch_and_end_together(service: Any, run_program: RunProgram, ranks: int) -> None:
     service.start_workers(2)
     launcher = (

@@ -19,7 +19,11 @@ import pytest
 PROGRAMS = Path(__file__).with_name("programs")
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 LIMIT_S = 2.0
-SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+# Whatever takes seconds is tried with one of the two in the short suite.
+INTERRUPTED, TERMINATED = (
+    pytest.mark.parametrize("number", [first, pytest.param(second, marks=pytest.mark.slow)], ids=lambda one: one.name)
+    for first, second in ((signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT))
+)
 
 # Says "ready" where it is in the phase, and stays there until it is told to end.
 TRAINING = """
@@ -151,7 +155,7 @@ def expected_of_program(number: signal.Signals) -> int:
     return -number
 
 
-@SIGNALS
+@INTERRUPTED
 def test_a_training_program_ends_in_every_phase(
     service: Any, start: Any, number: signal.Signals, tmp_path: Path, wait_until: Any
 ) -> None:
@@ -204,7 +208,7 @@ for batch in DataLoader(HangingWithFlag(100, 40, how, Path(flag)), batch_size=4,
 """
 
 
-@SIGNALS
+@TERMINATED
 def test_a_data_worker_ends_in_every_phase(
     service: Any, start: Any, number: signal.Signals, tmp_path: Path, wait_until: Any
 ) -> None:
@@ -225,7 +229,7 @@ def test_a_data_worker_ends_in_every_phase(
     assert codes == {"absent": 130 if number == signal.SIGINT else -number, "idle": 0, "first": 0, "second": 0}
 
 
-@SIGNALS
+@TERMINATED
 def test_the_dispatcher_ends_while_its_peers_are_stopped(
     service: Any, start: Any, number: signal.Signals, wait_until: Any
 ) -> None:

@@ -216,8 +216,9 @@ def _data_workers(
     if spec.companions:
         changes.append(
             Change(
-                f"up to {spec.companions} companion job(s), one data worker each, submitted when the trainer starts",
-                "companions come and go without touching the trainer; the job master cancels them at the end",
+                f"up to {spec.companions} companion job(s), one data worker each, submitted while the trainer waits "
+                "for data",
+                "the job master measures how many pay, lets those go that do not, and cancels them at the end",
             )
         )
     changes.append(
@@ -382,6 +383,10 @@ def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions
         words.append(f"--data-worker-threads={spec.data_worker_threads}")
     if spec.companions:
         words.append(f"--companions={spec.companions}")
+        if spec.data_worker_smallest_cpus is not None:
+            words.append(f"--smallest-cpus={spec.data_worker_smallest_cpus}")
+        if spec.data_worker_cooldown is not None:
+            words.append(f"--cooldown={spec.data_worker_cooldown}")
         # A companion is a job of its own: what Slurm copies between components has to be said here.
         inherited = [
             f"--{option_name}={options.value(option_name)}"

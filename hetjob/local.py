@@ -197,12 +197,12 @@ class LocalLauncher:
         """Start one data worker."""
         return start_child(self._config.data_worker_words(self._directory), log=self._log(f"data-worker-{index}"))
 
-    def submit_companions(self, count: int) -> None:
+    def begin_elastic(self) -> None:
         """A local run has no companions."""
-        raise NotImplementedError(f"{count} companions without Slurm")
+        raise NotImplementedError("companions without Slurm")
 
-    def cancel_companions(self) -> None:
-        """There are none."""
+    def end_elastic(self) -> None:
+        """There is no controller."""
 
     def _log(self, name: str) -> Path | None:
         return None if self._config.show_logs else self._directory / f"{name}.log"

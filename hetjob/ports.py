@@ -46,6 +46,31 @@ class Cluster:
     scheduler: str | None
 
 
+@dataclass(frozen=True)
+class MarkedJob:
+    """A job of this user that is not over.
+
+    Attributes:
+        job_id: its own.
+        state: in Slurm's spelling.
+        num_cpus: in all.
+    """
+
+    job_id: str
+    state: str
+    num_cpus: int
+
+
+class SiteLimit(Protocol):
+    """What the site lets a job have; without a site daemon there is none."""
+
+    def data_workers(self) -> int | None:
+        """Data workers that this job may have now, those of component 1 among them; None without a limit.
+
+        Returns at once, with what was heard last.
+        """
+
+
 class SlurmClient(Protocol):
     """The Slurm commands that jobs need. Every method raises `SlurmCommandError` when the command fails."""
 
@@ -64,6 +89,9 @@ class SlurmClient(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job and all its array tasks; one that has ended already is no error."""
+
+    def marked_jobs(self, mark: str) -> Sequence[MarkedJob]:
+        """The jobs of this user that are not over and have this word in their comment."""
 
     def node_address(self, node: str) -> str:
         """The address (`NodeAddr`) under which other nodes reach this one."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from hetjob.master.state import (
     DISPATCHER,
     Begin,
+    BeginElastic,
     ChildEnded,
     ClockReached,
     DispatcherReady,
@@ -30,7 +31,6 @@ from hetjob.master.state import (
     StartDispatcher,
     StopAll,
     StopRequested,
-    SubmitCompanions,
     data_worker,
 )
 from hetjob.ports import Child
@@ -53,11 +53,11 @@ class Launcher(Protocol):
     def data_worker(self, index: int) -> Child:
         """Start one data worker."""
 
-    def submit_companions(self, count: int) -> None:
-        """Submit companion jobs."""
+    def begin_elastic(self) -> None:
+        """Let the elastic controller begin; it goes on beside this service."""
 
-    def cancel_companions(self) -> None:
-        """Cancel them, if there are any."""
+    def end_elastic(self) -> None:
+        """Ask it to end, and its companions with it; returns at once."""
 
 
 class Service:
@@ -88,7 +88,7 @@ class Service:
         self._act: dict[type[Instruction], Callable[[Any], None]] = {
             StartDispatcher: self._start_dispatcher,
             StartDataWorker: self._start_data_worker,
-            SubmitCompanions: self._submit_companions,
+            BeginElastic: self._begin_elastic,
             StopAll: self._stop_all,
             Finish: lambda _: None,
         }
@@ -181,22 +181,16 @@ class Service:
         self._children[name] = child
         log.info("%s pid=%d started: %s", name, child.pid, reason)
 
-    def _submit_companions(self, instruction: SubmitCompanions) -> None:
-        try:
-            self._launcher.submit_companions(instruction.count)
-        except HetstreamError as error:
-            # The job runs on without them: companions are extra hands.
-            log.error("companions=%d could not be submitted: %s", instruction.count, error)
+    def _begin_elastic(self, instruction: BeginElastic) -> None:
+        log.info("the elastic controller begins: %s", instruction.reason)
+        self._launcher.begin_elastic()
 
     def _stop_all(self, instruction: StopAll) -> None:
         log.info("stopping: %s", instruction.reason)
         self._kill_at = self._clock() + _GRACE_S
         for child in self._children.values():
             child.terminate()
-        try:
-            self._launcher.cancel_companions()
-        except HetstreamError as error:
-            log.error("companions could not be cancelled: %s", error)
+        self._launcher.end_elastic()
 
 
 def read_summary(work_dir: Path) -> dict[str, Any]:

@@ -44,7 +44,15 @@ OPTIONS: Mapping[str, DirectiveOption] = {
         "data workers that start together with the trainer, and the most that may join later",
         "required without --checkpoint",
     ),
-    "data-worker-cpus": DirectiveOption("N", "CPUs of one data worker, each with a process of its own", "4"),
+    "data-worker-cpus": DirectiveOption(
+        "[MIN-]N",
+        "CPUs of one data worker, each with a process of its own; with MIN the size of those that join later is tried "
+        "from MIN to N",
+        "4",
+    ),
+    "data-worker-cooldown": DirectiveOption(
+        "SECONDS", "time from one change of the number of data workers to the next at the least", "10"
+    ),
     "data-worker-threads": DirectiveOption(
         "N", "threads of each process, for datasets that are thread-safe: one process for N CPUs", "1"
     ),
@@ -73,6 +81,8 @@ class JobSpec:
         data_workers_min: data workers in component 1, started together with the trainer. 0: no component 1.
         data_workers_max: data workers in all; those above the minimum are companion jobs.
         data_worker_cpus: CPUs of one data worker.
+        data_worker_smallest_cpus: CPUs of the smallest companion that is tried; None for `data_worker_cpus`.
+        data_worker_cooldown: seconds from one change of the number of companions to the next at the least, or None.
         data_worker_partition: Slurm partition, or None for the cluster's default.
         data_worker_mem: memory of one data worker as Slurm writes sizes, or None.
         data_worker_constraint: node features, or None.
@@ -96,6 +106,8 @@ class JobSpec:
     checkpoint: str | None = None
     checkpoint_size: str | None = None
     data_worker_threads: int = 1
+    data_worker_smallest_cpus: int | None = None
+    data_worker_cooldown: int | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
@@ -106,6 +118,12 @@ class JobSpec:
         cpus, threads = self.data_worker_cpus, self.data_worker_threads
         if cpus > 0 and threads > 0 and cpus % threads:
             problems.append(f"--data-worker-threads={threads}: must divide --data-worker-cpus={cpus}")
+        smallest = self.data_worker_smallest_cpus
+        if smallest is not None and (not 1 <= smallest <= cpus or (threads > 0 and smallest % threads)):
+            problems.append(
+                f"--data-worker-cpus={smallest}-{cpus}: MIN is at least 1, at most N, and a multiple of "
+                "--data-worker-threads"
+            )
         for option in OPTIONS:
             value = getattr(self, option.replace("-", "_"), None)
             rule = None if value is None else _broken_rule(option, value)
@@ -145,8 +163,17 @@ def parse_value(name: str, text: str) -> dict[str, Any]:
         if not low <= high > 0:
             raise ValueError(_COUNTS_RULE)
         return {"data_workers_min": low, "data_workers_max": high}
+    if name == "data-worker-cpus":
+        match = re.fullmatch(r"(?:(\d+)-)?(\d+)", text, re.ASCII)
+        if not match:
+            raise ValueError("write a whole number, or MIN-N")
+        if match[1] is not None and not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError("MIN is at least 1 and at most N")
+        if int(match[2]) < 1:
+            raise ValueError("at least 1")
+        return {"data_worker_cpus": int(match[2]), "data_worker_smallest_cpus": int(match[1]) if match[1] else None}
     value: int | str = text
-    if name in ("data-worker-cpus", "data-worker-threads", "trainer-cpus"):
+    if name in ("data-worker-threads", "data-worker-cooldown", "trainer-cpus"):
         if not (text.isascii() and text.isdigit()):
             raise ValueError("write a whole number")
         value = int(text)

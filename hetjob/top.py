@@ -29,6 +29,7 @@ def render(status: Status, name: str, color: bool = False) -> list[str]:
         f"{len(status.data_workers)} data worker process(es){lost}, {len(status.loaders)} loader(s)   "
         f"steps/s: {rate_words(made_s)} made, {rate_words(taken_s)} taken   {size_words(bytes_s)}/s   "
         f"leases: {rate_words(status.leases_per_s)}/s, {status.leases_revoked:,} of {status.leases_granted:,} revoked",
+        *_elastic_lines(status),
         "",
     ]
     if status.loaders:
@@ -44,6 +45,14 @@ def render(status: Status, name: str, color: bool = False) -> list[str]:
     else:
         lines.append("no data worker is registered: the loaders make the steps themselves")
     return lines
+
+
+def _elastic_lines(status: Status) -> list[str]:
+    """What the elastic controller says, and its last changes."""
+    lines = [f"elastic: {status.elastic}"] if status.elastic else []
+    return lines + [
+        f"  {duration_words(one.ago_s)} ago: {one.action} {one.count}, because {one.reason}" for one in status.decisions
+    ]
 
 
 def _loader_cells(row: LoaderStatus) -> list[Cell]:

@@ -66,6 +66,11 @@ def service_from_environment(environ: Mapping[str, str] = os.environ) -> str | N
     return environ.get("HETSTREAM_SERVICE") or None
 
 
+def slurm_job_from_environment(environ: Mapping[str, str] = os.environ) -> str:
+    """Id of the Slurm job that this process belongs to; "" outside of Slurm."""
+    return environ.get("SLURM_JOB_ID", "")
+
+
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
     """Requests of a test to hurt this process, as `faults.py` reads them; empty without."""
     return environ.get("HETSTREAM_FAULT", "")

@@ -16,6 +16,7 @@ end of an epoch (by count, in the loader), end of a shard whose length nobody kn
     data worker -> loader       Hello Proof Compressed Batch Batches EndOfShard
     loader      -> data worker  Challenge
     whoever holds the job's key asks the dispatcher RequestStatus and gets Status
+    the job's elastic controller tells the dispatcher SteerDataWorkers and gets Status
 """
 
 from __future__ import annotations
@@ -355,6 +356,7 @@ class RegisterWorker(Message, frozen=True, omit_defaults=True):
 
     Attributes:
         replaces: a dead sibling, whose leases are free at once; `fate` is how it ended.
+        slurm_job: id of the Slurm job that it belongs to; "" outside of Slurm.
     """
 
     host: str
@@ -362,6 +364,7 @@ class RegisterWorker(Message, frozen=True, omit_defaults=True):
     replaces: str
     held: list[HeldLease]
     fate: Fate | None = None
+    slurm_job: str = ""
 
 
 class WorkerHeartbeat(Message, frozen=True):
@@ -581,6 +584,24 @@ class RequestStatus(Message, frozen=True):
     """Tell what goes on; asked without registering, changes nothing."""
 
 
+class SteerDataWorkers(Message, frozen=True):
+    """The job's elastic controller tells what it does; asked without registering, answered with `Status`.
+
+    Attributes:
+        elastic: what it says of itself, on one line.
+        action: grow, drain or cancel; "" for nothing new.
+        count: data workers that the action is about.
+        reason: of the action.
+        drain: Slurm jobs whose data workers are to leave after the step that they are at.
+    """
+
+    elastic: str
+    action: str
+    count: int
+    reason: str
+    drain: list[str]
+
+
 DataWorkerState = Literal["working", "idle", "draining", "unreachable", "silent"]
 
 
@@ -594,6 +615,7 @@ class DataWorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         steps_per_s, busy_share: over the last seconds; busy is the time in which it made steps.
         up_s: since it registered.
         silent_s: since its last message.
+        slurm_job: as in `RegisterWorker`.
     """
 
     number: int
@@ -607,6 +629,7 @@ class DataWorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     leases_revoked: int
     up_s: float
     silent_s: float
+    slurm_job: str = ""
 
 
 class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -644,6 +667,15 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_time_spread: float = 0.0
 
 
+class PastDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A change of the number of data workers, `ago_s` seconds ago."""
+
+    ago_s: float
+    action: str
+    count: int
+    reason: str
+
+
 class Status(Message, frozen=True):
     """Answer to `RequestStatus`.
 
@@ -654,6 +686,8 @@ class Status(Message, frozen=True):
         data_workers_seen, data_workers_lost, leases_granted, leases_revoked: since this start; a data worker that left
             in an orderly way was not lost.
         leases_per_s: granted over the last seconds.
+        elastic: what the elastic controller says of itself; "" without one.
+        decisions: its last ones, oldest first.
     """
 
     incarnation: int
@@ -665,6 +699,8 @@ class Status(Message, frozen=True):
     leases_granted: int
     leases_revoked: int
     leases_per_s: float
+    elastic: str = ""
+    decisions: list[PastDecision] = []
 
 
 LoaderToDispatcher = (
@@ -688,7 +724,7 @@ WorkerToDispatcher = (
     | Draining
     | LeaveWorker
 )
-ToDispatcher = LoaderToDispatcher | WorkerToDispatcher | RequestStatus
+ToDispatcher = LoaderToDispatcher | WorkerToDispatcher | RequestStatus | SteerDataWorkers
 DispatcherToLoader = (
     ConsumerRegistered | Membership | LeaseRevoked | StepsLost | BatchFailed | Alive | UnknownPeer | Refused | ShutDown
 )

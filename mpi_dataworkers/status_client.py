@@ -1,4 +1,4 @@
-"""Asks a dispatcher what goes on, without registering. Called by `hetstream top`."""
+"""Asks a dispatcher what goes on, without registering. Called by `hetstream top` and the elastic controller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpi_dataworkers.address import ServiceAddress, read_address_file
 from mpi_dataworkers.errors import ServiceError, ServiceUnavailable
-from mpi_dataworkers.messages import Refused, RequestStatus, Status
+from mpi_dataworkers.messages import Refused, RequestStatus, Status, SteerDataWorkers
 from mpi_dataworkers.transports.base import Reconnected
 from mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
 
@@ -55,14 +55,26 @@ class StatusClient:
             ServiceUnavailable: the dispatcher did not answer in time.
             ServiceError: it refused.
         """
-        self._endpoint.send(RequestStatus())
+        return self._ask(RequestStatus())
+
+    def steer(self, order: SteerDataWorkers) -> Status:
+        """Tell what the elastic controller does, and hear what goes on.
+
+        Raises:
+            ServiceUnavailable: the dispatcher did not answer in time; it may have heard all the same.
+            ServiceError: it refused.
+        """
+        return self._ask(order)
+
+    def _ask(self, question: RequestStatus | SteerDataWorkers) -> Status:
+        self._endpoint.send(question)
         deadline = time.monotonic() + _ANSWER_TIMEOUT_S
         while (left_s := deadline - time.monotonic()) > 0:
             for message in self._endpoint.poll(left_s):
                 if isinstance(message, Status):
                     return message
                 if isinstance(message, Reconnected):
-                    self._endpoint.send(RequestStatus())  # the question died with the dispatcher of before
+                    self._endpoint.send(question)  # the question died with the dispatcher of before
                 if isinstance(message, Refused):
                     raise ServiceError(f"the dispatcher at {self._address} gave no status: {message.text}")
         raise ServiceUnavailable(f"the dispatcher at {self._address} did not answer within {_ANSWER_TIMEOUT_S:g} s")

@@ -25,6 +25,7 @@ from mpi_dataworkers.address import ServiceAddress, read_address_file
 from mpi_dataworkers.bucketing import LengthBuckets, plan_of
 from mpi_dataworkers.cache import BatchCache, CachedBatch
 from mpi_dataworkers.codec import Leaf, fuse
+from mpi_dataworkers.config import slurm_job_from_environment
 from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
 from mpi_dataworkers.exchange import Exchange, Renew
@@ -166,7 +167,9 @@ class DataWorker:
         num_threads: int = 1,
         has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._registration = RegisterWorker(socket.gethostname(), os.getpid(), replaces, [], fate)
+        self._registration = RegisterWorker(
+            socket.gethostname(), os.getpid(), replaces, [], fate, slurm_job_from_environment()
+        )
         self._page = page or WorkPage()
         self._exchange = exchange
         self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+DEFAULT_COOLDOWN_S = 10.0  # the rates show a change after 6 s
+
 
 class CompanionState(Enum):
     """Where a companion job is in its life; one that has ended is no companion any more."""
@@ -95,7 +97,7 @@ class Limits:
     maximum: int
     smallest_cpus: int = 1
     largest_cpus: int = 1
-    cooldown_s: float = 10.0
+    cooldown_s: float = DEFAULT_COOLDOWN_S
 
     def __post_init__(self) -> None:
         if not 0 <= self.minimum <= self.maximum:

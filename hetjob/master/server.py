@@ -1,6 +1,7 @@
 """The job master's I/O: start it from the batch script, serve until the job ends, leave nothing behind.
 
-Called by `hetstream master start` (in the batch script) and `hetstream master serve` (in a job step of its own).
+Called by `hetstream master start` (in the batch script) and `hetstream master serve` (in a job step of its own, where
+`keeper.py` starts it).
 Slurm kills what a batch script leaves running without a warning, but gives steps SIGTERM and `KillWait` seconds: in a
 step the master has the time to end the data workers, keep the summary and remove the keys. Decisions are in `state.py`.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 import shutil
 import signal
 import socket
@@ -17,13 +17,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hetjob.elastic.controller import Controller
+from hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
 from hetjob.errors import MasterError
 from hetjob.job_environment import JobEnvironment, export_variables
+from hetjob.master.companions import CompanionJobs
+from hetjob.master.elastic import Elastic
 from hetjob.master.state import MasterState, Phase
-from hetjob.ports import Child, SlurmClient
+from hetjob.ports import Child, SiteLimit, SlurmClient
 from hetjob.processes import signals_held, start_child
 from hetjob.service import Service, make_private, read_summary, summary_line
 from mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
+from mpi_dataworkers.status_client import StatusClient, running_service
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +46,11 @@ class MasterConfig:
         program: how hetstream is called on every host: words, the first an absolute path.
         data_workers: in component 1.
         data_worker_cpus: CPUs of each.
-        companions: data workers to submit as companion jobs.
+        companions: data workers that may join as companion jobs.
         companion_options: sbatch options of a companion.
         data_worker_threads: threads of each process of a data worker, which has so many times fewer of them than CPUs.
+        smallest_cpus: CPUs of the smallest companion that is tried; the largest has `data_worker_cpus`.
+        cooldown_s: from one change of the number of companions to the next at the least.
     """
 
     program: tuple[str, ...]
@@ -52,12 +59,23 @@ class MasterConfig:
     companions: int = 0
     companion_options: tuple[str, ...] = ()
     data_worker_threads: int = 1
+    smallest_cpus: int | None = None
+    cooldown_s: float = DEFAULT_COOLDOWN_S
 
     def words(self) -> list[str]:
-        """The same as arguments of `hetstream master serve`."""
+        """The same as arguments of `hetstream master keep` and `serve`."""
         words = [f"--data-workers={self.data_workers}", f"--data-worker-cpus={self.data_worker_cpus}"]
         words += [f"--data-worker-threads={self.data_worker_threads}", f"--companions={self.companions}"]
-        return [*words, "--", *self.companion_options]
+        if self.smallest_cpus is not None:
+            words.append(f"--smallest-cpus={self.smallest_cpus}")
+        return [*words, f"--cooldown={self.cooldown_s:g}", "--", *self.companion_options]
+
+    @property
+    def limits(self) -> Limits:
+        """The same for the elastic controller."""
+        smallest = self.data_worker_cpus if self.smallest_cpus is None else self.smallest_cpus
+        maximum = self.data_workers + self.companions
+        return Limits(self.data_workers, maximum, smallest, self.data_worker_cpus, self.cooldown_s)
 
 
 def start(
@@ -95,7 +113,7 @@ def start(
     options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
     options += ["--gres=none", "--job-name=hetstream"]
     step = client.start_step(
-        options, [*config.program, "master", "serve", *config.words()], job.master_log, in_background=True
+        options, [*config.program, "master", "keep", *config.words()], job.master_log, in_background=True
     )
     deadline = time.monotonic() + limit_s
     while not job.address_file.exists():
@@ -109,15 +127,32 @@ def start(
     return variables | export_variables(environ, variables)
 
 
-def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str]) -> int:
+def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str], site: SiteLimit | None = None) -> int:
     """Run the service of this job until SIGTERM.
+
+    Args:
+        config: what to run.
+        client: Slurm.
+        environ: of this step.
+        site: what the site lets this job have; None without a site daemon.
 
     Returns:
         0: how the service ended is in the log, and no reason to fail a job.
     """
     job = JobEnvironment.read(environ)
     launcher = SlurmLauncher(config, client, job, _reachable_address(client, job))
-    service = Service(MasterState(config.data_workers, config.companions), launcher, job.address_file)
+    elastic = None
+    if config.companions:
+        companions = CompanionJobs(client, job, config.companion_options, launcher.worker_words)
+        elastic = Elastic(
+            Controller(config.limits),
+            companions,
+            config.data_workers,
+            lambda: StatusClient(running_service(job.address_file)),
+            site,
+        )
+        launcher.elastic = elastic
+    service = Service(MasterState(config.data_workers, elastic is not None), launcher, job.address_file)
     with signals_held(_STOP_SIGNALS):
         service.begin()
         try:
@@ -128,14 +163,18 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str])
         finally:
             if service.phase is not Phase.ENDED:
                 service.finish("the job master fails")
-            _tidy(job)
+            if elastic is not None:
+                elastic.join()
+            _tidy(job, elastic)
     return 0
 
 
-def _tidy(job: JobEnvironment) -> None:
+def _tidy(job: JobEnvironment, elastic: Elastic | None) -> None:
     """Keep the summary, the events and the logs; remove the address file and the journal, which hold the job's keys."""
     work_dir = job.work_dir
     summary = read_summary(work_dir)
+    if elastic is not None:
+        summary["elastic"] = elastic.summary()
     if summary:
         (job.directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     log.info("job=%s summary: %s", job.job_id, summary_line(summary))
@@ -175,13 +214,18 @@ class SlurmLauncher:
         self._client = client
         self._job = job
         self._address = address
-        self._companion_job: str | None = None
+        self.elastic: Elastic | None = None
 
     def dispatcher(self) -> Child:
-        """Start it with the same arguments every time, so that it recovers."""
+        """Start it with the same arguments every time, so that it recovers.
+
+        When this process is killed, so is the dispatcher: in order it would end the service, and data workers with it,
+        that the job master's next start goes on with.
+        """
         words = ["dispatcher", "--bind", f"tcp://{self._address}:0", "--work-dir", str(self._job.work_dir)]
         words += ["--address-file", str(self._job.address_file)]
-        return start_child([*self._config.program, *words], log=self._job.directory / "dispatcher.log")
+        log_file = self._job.directory / "dispatcher.log"
+        return start_child([*self._config.program, *words], log=log_file, death_signal=signal.SIGKILL)
 
     def data_worker(self, index: int) -> Child:
         """One step a data worker: when one dies, only its own step is started again."""
@@ -194,37 +238,21 @@ class SlurmLauncher:
         ]
         # All steps share the component's memory: without --mem=0 the first would take it all.
         options += ["--mem=0", "--kill-on-bad-exit=0", "--job-name=data-worker"]
-        return self._client.start_step(options, self._worker_words(), self._job.directory / f"data-worker-{index}.log")
+        words = self.worker_words(self._config.data_worker_cpus)
+        return self._client.start_step(options, words, self._job.directory / f"data-worker-{index}.log")
 
-    def submit_companions(self, count: int) -> None:
-        """Submit one job array: its tasks come and go alone."""
-        job_id = self._job.job_id
-        options = [
-            *self._config.companion_options,
-            "--nodes=1",
-            "--ntasks=1",
-            f"--array=0-{count - 1}",
-            f"--dependency=after:{job_id}",
-            "--kill-on-invalid-dep=yes",
-            f"--comment=hets:trainer={job_id}",
-            f"--job-name={self._job.job_name}-data-worker",
-            f"--chdir={self._job.submit_dir}",
-            f"--output={self._job.directory}/companion-%a.log",
-            "--open-mode=append",
-        ]
-        script = f"#!/bin/sh\nexec {shlex.join(self._worker_words())}\n"
-        # Once for each start of the job, also when the answer to the submission is lost.
-        key = f"{job_id}.{self._job.restarts}.companions"
-        self._companion_job = self._client.submit(script, options, key)
-        log.info("job=%s companions=%d submitted as job=%s", job_id, count, self._companion_job)
+    def begin_elastic(self) -> None:
+        """Let the elastic controller submit companions."""
+        if self.elastic is not None:
+            self.elastic.begin()
 
-    def cancel_companions(self) -> None:
-        """Cancel the array, pending and running tasks."""
-        if self._companion_job is not None:
-            self._client.cancel(self._companion_job)
-            log.info("job=%s companions job=%s cancelled", self._job.job_id, self._companion_job)
+    def end_elastic(self) -> None:
+        """Ask it to end, and its companions with it."""
+        if self.elastic is not None:
+            self.elastic.stop()
 
-    def _worker_words(self) -> Sequence[str]:
+    def worker_words(self, cpus: int) -> Sequence[str]:
+        """The command of a data worker with so many CPUs."""
         service = f"file:{self._job.address_file}"
         return [
             *self._config.program,
@@ -232,6 +260,6 @@ class SlurmLauncher:
             "--service",
             service,
             "--processes",
-            str(self._config.data_worker_cpus // self._config.data_worker_threads),
+            str(cpus // self._config.data_worker_threads),
             *(["--threads", str(self._config.data_worker_threads)] if self._config.data_worker_threads > 1 else []),
         ]

@@ -85,16 +85,15 @@ class StartDataWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitCompanions:
-    """Submit this many data workers as companion jobs."""
+class BeginElastic:
+    """Let the elastic controller submit and drain companion jobs from now on."""
 
-    count: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopAll:
-    """Cancel the companions and ask every child to end."""
+    """End the elastic controller with its companions, and ask every child to end."""
 
     reason: str
 
@@ -106,7 +105,7 @@ class Finish:
     reason: str
 
 
-Instruction = StartDispatcher | StartDataWorker | SubmitCompanions | StopAll | Finish
+Instruction = StartDispatcher | StartDataWorker | BeginElastic | StopAll | Finish
 
 
 class IllegalTransition(RuntimeError):
@@ -130,12 +129,12 @@ class MasterState:
 
     Args:
         data_workers: how many to keep running.
-        companions: how many to submit as companion jobs.
+        elastic: whether there may be companion jobs besides.
     """
 
-    def __init__(self, data_workers: int, companions: int = 0) -> None:
+    def __init__(self, data_workers: int, elastic: bool = False) -> None:
         self.data_workers = data_workers
-        self.companions = companions
+        self.elastic = elastic
         self.phase = Phase.STARTING
         self.running: dict[str, float] = {}
         self.due: dict[str, float] = {}
@@ -178,8 +177,8 @@ class MasterState:
         instructions: list[Instruction] = [
             self._start(data_worker(index), now, "the dispatcher is ready") for index in range(self.data_workers)
         ]
-        if self.companions:
-            instructions.append(SubmitCompanions(self.companions, "the dispatcher is ready"))
+        if self.elastic:
+            instructions.append(BeginElastic("the dispatcher is ready"))
         return instructions
 
     def _ended(self, event: Event, now: float) -> list[Instruction]:

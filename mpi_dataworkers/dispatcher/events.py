@@ -157,6 +157,21 @@ class DataWorkersMissing(Event, frozen=True, kw_only=True):
         return "of before the restart did not come back"
 
 
+class DataWorkersChanged(Event, frozen=True, kw_only=True):
+    """The elastic controller changes the number of data workers: `action` is grow, drain or cancel."""
+
+    action: str
+    count: int
+
+    @property
+    def subject(self) -> str:
+        return "data_workers"
+
+    @property
+    def happened(self) -> str:
+        return f"{self.action} by {self.count}" if self.action == "grow" else f"{self.action} {self.count}"
+
+
 # --- loaders and their passes ---------------------------------------------------------------------------------------
 
 
@@ -325,6 +340,7 @@ ALL_EVENTS = (
     | DataWorkerDrains
     | DataWorkerUnreachable
     | DataWorkersMissing
+    | DataWorkersChanged
     | LoaderConnected
     | LoaderLost
     | DefinitionRemembered

@@ -140,6 +140,7 @@ class WorkerRecord:
         unreachable: consumers it could not reach, with the time until which it is not tried again.
         step_s: smoothed time it needs for a step of each pass, s.
         draining: it leaves after the step in work and gets no more leases.
+        slurm_job: id of the Slurm job that it belongs to.
     """
 
     number: int
@@ -152,6 +153,7 @@ class WorkerRecord:
     unreachable: dict[str, float] = field(default_factory=dict)
     step_s: dict[str, float] = field(default_factory=dict)
     draining: bool = False
+    slurm_job: str = ""
 
     @property
     def num_making(self) -> int:

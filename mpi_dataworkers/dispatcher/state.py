@@ -10,6 +10,7 @@ Here messages are taken in, and peers come and go; which worker gets which steps
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -69,6 +70,7 @@ from mpi_dataworkers.messages import (
     RevokeLease,
     ShardOrder,
     Status,
+    SteerDataWorkers,
     StepList,
     UnknownPeer,
     WorkerHeartbeat,
@@ -90,6 +92,8 @@ LOADER_PAUSE_S = ARRIVAL_TIMEOUT_S / 2
 # not leased to others. They register as soon as their connection is back; who is later loses only what it held.
 RECOVERY_GRACE_S = 0.7
 
+# Decisions of the elastic controller that `Status` shows; the event log has all.
+_DECISIONS_SHOWN = 5
 # Steps of a session whose end is not known: more than anybody reads.
 _ENDLESS = 1 << 62
 
@@ -113,6 +117,8 @@ class DispatcherState(Leasing):
         self.workers_seen = 0
         self.workers_replaced = 0  # of them, those that came in the place of one that had died
         self.workers_lost = 0
+        self.elastic = ""  # what the elastic controller said last of itself
+        self.decisions: deque[tuple[float, SteerDataWorkers]] = deque(maxlen=_DECISIONS_SHOWN)
         self._waiting_for_definition: dict[str, set[str]] = {}
         self._expected = set(expected)
 
@@ -130,6 +136,8 @@ class DispatcherState(Leasing):
             return self._register_consumer(peer, message, now)
         if isinstance(message, RequestStatus):
             return [Send(peer, self.status(now))]
+        if isinstance(message, SteerDataWorkers):
+            return [*self._steer(message, now), Send(peer, self.status(now))]
         if peer in self.workers:
             self.workers[peer].last_seen = now
         elif peer in self.consumers:
@@ -193,6 +201,14 @@ class DispatcherState(Leasing):
     def status(self, now: float) -> Status:
         """What goes on."""
         return status_of(self, now)
+
+    def _steer(self, message: SteerDataWorkers, now: float) -> list[Instruction]:
+        self.elastic = message.elastic
+        if message.action:
+            self.decisions.append((now, message))
+            self._tell(events.DataWorkersChanged(action=message.action, count=message.count, cause=message.reason))
+        leaving = [peer for peer, worker in self.workers.items() if worker.slurm_job in message.drain]
+        return [instruction for peer in leaving for instruction in self.drain(peer, now)]
 
     def drain(self, peer: str, now: float) -> list[Instruction]:
         """Let a data worker leave without losing what it is making: no more leases, and it ends by itself."""
@@ -381,7 +397,7 @@ class DispatcherState(Leasing):
             cause = f"in the place of a process that {_reason(message)}" if message.replaces else ""
         old_tokens = self.workers[peer].tokens if peer in self.workers else set()
         work = self.workers[peer].work if peer in self.workers else WorkDone(now, RecentRates(now, 0, 0))
-        self.workers[peer] = WorkerRecord(number, message.host, message.pid, now, work)
+        self.workers[peer] = WorkerRecord(number, message.host, message.pid, now, work, slurm_job=message.slurm_job)
         host, pid, num_held = message.host, message.pid, len(message.held)
         self._tell(events.DataWorkerRegistered(data_worker=number, host=host, pid=pid, num_held=num_held, cause=cause))
         out += [RememberWorker(peer), Send(peer, WorkerRegistered(number))]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mpi_dataworkers.dispatcher.records import ConsumerRecord, SessionRecord, WorkerRecord
-from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStatus, Status
+from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStatus, PastDecision, Status
 from mpi_dataworkers.rates import step_time_s
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def status_of(state: DispatcherState, now: float) -> Status:
         leases_granted=state.leases_granted,
         leases_revoked=state.leases_revoked,
         leases_per_s=leases_per_s,
+        elastic=state.elastic,
+        decisions=[PastDecision(now - when, one.action, one.count, one.reason) for when, one in state.decisions],
     )
 
 
@@ -83,6 +85,7 @@ def _worker_status(state: DispatcherState, worker: WorkerRecord, now: float) -> 
         leases_revoked=work.leases_revoked,
         up_s=now - work.registered_at,
         silent_s=now - worker.last_seen,
+        slurm_job=worker.slurm_job,
     )
 
 

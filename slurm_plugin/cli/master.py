@@ -1,4 +1,4 @@
-"""`hetstream master start|serve`: the job master of a converted script. Users do not call it; scripts do."""
+"""`hetstream master start|keep|serve`: the job master of a converted script. Users do not call it; scripts do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import logging
 import os
 import sys
 
+from hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
 from hetjob.errors import HetstreamError
 from hetjob.job_environment import JobEnvironment, export_lines, plain_variables
+from hetjob.master.keeper import keep
 from hetjob.master.server import MasterConfig, serve, start
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.program import own_program
@@ -20,13 +22,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, text, run in (
         ("start", "start it in a job step and print the variables for the script to export", _start),
+        ("keep", "run `serve`, and again when it is killed", _keep),
         ("serve", "run the dispatcher and the data workers until SIGTERM", _serve),
     ):
         p = actions.add_parser(action, help=text, description=text)
         p.add_argument("--data-workers", type=int, required=True, metavar="N", help="in component 1")
         p.add_argument("--data-worker-cpus", type=int, required=True, metavar="N", help="CPUs of each data worker")
         p.add_argument("--data-worker-threads", type=int, default=1, metavar="N", help="threads of each process")
-        p.add_argument("--companions", type=int, default=0, metavar="N", help="data workers to submit as jobs")
+        p.add_argument("--companions", type=int, default=0, metavar="N", help="data workers that may join as jobs")
+        p.add_argument("--smallest-cpus", type=int, metavar="N", help="CPUs of the smallest of those that is tried")
+        p.add_argument("--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="between two changes")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
         p.set_defaults(run=run)
 
@@ -39,6 +44,8 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         data_worker_threads=args.data_worker_threads,
         companions=args.companions,
         companion_options=tuple(args.companion_options),
+        smallest_cpus=args.smallest_cpus,
+        cooldown_s=args.cooldown,
     )
 
 
@@ -57,10 +64,15 @@ def _start(args: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _keep(args: argparse.Namespace) -> int:
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.
     log = os.open(JobEnvironment.read(os.environ).master_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
+    config = _config(args)
+    return keep([*config.program, "master", "serve", *config.words()])
+
+
+def _serve(args: argparse.Namespace) -> int:
     return serve(_config(args), CommandSlurm(), os.environ)

@@ -12,7 +12,7 @@ from pathlib import Path
 from signal import SIGTERM
 
 from hetjob.errors import SlurmCommandError
-from hetjob.ports import Child, Cluster
+from hetjob.ports import Child, Cluster, MarkedJob
 from hetjob.processes import start_child
 from slurm_plugin.client.accounting import Usage, from_queue
 from slurm_plugin.client.model import Snapshot
@@ -31,6 +31,7 @@ class FakeSlurm:
         calls: every call so far: method name and its words.
         jobs: job id -> its processes, one for each array task.
         keys: submission key -> the job that has it.
+        comments: job id -> the words of its comment.
         seen: what `snapshot` says.
     """
 
@@ -42,6 +43,7 @@ class FakeSlurm:
     calls: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     jobs: dict[str, list[Child]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
+    comments: dict[str, list[str]] = field(default_factory=dict)
     seen: Snapshot = field(default_factory=lambda: Snapshot(0.0, "22.05.8", "fake", (), (), ()))
 
     def cluster(self) -> Cluster:
@@ -75,12 +77,20 @@ class FakeSlurm:
         ]
         if key:
             self.keys[key] = job_id
+        said = next((word.partition("=")[2] for word in options if word.startswith("--comment=")), "")
+        self.comments[job_id] = said.split()
         return job_id
 
     def find(self, key: str) -> str | None:
         """The job that was submitted with this key."""
         self._record("find", "squeue", [key])
         return self.keys.get(key)
+
+    def marked_jobs(self, mark: str) -> list[MarkedJob]:
+        """The jobs with this word in their comment of which a process runs."""
+        self._record("marked_jobs", "squeue", [mark])
+        alive = [job_id for job_id, children in self.jobs.items() if any(child.poll() is None for child in children)]
+        return [MarkedJob(job_id, "RUNNING", 1) for job_id in alive if mark in self.comments[job_id]]
 
     def hold(self, job_id: str) -> None:
         """Only recorded: everything has started already."""

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Mapping
 
+from hetjob.ports import MarkedJob
 from slurm_plugin.client import parse_json, parse_text
 from slurm_plugin.client.model import Job, Node, Partition, Snapshot
 from slurm_plugin.client.run import run_slurm
@@ -75,6 +76,12 @@ class CommandReader:
         """Jobs of a user that are not over: id of each (of array tasks and components, their own) and state."""
         lines = self._run("squeue", "--all", "--noheader", f"--user={uid}", "--format=%A %T").splitlines()
         return dict(line.split(maxsplit=1) for line in lines if line.strip())
+
+    def marked_jobs(self, mark: str, uid: int) -> list[MarkedJob]:
+        """Jobs of a user that are not over and have this word in their comment, which stands last: it may have any."""
+        said = self._run("squeue", "--all", "--noheader", f"--user={uid}", "--format=%A %T %C %k").splitlines()
+        rows = (line.split() for line in said if line.strip())
+        return [MarkedJob(job_id, state, int(cpus)) for job_id, state, cpus, *comment in rows if mark in comment]
 
     def end_s(self, job_id: str) -> float | None:
         """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""

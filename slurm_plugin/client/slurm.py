@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hetjob.errors import SlurmCommandError
-from hetjob.ports import Child, Cluster
+from hetjob.ports import Child, Cluster, MarkedJob
 from hetjob.processes import start_child
 from slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
 from slurm_plugin.client.model import Snapshot
@@ -99,6 +99,10 @@ class CommandSlurm:
         token = key_token(key)
         found = (job for job in self._reader.jobs() if token in job.comment.split())
         return next((str(job.array_job_id or (job.het.het_job_id if job.het else job.job_id)) for job in found), None)
+
+    def marked_jobs(self, mark: str) -> list[MarkedJob]:
+        """The jobs of this user that are not over and have this word in their comment."""
+        return self._reader.marked_jobs(mark, os.geteuid())
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job. `scancel --quiet` says nothing, and succeeds, about jobs that have ended."""

@@ -74,7 +74,8 @@ def test_nothing_is_left_of_a_cancelled_job(devcluster: Any, wait_until: Callabl
     job_id = done.stdout.strip()
     job_directory = directory / ".hetstream" / f"job-{job_id}"
     log = job_directory / "master.log"
-    wait_until(lambda: log.exists() and "companions=1 submitted" in log.read_text(), timeout_s=60, what="the companion")
+    begins = "the elastic controller begins"
+    wait_until(lambda: log.exists() and begins in log.read_text(), timeout_s=60, what="the elastic controller")
     devcluster.run(["scancel", job_id])
     active = ["squeue", "--noheader", "--states=PD,R,CG"]
     wait_until(lambda: not devcluster.run(active).stdout, timeout_s=90, what="an empty queue")

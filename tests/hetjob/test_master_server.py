@@ -47,8 +47,8 @@ class Job:
 
         self.slurm.start_step = remember  # type: ignore[method-assign]
 
-    def start(self, data_workers: int, companions: int = 0, limit_s: float = 20, threads: int = 1) -> dict[str, str]:
-        config = MasterConfig(PROGRAM, data_workers, 6, companions, ("--partition=cpu",), threads)
+    def start(self, data_workers: int, limit_s: float = 20, threads: int = 1) -> dict[str, str]:
+        config = MasterConfig(PROGRAM, data_workers, 6, 0, (), threads)
         return start(config, self.slurm, self.environ, lambda service: {"SERVICE": service}, limit_s)
 
     def started(self, verb: str) -> list[int]:
@@ -107,7 +107,18 @@ def test_dead_children_are_replaced(job: Job, wait_until: WaitUntil) -> None:
     assert "dispatcher ended with -9" in log
 
 
-def test_nothing_outlives_a_killed_master(job: Job, wait_until: WaitUntil) -> None:
+def test_a_killed_master_is_started_again_and_finds_its_dispatchers_directory(job: Job, wait_until: WaitUntil) -> None:
+    job.start(1)
+    wait_until(lambda: len(job.started("worker")) == 1, what="a data worker")
+    os.kill(job.started("master")[1], signal.SIGKILL)
+    wait_until(lambda: len(job.started("worker")) == 2, what="a data worker of the second master")
+    assert len(job.started("master")) == 3
+    wait_until(lambda: not is_alive(job.started("dispatcher")[0]), what="the end of the first dispatcher")
+    wait_until(lambda: len(job.started("dispatcher")) == 2, what="the second dispatcher")
+    assert "the job master ended with -9: starting it again" in (job.directory / "master.log").read_text()
+
+
+def test_nothing_outlives_a_killed_keeper(job: Job, wait_until: WaitUntil) -> None:
     job.start(2)
     wait_until(lambda: len(job.started("worker")) == 2, what="two data workers")
     os.kill(job.started("master")[0], signal.SIGKILL)
@@ -124,16 +135,6 @@ def test_a_data_worker_has_a_thread_for_each_of_its_cpus(job: Job, wait_until: W
     words = Path(f"/proc/{job.started('worker')[0]}/cmdline").read_bytes().decode().split("\0")[:-1]
     expected = {1: ["--processes", "6"], 3: ["--processes", "2", "--threads", "3"]}[threads]
     assert words[words.index("--processes") :] == expected
-
-
-def test_companions_are_submitted_and_cancelled(job: Job, wait_until: WaitUntil) -> None:
-    job.start(0, companions=3)
-    wait_until(lambda: len(job.started("worker")) == 3, what="three companions")
-    job.steps[0].terminate()
-    wait_until(lambda: not any(is_alive(pid) for pid in job.started("worker")), what="the end of the companions")
-    log = (job.directory / "master.log").read_text()
-    assert "companions=3 submitted as job=1000" in log
-    assert "job=7 companions job=1000 cancelled" in log
 
 
 def test_a_master_that_cannot_start_is_an_error_and_leaves_nothing(job: Job) -> None:

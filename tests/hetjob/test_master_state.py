@@ -11,6 +11,7 @@ from hetjob.master.state import (
     LONGEST_DELAY_S,
     STEADY_AFTER_S,
     Begin,
+    BeginElastic,
     ChildEnded,
     ClockReached,
     DispatcherReady,
@@ -22,25 +23,24 @@ from hetjob.master.state import (
     StartDispatcher,
     StopAll,
     StopRequested,
-    SubmitCompanions,
     data_worker,
 )
 
 
-def started(data_workers: int = 2, companions: int = 0) -> MasterState:
-    state = MasterState(data_workers, companions)
+def started(data_workers: int = 2) -> MasterState:
+    state = MasterState(data_workers)
     state.handle(Begin(), 0)
     state.handle(DispatcherReady(), 1)
     return state
 
 
 def test_the_dispatcher_comes_first_and_the_rest_when_it_is_ready() -> None:
-    state = MasterState(2, companions=3)
+    state = MasterState(2, elastic=True)
     assert state.handle(Begin(), 0) == [StartDispatcher("the job begins")]
     assert state.handle(DispatcherReady(), 1) == [
         StartDataWorker(0, "the dispatcher is ready"),
         StartDataWorker(1, "the dispatcher is ready"),
-        SubmitCompanions(3, "the dispatcher is ready"),
+        BeginElastic("the dispatcher is ready"),
     ]
     assert state.phase is Phase.RUNNING
 

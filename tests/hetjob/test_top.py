@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hetjob.errors import UsageError
 from hetjob.find_service import find_address_file
 from hetjob.top import render
-from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStats, LoaderStatus, Status
+from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStats, LoaderStatus, PastDecision, Status
 
 
 def loader(rank: int, **changes: object) -> LoaderStatus:
@@ -43,6 +44,14 @@ def test_the_table() -> None:
         "0            cpu0  100  silent        2     27.5   98%  1,100        0  3:12:12",
         "1            cpu1  101  working       2     27.5   98%  1,100        0  3:12:12",
     ]
+
+
+def test_the_elastic_controllers_last_words_and_changes() -> None:
+    one = msgspec.structs.replace(
+        status([], []), elastic="1 data workers, allowed 0-4", decisions=[PastDecision(65.2, "grow", 3, "it waits 61%")]
+    )
+    lines = render(one, "x")
+    assert lines[2:4] == ["elastic: 1 data workers, allowed 0-4", "  0:01:05 ago: grow 3, because it waits 61%"]
 
 
 def test_colour_marks_what_needs_attention_and_moves_nothing() -> None:

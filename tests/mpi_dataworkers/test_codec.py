@@ -53,6 +53,7 @@ def examples() -> list[messages.Message]:
         messages.Alive(),
         messages.UnknownPeer(),
         messages.RequestStatus(),
+        messages.SteerDataWorkers("0-4", "drain", 1, "why", ["7"]),
         messages.Status(
             1,
             2.0,
@@ -63,6 +64,8 @@ def examples() -> list[messages.Message]:
             3,
             0,
             1.5,
+            "0-4",
+            [messages.PastDecision(1.0, "grow", 2, "why")],
         ),
         messages.Refused("ServiceError", "why"),
         messages.ShutDown(),

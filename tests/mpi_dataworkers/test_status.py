@@ -16,11 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mpi_dataworkers import DataLoader
 from mpi_dataworkers.config import metrics_address
+from mpi_dataworkers.dispatcher.events import DataWorkersChanged
 from mpi_dataworkers.dispatcher.metrics import MetricsServer
 from mpi_dataworkers.dispatcher.records import Instruction, Send
 from mpi_dataworkers.dispatcher.state import DispatcherState
 from mpi_dataworkers.errors import ConfigError, ServiceUnavailable
 from mpi_dataworkers.messages import (
+    DrainWorker,
     FailLease,
     FinishLease,
     GrantLease,
@@ -35,6 +37,7 @@ from mpi_dataworkers.messages import (
     RequestStatus,
     Session,
     Status,
+    SteerDataWorkers,
 )
 from mpi_dataworkers.rates import RecentRates
 from mpi_dataworkers.status_client import StatusClient, running_service
@@ -113,6 +116,26 @@ def test_asking_changes_nothing() -> None:
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Status)
     assert (len(state.workers), len(state.consumers), len(state.leases), state.events_told) == before
+
+
+def test_the_elastic_controller_drains_by_slurm_job_and_its_changes_are_events() -> None:
+    state = busy_state()
+    state.handle("c0", RegisterWorker("host", 7, "", [], None, "41"), 2.0)
+    order = SteerDataWorkers("2 data workers", "drain", 1, "enough", ["41"])
+    out = state.handle("stranger with the key", order, 3.0)
+    assert next((one.peer, type(one.message)) for one in out if isinstance(one, Send)) == ("c0", DrainWorker)
+    answer = out[-1]
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Status)
+    assert (answer.peer, answer.message.elastic) == ("stranger with the key", "2 data workers")
+    assert [(one.slurm_job, one.state) for one in answer.message.data_workers][-1] == ("41", "draining")
+    assert [one.render() for one in state.story if isinstance(one, DataWorkersChanged)] == [
+        "data_workers drain 1: enough"
+    ]
+    again = state.handle("stranger with the key", SteerDataWorkers("", "", 0, "", ["41"]), 13.0)
+    assert len(again) == 1
+    (decision,) = state.status(13.0).decisions
+    assert (decision.ago_s, decision.action, decision.reason) == (10.0, "drain", "enough")
 
 
 def test_rates_are_of_the_last_seconds() -> None:

@@ -49,6 +49,11 @@ elif verb == "ckpt":
     ready.touch()
     until_terminated()
     ready.unlink()
+elif sys.argv[2] == "keep":
+    from hetjob.master.keeper import keep
+
+    logging.basicConfig(level=logging.INFO)
+    sys.exit(keep([sys.executable, os.path.abspath(__file__), "master", "serve", *sys.argv[3:]]))
 else:
     from hetjob.master.server import MasterConfig, serve
     from slurm_plugin.client.fake import FakeSlurm
@@ -60,6 +65,8 @@ else:
         data_worker_cpus=int(value("--data-worker-cpus")),
         data_worker_threads=int(value("--data-worker-threads")),
         companions=int(value("--companions")),
+        smallest_cpus=int(value("--smallest-cpus")) if any("smallest" in word for word in sys.argv) else None,
+        cooldown_s=float(value("--cooldown")),
         companion_options=tuple(sys.argv[sys.argv.index("--") + 1 :]),
     )
     sys.exit(serve(config, FakeSlurm(Path.cwd(), dict(os.environ)), os.environ))

@@ -1,0 +1,85 @@
+"""The companion jobs of one job: submit, list and cancel them, each by its own id. Called by `elastic.py`.
+
+A companion is an ordinary job of one data worker, submitted by the trainer's job as its user. Its comment says whose it
+is, so a job master that was started again finds those of before. It never cancels anything else.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+
+from hetjob.job_environment import JobEnvironment
+from hetjob.ports import MarkedJob, SlurmClient
+
+# Slurm is still taking such a job down; its CPUs are as good as free.
+_ENDING = ("COMPLETING",)
+
+
+class CompanionJobs:
+    """Companion jobs in Slurm.
+
+    Args:
+        client: Slurm.
+        job: whose they are.
+        options: sbatch options that all of them have.
+        worker_words: from a number of CPUs to the data worker's command.
+    """
+
+    def __init__(
+        self,
+        client: SlurmClient,
+        job: JobEnvironment,
+        options: Sequence[str],
+        worker_words: Callable[[int], Sequence[str]],
+    ) -> None:
+        self._client = client
+        self._job = job
+        self._options = options
+        self._worker_words = worker_words
+        self._next = self._number_after_those_of_before()
+
+    @property
+    def mark(self) -> str:
+        """The word in the comment of those of this start of the job."""
+        return f"hets:start={self._job.job_id}.{self._job.restarts}"
+
+    def submit(self, cpus: int) -> str:
+        """Submit one, and return its job id.
+
+        Raises:
+            SlurmCommandError: Slurm refused, or was busy for too long.
+        """
+        number, self._next = self._next, self._next + 1
+        job_id = self._job.job_id
+        options = [
+            *self._options,
+            "--nodes=1",
+            "--ntasks=1",
+            f"--cpus-per-task={cpus}",
+            f"--dependency=after:{job_id}",
+            "--kill-on-invalid-dep=yes",
+            "--no-requeue",
+            f"--comment=hets:trainer={job_id} {self.mark}",
+            f"--job-name={self._job.job_name}-data-worker",
+            f"--chdir={self._job.submit_dir}",
+            f"--output={self._job.directory}/companion-{number}.log",
+            "--open-mode=append",
+        ]
+        # One that starts when the job is over, because its job master was killed, ends at once.
+        guard = f"test -e {shlex.quote(str(self._job.address_file))} || exit 0"
+        script = f"#!/bin/sh\n{guard}\nexec {shlex.join(self._worker_words(cpus))}\n"
+        # The key: submitted once, also when the answer to the submission is lost.
+        return self._client.submit(script, options, f"{job_id}.{self._job.restarts}.companion-{number}")
+
+    def listed(self) -> list[MarkedJob]:
+        """Those that Slurm knows and that are not over."""
+        return [one for one in self._client.marked_jobs(self.mark) if one.state not in _ENDING]
+
+    def cancel(self, job_id: str) -> None:
+        """End one, pending or running."""
+        self._client.cancel(job_id)
+
+    def _number_after_those_of_before(self) -> int:
+        names = (path.stem.rpartition("-")[2] for path in self._job.directory.glob("companion-*.log"))
+        return max((int(name) + 1 for name in names if name.isdigit()), default=0)

@@ -1,0 +1,310 @@
+"""The elastic controller's I/O, in a thread of the job master: look, let `Controller` decide, act, and say why.
+
+Once a second it asks the dispatcher what goes on, and Slurm only when companions are on their way. Slurm's commands may
+take seconds when slurmctld is busy, which is why this is no part of the job master's loop. What it decides is in the
+log, in the service's events, in `hetstream top` and in the summary. No decision is made here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hetjob.elastic.controller import Controller
+from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
+from hetjob.errors import SlurmCommandError
+from hetjob.master.companions import CompanionJobs
+from hetjob.ports import SiteLimit
+from mpi_dataworkers.errors import HetstreamError
+from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+# squeue is asked this often while companions start or leave, and otherwise only to find those that Slurm has ended.
+_LOOK_S, _LOOK_SELDOM_S = 2.0, 20.0
+# A data worker that was idle for nearly all of the time says little of how fast it is.
+_LEAST_BUSY_SHARE = 0.02
+_STOPPED_WITHIN_S = 20.0
+
+
+class Steering(Protocol):
+    """A connection to the dispatcher; `mpi_dataworkers.status_client.StatusClient` is one."""
+
+    def steer(self, order: SteerDataWorkers) -> Status:
+        """Tell what this side does, and hear what goes on."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+@dataclass
+class _Tracked:
+    """A companion job as this side knows it."""
+
+    cpus: int
+    state: CompanionState
+    since: float
+    rate_per_s: float = 0.0
+
+
+class Elastic:
+    """Runs the controller of one job beside the job master's loop.
+
+    Args:
+        controller: decides.
+        companions: acts.
+        fixed: data workers of component 1.
+        connect: to the dispatcher.
+        site: what the site allows; None without a site daemon.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        companions: CompanionJobs,
+        fixed: int,
+        connect: Callable[[], Steering],
+        site: SiteLimit | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._controller = controller
+        self._companions = companions
+        self._fixed = fixed
+        self._connect = connect
+        self._site = site
+        self._clock = clock
+        self._tracked: dict[str, _Tracked] = {}
+        self._given_up: set[str] = set()
+        self._looked_at = float("-inf")
+        self._trainer = TrainerCpus()
+        self._said = ""
+        self._decisions: list[dict[str, Any]] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elastic")
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask it to end and to cancel all companions; returns at once."""
+        self._stopping.set()
+
+    def join(self) -> None:
+        """Wait until it has, but no longer than Slurm lets a step that is to end."""
+        if self._thread.is_alive():
+            self._thread.join(_STOPPED_WITHIN_S)
+
+    def summary(self) -> dict[str, Any]:
+        """What it did and found out, for the job's summary."""
+        controller = self._controller
+        return {
+            "phase": controller.phase.value,
+            "data_worker_cpus": controller.cpus,
+            "trainer_cpus_recommended": controller.trainer_cpus,
+            "decisions": list(self._decisions),
+        }
+
+    def _run(self) -> None:
+        client: Steering | None = None
+        while not self._stopping.wait(_EVERY_S):
+            try:
+                if client is None:
+                    client = self._connect()
+                self._turn(client)
+            except HetstreamError as error:
+                # The dispatcher is away for a moment, or slurmctld is: what runs goes on, and the next turn looks anew.
+                log.warning("elastic controller: no turn: %s", error)
+                if client is not None:
+                    client.close()
+                    client = None
+            except Exception:
+                log.exception("the elastic controller fails: the number of data workers stays as it is")
+                break
+        if client is not None:
+            client.close()
+        self._stopping.wait()
+        self._cancel_all()
+
+    def _turn(self, client: Steering) -> None:
+        status = client.steer(self._order(None))
+        now = self._clock()
+        self._take_in(status, now)
+        snapshot = self._snapshot(status, now)
+        decision = self._controller.decide(snapshot, now)
+        self._said = self._headline(snapshot, decision)
+        if decision.is_change:
+            log.info("data_workers=%d %s %d: %s", snapshot.num_data_workers, decision.action.value, decision.count,
+                     decision.reason)  # fmt: skip
+            self._decisions.append(
+                {"time": round(time.time(), 3), "action": decision.action.value, "count": decision.count}
+                | {"reason": decision.reason, "data_workers_before": snapshot.num_data_workers}
+            )
+            # Said first: acting may take seconds.
+            self._carry_out(decision, now, lambda: client.steer(self._order(decision)))
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def _take_in(self, status: Status, now: float) -> None:
+        """Bring the states of the companions up to date."""
+        self._look_at_slurm(now)
+        rates = _rates(status.data_workers)
+        for job_id, one in self._tracked.items():
+            one.rate_per_s = rates.get(job_id, 0.0)
+            if one.state is CompanionState.DRAINING:
+                continue
+            if job_id in rates and one.state is not CompanionState.WORKING:
+                one.state, one.since = CompanionState.WORKING, now
+            elif job_id not in rates and one.state is CompanionState.WORKING:
+                one.state, one.since = CompanionState.STARTING, now
+
+    def _look_at_slurm(self, now: float) -> None:
+        settled = all(one.state is CompanionState.WORKING for one in self._tracked.values())
+        if now - self._looked_at < (_LOOK_SELDOM_S if settled else _LOOK_S):
+            return
+        listed = {one.job_id: one for one in self._companions.listed() if one.job_id not in self._given_up}
+        self._looked_at = now
+        for job_id in self._tracked.keys() - listed.keys():
+            log.info("companion job=%s ended", job_id)
+            del self._tracked[job_id]
+        for job_id, job in listed.items():
+            state = CompanionState.PENDING if job.state == "PENDING" else CompanionState.STARTING
+            if job_id not in self._tracked:
+                log.info("companion job=%s of a job master of before is taken over", job_id)
+                self._tracked[job_id] = _Tracked(job.num_cpus, state, now)
+            elif self._tracked[job_id].state is CompanionState.PENDING and state is CompanionState.STARTING:
+                self._tracked[job_id].state, self._tracked[job_id].since = state, now
+
+    def _snapshot(self, status: Status, now: float) -> Snapshot:
+        rates = _rates(one for one in status.data_workers if one.slurm_job not in self._tracked)
+        # Between two passes a loader is in none for a moment.
+        reading = [row for row in status.loaders if row.epoch >= 0 or row.steps_per_s > 0]
+        return Snapshot(
+            reading=bool(reading),
+            steps_per_s=sum(row.steps_per_s for row in reading),
+            wait_share=max((_wait_share(row) for row in reading), default=0.0),
+            companions=tuple(
+                Companion(job_id, one.cpus, one.state, one.since, one.rate_per_s)
+                for job_id, one in self._tracked.items()
+            ),
+            fixed=self._fixed,
+            fixed_rate_per_s=sum(rates.values()),
+            site_limit=self._site.data_workers() if self._site is not None else None,
+            trainer_cpus=self._trainer.used(status.loaders, now),
+        )
+
+    # --- acting -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, decision: Decision, now: float, tell: Callable[[], Status]) -> None:
+        if decision.action is Action.DRAIN:
+            for job_id in decision.jobs:
+                self._tracked[job_id].state, self._tracked[job_id].since = CompanionState.DRAINING, now
+        tell()
+        if decision.action is Action.GROW:
+            self._submit(decision)
+        if decision.action is Action.CANCEL:
+            for job_id in decision.jobs:
+                self._companions.cancel(job_id)
+                self._given_up.add(job_id)
+                del self._tracked[job_id]
+
+    def _submit(self, decision: Decision) -> None:
+        for _ in range(decision.count):
+            if self._stopping.is_set():
+                return
+            try:
+                job_id = self._companions.submit(decision.cpus)
+            except SlurmCommandError as error:
+                delay_s = self._controller.refused(self._clock())
+                log.error("no companion could be submitted, next try in %g s: %s", delay_s, error)
+                return
+            self._controller.accepted()
+            self._tracked[job_id] = _Tracked(decision.cpus, CompanionState.PENDING, self._clock())
+            log.info("companion job=%s of %d CPUs submitted", job_id, decision.cpus)
+
+    def _cancel_all(self) -> None:
+        """Cancel those that Slurm lists, and those of this side, should Slurm not answer."""
+        try:
+            job_ids = {one.job_id for one in self._companions.listed()} | self._tracked.keys()
+        except HetstreamError as error:
+            log.error("companions could not be listed: %s", error)
+            job_ids = set(self._tracked)
+        for job_id in sorted(job_ids):
+            try:
+                self._companions.cancel(job_id)
+                log.info("companion job=%s cancelled", job_id)
+            except HetstreamError as error:
+                log.error("companion job=%s could not be cancelled: %s", job_id, error)
+
+    # --- saying -----------------------------------------------------------------------------------------------------
+
+    def _order(self, decision: Decision | None) -> SteerDataWorkers:
+        leaving = [job_id for job_id, one in self._tracked.items() if one.state is CompanionState.DRAINING]
+        if decision is None:
+            return SteerDataWorkers(self._said, "", 0, "", leaving)
+        return SteerDataWorkers(self._said, decision.action.value, decision.count, decision.reason, leaving)
+
+    def _headline(self, snapshot: Snapshot, decision: Decision) -> str:
+        limits = self._controller.limits
+        working = snapshot.fixed + len(snapshot.of(CompanionState.WORKING))
+        states = [
+            f"{len(snapshot.of(state))} {state.value}"
+            for state in CompanionState
+            if state is not CompanionState.WORKING and snapshot.of(state)
+        ]
+        site = "" if snapshot.site_limit is None else f", by the site {snapshot.site_limit}"
+        return (
+            f"{', '.join([f'{working} data workers', *states])}, allowed {limits.minimum}-{limits.maximum}{site}; "
+            f"{self._controller.phase.value}: {decision.reason}"
+        )
+
+
+def _wait_share(row: LoaderStatus) -> float:
+    """A wait counts when it ends: a loop that has taken no step and has none to take has waited all the time."""
+    return 1.0 if row.steps_per_s <= 0 and row.buffered == 0 and row.epoch >= 0 else row.wait_share
+
+
+def _rates(workers: Iterable[DataWorkerStatus]) -> dict[str, float]:
+    """For each Slurm job with data worker processes: steps per second that they would make if they were never idle."""
+    rates: dict[str, float] = {}
+    for one in workers:
+        rate = one.steps_per_s / one.busy_share if one.busy_share > _LEAST_BUSY_SHARE else 0.0
+        rates[one.slurm_job] = rates.get(one.slurm_job, 0.0) + rate
+    return rates
+
+
+class TrainerCpus:
+    """How many CPUs a trainer's process uses, as the kernel counts: of those on this host, the busiest."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[float, float]] = {}
+        self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+
+    def used(self, loaders: Iterable[LoaderStatus], now: float) -> float | None:
+        """CPUs in use since the last call; None on the first, or if no trainer is on this host."""
+        here = {row.pid for row in loaders if row.host == socket.gethostname()}
+        seconds = {pid: (now, used_s) for pid in here if (used_s := self._seconds(pid)) is not None}
+        before, self._before = self._before, seconds
+        shares = [
+            (used_s - before[pid][1]) / (at - before[pid][0])
+            for pid, (at, used_s) in seconds.items()
+            if pid in before and at > before[pid][0]
+        ]
+        return max(shares, default=None)
+
+    def _seconds(self, pid: int) -> float | None:
+        """User and system time of a process, threads included (proc(5), fields 14 and 15 of stat)."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return (int(fields[11]) + int(fields[12])) * self._tick_s

@@ -1,0 +1,136 @@
+"""The elastic controller on real Slurm: a job finds by itself how many data workers it needs. CPU work is sleeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from benchmarks.clients.elastic_job import ElasticJob
+
+pytestmark = pytest.mark.slurm
+WaitUntil = Callable[..., None]
+
+
+@pytest.fixture
+def submit(devcluster: Any, wait_until: WaitUntil) -> Iterator[Callable[..., ElasticJob]]:
+    jobs: list[ElasticJob] = []
+
+    def act(name: str, directives: str, *arguments: str) -> ElasticJob:
+        jobs.append(ElasticJob(devcluster.out_dir / name, devcluster.env, directives, *arguments))
+        return jobs[-1]
+
+    yield act
+    for job in jobs:
+        job.cancel()
+        wait_until(job.has_ended, timeout_s=120, what="an empty queue")
+
+
+def end(job: ElasticJob, wait_until: WaitUntil) -> None:
+    job.stop()
+    wait_until(job.has_ended, timeout_s=120, what="the end of the job")
+
+
+def test_a_starving_job_grows_by_itself_also_beyond_a_killed_job_master(
+    submit: Callable[..., ElasticJob], wait_until: WaitUntil
+) -> None:
+    """A step takes the trainer 30 ms and one CPU 100 ms to make: four data workers feed it."""
+    directives = "--data-workers=0-6 --data-worker-cpus=1 --data-worker-cooldown=2"
+    job = submit("elastic-grow", directives, "--make-s=0.1", "--step-s=0.03", "--num-steps=60")
+    wait_until(lambda: len(job.changes()) >= 2, timeout_s=90, what="two changes")
+    (first, one), (second, more) = job.changes()[:2]
+    assert (first, one, second) == ("grow", 1, "grow")
+    assert 2 <= more <= 5
+    wait_until(lambda: len(job.status()["data_workers"]) == 1 + more, timeout_s=60, what="the data workers")
+    status = job.status()
+    assert status["decisions"][0]["reason"].startswith("the trainer waits")
+    assert "data workers" in status["elastic"]
+    assert {worker["slurm_job"] for worker in status["data_workers"]} == set(job.companions())
+    grown_at = len(job.steps())
+    wait_until(lambda: len(job.steps()) > grown_at + 80, timeout_s=60, what="steps of the grown job")
+    assert job.wait_share(last_s=3) < 0.5  # the machine is loaded by other tests; the figure is the benchmark's
+
+    companions = job.companions()
+    (master,) = job.master_pids("serve")
+    os.kill(master, signal.SIGKILL)
+    log = job.home / "master.log"
+    taken_over = "of a job master of before is taken over"
+    wait_until(lambda: log.read_text().count(taken_over) == len(companions), timeout_s=60, what="companions taken over")
+    wait_until(lambda: len(job.status()["data_workers"]) == 1 + more, timeout_s=60, what="the data workers")
+    assert job.companions() == companions
+    end(job, wait_until)
+    assert not job.companions("PD", "R")
+    assert job.ledger_problems(240) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [("keep",), ("keep", "serve")], ids=["in order", "at once"])
+def test_companions_end_with_a_job_master_that_is_gone_for_good(
+    submit: Callable[..., ElasticJob], wait_until: WaitUntil, victims: tuple[str, ...]
+) -> None:
+    directives = "--data-workers=0-2 --data-worker-cpus=1 --data-worker-cooldown=2"
+    job = submit(f"elastic-{'-'.join(victims)}", directives, "--make-s=0.1", "--step-s=0.05", "--num-steps=60")
+    wait_until(lambda: job.home.exists() and job.companions("R"), timeout_s=90, what="a companion")
+    wait_until(lambda: job.status()["data_workers"], timeout_s=60, what="a data worker")
+    for pid in job.master_pids(*victims):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not job.companions("PD", "R"), timeout_s=100, what="the end of the companions")
+    before = len(job.steps())
+    wait_until(lambda: len(job.steps()) > before + 2, timeout_s=60, what="steps that the trainer makes itself")
+    wait_until(lambda: job.ledger_problems(240) == [], timeout_s=60, what="an epoch")
+    end(job, wait_until)
+    assert job.ledger_problems(240) == []
+
+
+@pytest.mark.slow
+def test_a_job_that_gains_nothing_ends_with_no_data_workers(
+    submit: Callable[..., ElasticJob], wait_until: WaitUntil, devcluster: Any
+) -> None:
+    """Samples come one at a time on the whole cluster, as from one slow disk: more data workers make none faster."""
+    directives = "--data-workers=0-6 --data-worker-cpus=1 --data-worker-cooldown=2"
+    arguments = ("--make-s=0.1", "--step-s=0.001", "--num-steps=100")
+    job = submit("elastic-useless", directives, *arguments, f"--lock={devcluster.out_dir}/lock")
+    wait_until(lambda: job.changes()[-1:] and job.changes()[-1][0] == "drain" and not job.companions(), 180, "the end")
+    assert job.changes()[0] == ("grow", 1)
+    wait_until(lambda: not job.status()["data_workers"], timeout_s=30, what="no data workers")
+    reasons = [one["cause"] for one in job.events("DataWorkersChanged")]
+    assert "as many as with local loading" in reasons[-1]
+    end(job, wait_until)
+    assert job.ledger_problems(400) == []
+    summary = json.loads((job.home / "summary.json").read_text())
+    assert summary["elastic"]["phase"] == "loading locally"
+    assert [one["action"] for one in summary["elastic"]["decisions"]] == [action for action, _ in job.changes()]
+
+
+@pytest.mark.slow
+def test_a_job_that_local_loading_feeds_gets_no_data_worker(
+    submit: Callable[..., ElasticJob], wait_until: WaitUntil
+) -> None:
+    job = submit("elastic-fed", "--data-workers=0-6 --data-worker-cooldown=2", "--make-s=0.001", "--step-s=0.2")
+    wait_until(lambda: job.home.exists() and "keeps up" in job.status()["elastic"], timeout_s=60, what="the verdict")
+    assert job.changes() == []
+    end(job, wait_until)
+
+
+@pytest.mark.slow
+def test_load_that_goes_gives_the_cpus_back_within_one_drain(
+    submit: Callable[..., ElasticJob], wait_until: WaitUntil
+) -> None:
+    """For 40 s a step takes the trainer 30 ms, then 300 ms: one data worker is enough then."""
+    directives = "--data-workers=0-6 --data-worker-cpus=1 --data-worker-cooldown=3"
+    job = submit("elastic-shrink", directives, "--make-s=0.1", "--step-s=0.03,0.3", "--period=40", "--num-steps=60")
+    wait_until(lambda: any(action == "drain" for action, _ in job.changes()), timeout_s=120, what="a drain")
+    wait_until(lambda: len(job.companions()) == 1, timeout_s=10, what="the CPUs back")
+    lost = job.events("DataWorkerLost")
+    assert lost
+    assert all(one["orderly"] for one in lost)
+    assert not job.events("LeaseRevoked")
+    times = [one["time"] for one in job.events("DataWorkersChanged")]
+    assert all(later - earlier >= 3 for earlier, later in pairwise(times))
+    end(job, wait_until)
+    assert job.ledger_problems(240) == []

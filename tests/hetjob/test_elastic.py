@@ -1,0 +1,205 @@
+"""The elastic controller's I/O over FakeSlurm and a list for a dispatcher: what it asks, submits, drains, cancels."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hetjob.elastic.controller import Controller
+from hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
+from hetjob.job_environment import JobEnvironment
+from hetjob.master.companions import CompanionJobs
+from hetjob.master.elastic import Elastic, TrainerCpus
+from mpi_dataworkers.errors import ServiceUnavailable
+from mpi_dataworkers.messages import DataWorkerStatus, LoaderStats, LoaderStatus, Status, SteerDataWorkers
+from slurm_plugin.client.fake import FakeSlurm
+
+WaitUntil = Callable[..., None]
+
+
+def loader(wait_share: float, pid: int = 1) -> LoaderStatus:
+    return LoaderStatus("job", 0, 0, 1, "h", pid, 0, 5, 90, 0, 8, 1, 4.0, 1e3, wait_share, LoaderStats())
+
+
+class Dispatcher:
+    """Hears orders; says that every companion that runs is a data worker, until it is told to drain it."""
+
+    def __init__(self, slurm: FakeSlurm) -> None:
+        self.slurm = slurm
+        self.orders: list[SteerDataWorkers] = []
+        self.away = False
+        self.drained: set[str] = set()
+
+    def steer(self, order: SteerDataWorkers) -> Status:
+        if self.away:
+            raise ServiceUnavailable("away")
+        self.orders.append(order)
+        for job_id in order.drain:
+            self.drained.add(job_id)
+            for child in self.slurm.jobs[job_id]:
+                child.terminate()
+        workers = [
+            DataWorkerStatus(0, "h", 1, "working", 1, 9, 2.0, 0.5, 0, 9.0, 0.1, job_id)
+            for job_id in self.slurm.jobs
+            if job_id not in self.drained
+        ]
+        return Status(1, 9.0, workers, [loader(0.5)], len(workers), 0, 1, 0, 1.0)
+
+    def close(self) -> None:
+        pass
+
+
+class Script(Controller):
+    """A controller that decides what a test has written down, and notes what it sees."""
+
+    def __init__(self, *decisions: Decision) -> None:
+        super().__init__(Limits(0, 4))
+        self.script = list(decisions)
+        self.seen: list[Snapshot] = []
+        self.refusals = 0
+        self.go_on = threading.Event()
+
+    def decide(self, snapshot: Snapshot, now: float) -> Decision:
+        self.seen.append(snapshot)
+        self.go_on.wait(20)
+        return self.script.pop(0) if self.script else Decision(Action.HOLD, 0, "the script is over")
+
+    def refused(self, now: float) -> float:
+        self.refusals += 1
+        return 1.0
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.job = JobEnvironment("7", "train", "gpu0", directory, 1, 0)
+        self.job.directory.mkdir(parents=True)
+        self.job.address_file.touch()
+        self.slurm = FakeSlurm(directory, dict(os.environ))
+        self.dispatcher = Dispatcher(self.slurm)
+        self.companions = CompanionJobs(self.slurm, self.job, ["--partition=cpu"], lambda cpus: ["sleep", f"60{cpus}"])
+        self.elastic: Elastic | None = None
+
+    def run(self, controller: Controller, site: object = None) -> Elastic:
+        controller.go_on.set() if isinstance(controller, Script) else None
+        self.elastic = Elastic(controller, self.companions, 0, lambda: self.dispatcher, site)  # type: ignore[arg-type]
+        self.elastic.begin()
+        return self.elastic
+
+    def submissions(self) -> list[tuple[str, ...]]:
+        return [words for method, words in self.slurm.calls if method == "submit"]
+
+    def alive(self) -> list[str]:
+        return [one.job_id for one in self.companions.listed()]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil) -> Iterator[World]:
+    monkeypatch.setattr("hetjob.master.elastic._EVERY_S", 0.02)
+    monkeypatch.setattr("hetjob.master.elastic._LOOK_S", 0.0)
+    world = World(tmp_path)
+    yield world
+    if world.elastic is not None:
+        world.elastic.stop()
+        world.elastic.join()
+    wait_until(lambda: not world.alive(), what="the end of the companions")
+
+
+def grow(count: int) -> Decision:
+    return Decision(Action.GROW, count, "it starves", cpus=2)
+
+
+def test_each_companion_is_a_job_of_its_own_with_a_key(world: World, wait_until: WaitUntil) -> None:
+    elastic = world.run(Script(grow(2)))
+    wait_until(lambda: len(world.alive()) == 2, what="two companions")
+    assert list(world.slurm.keys) == ["7.0.companion-0", "7.0.companion-1"]
+    words = world.submissions()[0]
+    assert words[:4] == ("--partition=cpu", "--nodes=1", "--ntasks=1", "--cpus-per-task=2")
+    assert {"--dependency=after:7", "--kill-on-invalid-dep=yes", "--comment=hets:trainer=7 hets:start=7.0"} <= {*words}
+    assert next(order for order in world.dispatcher.orders if order.action).reason == "it starves"
+    elastic.stop()
+    elastic.join()
+    wait_until(lambda: not world.alive(), what="the end of the companions")
+    decisions = elastic.summary()["decisions"]
+    assert [(one["action"], one["count"], one["data_workers_before"]) for one in decisions] == [("grow", 2, 0)]
+
+
+def test_drained_companions_leave_and_cancelled_ones_are_cancelled_by_their_own_id(
+    world: World, wait_until: WaitUntil
+) -> None:
+    script = Script(grow(3), Decision(Action.DRAIN, 1, "enough", ("1000",)), Decision(Action.CANCEL, 1, "x", ("1001",)))
+    world.run(script)
+    wait_until(lambda: world.alive() == ["1002"], what="one companion")
+    assert [words for method, words in world.slurm.calls if method == "cancel"] == [("1001",)]
+    assert world.dispatcher.drained == {"1000"}
+    wait_until(lambda: script.seen[-1].num_companions == 1, what="the controller to see it")
+    assert script.seen[-1].companions[0].rate_per_s == 4.0
+
+
+def test_a_refused_submission_is_the_controllers_to_know(world: World, wait_until: WaitUntil) -> None:
+    world.slurm.refuse.add("submit")
+    script = Script(grow(3))
+    world.run(script)
+    wait_until(lambda: script.refusals, what="the refusal")
+    assert script.refusals == 1
+    assert len(world.submissions()) == 1
+
+
+def test_companions_of_a_job_master_of_before_are_taken_over(world: World, wait_until: WaitUntil) -> None:
+    world.companions.submit(1)
+    (world.job.directory / "companion-0.log").touch()
+    world.companions = CompanionJobs(world.slurm, world.job, [], lambda cpus: ["sleep", f"60{cpus}"])
+    script = Script(grow(1))
+    world.run(script)
+    wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="both companions")
+    assert list(world.slurm.keys) == ["7.0.companion-0", "7.0.companion-1"]
+
+
+def test_a_dispatcher_that_is_away_and_a_slurm_that_does_not_answer_end_nothing(
+    world: World, wait_until: WaitUntil
+) -> None:
+    script = Script(grow(1))
+    world.dispatcher.away = True
+    world.slurm.refuse.add("marked_jobs")
+    world.run(script)
+    wait_until(lambda: ("marked_jobs", ("hets:start=7.0",)) not in world.slurm.calls, what="nothing")
+    world.dispatcher.away = False
+    wait_until(lambda: ("marked_jobs", ("hets:start=7.0",)) in world.slurm.calls, what="a question to Slurm")
+    world.slurm.refuse.clear()
+    wait_until(lambda: len(world.alive()) == 1, what="a companion")
+
+
+def test_the_site_limit_reaches_the_controller(world: World, wait_until: WaitUntil) -> None:
+    class Site:
+        def data_workers(self) -> int | None:
+            return 3
+
+    script = Script()
+    world.run(script, Site())
+    wait_until(lambda: script.seen, what="a turn")
+    assert script.seen[0].site_limit == 3
+    wait_until(lambda: any("by the site 3" in order.elastic for order in world.dispatcher.orders), what="it to be said")
+
+
+def test_a_companion_that_starts_when_the_job_is_over_ends_at_once(world: World, wait_until: WaitUntil) -> None:
+    world.job.address_file.unlink()
+    job_id = world.companions.submit(1)
+    wait_until(lambda: world.slurm.jobs[job_id][0].poll() == 0, what="its end")
+
+
+def test_cpus_of_a_trainer_on_this_host() -> None:
+    import socket
+
+    cpus = TrainerCpus()
+    here = LoaderStatus(
+        "job", 0, 0, 1, socket.gethostname(), os.getpid(), 0, 5, 90, 0, 8, 1, 4.0, 1e3, 0.0, LoaderStats()
+    )
+    assert cpus.used([here], 0.0) is None
+    sum(range(3_000_000))
+    used = cpus.used([here, loader(0.0)], 1.0)
+    assert used is not None
+    assert 0.01 < used < 3
+    assert cpus.used([loader(0.0, 1)], 2.0) is None

@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 # torch is pinned here alone: an open range pulls gigabytes of CUDA packages onto machines without a GPU.
 TORCH ?= torch==2.13.0
 DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak
+# Needs root and Slurm.
+SLURM_BENCHMARKS := elastic
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
-.PHONY: demo test test-all lint venv slurm clean bench-data bench-ckpt
+.PHONY: demo test test-all lint venv slurm clean bench-data bench-ckpt bench-slurm
 
 venv: $(VENV)/.ready
 
@@ -44,6 +46,8 @@ bench-%: venv
 	$(BIN)/python -m benchmarks.$*
 
 bench-data: $(addprefix bench-,$(DATA_BENCHMARKS))
+
+bench-slurm: slurm $(addprefix bench-,$(SLURM_BENCHMARKS))
 
 # Those of checkpoints; ckpt_requeue needs root and Slurm.
 bench-ckpt: slurm $(addprefix bench-,$(CKPT_BENCHMARKS))

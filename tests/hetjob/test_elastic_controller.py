@@ -244,7 +244,7 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
 loads = st.lists(st.tuples(st.integers(3, 60), st.sampled_from([0.005, 0.01, 0.03, 0.1, 0.4])), min_size=1, max_size=6)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     load=loads,
     make_s=st.floats(0.01, 0.4),
@@ -280,7 +280,7 @@ def test_any_load_stays_within_the_limits_and_changes_once_a_cooldown(
     assert all(later - earlier >= cooldown_s for earlier, later in pairwise(times))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     step_s=st.floats(0.005, 0.4), make_s=st.floats(0.01, 0.4), local_s=st.floats(0.001, 0.4),
     noise=st.floats(0, 0.1), room=st.integers(0, 20), cpus=st.sampled_from([(1, 1), (1, 4)]),

@@ -62,13 +62,21 @@ class MarkedJob:
 
 
 class SiteLimit(Protocol):
-    """What the site lets a job have; without a site daemon there is none."""
+    """What the site lets a job have; without a site daemon there is none. Neither method waits."""
+
+    def report(self, minimum: int, current: int, wanted: int, cpus: int, wait_share: float) -> None:
+        """Say how the job is.
+
+        Args:
+            minimum: data workers of component 1.
+            current: data workers that it has or has asked Slurm for.
+            wanted: those that it would have if the site did not limit it.
+            cpus: of each.
+            wait_share: of the last seconds that the trainer waited for data.
+        """
 
     def data_workers(self) -> int | None:
-        """Data workers that this job may have now, those of component 1 among them; None without a limit.
-
-        Returns at once, with what was heard last.
-        """
+        """Data workers that this job may have now, those of component 1 among them; None without a limit."""
 
 
 class SlurmClient(Protocol):

@@ -97,6 +97,17 @@ class Controller:
             self._changed_at = now
         return decision
 
+    def wanted(self, snapshot: Snapshot, now: float) -> int:
+        """Data workers that the job would have if the site did not limit it."""
+        starving = snapshot.reading and snapshot.wait_share > STARVING_SHARE
+        if self.phase in (Phase.BASELINE, Phase.LOCAL):
+            return max(self.limits.minimum, int(starving and now >= self._retry_at))
+        have, need = snapshot.num_data_workers, needed(snapshot, self.cpus, GROW_HEADROOM)
+        if need is not None and snapshot.reading:
+            have = max(have, need) if starving else min(have, need)
+        most = self.limits.maximum if self._ceiling is None else self._ceiling
+        return max(self.limits.minimum, min(have, most))
+
     def refused(self, now: float) -> float:
         """Slurm refused a submission; returns after how many seconds the next one may be tried."""
         delay_s: float = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**self._num_refusals)

@@ -141,6 +141,10 @@ class Elastic:
         self._take_in(status, now)
         snapshot = self._snapshot(status, now)
         decision = self._controller.decide(snapshot, now)
+        if self._site is not None:
+            limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
+            have, cpus = snapshot.num_data_workers, self._controller.cpus
+            self._site.report(limits.minimum, have, wanted, cpus, snapshot.wait_share)
         self._said = self._headline(snapshot, decision)
         if decision.is_change:
             log.info("data_workers=%d %s %d: %s", snapshot.num_data_workers, decision.action.value, decision.count,

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -174,6 +175,11 @@ def test_a_dispatcher_that_is_away_and_a_slurm_that_does_not_answer_end_nothing(
 
 def test_the_site_limit_reaches_the_controller(world: World, wait_until: WaitUntil) -> None:
     class Site:
+        reports: ClassVar[list[tuple[int, int, int, int, float]]] = []
+
+        def report(self, minimum: int, current: int, wanted: int, cpus: int, wait_share: float) -> None:
+            self.reports.append((minimum, current, wanted, cpus, wait_share))
+
         def data_workers(self) -> int | None:
             return 3
 
@@ -181,6 +187,8 @@ def test_the_site_limit_reaches_the_controller(world: World, wait_until: WaitUnt
     world.run(script, Site())
     wait_until(lambda: script.seen, what="a turn")
     assert script.seen[0].site_limit == 3
+    wait_until(lambda: Site.reports, what="a report")
+    assert Site.reports[0] == (0, 0, 1, 1, 0.5)
     wait_until(lambda: any("by the site 3" in order.elastic for order in world.dispatcher.orders), what="it to be said")
 
 

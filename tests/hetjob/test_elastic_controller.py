@@ -179,6 +179,15 @@ def test_the_site_limit_holds_at_once() -> None:
     assert history.changes[-1][1].reason == "at most 0 data workers are allowed"
 
 
+def test_what_a_job_would_have_without_the_site_is_known() -> None:
+    history = run(Job(), Limits(0, 16), 100, lambda _: 2)
+    snapshot = history.job.snapshot(100, 2)
+    assert history.working == 2
+    assert history.controller.wanted(snapshot, 100) == 11
+    assert Controller(Limits(0, 4)).wanted(snapshot, 0) == 1
+    assert Controller(Limits(0, 4)).wanted(Snapshot(True, 9, 0.0), 0) == 0
+
+
 def test_size_search_goes_on_while_the_speed_grows_with_the_cpus() -> None:
     assert run(Job(scale=1.0), Limits(0, 8, 1, 4), 200).controller.cpus == 4
     assert run(Job(scale=0.5), Limits(0, 8, 1, 4), 200).controller.cpus == 1

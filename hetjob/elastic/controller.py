@@ -7,7 +7,7 @@ Called by `hetjob.master.elastic` about once a second; it never asks Slurm or th
        +--the trainer waits--> SIZE --best--> COUNT --data workers do not pay--+
 
 BASELINE and LOCAL have no data workers, SIZE has one or two, COUNT as many as pay. A job with data workers in component
-1 begins in COUNT: it cannot be measured without them. In every phase there is at most one change per cooldown, and none
+1 begins in COUNT: it cannot be measured without them. In every stage there is at most one change per cooldown, and none
 before the last one shows in the rates. Growth follows the need of now, shrinking the greatest need of some time: so a
 load that alternates keeps what it needs at its worst. Companions that wait in Slurm's queue hold nothing up.
 """
@@ -43,7 +43,7 @@ _RETRY_S, _LONGEST_RETRY_S = 600.0, 7200.0
 _BACKOFF_S, _LONGEST_BACKOFF_S = 10.0, 600.0
 
 
-class Phase(Enum):
+class Stage(Enum):
     """What the controller is finding out."""
 
     BASELINE = "measuring local loading"
@@ -59,7 +59,7 @@ class Controller:
         limits: of the script.
 
     Attributes:
-        phase: see the module's drawing.
+        stage: see the module's drawing.
         cpus: of the next companion.
         local: what local loading was seen to cost; None if it was not measured.
         trainer_cpus: CPUs that the trainer needs besides its data workers; None while that is not known.
@@ -67,7 +67,7 @@ class Controller:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.phase = Phase.BASELINE
+        self.stage = Stage.BASELINE
         self.local: LocalLoading | None = None
         self.trainer_cpus: int | None = None
         self._size = SizeSearch(limits.smallest_cpus, limits.largest_cpus)
@@ -100,7 +100,7 @@ class Controller:
     def wanted(self, snapshot: Snapshot, now: float) -> int:
         """Data workers that the job would have if the site did not limit it."""
         starving = snapshot.reading and snapshot.wait_share > STARVING_SHARE
-        if self.phase in (Phase.BASELINE, Phase.LOCAL):
+        if self.stage in (Stage.BASELINE, Stage.LOCAL):
             return max(self.limits.minimum, int(starving and now >= self._retry_at))
         have, need = snapshot.num_data_workers, needed(snapshot, self.cpus, GROW_HEADROOM)
         if need is not None and snapshot.reading:
@@ -140,12 +140,12 @@ class Controller:
             return _hold(f"{len(starting)} data workers start")
         if now - self._steady_since < MEASURE_S:
             return _hold(f"measuring for {MEASURE_S:g} s")
-        if snapshot.fixed and self.phase is Phase.BASELINE:
-            self.phase = Phase.COUNT
+        if snapshot.fixed and self.stage is Stage.BASELINE:
+            self.stage = Stage.COUNT
             self._size.stop()
-        if self.phase in (Phase.BASELINE, Phase.LOCAL):
+        if self.stage in (Stage.BASELINE, Stage.LOCAL):
             return self._local(snapshot, now)
-        if self.phase is Phase.SIZE:
+        if self.stage is Stage.SIZE:
             return self._find_size(snapshot, now)
         return self._find_count(snapshot, now)
 
@@ -153,13 +153,13 @@ class Controller:
 
     def _local(self, snapshot: Snapshot, now: float) -> Decision:
         if snapshot.num_companions:  # of a job master of before
-            self.phase = Phase.COUNT
+            self.stage = Stage.COUNT
             return _hold("companions are there already")
         if snapshot.steps_per_s <= 0 and now - self._steady_since < _LONGEST_BASELINE_S:
             return _hold("no step was taken yet")
         waits = f"the trainer waits {snapshot.wait_share:.0%} of the time"
         if snapshot.steps_per_s > 0 and snapshot.wait_share <= STARVING_SHARE:
-            self.phase = Phase.LOCAL
+            self.stage = Stage.LOCAL
             return _hold(f"local loading keeps up: {waits}")
         if now < self._retry_at:
             return _hold(f"local loading: data workers did not pay, next try in {self._retry_at - now:.0f} s")
@@ -168,7 +168,7 @@ class Controller:
         if self._maximum(snapshot) == 0:
             return _hold("the site allows no data workers")
         self.local = LocalLoading.seen(snapshot.steps_per_s, snapshot.wait_share)
-        self.phase = Phase.SIZE if self._size.probing else Phase.COUNT
+        self.stage = Stage.SIZE if self._size.probing else Stage.COUNT
         return self._grow(snapshot, 1, f"{waits} with local loading, at {snapshot.steps_per_s:.1f} steps/s")
 
     # --- the size of a data worker ----------------------------------------------------------------------------------
@@ -176,12 +176,12 @@ class Controller:
     def _find_size(self, snapshot: Snapshot, now: float) -> Decision:
         probe = next((one for one in snapshot.of(CompanionState.WORKING) if one.cpus == self._size.probing), None)
         if snapshot.num_companions == 0:
-            self.phase = Phase.BASELINE
+            self.stage = Stage.BASELINE
             return _hold("the data worker that was measured is gone")
         waiting = [one for one in snapshot.of(CompanionState.PENDING) if now - one.since > _START_LIMIT_S]
         if snapshot.wait_share <= STARVING_SHARE or waiting or self._maximum(snapshot) <= snapshot.num_data_workers:
             self._size.stop()
-            self.phase = Phase.COUNT
+            self.stage = Stage.COUNT
             return _hold(f"data workers have {self.cpus} CPUs: the search ends here")
         if probe is None:
             return _hold(f"{snapshot.num_companions} companions wait in Slurm's queue")
@@ -192,7 +192,7 @@ class Controller:
             if now < self._grow_at:
                 return self._backing_off(now)
             return self._grow(snapshot, 1, why)
-        self.phase = Phase.COUNT
+        self.stage = Stage.COUNT
         others = [one for one in snapshot.of(CompanionState.WORKING) if one.cpus != self._size.best]
         if others and len(others) < snapshot.num_companions:
             return Decision(Action.DRAIN, len(others), why, job_ids(others))
@@ -207,7 +207,7 @@ class Controller:
         if snapshot.trainer_cpus is not None and not starving:
             self.trainer_cpus = trainer_cpus_needed(snapshot.trainer_cpus)
         if have == 0:
-            self.phase = Phase.BASELINE
+            self.stage = Stage.BASELINE
             return _hold("all data workers are gone")
         if self._grown_from is not None and not pending:
             (before, before_per_s), self._grown_from = self._grown_from, None
@@ -231,7 +231,7 @@ class Controller:
         calm_need = self._calm_need(now)
         if calm_need == 0 and snapshot.num_companions:
             self._disappointed(now, None)
-            self.phase = Phase.LOCAL
+            self.stage = Stage.LOCAL
             return self._shrink_to(snapshot, 0, f"{snapshot.steps_per_s:.1f} steps/s, as many as with local loading")
         if calm_need is not None and calm_need < have and snapshot.num_companions:
             return self._shrink_to(snapshot, calm_need, f"{waits}, {calm_need} data workers are enough")

@@ -108,7 +108,7 @@ class Elastic:
         """What it did and found out, for the job's summary."""
         controller = self._controller
         return {
-            "phase": controller.phase.value,
+            "stage": controller.stage.value,
             "data_worker_cpus": controller.cpus,
             "trainer_cpus_recommended": controller.trainer_cpus,
             "decisions": list(self._decisions),
@@ -268,7 +268,7 @@ class Elastic:
         site = "" if snapshot.site_limit is None else f", by the site {snapshot.site_limit}"
         return (
             f"{', '.join([f'{working} data workers', *states])}, allowed {limits.minimum}-{limits.maximum}{site}; "
-            f"{self._controller.phase.value}: {decision.reason}"
+            f"{self._controller.stage.value}: {decision.reason}"
         )
 
 

@@ -103,7 +103,7 @@ def test_a_job_that_gains_nothing_ends_with_no_data_workers(
     end(job, wait_until)
     assert job.ledger_problems(400) == []
     summary = json.loads((job.home / "summary.json").read_text())
-    assert summary["elastic"]["phase"] == "loading locally"
+    assert summary["elastic"]["stage"] == "loading locally"
     assert [one["action"] for one in summary["elastic"]["decisions"]] == [action for action, _ in job.changes()]
 
 

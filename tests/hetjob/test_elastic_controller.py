@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjob.elastic.controller import MEASURE_S, STARVING_SHARE, Controller, Phase
+from hetjob.elastic.controller import MEASURE_S, STARVING_SHARE, Controller, Stage
 from hetjob.elastic.policy import demand_per_s, needed, slowest
 from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot
 from hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
@@ -122,19 +122,19 @@ def test_a_starving_job_measures_grows_once_and_is_fed() -> None:
     assert [(decision.action, decision.count) for _, decision in history.changes] == [(GROW, 1), (GROW, 7), (GROW, 3)]
     assert history.changes[0][1].reason == "the trainer waits 91% of the time with local loading, at 9.1 steps/s"
     assert history.job.snapshot(200).wait_share <= STARVING_SHARE
-    assert history.controller.phase is Phase.COUNT
+    assert history.controller.stage is Stage.COUNT
 
 
 def test_a_job_that_local_loading_feeds_gets_no_data_workers() -> None:
     history = run(Job(local_s=0.0001), Limits(0, 16), 100)
     assert history.changes == []
-    assert history.controller.phase is Phase.LOCAL
+    assert history.controller.stage is Stage.LOCAL
 
 
 def test_data_workers_that_do_not_pay_go_and_are_not_tried_again_soon() -> None:
     history = run(Job(most_per_s=9.2), Limits(0, 16), 500)
     assert history.working == 0
-    assert history.controller.phase is Phase.LOCAL
+    assert history.controller.stage is Stage.LOCAL
     assert [decision.action for _, decision in history.changes] == [GROW, GROW, DRAIN, DRAIN]
     assert "as many as with local loading" in history.changes[-1][1].reason
 

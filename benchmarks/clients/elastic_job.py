@@ -97,7 +97,7 @@ class ElasticJob:
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                words = (path / "cmdline").read_text().split("\0")
+                words = (path / "cmdline").read_text(errors="replace").split("\0")
                 mine = f"SLURM_JOB_ID={self.job_id}\0" in (path / "environ").read_text(errors="replace")
             except OSError:
                 continue

@@ -152,6 +152,8 @@ class Controller:
     # --- without data workers ---------------------------------------------------------------------------------------
 
     def _local(self, snapshot: Snapshot, now: float) -> Decision:
+        if snapshot.num_companions and now < self._retry_at:  # what waited in the queue was taken back first
+            return self._shrink_to(snapshot, 0, "data workers did not pay")
         if snapshot.num_companions:  # of a job master of before
             self.stage = Stage.COUNT
             return _hold("companions are there already")

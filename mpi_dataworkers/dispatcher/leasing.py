@@ -414,10 +414,12 @@ class Leasing:
         if record is None or lease.worker not in self.workers:
             return []
         worker, rank = self.workers[lease.worker], self.consumers[record.consumer].registration.rank
+        is_news = worker.unreachable.get(record.consumer, 0.0) <= now
         worker.unreachable[record.consumer] = now + UNREACHABLE_S
-        self._tell(
-            events.DataWorkerUnreachable(data_worker=worker.number, rank=rank, for_s=UNREACHABLE_S, cause=reason)
-        )
+        if is_news:  # one event for all of its leases
+            self._tell(
+                events.DataWorkerUnreachable(data_worker=worker.number, rank=rank, for_s=UNREACHABLE_S, cause=reason)
+            )
         return self._announce(now)
 
     def _reachable_workers(self, consumer: str, now: float) -> int:

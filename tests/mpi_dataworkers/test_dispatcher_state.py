@@ -138,6 +138,21 @@ def test_steps_that_were_sent_and_never_came_are_leased_again_with_a_new_token()
     state.validate()
 
 
+def test_a_data_worker_that_reaches_nobody_is_told_once_for_all_its_leases() -> None:
+    state = ready_state(steps=8, workers=1)
+    while tokens := [*state.workers["w0"].tokens]:
+        for token in tokens:
+            state.handle("w0", FinishLease(token, 0.1), 0.0)
+    assert len(state.leases) > 1
+    for now in (2.0, 4.0):
+        state.handle("w0", WorkerHeartbeat([]), now)
+        state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
+    state.tick(rules.ARRIVAL_TIMEOUT_S + 0.1)
+    assert [event.happened for event in state.story if "does not reach" in event.happened] == [
+        "does not reach rank=0, next try in 10 s"
+    ]
+
+
 @pytest.mark.parametrize("how", ["silent", "left", "replaced", "failed"])
 def test_a_lost_workers_steps_go_to_the_others(how: str) -> None:
     state = ready_state(steps=2, workers=2)

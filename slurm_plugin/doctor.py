@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from slurm_plugin.client.hostlist import compress, expand
@@ -17,6 +17,9 @@ from slurm_plugin.client.read import release_of
 
 DEFAULT_BF_INTERVAL_S = 30
 GOOD_BF_INTERVAL_S = 5
+# What the modules in slurm_plugin/lua are written for, and tested with.
+LUA_VERSIONS = ("5.1", "5.2", "5.3", "5.4")
+LUA_PLUGINS = {"job_submit": "JobSubmitPlugins", "cli_filter": "CliFilterPlugins"}
 
 
 class Level(enum.Enum):
@@ -36,6 +39,8 @@ class Facts:
         client_version: of Slurm's commands here.
         gres_conf, cgroup_conf: those files; None if they cannot be read here.
         unresolved: host names that have no address here.
+        lua: of each of Slurm's Lua plugins that is here, the versions of Lua that it names; None if PluginDir cannot be
+            read here.
     """
 
     snapshot: Snapshot
@@ -43,6 +48,7 @@ class Facts:
     gres_conf: str | None
     cgroup_conf: str | None
     unresolved: tuple[str, ...] = ()
+    lua: Mapping[str, tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,43 @@ def _accounting(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def lua_versions(plugin: bytes) -> tuple[str, ...]:
+    """The versions of Lua that a plugin of Slurm names: of the library that it is linked to or opens.
+
+    Args:
+        plugin: the bytes of `job_submit_lua.so` or `cli_filter_lua.so`.
+    """
+    found = re.findall(rb"\bliblua(?:-|\.so\.)?(5\.?\d)\b", plugin)
+    return tuple(sorted({(text if b"." in text else text[:1] + b"." + text[1:]).decode() for text in found}))
+
+
+def _lua(facts: Facts) -> Iterator[Finding]:
+    config = facts.snapshot.config
+    used = [name for name, option in LUA_PLUGINS.items() if re.search(r"\blua\b", config.get(option, ""))]
+    if not used:
+        return
+    if facts.lua is None:
+        yield Finding(
+            Level.NOTE, "Lua", "PluginDir cannot be read here", "which Lua Slurm's plugins use is not known",
+            "run it on slurmctld's host",
+        )  # fmt: skip
+        return
+    for name in used:
+        if name not in facts.lua:
+            yield Finding(
+                Level.WARNING, "Lua", f"{name}_lua.so is not in PluginDir here",
+                f"{LUA_PLUGINS[name]}=lua cannot be loaded on this host", "Slurm's packages with Lua",
+            )  # fmt: skip
+            continue
+        unknown = [version for version in facts.lua[name] if version not in LUA_VERSIONS]
+        if unknown and not set(facts.lua[name]) & set(LUA_VERSIONS):
+            yield Finding(
+                Level.PROBLEM, "Lua", f"{name}_lua.so uses Lua {', '.join(unknown)}",
+                f"hetstream's modules are for Lua {LUA_VERSIONS[0]} to {LUA_VERSIONS[-1]}",
+                "Slurm built with one of these, or hetstream uninstall",
+            )  # fmt: skip
+
+
 def _hosts(facts: Facts) -> Iterator[Finding]:
     if facts.unresolved:
         yield Finding(
@@ -264,7 +307,7 @@ def _partitions(facts: Facts) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    _versions, _scheduler, _select, _gres, _gres_conf, _devices, _preemption, _prolog, _privacy, _accounting, _hosts,
-    _nodes, _partitions,
+    _versions, _scheduler, _select, _gres, _gres_conf, _devices, _preemption, _prolog, _privacy, _accounting, _lua,
+    _hosts, _nodes, _partitions,
 )  # fmt: skip
 NUM_CHECKS = len(_CHECKS)

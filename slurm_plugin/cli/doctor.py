@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from hetjob.table import RED, YELLOW
 from slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.doctor import NUM_CHECKS, Facts, Finding, Level, examine
+from slurm_plugin.doctor import LUA_PLUGINS, NUM_CHECKS, Facts, Finding, Level, examine, lua_versions
 from slurm_plugin.report import Column, Report, Row, Section
 
 EPILOG = """\
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         gres_conf=_text_of(directory / "gres.conf"),
         cgroup_conf=_text_of(directory / "cgroup.conf"),
         unresolved=tuple(_unresolved(list(dict.fromkeys(hosts))[:MAX_LOOKUPS])),
+        lua=_lua(snapshot.config.get("PluginDir", "")),
     )
     found = examine(facts)
     emit(args, report_of(found, snapshot))
@@ -88,6 +91,17 @@ def _text_of(path: Path) -> str | None:
         return path.read_text(errors="replace")
     except OSError:
         return None
+
+
+def _lua(plugin_dirs: str) -> dict[str, tuple[str, ...]] | None:
+    """What Slurm's Lua plugins name of Lua; PluginDir may be several directories, with colons."""
+    directories = [Path(word) for word in plugin_dirs.split(":") if os.access(word, os.R_OK | os.X_OK)]
+    found: dict[str, tuple[str, ...]] = {}
+    for name in LUA_PLUGINS:
+        for directory in directories:
+            with suppress(OSError):
+                found.setdefault(name, lua_versions((directory / f"{name}_lua.so").read_bytes()))
+    return found if directories else None
 
 
 def _unresolved(hosts: Iterable[str]) -> Iterable[str]:

@@ -113,6 +113,6 @@ def _dry_run(conversion: Conversion, options: Sequence[SbatchOption], rest: Sequ
     plan = conversion.plan
     submitted = list(plan.sbatch_options) if plan else words_of(options)
     unset = [word for key in ENVIRONMENT if plan and key in os.environ for word in ("-u", key)]
-    command = [*(["env", *unset] if unset else []), "sbatch", *submitted, *(rest or ["< SCRIPT"])]
-    print(f"would run, on the script above: {shlex.join(command)}", file=sys.stderr)
+    command = shlex.join([*(["env", *unset] if unset else []), "sbatch", *submitted, *rest])
+    print(f"would run, on the script above: {command}{'' if rest else ' < SCRIPT'}", file=sys.stderr)
     return 0

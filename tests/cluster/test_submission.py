@@ -68,6 +68,37 @@ def test_the_command_lines_partition_is_the_trainers(devcluster: Any) -> None:
     assert [row.split()[1:] for row in sorted(rows.splitlines())] == [["gpu", "gres:gpu:1"], ["cpu", "N/A"]]
 
 
+def paste(devcluster: Any, directory: Path, done: subprocess.CompletedProcess[str]) -> str:
+    """Save the script that a dry run printed under its name, and run the command that it printed: the new job's id."""
+    command = done.stderr.strip().splitlines()[-1].partition("on the script above: ")[2]
+    directory.mkdir(exist_ok=True)
+    (directory / "job.sbatch").write_text(done.stdout)
+    pasted = devcluster.run(["sh", "-c", f"cd {directory} && {command}"])
+    return str(pasted.stdout.split()[-1])
+
+
+def test_what_dry_runs_print_works_when_pasted(devcluster: Any, wait_until: Callable[..., None]) -> None:
+    directory = devcluster.out_dir / "pasted"
+    script = f"#!/bin/bash\n{DIRECTIVE}sleep 600\n"
+    done = submit(devcluster, directory, script, "--dry-run", "-p", "gpu", "--comment=it's a test")
+    first = paste(devcluster, directory / "again", done)
+    jobs = [first]
+    try:
+        wait_until(lambda: "R" in devcluster.run(["squeue", "-hj", first, "-o", "%t"]).stdout, 60, "the first job")
+        printed = devcluster.run(["squeue", "-hj", first, "-O", "HetJobOffset,Partition,Comment:50"]).stdout
+        trainer, worker = (row.strip().split(maxsplit=2)[1:] for row in sorted(printed.splitlines()))
+        assert trainer == ["gpu", "it's a test"], printed
+        assert worker[0] == "cpu"
+        argv = [str(HETSTREAM), "migrate", first, "--dry-run", "--hold"]
+        moved = subprocess.run(argv, env=dict(devcluster.env), capture_output=True, text=True, check=False, timeout=120)
+        assert moved.returncode == 0, moved.stderr
+        jobs.append(paste(devcluster, directory / "moved", moved))
+        rows = devcluster.run(["squeue", "-hj", jobs[1], "-o", "%t"]).stdout
+        assert rows.split() == ["PD", "PD"]
+    finally:
+        devcluster.run(["scancel", *jobs])
+
+
 def test_nothing_is_left_of_a_cancelled_job(devcluster: Any, wait_until: Callable[..., None]) -> None:
     directory = devcluster.out_dir / "cancelled-submission"
     done = submit(devcluster, directory, f"#!/bin/bash\n{DIRECTIVE}sleep 600\n", "--parsable")

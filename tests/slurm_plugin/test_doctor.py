@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from slurm_plugin.cli.doctor import _lua
 from slurm_plugin.client import parse_text
 from slurm_plugin.client.model import Partition, Snapshot
-from slurm_plugin.doctor import Facts, Finding, Level, examine
+from slurm_plugin.doctor import LUA_PLUGINS, LUA_VERSIONS, Facts, Finding, Level, examine, lua_versions
+from slurm_plugin.installation import LUA_DIR
 
 FIXTURES = Path(__file__).with_name("fixtures")
 GOOD = {
@@ -100,6 +102,37 @@ def test_nodes_hosts_versions_partitions() -> None:
     assert only(facts(partitions=(Partition("gpu", ()),))).seen == "no default"
 
 
+def test_the_lua_of_slurms_plugins() -> None:
+    both = {"JobSubmitPlugins": "all_partitions,lua", "CliFilterPlugins": "lua"}
+    assert examine(facts(both, lua={"job_submit": ("5.1",), "cli_filter": ("5.4",)})) == ()
+    assert examine(facts(both, lua={"job_submit": (), "cli_filter": ("5.3", "5.5")})) == ()
+    assert examine(facts({"JobSubmitPlugins": "all_partitions"}, lua={"job_submit": ("5.5",)})) == ()
+    found = only(facts(both, lua={"job_submit": ("5.5",), "cli_filter": ("5.4",)}))
+    assert (found.level, found.check, found.seen) == (Level.PROBLEM, "Lua", "job_submit_lua.so uses Lua 5.5")
+    assert found.text == "hetstream's modules are for Lua 5.1 to 5.4"
+    assert only(facts(both, lua={"job_submit": ("5.1",)})).seen == "cli_filter_lua.so is not in PluginDir here"
+    assert only(facts(both, lua=None)).level is Level.NOTE
+
+
+@pytest.mark.parametrize(
+    ("plugin", "versions"),
+    [
+        (b"\0liblua5.1.so.0\0liblua.so\0liblua-5.1.so\0liblua.so.5.1\0", ("5.1",)),  # Debian's, 22.05 to 26.05
+        (b"\0liblua-5.4.so\0", ("5.4",)),
+        (b"\0liblua54.so.5.4\0liblua5.5.so\0", ("5.4", "5.5")),
+        (b"\0liblua.so\0", ()),
+    ],
+)
+def test_versions_of_lua_in_a_plugin(plugin: bytes, versions: tuple[str, ...]) -> None:
+    assert lua_versions(plugin) == versions
+
+
+def test_the_modules_say_the_versions_that_the_doctor_knows() -> None:
+    for name in LUA_PLUGINS:
+        text = (LUA_DIR / f"{name}.lua").read_text()
+        assert f"Lua {LUA_VERSIONS[0]} to {LUA_VERSIONS[-1]}" in text
+
+
 def test_the_worst_comes_first() -> None:
     found = examine(facts({"PreemptType": "preempt/none", "SchedulerType": "sched/builtin", "PrivateData": "jobs"}))
     assert [finding.level for finding in found] == [Level.PROBLEM, Level.WARNING, Level.NOTE]
@@ -112,4 +145,7 @@ def test_a_real_cluster_has_no_problem_that_is_none(devcluster: Any) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     document = json.loads(done.stdout)
     assert (done.returncode, document["summary"]["problem"]) == (0, 0), done.stdout
+    # The cluster does not load Lua, but Debian's plugins are there.
+    config = parse_text.parse_config(devcluster.run(["scontrol", "show", "config"]).stdout)
+    assert _lua(config["PluginDir"]) == {"job_submit": ("5.1",), "cli_filter": ("5.1",)}
     assert {"AccountingStorageType", "PreemptType"} <= {finding["check"] for finding in document["findings"]}

@@ -6,6 +6,7 @@ HetstreamError
 │   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
 ├── MasterError              the job master did not start
 ├── SaversError              the checkpoint savers of a job did not start
+├── SiteError                the site daemon does not answer, or says what cannot be trusted
 ├── ProgramNotFound          the user's program, or hetstream's own command, is not there
 └── SlurmCommandError        a Slurm command failed: argv, exit code, stdout, stderr
 """
@@ -23,6 +24,7 @@ __all__ = [
     "MasterError",
     "ProgramNotFound",
     "SaversError",
+    "SiteError",
     "SlurmCommandError",
     "UsageError",
 ]
@@ -42,6 +44,10 @@ class MasterError(HetstreamError):
 
 class SaversError(HetstreamError):
     """The job's checkpoint savers did not come up."""
+
+
+class SiteError(HetstreamError):
+    """The site daemon does not answer, or what it or a stranger says cannot be trusted."""
 
 
 class ProgramNotFound(UsageError):

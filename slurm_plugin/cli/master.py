@@ -12,6 +12,7 @@ from hetjob.errors import HetstreamError
 from hetjob.job_environment import JobEnvironment, export_lines, plain_variables
 from hetjob.master.keeper import keep
 from hetjob.master.server import MasterConfig, serve, start
+from hetjob.site.link import linked
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.program import own_program
 
@@ -75,4 +76,5 @@ def _keep(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    return serve(_config(args), CommandSlurm(), os.environ)
+    with linked(os.environ, int(JobEnvironment.read(os.environ).job_id)) as site:
+        return serve(_config(args), CommandSlurm(), os.environ, site)

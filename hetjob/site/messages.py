@@ -1,0 +1,197 @@
+"""What jobs and the site daemon say to each other: one question and one answer a connection, as JSON. Pure.
+
+Used by both sides. A frame is a length of four bytes, then so many bytes. On a Unix socket the question's frame is the
+JSON text itself; over TCP it is a MUNGE credential with the text inside. The answer's frame begins with an HMAC-SHA256
+under the key that the question carries: only who could read the question can have written the answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from typing import Annotated, Any
+
+import msgspec
+
+from hetjob.errors import SiteError
+
+VERSION = 1
+# A question has less than 1 kB of JSON; a credential is a third longer.
+MAX_QUESTION_BYTES = 16 << 10
+# The status of 10,000 jobs.
+MAX_ANSWER_BYTES = 8 << 20
+LENGTH = struct.Struct(">I")
+_MAC_BYTES = hashlib.sha256().digest_size
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+_Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
+class ReportDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report_demand"):
+    """What a job has and wants, from its job master.
+
+    Attributes:
+        job_id: of the leader.
+        minimum: data workers that it has in any case.
+        current: data workers that it has.
+        wanted: data workers that it would have without a limit of the site, at least `minimum`.
+        cpus: of each.
+        wait_share: share of the last seconds in which its trainers waited for data; None if not known.
+    """
+
+    job_id: Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
+    minimum: _Count
+    current: _Count
+    wanted: _Count
+    cpus: Annotated[int, msgspec.Meta(ge=1, le=100_000)]
+    wait_share: _Share | None = None
+
+    def __post_init__(self) -> None:
+        if self.wanted < self.minimum:
+            raise ValueError(f"wanted={self.wanted}: must be at least minimum={self.minimum}")
+
+
+class AskStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ask_status"):
+    """What does the daemon know? Root and the daemon's own user see all jobs, others their own."""
+
+
+Question = ReportDemand | AskStatus
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The question with what protects it.
+
+    Attributes:
+        version: of this protocol.
+        sent_ns: when it was sent, by the sender's clock. Of one job it must grow: what was sent before is refused.
+        reply_key: 32 bytes in hexadecimal, for the answer's HMAC.
+        question: what is asked.
+    """
+
+    version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)]
+    sent_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    reply_key: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    question: Question
+
+
+class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grant_limit"):
+    """How many data workers a job may have.
+
+    Attributes:
+        limit: None if the site sets none.
+        reason: why, for people.
+        next_s: after how many seconds to report again.
+    """
+
+    limit: int | None
+    reason: str
+    next_s: float
+
+
+class RefuseReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse_report"):
+    """The report does not count: another user's job, or sent before the last one."""
+
+    reason: str
+
+
+class JobStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One job as the daemon knows it; see `ReportDemand` and `GrantLimit`.
+
+    Attributes:
+        weight: its right to CPUs, relative to others: its GPUs, at least 1.
+        limit: what the policy says; jobs are told only in allocate mode.
+        age_s: since its last report.
+    """
+
+    job: str
+    user: str
+    minimum: int
+    current: int
+    wanted: int
+    cpus: int
+    weight: float
+    wait_share: float | None
+    limit: int | None
+    reason: str
+    age_s: float
+
+
+class ShowStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="show_status"):
+    """The answer to `AskStatus`.
+
+    Attributes:
+        mode: `observe` or `allocate`.
+        since_s: when the daemon started, in seconds since the epoch.
+        num_readings: of the cluster, since then.
+        num_errors: of those that failed.
+        read_s: when the last one succeeded; None if none did.
+        error: of the newest reading; empty if it succeeded.
+        partitions: whose CPUs are divided.
+        pool_cpus: how many CPUs that is now.
+        jobs: by number.
+    """
+
+    mode: str
+    since_s: float
+    num_readings: int
+    num_errors: int
+    read_s: float | None
+    error: str
+    partitions: tuple[str, ...]
+    pool_cpus: int
+    jobs: tuple[JobStatus, ...]
+
+
+Answer = GrantLimit | RefuseReport | ShowStatus
+
+
+def new_request(question: Question, sent_ns: int) -> Request:
+    """A request with a key of its own."""
+    return Request(VERSION, sent_ns, secrets.token_hex(32), question)
+
+
+def encode_request(request: Request) -> bytes:
+    """The request as JSON."""
+    return msgspec.json.encode(request)
+
+
+def decode_request(data: bytes) -> Request:
+    """Read a request.
+
+    Raises:
+        SiteError: it is none of this version.
+    """
+    request: Request = _decode(data, Request)
+    return request
+
+
+def encode_answer(answer: Answer, reply_key: str) -> bytes:
+    """The answer as JSON behind its HMAC."""
+    data = msgspec.json.encode(answer)
+    return _mac(data, reply_key) + data
+
+
+def decode_answer(data: bytes, reply_key: str) -> Answer:
+    """Read the answer to a request.
+
+    Raises:
+        SiteError: it does not come from who read the request, or is none of this version.
+    """
+    mac, text = data[:_MAC_BYTES], data[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(text, reply_key)):
+        raise SiteError("the answer does not come from the daemon that was asked")
+    answer: Answer = _decode(text, Answer)
+    return answer
+
+
+def _mac(data: bytes, reply_key: str) -> bytes:
+    return hmac.digest(bytes.fromhex(reply_key), data, "sha256")
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise SiteError(f"not a message of version {VERSION} of the site daemon's protocol: {error}") from error

@@ -41,6 +41,10 @@ POINTS = {
     "loader.after_report": "progress was reported",
     "loader.step_taken": "the training loop is about to get a step",
     "loader.state_taken": "the program is about to get the loader's state",
+    "daemon.received": "the site daemon knows who reports and has decided nothing",
+    "daemon.before_commit": "a job's report and the new limits are written and not committed",
+    "daemon.after_commit": "they are committed, the job has no answer",
+    "daemon.read": "the cluster was read, nothing of it is noted",
 }
 ACTIONS = ("kill", "stop", "exit")
 _EXIT_CODE = 70

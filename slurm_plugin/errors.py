@@ -13,6 +13,7 @@
     ├── UnsupportedSlurm         the cluster's Slurm is older than hetstream reads
     ├── UnknownJob               no such job in the queue
     ├── HistoryError             the file with a cluster's history cannot be used
+    ├── DaemonStateError         the site daemon's directory is in use, damaged or another program's
     └── ServeError               an address cannot be listened on, or a package for it is missing
 
 Slurm commands that fail raise `hetjob.errors.SlurmCommandError`.
@@ -25,6 +26,7 @@ from mpi_dataworkers.errors import HetstreamError
 __all__ = [
     "BootFailed",
     "ClusterExists",
+    "DaemonStateError",
     "DamagedRecord",
     "DevclusterError",
     "HistoryError",
@@ -96,6 +98,10 @@ class UnknownJob(HetstreamError):
 
 class HistoryError(HetstreamError):
     """The file with a cluster's history cannot be read or written, or is another program's."""
+
+
+class DaemonStateError(HetstreamError):
+    """The site daemon's directory is in use by another one, damaged or another program's."""
 
 
 class ServeError(HetstreamError):

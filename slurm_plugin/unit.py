@@ -1,43 +1,85 @@
-"""The systemd unit of the exporter and its environment file, as text. Pure; called by `hetstream install`."""
+"""The systemd units of the exporter and the site daemon with their environment files, as text. Pure.
+
+Called by `hetstream install`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-ENVIRONMENT = """\
+_COMMANDS = """\
+# Where Slurm's commands and its configuration are, if that is not the usual place.
+#PATH=/opt/slurm/bin:/usr/bin:/bin
+#SLURM_CONF=/etc/slurm/slurm.conf
+"""
+EXPORTER_ENVIRONMENT = f"""\
 # What hetstream-exporter.service runs with. Take the "#" away from what shall hold, then restart it.
 
 # Options of: hetstream exporter
 #HETSTREAM_EXPORTER_OPTIONS="--listen 127.0.0.1:9418 --interval 60 --history /var/lib/hetstream/history.sqlite"
 
-# Where Slurm's commands and its configuration are, if that is not the usual place.
-#PATH=/opt/slurm/bin:/usr/bin:/bin
-#SLURM_CONF=/etc/slurm/slurm.conf
-"""
+{_COMMANDS}"""
+DAEMON_ENVIRONMENT = f"""\
+# What hetstreamd.service runs with, and where jobs find it. Take the "#" away from what shall hold, then restart it.
+# Jobs read the two lines on the address from /etc/hetstream/daemon.env of their own node.
+
+# Options of: hetstream daemon
+#HETSTREAM_DAEMON_OPTIONS="--allocate --pool cpu"
+
+# Where it is: USER is whom it runs as, by name or number, and must be known on the nodes. Without this line it listens
+# at unix:/run/hetstream/daemon.sock, and jobs look for no daemon.
+#HETSTREAM_DAEMON=tcp://hetstream@controller:9420
+
+# Where munged listens, if that is not the usual place.
+#HETSTREAM_MUNGE_SOCKET=/run/munge/munge.socket.2
+
+{_COMMANDS}"""
 
 
-def unit_text(program: str, environment: Path) -> str:
+def exporter_unit(program: str, environment: Path) -> str:
     """A unit that reads the cluster as nobody in particular and may write only to /var/lib/hetstream.
 
     Args:
         program: the `hetstream` command, absolute.
         environment: the environment file; the unit starts without it, too.
     """
+    return _unit(
+        "hetstream's metrics of the Slurm cluster for Prometheus",
+        "hetstream-exporter",
+        environment,
+        f'ExecStart="{_escaped(program)}" exporter $HETSTREAM_EXPORTER_OPTIONS',
+        ["StateDirectory=hetstream"],
+    )
+
+
+def daemon_unit(program: str, environment: Path) -> str:
+    """A unit of the site daemon: as the user `hetstream`, made for it where the site has none, with no rights."""
+    return _unit(
+        "hetstream's site daemon: the Slurm cluster's history, data workers among jobs",
+        "hetstream-daemon",
+        environment,
+        f'ExecStart="{_escaped(program)}" daemon $HETSTREAM_DAEMON_OPTIONS',
+        ["User=hetstream", "StateDirectory=hetstreamd", "StateDirectoryMode=0700", "RuntimeDirectory=hetstream"],
+    )
+
+
+def _unit(description: str, page: str, environment: Path, start: str, more: list[str]) -> str:
+    extra = "\n".join(more)
     return f"""\
 # Placed by `hetstream install`; `hetstream uninstall` takes it away. Changes belong into: systemctl edit
 [Unit]
-Description=hetstream's metrics of the Slurm cluster for Prometheus
-Documentation=man:hetstream-exporter(1)
+Description={description}
+Documentation=man:{page}(1)
 After=network-online.target munge.service
 Wants=network-online.target
 
 [Service]
 EnvironmentFile=-{_escaped(str(environment))}
-ExecStart="{_escaped(program)}" exporter $HETSTREAM_EXPORTER_OPTIONS
+{start}
 Restart=on-failure
 RestartSec=10
 DynamicUser=yes
-StateDirectory=hetstream
+{extra}
 NoNewPrivileges=yes
 ProtectSystem=strict
 ProtectHome=read-only

@@ -29,7 +29,7 @@ HOMES = {
     "prometheus_client": ("mpi_dataworkers/dispatcher/metrics.py", "slurm_plugin/metrics.py"),
     "zstandard": ("mpi_dataworkers/transports/compression.py",),
     "xxhash": ("checkpoint/checksum.py",),
-    "sqlite3": ("mpi_dataworkers/dispatcher/journal.py", "slurm_plugin/history.py"),
+    "sqlite3": ("mpi_dataworkers/dispatcher/journal.py", "slurm_plugin/history.py", "slurm_plugin/daemon/store.py"),
 }
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 

@@ -33,6 +33,7 @@ VERBS = {
     "doctor": "find problems in the cluster's configuration, with the fix",
     "migrate": "move a running training job to other nodes, without a step lost",
     "exporter": "serve the cluster's figures to Prometheus, with a dashboard for Grafana",
+    "daemon": "run the site daemon: keep the cluster's history, divide data workers among jobs",
     "report": "draw fragmentation, queueing delay and utilisation as one HTML page",
     "serve": "show that page live",
     "ckpt": "list, check and clean up checkpoints; run their saver",
@@ -40,7 +41,7 @@ VERBS = {
     "worker": "run data workers by hand",
     "master": "run the job master (called by converted scripts)",
     "filter": "plan the conversion of an sbatch (called by the cli_filter plugin)",
-    "install": "place the Lua plugins, a systemd unit, man pages and completion",
+    "install": "place the Lua plugins, systemd units, man pages and completion",
     "uninstall": "take away what install placed",
     "devcluster": "boot a throw-away Slurm cluster on this machine",
 }

@@ -1,4 +1,4 @@
-"""`hetstream install`: place the Lua plugins, the exporter's unit, man pages and completion."""
+"""`hetstream install`: place the Lua plugins, systemd units, man pages and completion."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from hetjob.errors import UsageError
 from slurm_plugin.installation import HOOKS, LUA_DIR, Action, as_json, hook_lines, hook_text, install, site_name
 from slurm_plugin.manual import bash_completion, man_pages, verbs_of
 from slurm_plugin.program import own_program
-from slurm_plugin.unit import ENVIRONMENT, unit_text
+from slurm_plugin.unit import DAEMON_ENVIRONMENT, EXPORTER_ENVIRONMENT, daemon_unit, exporter_unit
 
 EPILOG = """\
 Below DIR: share/hetstream/lua (the modules), etc/hetstream/policy.lua (the site's rules, all commented out),
-lib/systemd/system/hetstream-exporter.service with etc/hetstream/exporter.env, share/man/man1, share/bash-completion.
+lib/systemd/system/hetstream-exporter.service and hetstreamd.service with etc/hetstream/exporter.env and daemon.env,
+share/man/man1, share/bash-completion. No service is started.
 With --slurm-dir, cli_filter.lua and job_submit.lua there load the modules. A site's own file of that name is moved to
 NAME.site.lua, which the new one loads first; uninstall moves it back.
 
@@ -39,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser = subparsers.add_parser(
         "install",
         help=summary,
-        description="Place the Lua plugins, the site's policy, a systemd unit, man pages and bash completion.",
+        description="Place the Lua plugins, the site's policy, systemd units, man pages and bash completion.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,9 +77,12 @@ def planned(prefix: Path, slurm_dir: Path | None, program: str) -> tuple[dict[Pa
     lua_dir, policy = _places(prefix)
     files = {lua_dir / name: (LUA_DIR / name).read_text() for name in HOOKS}
     files[policy] = (LUA_DIR / "policy.lua").read_text()
-    environment = policy.with_name("exporter.env")
-    files[environment] = ENVIRONMENT
-    files[prefix / "lib/systemd/system/hetstream-exporter.service"] = unit_text(program, environment)
+    for unit, text, environment, content in (
+        ("hetstream-exporter", exporter_unit, policy.with_name("exporter.env"), EXPORTER_ENVIRONMENT),
+        ("hetstreamd", daemon_unit, policy.with_name("daemon.env"), DAEMON_ENVIRONMENT),
+    ):
+        files[environment] = content
+        files[prefix / f"lib/systemd/system/{unit}.service"] = text(program, environment)
     files |= documents(prefix)
     hooks = {
         slurm_dir / name: (

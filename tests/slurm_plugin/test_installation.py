@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hetjob.site.address import read_settings
 from slurm_plugin.cli import VERBS, main
 from slurm_plugin.installation import RECORD, read_record
 
@@ -214,14 +215,25 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze: apt-get install systemd")
-def test_systemd_understands_the_unit(machine: Machine) -> None:
+@pytest.mark.parametrize(("name", "file"), [("hetstream-exporter", "exporter"), ("hetstreamd", "daemon")])
+def test_systemd_understands_the_units(machine: Machine, name: str, file: str) -> None:
     machine.install()
-    unit = machine.prefix / "lib/systemd/system/hetstream-exporter.service"
+    unit = machine.prefix / f"lib/systemd/system/{name}.service"
     argv = ["systemd-analyze", "verify", "--man=no", unit]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     said = [line for line in done.stderr.splitlines() if "hetstream" in line]
     assert (done.returncode, said) == (0, [])
-    assert f"EnvironmentFile=-{machine.prefix}/etc/hetstream/exporter.env" in unit.read_text()
+    assert f"EnvironmentFile=-{machine.prefix}/etc/hetstream/{file}.env" in unit.read_text()
+
+
+def test_jobs_read_the_address_from_the_daemons_environment_file(machine: Machine) -> None:
+    machine.install()
+    file = machine.prefix / "etc/hetstream/daemon.env"
+    assert read_settings({}, file).address is None
+    file.write_text(file.read_text().replace("#HETSTREAM_", "HETSTREAM_"))
+    settings = read_settings({}, file)
+    assert str(settings.address) == "tcp://hetstream@controller:9420"
+    assert str(settings.munge_socket) == "/run/munge/munge.socket.2"
 
 
 def test_the_command_starts_without_the_data_plane() -> None:

@@ -1,0 +1,223 @@
+"""`hetstream daemon` (`hetstreamd`): read the cluster, keep its history, divide data workers among jobs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hetjob.errors import SiteError, UsageError
+from hetjob.site.address import (
+    ADDRESS_VARIABLE,
+    SITE_FILE,
+    SiteSettings,
+    TcpAddress,
+    UnixAddress,
+    parse_address,
+    read_settings,
+)
+from hetjob.site.client import ask
+from hetjob.site.messages import AskStatus, JobStatus, ShowStatus
+from hetjob.table import duration_words
+from mpi_dataworkers.errors import ConfigError
+from slurm_plugin.cli.output import add_output_arguments, emit, meta_of
+from slurm_plugin.cli.watching import interval_of
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.daemon.options import DaemonOptions
+from slurm_plugin.report import Column, Report, Section
+
+DEFAULT_STATE_DIR = Path("/var/lib/hetstreamd")
+DEFAULT_ADDRESS = UnixAddress(Path("/run/hetstream/daemon.sock"))
+EPILOG = f"""\
+It observes unless told to --allocate. Then jobs with #HETSTREAM directives are told how many data workers they may
+have: weighted max-min fairness between the minimum and the maximum that each asks for, by CPUs, with the job's GPUs as
+its weight. Jobs act on it as their own users; the daemon changes nothing in Slurm, and needs no rights.
+
+Jobs and `hetstream daemon status` find it by {ADDRESS_VARIABLE} in the environment or in {SITE_FILE}:
+  unix:/run/hetstream/daemon.sock       jobs on this host alone; the kernel says who asks (the default)
+  tcp://USER@HOST:PORT                  jobs on any host; MUNGE says who asks. USER is whom the daemon runs as
+A job without a daemon, or whose daemon does not answer, runs as if there were none.
+
+examples:
+  hetstream daemon --dry-run
+  hetstream daemon --allocate --pool cpu --address tcp://slurm@controller:9420
+  hetstream daemon status --json
+
+exit codes:
+  0  ended by SIGTERM or SIGINT; --dry-run and status: done
+  1  the address or the directory cannot be used; status: the daemon did not answer; --dry-run: nor did Slurm
+  2  the command line is wrong
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "daemon",
+        help=summary,
+        description="Read the cluster again and again, keep its history, and divide data workers among jobs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--allocate", action="store_true", help="tell jobs how many data workers they may have")
+    parser.add_argument(
+        "--pool", metavar="PARTITIONS", help="whose CPUs are divided, with commas (default: those without GPUs)"
+    )
+    _add_address(parser, None)
+    parser.add_argument(
+        "--state-dir", metavar="DIR", type=Path, default=DEFAULT_STATE_DIR, help="what it keeps (default %(default)s)"
+    )
+    parser.add_argument(
+        "--interval", metavar="SECONDS", type=float, default=60.0, help="between readings (default %(default)g)"
+    )
+    parser.add_argument("-n", "--dry-run", action="store_true", help="say what it would do now, and end")
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+    actions = parser.add_subparsers(dest="action", metavar="status")
+    status = actions.add_parser(
+        "status", help="ask the running daemon what it knows", description="Ask the running daemon what it knows."
+    )
+    _add_address(status, argparse.SUPPRESS)
+    add_output_arguments(status)
+    status.set_defaults(run=show)
+
+
+def _add_address(parser: argparse.ArgumentParser, default: str | None) -> None:
+    parser.add_argument("--address", metavar="ADDRESS", default=default, help=f"instead of {ADDRESS_VARIABLE}")
+
+
+def settings_of(args: argparse.Namespace) -> SiteSettings:
+    """Where the daemon is.
+
+    Raises:
+        UsageError: an address of another form.
+    """
+    try:
+        settings = read_settings(os.environ)
+        address = parse_address(args.address) if args.address else settings.address or DEFAULT_ADDRESS
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    return replace(settings, address=address)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    # Only here: they bring asyncio and sqlite3, which `status` does not need.
+    from slurm_plugin.daemon.server import Daemon
+    from slurm_plugin.daemon.store import Store
+
+    partitions = tuple(args.pool.split(",")) if args.pool else None
+    options = DaemonOptions(settings_of(args), args.state_dir, args.allocate, partitions, interval_of(args))
+    if args.dry_run:
+        emit(args, planned(options))
+        return 0
+    if args.json or args.csv:
+        raise UsageError("--json and --csv are for --dry-run and status")
+
+    async def serve(store: Store) -> None:
+        await Daemon(options, CommandSlurm(), store).run()
+
+    with Store(options.state_dir) as store:
+        asyncio.run(serve(store))
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print what the daemon knows."""
+    settings = settings_of(args)
+    status = ask(settings, AskStatus())
+    if not isinstance(status, ShowStatus):
+        raise SiteError(f"the daemon at {settings.address} answers {status!r} to a question for its status")
+    emit(args, status_report(status))
+    return 0
+
+
+def status_report(status: ShowStatus) -> Report:
+    """The daemon's status as a table."""
+    read = "not read yet" if status.read_s is None else f"read {duration_words(time.time() - status.read_s)} ago"
+    lines = [
+        f"mode {status.mode}, up {duration_words(time.time() - status.since_s)}, the cluster was {read}",
+        f"pool: {status.pool_cpus} CPUs of {', '.join(status.partitions) or 'no partition yet'}",
+    ]
+    notes = [f"the newest of {status.num_errors} failed reading(s): {status.error}"] if status.error else []
+    summary = {
+        "mode": status.mode,
+        "since_s": status.since_s,
+        "num_readings": status.num_readings,
+        "num_errors": status.num_errors,
+        "read_s": status.read_s,
+        "error": status.error,
+        "partitions": list(status.partitions),
+        "pool_cpus": status.pool_cpus,
+    }
+    meta = {"verb": "daemon status", "taken_s": round(time.time(), 3)}
+    return Report(meta, summary, lines, (_jobs(status.jobs),), notes)
+
+
+def planned(options: DaemonOptions) -> Report:
+    """What a daemon with these options would do now. Reads Slurm once, and the state without locking it."""
+    from slurm_plugin.daemon.registry import Registry
+    from slurm_plugin.daemon.store import HISTORY_FILE, STATE_FILE, remembered_jobs
+
+    snapshot = CommandSlurm().snapshot()
+    unknown = set(options.partitions or ()) - {partition.name for partition in snapshot.partitions}
+    if unknown:
+        raise UsageError(f"--pool: no partition {', '.join(sorted(unknown))}. Check: sinfo")
+    registry = Registry(
+        remembered_jobs(options.state_dir), allocating=options.allocating, partitions=options.partitions
+    )
+    registry.observe(snapshot, time.time())
+    address = options.settings.address
+    who = "MUNGE" if isinstance(address, TcpAddress) else "the kernel (SO_PEERCRED)"
+    mode = "allocate" if options.allocating else "observe"
+    told = "and tell them" if options.allocating else "and tell nobody"
+    lines = [
+        f"would {mode} as user id {os.geteuid()}: read the cluster every {options.interval_s:g} s with four commands",
+        f"would keep {options.state_dir / STATE_FILE} and {HISTORY_FILE} beside it",
+        f"would listen at {address}, where {who} says who asks",
+        f"would divide {registry.pool_cpus} CPUs of {', '.join(registry.partitions)} among "
+        f"{len(registry.jobs)} job(s), {told}",
+    ]
+    summary = {
+        "mode": mode,
+        "address": str(address),
+        "state_dir": str(options.state_dir),
+        "partitions": list(registry.partitions),
+        "pool_cpus": registry.pool_cpus,
+    }
+    return Report(meta_of("daemon", snapshot), summary, lines, (_jobs(registry.status(None, time.time())),))
+
+
+def _jobs(jobs: Sequence[JobStatus]) -> Section:
+    rows = [{name: getattr(job, name) for name in JobStatus.__struct_fields__} for job in jobs]
+    return Section("jobs", _COLUMNS, rows, empty="no job has reported")
+
+
+def main() -> int:
+    """The console script `hetstreamd`: `hetstream daemon` by another name."""
+    from slurm_plugin.cli import main as hetstream
+
+    return hetstream(["daemon", *sys.argv[1:]])
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+_COLUMNS = (
+    Column("job", "JOB", left=True),
+    Column("user", "USER", left=True),
+    Column("current", "HAS"),
+    Column("minimum", "MIN"),
+    Column("wanted", "WANTS"),
+    Column("limit", "LIMIT"),
+    Column("cpus", "CPUS"),
+    Column("weight", "WEIGHT", lambda value: f"{value:g}"),
+    Column("wait_share", "WAITED", _percent),
+    Column("reason", "BECAUSE", left=True),
+)

@@ -1,0 +1,291 @@
+"""The daemon's I/O: sockets, credentials, the thread that reads the cluster, the store. Called by `hetstream daemon`.
+
+What jobs may have is decided in `registry.py`. Slurm is only read. Who cannot say who they are, or says what is no
+question of the protocol, gets nothing but a closed connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pwd
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from hetjob.errors import HetstreamError, SiteError
+from hetjob.site.address import TcpAddress, UnixAddress
+from hetjob.site.messages import (
+    LENGTH,
+    MAX_QUESTION_BYTES,
+    Answer,
+    AskStatus,
+    ReportDemand,
+    Request,
+    ShowStatus,
+    decode_request,
+    encode_answer,
+)
+from hetjob.site.munge import Munge
+from mpi_dataworkers.errors import ConfigError
+from mpi_dataworkers.faults import reach
+from slurm_plugin.client.model import Job
+from slurm_plugin.daemon.options import DaemonOptions
+from slurm_plugin.daemon.registry import Change, Registry
+from slurm_plugin.daemon.store import HISTORY_FILE, Store
+from slurm_plugin.errors import ServeError
+from slurm_plugin.history import History
+from slurm_plugin.monitor import MIN_INTERVAL_S, Cluster, Monitor, Reading
+
+log = logging.getLogger(__name__)
+
+# A question is asked within milliseconds; who takes longer is broken, or wants to be in the way.
+_CONNECTION_S = 5.0
+_MAX_CONNECTIONS = 256
+# unmunge takes 2 ms of one core.
+_NUM_DECODERS = 4
+# struct ucred: pid, uid, gid (unix(7)).
+_UCRED = struct.Struct("3i")
+
+
+class Daemon:
+    """One life of the daemon.
+
+    Args:
+        options: how it runs.
+        cluster: Slurm, to be read.
+        store: of the state directory.
+    """
+
+    def __init__(self, options: DaemonOptions, cluster: Cluster, store: Store) -> None:
+        self._options = options
+        self._cluster = cluster
+        self._store = store
+        self._registry = Registry(store.jobs(), allocating=options.allocating, partitions=options.partitions)
+        self._munge = Munge(options.settings.munge_socket)
+        self._decoders = ThreadPoolExecutor(_NUM_DECODERS, "hetstreamd-unmunge")
+        self._since_s = time.time()
+        self._reading = Reading()
+        self._num_readings = 0
+        self._num_errors = 0
+        self._wait_shares = self._registry.wait_shares()
+        self._connections: dict[asyncio.Task[None], None] = {}  # in the order of their coming
+        self._read_now = threading.Event()
+        self._stopped = threading.Event()
+        self._stop = asyncio.Event()
+        self._failure: Exception | None = None
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT.
+
+        Raises:
+            ServeError: the address cannot be listened on.
+            HistoryError: the history cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        History(self._options.state_dir / HISTORY_FILE).close()  # what is wrong with it is said now, and by this thread
+        async with contextlib.AsyncExitStack() as undo:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stop.set)
+                undo.callback(loop.remove_signal_handler, number)
+            server, address = await self._listen()
+            undo.callback(server.close)
+            if isinstance(self._options.settings.address, UnixAddress):
+                undo.callback(self._options.settings.address.path.unlink, missing_ok=True)
+            undo.callback(self._decoders.shutdown, wait=False, cancel_futures=True)
+            mode = "allocate" if self._options.allocating else "observe"
+            log.info("mode=%s jobs=%d listening at %s", mode, len(self._registry.jobs), address)
+            # A daemon thread: a command that waits for a dead slurmctld must not hold up the end.
+            reader = threading.Thread(target=self._read_cluster, args=(loop,), name="hetstreamd-reader", daemon=True)
+            reader.start()
+            undo.callback(self._stop_reading)
+            await self._stop.wait()
+            for task in self._connections:
+                task.cancel()
+        if self._failure:
+            raise self._failure
+        log.info("stopping: a signal")
+
+    async def _listen(self) -> tuple[asyncio.AbstractServer, str]:
+        address = self._options.settings.address
+        try:
+            if isinstance(address, UnixAddress):
+                _refuse_taken(address)
+                server: asyncio.Server = await asyncio.start_unix_server(self._accept, address.path, backlog=128)
+                # Anybody may ask: the kernel says who it is.
+                address.path.chmod(0o666)
+                return server, str(address)
+            if isinstance(address, TcpAddress):
+                if address.reader_uid() != os.geteuid():
+                    raise ServeError(
+                        f"{address}: what jobs write is for user {address.user} alone, and this is user id "
+                        f"{os.geteuid()}. Start the daemon as {address.user}, or name its user in the address"
+                    )
+                server = await asyncio.start_server(self._accept, address.host, address.port, backlog=128)
+                port = server.sockets[0].getsockname()[1]
+                return server, str(TcpAddress(address.user, address.host, port))
+        except OSError as error:
+            raise ServeError(
+                f"{address} cannot be listened on: {error.strerror or error}. Give another --address"
+            ) from error
+        raise ConfigError("the daemon needs an address to listen at")
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Called by asyncio for each connection."""
+        if len(self._connections) >= _MAX_CONNECTIONS:
+            # A question takes milliseconds: the oldest connection is the one that most likely asks nothing.
+            log.warning("more than %d connections: the oldest is closed", _MAX_CONNECTIONS)
+            oldest = next(iter(self._connections))
+            self._connections.pop(oldest)
+            oldest.cancel()
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._connections[task] = None
+        task.add_done_callback(lambda done: self._connections.pop(done, None))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await asyncio.wait_for(self._converse(reader, writer), _CONNECTION_S)
+        except SiteError as error:
+            log.info("a connection is closed without an answer: %s", error)
+        except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError) as error:
+            log.debug("a connection asked nothing: %s", str(error) or type(error).__name__)
+        except Exception:
+            # The boundary of one connection: the others go on, and the fault is in the log.
+            log.exception("a connection is closed without an answer")
+        finally:
+            writer.transport.abort()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        if length > MAX_QUESTION_BYTES:
+            raise SiteError(f"a question of {length} bytes is announced: at most {MAX_QUESTION_BYTES} are read")
+        data = await reader.readexactly(length)
+        uid, text = await self._authenticate(writer, data)
+        request = decode_request(text)
+        # A directory service may take its time over a name: not in the event loop.
+        names = await asyncio.get_running_loop().run_in_executor(self._decoders, _names, uid)
+        reach("daemon.received")
+        answer = encode_answer(self._answer(uid, names, request), request.reply_key)
+        writer.transport.set_write_buffer_limits(0)  # so that `drain` means that the kernel has all of it
+        writer.write(LENGTH.pack(len(answer)) + answer)
+        await writer.drain()
+
+    async def _authenticate(self, writer: asyncio.StreamWriter, data: bytes) -> tuple[int, bytes]:
+        """Who asks, and what."""
+        if isinstance(self._options.settings.address, TcpAddress):
+            if not data.startswith(b"MUNGE:"):
+                raise SiteError("what came is no MUNGE credential")
+            return await asyncio.get_running_loop().run_in_executor(self._decoders, self._munge.decode, data)
+        peer: socket.socket = writer.get_extra_info("socket")
+        _, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return uid, data
+
+    def _answer(self, uid: int, names: set[str], request: Request) -> Answer:
+        question, now_s = request.question, time.time()
+        if isinstance(question, AskStatus):
+            return self._status(None if uid in (0, os.geteuid()) else names, now_s)
+        return self._report(names, question, request.sent_ns, now_s)
+
+    def _report(self, names: set[str], report: ReportDemand, sent_ns: int, now_s: float) -> Answer:
+        answer, changes = self._registry.report(names, report, sent_ns, now_s)
+        self._keep(changes)
+        if self._registry.wants_reading:
+            self._read_now.set()
+        return answer
+
+    def _status(self, names: set[str] | None, now_s: float) -> ShowStatus:
+        return ShowStatus(
+            "allocate" if self._options.allocating else "observe",
+            self._since_s,
+            self._num_readings,
+            self._num_errors,
+            self._reading.success_s,
+            self._reading.error,
+            self._registry.partitions,
+            self._registry.pool_cpus,
+            self._registry.status(names, now_s),
+        )
+
+    def _keep(self, changes: tuple[Change, ...]) -> None:
+        """Write down what is new, then say it."""
+        registry = self._registry
+        if registry.touched:
+            self._store.save({job: registry.jobs.get(job) for job in registry.touched})
+            registry.touched.clear()
+        self._wait_shares = registry.wait_shares()
+        for change in changes:
+            log.info("job=%s limit=%s before=%s: %s", change.job, change.after, change.before, change.reason)
+
+    def _take(self, reading: Reading) -> None:
+        """Take a reading, in the event loop."""
+        reach("daemon.read")
+        self._reading = reading
+        self._num_readings += 1
+        self._num_errors += bool(reading.error)
+        if reading.observation is None:
+            return
+        snapshot = reading.observation.snapshot
+        missing = set(self._options.partitions or ()) - {partition.name for partition in snapshot.partitions}
+        if missing:
+            log.warning("--pool names what is no partition: %s", ", ".join(sorted(missing)))
+        try:
+            self._keep(self._registry.observe(snapshot, time.time()))
+        except HetstreamError as error:
+            log.error("the new limits were not kept, and are at the next reading: %s", error)
+
+    def _read_cluster(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The thread: a reading in each interval, or soon after a job has come that Slurm did not know."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon ends
+            try:
+                with History(self._options.state_dir / HISTORY_FILE) as history:
+                    monitor = Monitor(self._cluster, self._shares_of, history)
+                    while not self._stopped.is_set():
+                        reading = monitor.read()
+                        loop.call_soon_threadsafe(self._take, reading)
+                        self._rest(max(MIN_INTERVAL_S, self._options.interval_s - reading.read_s))
+            except Exception as error:  # noqa: BLE001, the boundary of the thread: the daemon ends with it
+                self._failure = error
+                loop.call_soon_threadsafe(self._stop.set)
+
+    def _rest(self, seconds: float) -> None:
+        if not self._stopped.wait(MIN_INTERVAL_S):
+            self._read_now.wait(seconds - MIN_INTERVAL_S)
+        self._read_now.clear()
+
+    def _stop_reading(self) -> None:
+        self._stopped.set()
+        self._read_now.set()
+
+    def _shares_of(self, jobs: Iterable[Job]) -> dict[str, float]:
+        """What the jobs have reported, by their labels."""
+        shares = self._wait_shares
+        leaders = {job.label: str(job.het.het_job_id if job.het else job.job_id) for job in jobs if not job.trainer}
+        return {
+            label: shares[leader]
+            for label, leader in leaders.items()
+            if leader in shares and label in (leader, f"{leader}+0")
+        }
+
+
+def _names(uid: int) -> set[str]:
+    """How Slurm may name a user."""
+    try:
+        return {str(uid), pwd.getpwuid(uid).pw_name}
+    except KeyError:
+        return {str(uid)}
+
+
+def _refuse_taken(address: UnixAddress) -> None:
+    """A socket that nobody listens at is a dead daemon's, and is replaced."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(address.path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+    raise ServeError(f"{address} is in use by another daemon. Stop that one, or give another --listen")

@@ -1,0 +1,184 @@
+"""What the daemon remembers across its own death: the jobs' last reports and limits, in SQLite. Called by `server.py`.
+
+WAL mode: a process that is killed at any point leaves all of a change or nothing of it. It is written before a job has
+its answer, so a job never knows more than the daemon's next life, and no report counts twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from hetjob.site.messages import ReportDemand
+from mpi_dataworkers.faults import reach
+from slurm_plugin.daemon.registry import Registered
+from slurm_plugin.errors import DaemonStateError
+
+STATE_FILE = "daemon.sqlite"
+HISTORY_FILE = "history.sqlite"
+# Marks the file as ours (pragma application_id): "hetd".
+_APPLICATION_ID = 0x68657464
+_SCHEMA_VERSION = 1
+_MAX_WAL_BYTES = 1 << 20
+
+
+class Store:
+    """The file, for one daemon at a time.
+
+    Args:
+        directory: made with mode 0700 where it does not exist.
+
+    Raises:
+        DaemonStateError: another daemon has it, or the file is damaged or another program's.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / STATE_FILE
+        with self._named():
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._take_lock(directory)
+            with self._named():
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+                self._database = sqlite3.connect(self.path, isolation_level=None)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        try:
+            with self._named():
+                self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_lock(self, directory: Path) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise DaemonStateError(
+                f"{directory} is in use by the daemon with process id {holder}. Stop that one, or give another "
+                "--state-dir"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _prepare(self) -> None:
+        _check(self._database, self.path)
+        # The log is not synced at every commit: what a power failure takes are reports that jobs repeat within seconds.
+        self._database.execute("pragma journal_mode=wal")
+        self._database.execute("pragma synchronous=normal")
+        self._database.execute(f"pragma journal_size_limit={_MAX_WAL_BYTES}")
+        self._database.executescript(
+            f"begin immediate; pragma application_id={_APPLICATION_ID}; pragma user_version={_SCHEMA_VERSION}; "
+            "create table if not exists jobs (job text primary key, user text not null, report text not null, "
+            "sent_ns integer not null, seen_s real not null, weight real not null, max_workers integer, "
+            "reason text not null); commit;"
+        )
+
+    def jobs(self) -> list[Registered]:
+        """All jobs that are remembered.
+
+        Raises:
+            DaemonStateError: the file is damaged.
+        """
+        with self._named():
+            return _read(self._database)
+
+    def save(self, jobs: Mapping[str, Registered | None]) -> None:
+        """Remember these jobs, and forget those that are None. All or nothing.
+
+        Raises:
+            DaemonStateError: it cannot be written.
+        """
+        with self._named():
+            self._database.execute("begin immediate")
+            try:
+                for name, job in jobs.items():
+                    self._database.execute("delete from jobs where job = ?", (name,))
+                    if job is not None:
+                        report = msgspec.json.encode(job.report).decode()
+                        row = (name, job.user, report, job.sent_ns, job.seen_s, job.weight, job.limit, job.reason)
+                        self._database.execute("insert into jobs values (?, ?, ?, ?, ?, ?, ?, ?)", row)
+                reach("daemon.before_commit")
+                self._database.execute("commit")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._database.execute("rollback")
+                raise
+        reach("daemon.after_commit")
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        with _named(self.path):
+            yield
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        self._database.close()
+        os.close(self._lock)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def remembered_jobs(directory: Path) -> list[Registered]:
+    """What a daemon with this directory remembers, without becoming it; nothing if there never was one.
+
+    Raises:
+        DaemonStateError: it cannot be read.
+    """
+    path = directory / STATE_FILE
+    with _named(path):
+        if not path.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            _check(database, path)
+            return _read(database)
+
+
+def _check(database: sqlite3.Connection, path: Path) -> None:
+    (owner,) = database.execute("pragma application_id").fetchone()
+    (version,) = database.execute("pragma user_version").fetchone()
+    (num_tables,) = database.execute("select count(*) from sqlite_master").fetchone()
+    if num_tables and (owner, version) != (_APPLICATION_ID, _SCHEMA_VERSION):
+        raise DaemonStateError(f"{path} is another program's, or another version's. Give another --state-dir")
+    found = [str(row[0]) for row in database.execute("pragma integrity_check")]
+    if found != ["ok"]:
+        raise DaemonStateError(
+            f"{path} is damaged: {'; '.join(found[:3])}. Move it away: jobs report again by themselves"
+        )
+
+
+def _read(database: sqlite3.Connection) -> list[Registered]:
+    rows = database.execute("select user, report, sent_ns, seen_s, weight, max_workers, reason from jobs order by job")
+    return [
+        Registered(user, msgspec.json.decode(report, type=ReportDemand), sent_ns, seen_s, weight, limit, reason)
+        for user, report, sent_ns, seen_s, weight, limit, reason in rows
+    ]
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise DaemonStateError(f"{exc.filename or path} cannot be opened: {exc.strerror}. See --state-dir") from exc
+    except (sqlite3.Error, msgspec.MsgspecError) as exc:
+        raise DaemonStateError(
+            f"{path} cannot be used: {exc}. If it is damaged, move it away: jobs report again by themselves"
+        ) from exc

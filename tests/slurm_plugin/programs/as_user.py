@@ -1,0 +1,25 @@
+"""Run `hetstream daemon` as another user, to whom this Python's files may be closed: import, then give up every right.
+
+python as_user.py UID daemon --address ...
+"""
+
+from __future__ import annotations
+
+import encodings.idna  # noqa: F401, looked up by name when a socket first meets a host name
+import logging
+import os
+import sys
+
+import slurm_plugin.daemon.server
+import slurm_plugin.daemon.store  # noqa: F401
+from slurm_plugin.cli import build_parser
+
+if __name__ == "__main__":
+    uid = int(sys.argv[1])
+    args = build_parser("daemon").parse_args(sys.argv[2:])
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    os.chdir("/")
+    sys.exit(args.run(args))

@@ -1,0 +1,428 @@
+"""The site daemon as real processes: killed at any point, asked by strangers, on a real cluster as an ordinary user."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import Recorded, job
+
+from hetjob.errors import SiteError
+from hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address
+from hetjob.site.client import ask
+from hetjob.site.messages import (
+    LENGTH,
+    MAX_QUESTION_BYTES,
+    Answer,
+    AskStatus,
+    GrantLimit,
+    JobStatus,
+    RefuseReport,
+    ReportDemand,
+    ShowStatus,
+    encode_request,
+    new_request,
+)
+from hetjob.site.munge import Munge
+from mpi_dataworkers.faults import POINTS
+from slurm_plugin.client.run import run_slurm
+from slurm_plugin.daemon.store import remembered_jobs
+from slurm_plugin.devcluster.boot import BootRequest, boot
+from slurm_plugin.devcluster.record import ClusterRecord, read_daemons
+from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from slurm_plugin.devcluster.teardown import tear_down
+from slurm_plugin.history import History
+
+AS_USER = Path(__file__).with_name("programs") / "as_user.py"
+NOBODY = 65534
+WaitUntil = Callable[..., None]
+
+
+@dataclass
+class RunningDaemon:
+    """A daemon process and its log.
+
+    Attributes:
+        directory: its state and its log.
+        address: where it is told to listen.
+        env: its environment.
+        words: more of its command line.
+        uid: whom it runs as.
+    """
+
+    directory: Path
+    address: str
+    env: Mapping[str, str]
+    words: Sequence[str] = ()
+    uid: int = os.geteuid()
+    munge_socket: Path | None = None
+    settings: SiteSettings | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> str:
+        path = self.directory / "log"
+        return path.read_text() if path.exists() else ""
+
+    def start(self, wait_until: WaitUntil, **environ: str) -> None:
+        argv = [sys.executable, str(AS_USER), str(self.uid), "daemon", "--state-dir", str(self.directory / "state")]
+        argv += ["--address", self.address, "--interval", "5", *self.words]
+        env = {**self.env, **environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        before = self.log.count("listening at")
+        with (self.directory / "log").open("a") as log:
+            self.process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        wait_until(lambda: self.log.count("listening at") > before or self.has_ended(), 60)
+        assert self.log.count("listening at") > before, self.log
+        address = parse_address(re.findall(r"listening at (\S+)", self.log)[-1])
+        self.settings = SiteSettings(address, self.munge_socket)
+
+    @property
+    def where(self) -> UnixAddress | TcpAddress:
+        assert self.settings
+        assert self.settings.address
+        return self.settings.address
+
+    @property
+    def pid(self) -> int:
+        assert self.process
+        return self.process.pid
+
+    def has_ended(self) -> bool:
+        assert self.process
+        return self.process.poll() is not None
+
+    def wishes_on_disk(self) -> dict[str, int]:
+        """What each job wants, as the next life of the daemon will know it."""
+        return {job.job: job.report.wanted for job in remembered_jobs(self.directory / "state")}
+
+    def ask(self, question: ReportDemand | AskStatus) -> Answer:
+        assert self.settings
+        return ask(self.settings, question, 30)
+
+    def status(self) -> ShowStatus:
+        status = self.ask(AskStatus())
+        assert isinstance(status, ShowStatus)
+        return status
+
+    def jobs(self) -> dict[str, JobStatus]:
+        return {job.job: job for job in self.status().jobs}
+
+    def wait_for_reading(self, wait_until: WaitUntil, after: int = 0) -> None:
+        wait_until(lambda: self.status().num_readings > after, 60, f"reading {after + 1}")
+
+    def kill(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.wait(60)
+
+    def end(self) -> int:
+        """As systemd ends it."""
+        assert self.process
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Recorded:
+    """A Slurm of texts: root's jobs 1 and 2 with 4 GPUs and 1 GPU run, and alice's job 3."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    slurm = Recorded(directory)
+    jobs = [("1", "root", "gres:gpu:4"), ("2", "root", "gres:gpu:1"), ("3", "alice", "gres:gpu:1")]
+    slurm.write(
+        "queue",
+        "".join(job(name, "RUNNING", UserName=user, **{"tres-per-node": gres}) for name, user, gres in jobs),
+    )
+    return slurm
+
+
+@pytest.fixture
+def local(tmp_path: Path, slurm: Recorded) -> Iterator[RunningDaemon]:
+    """A daemon at a Unix socket, not started yet, on that Slurm."""
+    env = {**os.environ, "PATH": f"{slurm.directory}:{os.environ['PATH']}"}
+    daemon = RunningDaemon(tmp_path, f"unix:{tmp_path}/socket", env, ("--allocate",))
+    yield daemon
+    daemon.kill()
+
+
+def demand(job_id: int | str, wanted: int = 8, cpus: int = 8, minimum: int = 0) -> ReportDemand:
+    return ReportDemand(int(job_id), minimum, minimum, wanted, cpus, 0.4)
+
+
+def limit_of(daemon: RunningDaemon, report: ReportDemand) -> int | None:
+    answer = daemon.ask(report)
+    assert isinstance(answer, GrantLimit), answer
+    return answer.limit
+
+
+def raw(address: UnixAddress | TcpAddress, data: bytes) -> bytes:
+    """Send bytes as they are; returns all that comes back until the other side closes."""
+    family, where = (
+        (socket.AF_UNIX, str(address.path))
+        if isinstance(address, UnixAddress)
+        else (socket.AF_INET, (address.host, address.port))
+    )
+    with socket.socket(family) as connection:
+        connection.settimeout(30)
+        connection.connect(where)
+        got = b""
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(data)
+            while part := connection.recv(65536):
+                got += part
+        return got
+
+
+def frame(data: bytes) -> bytes:
+    return LENGTH.pack(len(data)) + data
+
+
+DAEMON_POINTS = [point for point in POINTS if point.startswith("daemon.")]
+
+
+def test_a_daemon_killed_at_any_point_goes_on_with_what_it_said(local: RunningDaemon, wait_until: WaitUntil) -> None:
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    first = local.ask(demand(1))
+    assert first == GrantLimit(8, "all that it wants: 8", 10.0)
+    local.kill()
+    known = local.wishes_on_disk()
+    for number, point in enumerate(DAEMON_POINTS):
+        marker = local.directory / point
+        local.start(wait_until, HETSTREAM_FAULT=f"{point}:1:kill:{marker}")
+        # Some die of the reading at the start, the others of this report.
+        with contextlib.suppress(SiteError):
+            local.ask(demand(1, wanted=7 - number))
+        wait_until(local.has_ended, 60, f"death at {point}")
+        assert marker.exists(), local.log
+        after = local.wishes_on_disk()
+        assert after in (known, {"1": 7 - number}), point
+        known = after
+    # The socket of the dead one is replaced, and what was committed is what the next one knows.
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    assert {name: status.limit for name, status in local.jobs().items()} == known
+    assert local.end() == 0
+    assert not (local.directory / "socket").exists()
+
+
+def test_strangers_replays_and_garbage(local: RunningDaemon, wait_until: WaitUntil) -> None:
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    assert local.ask(demand(3)) == RefuseReport("job 3 is not yours")
+    request = encode_request(new_request(demand(1), time.time_ns()))
+    address = local.where
+    assert b'"limit":8' in raw(address, frame(request))
+    assert b"a clock that was set back, or a replay" in raw(address, frame(request))
+    for data in (
+        b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+        frame(b""),
+        frame(b"{}"),
+        frame(b"\xff" * 100),
+        frame(b"[" * 10000),
+        frame(request.replace(b'"version":1', b'"version":9')),
+        LENGTH.pack(MAX_QUESTION_BYTES + 1) + b"x",
+        b"\0",
+    ):
+        assert raw(address, data) == b"" if len(data) > 4 else True, data
+    with contextlib.ExitStack() as silent:
+
+        def connect() -> bool:
+            one = silent.enter_context(socket.socket(socket.AF_UNIX))
+            one.setblocking(False)
+            return one.connect_ex(str(local.directory / "socket")) == 0
+
+        for _ in range(260):
+            wait_until(connect)
+        # A crowd that says nothing keeps nobody out.
+        assert limit_of(local, demand(1)) == 8
+    assert "more than 256 connections: the oldest is closed" in local.log
+    assert "Traceback" not in local.log
+    assert local.end() == 0
+
+
+def test_what_the_command_says(
+    local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = local.directory / "state"
+    done = slurm.run(f"daemon --dry-run --allocate --state-dir {state} --address {local.address}")
+    assert done.returncode == 0, done.stderr
+    assert "would allocate as user id" in done.stdout
+    assert "would divide 88 CPUs of cpu among 0 job(s), and tell them" in done.stdout
+    assert not state.exists(), "a dry run leaves nothing"
+    assert slurm.run(f"daemon status --address {local.address}").returncode == 1
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    wait_until(lambda: limit_of(local, demand(1, wanted=20)) == 11)
+    status = slurm.run(f"daemon status --json --address {local.address}")
+    report = json.loads(status.stdout)
+    assert report["summary"]["mode"] == "allocate"
+    assert report["jobs"][0]["reason"] == "11 of 20: 88 CPUs are shared by 1 job(s), its weight is 4"
+    assert "11 of 20" in slurm.run(f"daemon status --address {local.address}").stdout
+    done = slurm.run(f"daemon -n --json --state-dir {state} --address {local.address}")
+    assert json.loads(done.stdout)["jobs"][0]["limit"] == 11
+    for line, text in (
+        (f"daemon --state-dir {state} --address unix:/tmp/other", "is in use by the daemon with process id"),
+        (f"daemon --state-dir {local.directory}/two --address {local.address}", "is in use by another daemon"),
+        (f"daemon --state-dir {local.directory}/two --address tcp://12345@127.0.0.1:0", "is for user 12345 alone"),
+        (f"daemon --state-dir {local.directory}/two --address here", "must be unix:/PATH"),
+        (f"daemon --dry-run --pool gone --state-dir {state}", "--pool: no partition gone"),
+        (f"daemon --json --state-dir {state}", "--json and --csv are for --dry-run and status"),
+        (f"daemon --interval 1 --state-dir {state}", "must be at least 5 seconds"),
+    ):
+        done = slurm.run(line)
+        assert done.returncode in (1, 2), line
+        assert text in done.stderr, line
+        assert done.stderr.count("\n") == 1, done.stderr
+    with History(state / "history.sqlite") as history:
+        assert len(history.since(0.0)) >= 1
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of this module's own: its slurmctld is killed, and its sdiag is read."""
+
+    record: ClusterRecord
+    env: Mapping[str, str]
+
+    def run(self, *argv: str, uid: int = 0) -> str:
+        drop = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"] if uid else []
+        return run_slurm([*drop, *argv], env=self.env, cwd="/").stdout
+
+    def submit(self, *options: str, uid: int = 0) -> str:
+        argv = ("sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=sleep 600")
+        return self.run(*argv, uid=uid).strip()
+
+    def daemon(self, name: str) -> Any:
+        return next(one for one in read_daemons(Path(self.record.state_dir)) if one.name == name)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    name = f"daemon-{os.getpid()}"
+    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape())
+    record = boot(request, choose_programs(HOST, DEFAULT_CACHE_DIR, print), print)
+    try:
+        yield Cluster(record, record.environment(os.environ))
+    finally:
+        tear_down(Path(record.state_dir))
+
+
+@pytest.fixture
+def site(cluster: Cluster, tmp_path: Path) -> Iterator[RunningDaemon]:
+    """A daemon on the cluster, as nobody, reached over TCP with MUNGE."""
+    tmp_path.chmod(0o755)
+    directory = Path("/tmp") / f"hetstreamd-{os.getpid()}"
+    (directory / "state").mkdir(parents=True)
+    os.chown(directory / "state", NOBODY, NOBODY)
+    munge = Path(cluster.record.state_dir) / "run" / "munge.sock"
+    env = {**cluster.env, "HETSTREAM_MUNGE_SOCKET": str(munge)}
+    daemon = RunningDaemon(directory, f"tcp://{NOBODY}@127.0.0.1:0", env, ("--allocate",), NOBODY, munge)
+    yield daemon
+    daemon.kill()
+    cluster.run("scancel", "--user=root")
+    cluster.run("scancel", "--user=nobody")
+    shutil.rmtree(directory)
+
+
+def rpcs_of(cluster: Cluster, user: str) -> int:
+    """How many requests slurmctld has had from a user."""
+    found = re.search(rf"^\s*{user}\s+\(\s*\d+\)\s+count:(\d+)", cluster.run("sdiag"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.slurm
+def test_a_real_cluster_divided_by_an_ordinary_user(
+    cluster: Cluster, site: RunningDaemon, wait_until: WaitUntil
+) -> None:
+    large = cluster.submit("--gres=gpu:3", "--cpus-per-task=1", "--mem=100")
+    small = cluster.submit("--gres=gpu:1", "--cpus-per-task=1", "--mem=100")
+    other = cluster.submit("--gres=gpu:1", "--cpus-per-task=1", "--mem=100", uid=NOBODY)
+    wait_until(lambda: cluster.run("squeue", "-h", "-t", "R", "-o", "%i").count("\n") == 3, 60)
+    cluster.run("sdiag", "--reset")
+    site.start(wait_until)
+    assert Path(f"/proc/{site.pid}").stat().st_uid == NOBODY
+    site.wait_for_reading(wait_until)
+    num_readings = site.status().num_readings
+    # 4 CPU nodes of 16 CPUs; the weights are 3 and 1.
+    assert limit_of(site, demand(large, wanted=16, cpus=4)) == 16
+    wait_until(lambda: limit_of(site, demand(small, wanted=16, cpus=4)) == 4, 60)
+    assert limit_of(site, demand(large, wanted=16, cpus=4)) == 12
+    # A companion holds CPUs of the pool, and another job's CPUs are gone from it.
+    cluster.submit("-p", "cpu", "-c", "4", "--mem=100", f"--comment=hets:trainer={large}")
+    cluster.submit("-p", "cpu", "-c", "8", "--mem=100")
+    wait_until(lambda: cluster.run("squeue", "-h", "-t", "R", "-o", "%i").count("\n") == 5, 60)
+
+    # Another user's job, a message that comes a second time, and what is no message.
+    assert site.ask(demand(other)) == RefuseReport(f"job {other} is not yours")
+    address = site.where
+    assert isinstance(address, TcpAddress)
+    munge = Munge(site.munge_socket)
+    sent = frame(munge.encode(encode_request(new_request(demand(small), time.time_ns())), NOBODY))
+    assert b"grant_limit" in raw(address, sent)
+    assert raw(address, sent) == b""
+    for_root = frame(munge.encode(encode_request(new_request(demand(small), time.time_ns())), 0))
+    assert raw(address, for_root) == b""
+    assert raw(address, frame(encode_request(new_request(demand(small), time.time_ns())))) == b""
+    assert raw(address, frame(b"MUNGE:AwQDAAB" + b"A" * 100 + b":")) == b""
+    assert raw(address, b"GET / HTTP/1.1\r\n\r\n") == b""
+    assert "Replayed credential" in site.log
+
+    site.wait_for_reading(wait_until, num_readings)
+    assert site.status().pool_cpus == 64 - 8
+    # What slurmctld is asked for depends on the readings alone, not on who reports: 7 requests each with 22.05.
+    for _ in range(20):
+        limit_of(site, demand(large, wanted=16, cpus=4))
+    num_rpcs = rpcs_of(cluster, "nobody")
+    assert 0 < num_rpcs <= 7 * (site.status().num_readings + 1)  # one may be under way
+    cluster.run("scancel", small)
+    wait_until(lambda: set(site.jobs()) == {large}, 60)
+    assert limit_of(site, demand(large, wanted=16, cpus=4)) == 14
+    assert site.end() == 0
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_slurmctld_dies_and_comes_back(cluster: Cluster, site: RunningDaemon, wait_until: WaitUntil) -> None:
+    job_id = cluster.submit("--gres=gpu:1", "--mem=100")
+    wait_until(lambda: "R" in cluster.run("squeue", "-h", "-o", "%t"), 60)
+    site.start(wait_until)
+    site.wait_for_reading(wait_until)
+    assert limit_of(site, demand(job_id)) == 8
+    # slurmctld writes its state some seconds after a change: it is to know of the job in its next life.
+    saved, seen_ns = Path(cluster.record.state_dir) / "state" / "job_state", time.time_ns()
+    cluster.submit("--hold")
+    wait_until(lambda: saved.exists() and saved.stat().st_mtime_ns > seen_ns, 60, "slurmctld's state to be saved")
+    process = Path(f"/proc/{cluster.daemon('slurmctld').pid}")
+    argv = process.joinpath("cmdline").read_bytes().decode().split("\0")[:-1]
+    environ = dict(word.split("=", 1) for word in process.joinpath("environ").read_bytes().decode().split("\0")[:-1])
+    os.kill(int(process.name), signal.SIGKILL)
+    wait_until(lambda: site.status().error, 120)
+    # The known job goes on, also after the daemon's own death; a new one cannot be let in.
+    assert limit_of(site, demand(job_id)) == 8
+    site.kill()
+    site.start(wait_until)
+    assert limit_of(site, demand(job_id, wanted=12)) == 8
+    assert limit_of(site, demand(99999)) is None
+    # As the supervisor did, and not as a child of this process.
+    subprocess.run(["setsid", "--fork", *argv], env=environ, stdin=subprocess.DEVNULL, check=True)
+    wait_until(lambda: site.status().read_s is not None and not site.status().error, 120)
+    wait_until(lambda: limit_of(site, demand(job_id, wanted=6)) == 6, 60)
+    cluster.run("scancel", job_id)
+    wait_until(lambda: not site.jobs(), 120)
+    assert "Traceback" not in site.log
+    assert site.end() == 0

@@ -1,0 +1,211 @@
+"""The daemon's registry and store: who is known, who is refused, what is remembered. Pure, but for SQLite's file."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetjob.site.messages import GrantLimit, RefuseReport, ReportDemand
+from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from slurm_plugin.daemon.policy import Decision, Pool
+from slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, REPORT_S, Registry, pool_cpus, pool_partitions
+from slurm_plugin.daemon.store import Store, remembered_jobs
+from slurm_plugin.errors import DaemonStateError
+
+ALICE, BOB = ("alice", "1000"), ("bob", "1001")
+
+
+def job(job_id: int, user: str = "alice", gpus: int = 1, state: str = "RUNNING", **more: object) -> Job:
+    gres = (Gres("gpu", "", gpus),) if gpus else ()
+    base = Job(job_id, "train", user, ("gpu",), state, "None", 1, 2, 1, 2, 1000, gres_per_node=gres)
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def node(name: str, partition: str, cpus: int, allocated: int = 0, gpus: int = 0, state: str = "IDLE") -> Node:
+    gres = (Gres("gpu", "", gpus),) if gpus else ()
+    return Node(name, frozenset({state}), (partition,), cpus, allocated, 64000, 0, gres)
+
+
+def snapshot(*jobs: Job, cpus: int = 32, taken_s: float = 0.0) -> Snapshot:
+    nodes = (node("gpu0", "gpu", 16, 2, 4), node("cpu0", "cpu", cpus))
+    partitions = (Partition("gpu", ("gpu0",)), Partition("cpu", ("cpu0",)))
+    return Snapshot(taken_s, "22.05.8", "test", jobs, nodes, partitions)
+
+
+def demand(job_id: int, wanted: int = 8, minimum: int = 0, cpus: int = 4, current: int = 0) -> ReportDemand:
+    return ReportDemand(job_id, minimum, current, wanted, cpus, 0.5)
+
+
+def granted(registry: Registry, job_id: int, sent_ns: int, now_s: float, **what: int) -> GrantLimit:
+    answer, _ = registry.report(ALICE, demand(job_id, **what), sent_ns, now_s)
+    assert isinstance(answer, GrantLimit), answer
+    return answer
+
+
+@pytest.fixture
+def registry() -> Registry:
+    registry = Registry((), allocating=True)
+    registry.observe(snapshot(job(1, gpus=1), job(2, gpus=3), job(3, "bob")), 100.0)
+    return registry
+
+
+def test_shares_follow_the_weights_and_change_at_most_once_a_second(registry: Registry) -> None:
+    assert granted(registry, 1, 1, 200.0).limit == 8
+    second = granted(registry, 2, 1, 200.5, current=3)
+    assert (second.limit, second.next_s) == (3, 1.0)
+    assert "until the shares are divided anew" in second.reason
+    assert granted(registry, 1, 2, 201.1).limit == 2
+    answer = granted(registry, 2, 2, 201.1)
+    assert (answer.limit, answer.next_s) == (6, REPORT_S)
+    assert answer.reason == "6 of 8: 32 CPUs are shared by 2 job(s), its weight is 3"
+    assert registry.wait_shares() == {"1": 0.5, "2": 0.5}
+
+
+def test_only_its_user_reports_for_a_job(registry: Registry) -> None:
+    answer, changes = registry.report(BOB, demand(1), 1, 200.0)
+    assert answer == RefuseReport("job 1 is not yours")
+    assert (changes, registry.jobs, registry.touched, registry.wants_reading) == ((), {}, set(), False)
+    granted(registry, 1, 1, 200.0)
+    assert isinstance(registry.report(BOB, demand(1), 2, 201.0)[0], RefuseReport)
+    assert isinstance(registry.report(("root", "0"), demand(1), 2, 201.0)[0], RefuseReport)
+
+
+def test_a_report_counts_once_also_in_the_next_life(registry: Registry) -> None:
+    granted(registry, 1, 5, 200.0)
+    for again in (registry, Registry(registry.jobs.values(), allocating=True)):
+        for sent_ns in (5, 4):
+            answer, _ = again.report(ALICE, demand(1, wanted=1), sent_ns, 300.0)
+            assert isinstance(answer, RefuseReport)
+            assert "a clock that was set back, or a replay" in answer.reason
+        assert again.jobs["1"].report.wanted == 8
+
+
+def test_a_job_that_slurm_does_not_know_is_asked_for_and_not_limited(registry: Registry) -> None:
+    answer = granted(registry, 9, 1, 200.0)
+    assert (answer.limit, registry.wants_reading) == (None, True)
+    assert "9" not in registry.jobs
+    registry.observe(snapshot(job(9)), 205.0)
+    assert not registry.wants_reading
+    assert granted(registry, 9, 2, 206.0).limit == 8
+    registry.observe(snapshot(job(9, state="PENDING")), 210.0)
+    assert registry.jobs == {}
+    assert "9" in registry.touched
+
+
+def test_without_slurm_nobody_is_forgotten_and_nobody_is_new() -> None:
+    before = Registry((), allocating=True)
+    before.observe(snapshot(job(1)), 100.0)
+    granted(before, 1, 1, 102.0)
+    after = Registry(before.jobs.values(), allocating=True)
+    answer = granted(after, 1, 2, 200.0, wanted=20)
+    assert (answer.limit, answer.reason) == (8, "all that it wants: 8")
+    assert granted(after, 2, 1, 200.0).limit is None
+    assert isinstance(after.report(BOB, demand(1), 3, 200.0)[0], RefuseReport)
+
+
+def test_observing_decides_and_tells_nobody() -> None:
+    registry = Registry((), allocating=False)
+    registry.observe(snapshot(job(1)), 100.0)
+    answer = granted(registry, 1, 1, 200.0)
+    assert (answer.limit, answer.reason) == (None, "the site daemon only observes")
+    (status,) = registry.status(None, 203.0)
+    assert (status.limit, status.age_s) == (8, 3.0)
+    assert registry.status(BOB, 203.0) == ()
+
+
+def test_many_jobs_report_less_often() -> None:
+    registry = Registry((), allocating=True)
+    registry.observe(snapshot(*(job(number) for number in range(1, 1001))), 100.0)
+    for number in range(1, 1001):
+        answer = granted(registry, number, 1, 200.0)
+    assert granted(registry, 1, 2, 300.0).next_s == 1000 / MAX_REPORTS_PER_S
+    assert answer.limit == 0
+
+
+def test_a_change_is_told_once(registry: Registry) -> None:
+    _, changes = registry.report(ALICE, demand(1), 1, 200.0)
+    assert [(change.job, change.before, change.after) for change in changes] == [("1", None, 8)]
+    assert registry.report(ALICE, demand(1), 2, 202.0)[1] == ()
+    assert registry.observe(snapshot(job(1), cpus=12), 203.0)[0].after == 3
+
+
+def test_another_policy_takes_the_place_of_the_default() -> None:
+    def nothing(pool: Pool) -> dict[str, Decision]:
+        return {one.job: Decision(one.minimum, "a policy of the site's") for one in pool.demands}
+
+    registry = Registry((), allocating=True, policy=nothing)
+    registry.observe(snapshot(job(1)), 100.0)
+    answer = granted(registry, 1, 1, 200.0, minimum=2)
+    assert (answer.limit, answer.reason) == (2, "a policy of the site's")
+
+
+def test_the_pool_is_what_is_free_and_what_these_jobs_hold() -> None:
+    companion = job(11, gpus=0, partitions=("cpu",), num_cpus=8, comment="x hets:trainer=1")
+    component = job(13, gpus=0, partitions=("cpu",), num_cpus=4, het=HetComponent(12, 1))
+    others = (
+        replace(companion, job_id=20, user="bob"),
+        replace(companion, job_id=21, comment="hets:trainer=7"),
+        replace(companion, job_id=22, state="PENDING"),
+        replace(companion, job_id=23, partitions=("gpu",)),
+    )
+    cluster = replace(
+        snapshot(companion, component, *others),
+        nodes=(node("gpu0", "gpu", 16, gpus=4), node("c0", "cpu", 32, 20), node("c1", "cpu", 32, state="DOWN")),
+    )
+    assert pool_partitions(cluster, None) == ("cpu",)
+    assert pool_partitions(cluster, ("gpu", "none")) == ("gpu",)
+    only_gpus = replace(cluster, partitions=cluster.partitions[:1])
+    assert pool_partitions(only_gpus, None) == ("gpu",)
+    owners = {"1": "alice", "12": "alice"}
+    assert pool_cpus(cluster, ("cpu",), owners) == 12 + 8 + 4
+    assert pool_cpus(cluster, ("cpu",), {}) == 12
+
+
+def test_components_of_one_job_weigh_together() -> None:
+    trainer = job(12, gpus=2, het=HetComponent(12, 0))
+    second = job(13, gpus=2, het=HetComponent(12, 1))
+    registry = Registry((), allocating=True)
+    registry.observe(snapshot(trainer, second, job(14, gpus=0)), 100.0)
+    granted(registry, 12, 1, 100.0)
+    granted(registry, 14, 1, 100.0)
+    assert [registry.jobs[name].weight for name in ("12", "14")] == [4.0, 1.0]
+
+
+def test_a_store_keeps_what_it_is_given(tmp_path: Path) -> None:
+    registry = Registry((), allocating=True)
+    registry.observe(snapshot(job(1), job(2, gpus=2)), 100.0)
+    granted(registry, 1, 1 << 60, 200.0)
+    granted(registry, 2, 7, 202.0)
+    directory = tmp_path / "state"
+    with Store(directory) as store:
+        store.save(dict(registry.jobs))
+        assert remembered_jobs(directory) == list(registry.jobs.values())
+        store.save({"1": None, "9": None})
+    assert (directory / "daemon.sqlite").stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700
+    with Store(directory) as store:
+        assert store.jobs() == [registry.jobs["2"]]
+    assert remembered_jobs(tmp_path / "nowhere") == []
+
+
+def test_a_store_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
+    with Store(tmp_path), pytest.raises(DaemonStateError, match=f"in use by the daemon with process id {os.getpid()}"):
+        Store(tmp_path)
+    (tmp_path / "daemon.sqlite").write_bytes(b"no database at all, but long enough to be looked at" * 100)
+    with pytest.raises(DaemonStateError, match="If it is damaged, move it away"):
+        Store(tmp_path)
+    with pytest.raises(DaemonStateError, match="If it is damaged, move it away"):
+        remembered_jobs(tmp_path)
+    (tmp_path / "daemon.sqlite").unlink()
+    database = sqlite3.connect(tmp_path / "daemon.sqlite")
+    database.execute("create table other (x)")
+    database.close()
+    with pytest.raises(DaemonStateError, match="is another program's, or another version's"):
+        Store(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DaemonStateError, match=r"cannot be opened: (Not a directory|File exists)"):
+        Store(tmp_path / "file")

@@ -171,7 +171,7 @@ def test_a_dry_run_submits_nothing(shell: Shell) -> None:
     assert not shell.record.exists()
     assert "#SBATCH hetjob" in done.stdout
     assert done.stderr == "would run, on the script above: sbatch --time=5 train.sbatch x\n"
-    done = shell.run("sbatch", "--dry-run", "--comment=a b", stdin=SCRIPT)
+    done = shell.run("sbatch", "--dry-run", "--comment=a b", stdin="#!/bin/sh\nhostname\n")
     assert done.stderr == "would run, on the script above: sbatch '--comment=a b' < SCRIPT\n"
 
 

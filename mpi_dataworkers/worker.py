@@ -167,6 +167,7 @@ class DataWorker:
         num_threads: int = 1,
         has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._address = service.address
         self._registration = RegisterWorker(
             socket.gethostname(), os.getpid(), replaces, [], fate, slurm_job_from_environment()
         )
@@ -492,7 +493,10 @@ class DataWorker:
                     _log.info("the service has ended")
                     self.stop()
             if now - last_heard > GIVE_UP_S:
-                raise ServiceUnavailable(f"the dispatcher was silent for {GIVE_UP_S:g} s; this data worker ends")
+                raise ServiceUnavailable(
+                    f"the dispatcher at {self._address} was silent for {GIVE_UP_S:g} s; this data worker ends. Is its "
+                    "host up, and reachable from this one?"
+                )
         while self._outbox:
             self._endpoint.send(self._outbox.popleft())
         self._endpoint.send(LeaveWorker())

@@ -54,6 +54,14 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _SILENCE_MS = 4000
 _PING_MS = 1000
 _CLOSE_LINGER_MS = 1000
+# Bytes that no kernel acknowledged for so long, or probes without an answer, mean a cut link. A peer that is stopped or
+# busy is not taken for gone: its kernel still acknowledges. Without this, TCP would try for a quarter of an hour, ever
+# more seldom, and a link that is back would not be noticed for as long as it had been away.
+_CUT_MS = 5000
+_PROBE_S = 2
+_NUM_PROBES = 3
+# One attempt to connect; within an attempt the kernel tries ever more seldom too.
+_ATTEMPT_MS = 2000
 # Who waits for a dispatcher looks this often whether the service has ended.
 _LOOK_MS = 200
 # Loaders come and go, and a connection that its loader closed stays a socket here (libzmq allows 1023).
@@ -66,6 +74,15 @@ def new_keys() -> tuple[str, str]:
     """A new CURVE key pair as Z85 text: public, secret."""
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
+
+
+def _notice_cuts(socket: zmq.Socket[Any]) -> None:
+    """Let a TCP connection over a cut link end, and be made again as soon as the link is back."""
+    socket.tcp_maxrt = _CUT_MS
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = _PROBE_S
+    socket.tcp_keepalive_cnt = _NUM_PROBES
+    socket.connect_timeout = _ATTEMPT_MS
 
 
 def local_address_towards(address: str) -> str:
@@ -144,6 +161,7 @@ class ZmqDispatcherEndpoint:
         self._socket.handshake_ivl = int(_HANDSHAKE_TIMEOUT_S * 1000)
         # A peer that comes back after a cut keeps its name: the new connection takes over from the dead one.
         self._socket.router_handover = True
+        _notice_cuts(self._socket)
         host, _, port = bind.removeprefix("tcp://").rpartition(":")
         try:
             self._socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
@@ -156,6 +174,7 @@ class ZmqDispatcherEndpoint:
             raise ServiceError(f"dispatcher cannot bind {bind}: {error}. {check}") from error
         # The connection that each peer's last message came by: the monitor names a closed one by its descriptor.
         self._peer_by_descriptor: dict[int, str] = {}
+        self._descriptor_by_peer: dict[str, int] = {}
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -179,7 +198,8 @@ class ZmqDispatcherEndpoint:
             except zmq.Again:
                 break
             peer = frames[0].bytes.hex()
-            self._peer_by_descriptor[int(frames[0].get(zmq.SRCFD))] = peer
+            descriptor = int(frames[0].get(zmq.SRCFD))
+            self._peer_by_descriptor[descriptor], self._descriptor_by_peer[peer] = peer, descriptor
             try:
                 message: Message | ProtocolError = _decode_control([frame.buffer for frame in frames[1:]])
             except ProtocolError as error:
@@ -191,8 +211,11 @@ class ZmqDispatcherEndpoint:
         """Connections that closed. Reported after the messages that they still brought."""
         closed: list[Received] = []
         while self._monitor.poll(0):
-            peer = self._peer_by_descriptor.pop(recv_monitor_message(self._monitor)["value"], None)
-            if peer is not None:
+            descriptor = recv_monitor_message(self._monitor)["value"]
+            peer = self._peer_by_descriptor.pop(descriptor, None)
+            # A peer that came back after a cut is not gone with the connection that it had before.
+            if peer is not None and self._descriptor_by_peer.get(peer) == descriptor:
+                del self._descriptor_by_peer[peer]
                 closed.append(Received(peer, Disconnected()))
         return closed
 
@@ -232,6 +255,7 @@ class _ZmqControl:
         self._control.sndhwm = 0
         self._control.reconnect_ivl = 50
         self._control.reconnect_ivl_max = 200
+        _notice_cuts(self._control)
         self._poller = zmq.Poller()
         self._poller.register(self._control, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
@@ -422,6 +446,7 @@ class ZmqBatchReceiver:
         self._batches.rcvhwm = 0
         self._batches.maxmsgsize = BATCH_FRAME_BYTES
         self._batches.handshake_ivl = int(_HANDSHAKE_TIMEOUT_S * 1000)
+        _notice_cuts(self._batches)
         self._door = Door(self.addresses)
         self._monitor = self._batches.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.sources: list[Any] = [self._batches, self._gate.socket, self._monitor]

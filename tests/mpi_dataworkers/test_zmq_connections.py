@@ -1,0 +1,77 @@
+"""Connections that are lost and made again, as the dispatcher sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from mpi_dataworkers.codec import encode
+from mpi_dataworkers.messages import WorkerHeartbeat
+from mpi_dataworkers.transports.base import Disconnected, Received
+from mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
+
+PEER, OTHER = "01" * 16, "02" * 16
+SERVER_PUBLIC, SERVER_SECRET = new_keys()
+CLIENT_PUBLIC, CLIENT_SECRET = new_keys()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[ZmqDispatcherEndpoint]:
+    endpoint = ZmqDispatcherEndpoint("tcp://127.0.0.1:0", SERVER_SECRET, SERVER_PUBLIC, CLIENT_PUBLIC)
+    yield endpoint
+    endpoint.close()
+
+
+def peer_of(context: zmq.Context[zmq.Socket[bytes]], endpoint: ZmqDispatcherEndpoint, name: str) -> zmq.Socket[bytes]:
+    """A connection of a peer that has sent a message and makes no other connection by itself."""
+    peer = context.socket(zmq.DEALER)
+    peer.identity = bytes.fromhex(name)
+    peer.curve_serverkey, peer.curve_publickey = SERVER_PUBLIC.encode(), CLIENT_PUBLIC.encode()
+    peer.curve_secretkey, peer.linger, peer.reconnect_ivl = CLIENT_SECRET.encode(), 0, -1
+    peer.connect(endpoint.address)
+    peer.send(encode(WorkerHeartbeat([])))
+    receive_until(endpoint, Received(name, WorkerHeartbeat([])))
+    return peer
+
+
+def receive_until(endpoint: ZmqDispatcherEndpoint, last: Received) -> list[Received]:
+    """What came before, and with, this."""
+    received: list[Received] = []
+    deadline = time.monotonic() + 10
+    while last not in received:
+        assert time.monotonic() < deadline, f"{last} did not come; {received} came"
+        received += endpoint.poll(0.1)
+    return received
+
+
+def test_a_peer_that_came_back_is_not_gone_when_its_old_connection_or_a_strangers_closes(
+    endpoint: ZmqDispatcherEndpoint,
+) -> None:
+    with zmq.Context() as context:
+        old = peer_of(context, endpoint, PEER)
+        new = peer_of(context, endpoint, PEER)  # as after a cut that only the peer has noticed
+        old.close(0)
+        received: list[Received] = []
+        # Whatever connects now may get the descriptor of the old connection.
+        port = int(endpoint.address.rpartition(":")[2])
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"this is no ZMTP" * 8)
+                stranger.settimeout(10)
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(4096):
+                        pass
+            received += endpoint.poll(0)
+        new.send(encode(WorkerHeartbeat([])))
+        received += receive_until(endpoint, Received(PEER, WorkerHeartbeat([])))
+        other = peer_of(context, endpoint, OTHER)
+        other.close(0)
+        received += receive_until(endpoint, Received(OTHER, Disconnected()))
+        assert Received(PEER, Disconnected()) not in received
+        new.close(0)
+        receive_until(endpoint, Received(PEER, Disconnected()))

@@ -7,6 +7,7 @@
     │   ├── ClusterExists        this state directory is in use already
     │   ├── NoCluster            no cluster lives in this state directory
     │   ├── BootFailed           a daemon ended or the nodes did not get ready in time
+    │   ├── NetworkFailed        its network could not be made or removed
     │   └── TeardownFailed       processes outlived SIGKILL
     ├── DamagedRecord            the record of an installation is not what install wrote
     ├── UnreadableAnswer         a Slurm command printed what no known version prints
@@ -31,6 +32,7 @@ __all__ = [
     "DevclusterError",
     "HistoryError",
     "InstallFailed",
+    "NetworkFailed",
     "NoCluster",
     "ServeError",
     "SlurmMissing",
@@ -63,6 +65,10 @@ class NoCluster(DevclusterError):
 
 class BootFailed(DevclusterError):
     """A daemon ended, or the nodes were not idle in time."""
+
+
+class NetworkFailed(DevclusterError):
+    """The network of a cluster could not be made or removed."""
 
 
 class TeardownFailed(DevclusterError):

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 
 from slurm_plugin.client.run import CompletedCommand, run_slurm
 from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.programs import missing_programs
+from slurm_plugin.devcluster.programs import SlurmPrograms, missing_programs
 from slurm_plugin.devcluster.record import ClusterRecord
 from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
@@ -83,6 +83,29 @@ class Devcluster:
         return run_slurm(argv, env=self.env, stdin=stdin, timeout_s=timeout_s)
 
 
+RunningCluster = Callable[[BootRequest, SlurmPrograms], AbstractContextManager[Devcluster]]
+
+
+@contextmanager
+def _running_cluster(request: BootRequest, programs: SlurmPrograms) -> Iterator[Devcluster]:
+    """Boot a cluster, with a directory for its jobs' output; nothing is left of either afterwards."""
+    record = boot(request, programs, print)
+    out_dir = Path("/tmp") / f"hetstream-{request.name}"
+    try:
+        out_dir.mkdir()
+        out_dir.chmod(0o1777)
+        yield Devcluster(record, record.environment(os.environ), out_dir)
+    finally:
+        tear_down(Path(record.state_dir))
+        shutil.rmtree(out_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def running_cluster() -> RunningCluster:
+    """A context manager, from a request and Slurm's programs to a cluster that runs as long as the context."""
+    return _running_cluster
+
+
 @pytest.fixture(scope="session")
 def devclusters() -> Iterator[Callable[[str], Devcluster]]:
     """A function from a release ("host", "24.11", "26.05") to the session's cluster of it, booted on first use."""
@@ -92,13 +115,9 @@ def devclusters() -> Iterator[Callable[[str], Devcluster]]:
         def cluster(release: str) -> Devcluster:
             programs = choose_programs(release, DEFAULT_CACHE_DIR, print)
             name = f"pytest-{os.getpid()}-{release.replace('.', '')}"
-            record = boot(BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape()), programs, print)
-            undo.callback(tear_down, Path(record.state_dir))
-            out_dir = Path("/tmp") / f"hetstream-{name}"
-            out_dir.mkdir()
-            undo.callback(shutil.rmtree, out_dir)
-            out_dir.chmod(0o1777)
-            return Devcluster(record, record.environment(os.environ), out_dir)
+            return undo.enter_context(
+                _running_cluster(BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape()), programs)
+            )
 
         yield cluster
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mpi_dataworkers.errors import ConfigError
 from slurm_plugin.client.run import become
 from slurm_plugin.devcluster import install, render
 from slurm_plugin.devcluster.boot import BootRequest, boot, plan_cluster
+from slurm_plugin.devcluster.network import ClusterNetwork
 from slurm_plugin.devcluster.programs import missing_programs
 from slurm_plugin.devcluster.record import ClusterRecord, read_record
 from slurm_plugin.devcluster.roots import (
@@ -72,6 +74,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     )
     p.add_argument(
         "--lua-plugins", action="store_true", help="plain sbatch converts scripts with #HETSTREAM lines (cli_filter)"
+    )
+    p.add_argument(
+        "--network",
+        action="store_true",
+        help="give each host a network namespace with an address of its own, so that links can be cut (needs ip)",
     )
     _add_slurm(p)
     p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")
@@ -183,6 +190,7 @@ def _up(args: argparse.Namespace) -> int:
         shape=ClusterShape(args.gpu_nodes, args.gpus_per_node, args.cpu_nodes, args.cpus_per_node),
         tuned_scheduler=not args.default_scheduler,
         lua_plugins=args.lua_plugins,
+        network=args.network,
     )
     if args.dry_run:
         return _up_dry_run(request, args)
@@ -216,11 +224,15 @@ def _up_dry_run(request: BootRequest, args: argparse.Namespace) -> int:
     texts = {"slurm.conf": render.slurm_conf(spec), "gres.conf": render.gres_conf(spec)}
     missing, would = _needs(args)
     if args.json:
-        _print_json({"state_dir": str(spec.state_dir), "nodes": spec.nodes, "missing": missing, "files": texts})
+        facts = {"state_dir": str(spec.state_dir), "nodes": spec.nodes, "missing": missing, "files": texts}
+        _print_json({**facts, "network": _network_facts(spec.network)})
         return 0
     if would:
         print(f"# {would}")
     print(f"# would start munged, slurmctld and {len(spec.nodes)} slurmd in {spec.state_dir}")
+    if spec.network is not None:
+        hosts = f"{len(spec.network.hosts)} network namespaces"
+        print(f"# would make {hosts} on the bridge {spec.network.bridge} in {spec.network.subnet}")
     for name, text in texts.items():
         print(f"# {spec.state_dir}/{name}")
         print(text)
@@ -232,15 +244,21 @@ def _down(args: argparse.Namespace) -> int:
     plan = plan_teardown(state_dir) if args.dry_run else tear_down(state_dir)
     if args.json:
         processes = [{"pid": process.pid, "command": process.command} for process in plan.processes] if plan else []
-        _print_json({"state_dir": str(state_dir), "found": plan is not None, "processes": processes})
+        network = [{"kind": kind, "name": name} for kind, name in plan.network] if plan else []
+        _print_json(
+            {"state_dir": str(state_dir), "found": plan is not None, "processes": processes, "network": network}
+        )
     elif plan is None:
         print(f"no cluster in {state_dir}: nothing to do")
     elif args.dry_run:
         for process in plan.processes:
             print(f"would kill {process.pid} {process.command}")
+        for kind, name in plan.network:
+            print(f"would remove {kind} {name}")
         print(f"would remove {state_dir}")
     else:
-        print(f"removed {state_dir} and {len(plan.processes)} processes")
+        also = f" and {len(plan.network)} parts of its network" if plan.network else ""
+        print(f"removed {state_dir} and {len(plan.processes)} processes{also}")
     return 0
 
 
@@ -250,6 +268,10 @@ def _record(args: argparse.Namespace) -> ClusterRecord:
     if record is None:
         raise NoCluster(f"no cluster in {state_dir}. Run: hetstream devcluster up{_place_options(args)}")
     return record
+
+
+def _network_facts(network: ClusterNetwork | None) -> dict[str, Any] | None:
+    return None if network is None else asdict(network)
 
 
 def _facts(record: ClusterRecord) -> dict[str, Any]:
@@ -262,6 +284,7 @@ def _facts(record: ClusterRecord) -> dict[str, Any]:
         "partitions": list(record.partitions),
         "boot_s": record.boot_s,
         "path_prefix": record.path_prefix,
+        "network": _network_facts(record.network),
     }
 
 
@@ -289,6 +312,8 @@ def _status(args: argparse.Namespace) -> int:
         print(f"{daemon.name:<15} pid {daemon.pid:<8} {'running' if daemon.running else 'DEAD'}")
     for node in status.nodes:
         print(f"{node.node:<15} {node.partition:<6} {node.state:<10} CPUs A/I/O/T {node.cpus:<14} {node.gres}")
+    for host in record.network.hosts if record.network is not None else ():
+        print(f"{host.name:<15} {host.address:<15} namespace {host.namespace} link {host.link}")
     if status.problem:
         print(f"devcluster: {status.problem}", file=sys.stderr)
     return 0 if healthy else 1

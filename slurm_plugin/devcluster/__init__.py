@@ -1,6 +1,8 @@
 """A throw-away Slurm cluster on one machine: real munge, slurmctld and slurmd, fake GPUs, no systemd.
 
     spec.py        what a cluster is: shape, ports, paths (pure)
+    network.py     names and addresses of hosts with a network of their own (pure)
+    namespaces.py  that network made, removed and entered
     render.py      slurm.conf, gres.conf, cgroup.conf as text (pure)
     programs.py    where Slurm's programs are: on the host, or in a Debian root
     apt.py         apt-get and its like, without questions
@@ -16,5 +18,5 @@
     teardown.py    down
 
 Called by `slurm_plugin/cli/devcluster.py` and by the tests marked `slurm`. It never touches a Slurm that is already on
-the host, mounts nothing, and starts no system service.
+the host and starts no system service. Without a network of its own it mounts nothing.
 """

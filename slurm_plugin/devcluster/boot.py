@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,8 @@ from typing import Any
 from hetjob.errors import SlurmCommandError
 from slurm_plugin.devcluster import render
 from slurm_plugin.devcluster.lock import MACHINE, locked
+from slurm_plugin.devcluster.namespaces import free_subnet, make_network
+from slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork, plan_network
 from slurm_plugin.devcluster.processes import cluster_processes
 from slurm_plugin.devcluster.programs import SYSTEM_PATH, SlurmPrograms
 from slurm_plugin.devcluster.record import (
@@ -69,6 +71,7 @@ class BootRequest:
         shape: its nodes.
         tuned_scheduler: see ClusterSpec.
         lua_plugins: see ClusterSpec.
+        network: give each host a network namespace with an address of its own.
     """
 
     name: str
@@ -76,11 +79,12 @@ class BootRequest:
     shape: ClusterShape
     tuned_scheduler: bool = True
     lua_plugins: bool = False
+    network: bool = False
 
 
 def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
-    """Find free ports and give the cluster a name that no other has."""
-    return ClusterSpec(
+    """Find free ports, and a free subnet if it is to have one; give the cluster a name that no other has."""
+    spec = ClusterSpec(
         name=request.name,
         cluster_name=f"{request.name}-{secrets.token_hex(4)}",
         state_dir=request.state_dir,
@@ -90,6 +94,9 @@ def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
         lua_plugins=request.lua_plugins,
         root=root,
     )
+    if not request.network:
+        return spec
+    return replace(spec, network=plan_network(spec.cluster_name, spec.nodes, free_subnet()))
 
 
 def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> ClusterRecord:
@@ -98,6 +105,7 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
     Raises:
         ClusterExists: a cluster or something else is in the state directory.
         BootFailed: a daemon ended or the nodes were not idle in time; nothing is left behind.
+        NetworkFailed: its network could not be made; likewise.
     """
     began = time.monotonic()
     with _interrupts_raise(), readable_by_all(), ExitStack() as undo:
@@ -109,6 +117,9 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
             record = _new_record(spec, programs)
             undo.callback(tear_down, spec.state_dir)
             _make_files(spec, programs, record)
+            if spec.network is not None:
+                progress(f"making {len(spec.network.hosts)} network namespaces in {spec.network.subnet}")
+                make_network(spec.network)
             progress(f"starting munged, slurmctld {programs.version} and {len(spec.nodes)} slurmd in {spec.state_dir}")
             _start_supervisor(spec, programs)
             _wait_until_idle(spec, record, progress)
@@ -176,6 +187,7 @@ def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
         ready=False,
         created_s=time.time(),
         boot_s=0.0,
+        network=spec.network,
     )
 
 
@@ -194,6 +206,8 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
         _make_fake_gpu(spec.gpu_device(number), number)
     spec.slurm_conf.write_text(render.slurm_conf(spec))
     (directory / "gres.conf").write_text(render.gres_conf(spec))
+    if spec.network is not None:
+        spec.hosts_file.write_text(spec.network.hosts_file(socket.gethostname()))
     cgroup_conf = render.cgroup_conf(programs.version)
     if cgroup_conf is not None:
         (directory / "cgroup.conf").write_text(cgroup_conf)
@@ -235,6 +249,7 @@ def _start_supervisor(spec: ClusterSpec, programs: SlurmPrograms) -> None:
             {
                 "state_dir": str(spec.state_dir),
                 "environment": environment,
+                "hosts_file": str(spec.hosts_file),
                 "daemons": list(_daemons(spec, programs)),
             },
             indent=1,
@@ -267,16 +282,22 @@ def _daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[dict[str, A
         f"--seed-file={run}/munged.seed",
     ]
     yield _daemon("munged", munged, log, ready_file=str(spec.munge_socket))
-    yield _daemon("slurmctld", [str(programs.slurmctld), "-D", "-f", str(spec.slurm_conf)], log)
+    slurmctld = _daemon("slurmctld", [str(programs.slurmctld), "-D", "-f", str(spec.slurm_conf)], log)
+    yield _on_host(slurmctld, CONTROLLER, spec.network)
     slurmd = [str(programs.slurmd), "-D", "-f", str(spec.slurm_conf)]
     if programs.root is not None:
         slurmd += ["-d", str(programs.root.commands_dir / "slurmstepd")]
     for node in spec.nodes:
-        yield _daemon(f"slurmd {node}", [*slurmd, "-N", node], log)
+        yield _on_host(_daemon(f"slurmd {node}", [*slurmd, "-N", node], log), node, spec.network)
 
 
 def _daemon(name: str, argv: list[str], log: Path, ready_file: str = "") -> dict[str, Any]:
-    return {"name": name, "argv": argv, "output": str(log / f"{_log_stem(name)}.out"), "ready_file": ready_file}
+    output = str(log / f"{_log_stem(name)}.out")
+    return {"name": name, "argv": argv, "output": output, "ready_file": ready_file, "host": None}
+
+
+def _on_host(daemon: dict[str, Any], name: str, network: ClusterNetwork | None) -> dict[str, Any]:
+    return daemon if network is None else {**daemon, "host": asdict(network.host(name))}
 
 
 def _log_stem(daemon: str) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_plugin.devcluster.network import ClusterNetwork, VirtualHost
 from slurm_plugin.errors import DevclusterError
 
 RECORD_FILE = "cluster.json"
@@ -37,6 +38,7 @@ class ClusterRecord:
         ready: `up` saw all nodes idle.
         created_s: when `up` began, in seconds since 1970.
         boot_s: how long `up` took; 0 until ready.
+        network: its hosts' own addresses, and by which names the system knows them; None without.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ClusterRecord:
     ready: bool
     created_s: float
     boot_s: float
+    network: ClusterNetwork | None = None
 
     @property
     def slurm_conf(self) -> str:
@@ -81,7 +84,7 @@ class DaemonState:
 
 def write_record(record: ClusterRecord) -> None:
     """Write `cluster.json` in one step."""
-    _write_json(Path(record.state_dir) / RECORD_FILE, vars(record))
+    _write_json(Path(record.state_dir) / RECORD_FILE, asdict(record))
 
 
 def read_record(state_dir: Path) -> ClusterRecord | None:
@@ -92,6 +95,9 @@ def read_record(state_dir: Path) -> ClusterRecord | None:
     try:
         fields["nodes"] = tuple(fields["nodes"])
         fields["partitions"] = tuple(fields["partitions"])
+        if network := fields.get("network"):
+            network["hosts"] = tuple(VirtualHost(**host) for host in network["hosts"])
+            fields["network"] = ClusterNetwork(**network)
         return ClusterRecord(**fields)
     except (KeyError, TypeError) as exc:
         raise _damaged(state_dir / RECORD_FILE, exc) from exc

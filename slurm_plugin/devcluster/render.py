@@ -10,10 +10,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork
 from slurm_plugin.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
 
 # Heterogeneous jobs start only through the backfill scheduler, which by default looks every 30 s.
 TUNED_SCHEDULER = "sched_min_interval=0,bf_interval=1,batch_sched_delay=0"
+
+# A host that is cut off is DOWN after half a minute and not, as by default, after five.
+SLURMD_TIMEOUT_S = 10
+# A job that is requeued because its node is DOWN waits for so long (and 1 s) before it starts again; by default 120 s.
+CRED_EXPIRE_S = 10
 
 
 def slurm_conf(spec: ClusterSpec) -> str:
@@ -72,13 +78,19 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     directory = spec.state_dir
     yield f"# Written by `hetstream devcluster up`; removed by `hetstream devcluster down --state-dir {directory}`."
     yield f"ClusterName={spec.cluster_name}"
-    yield "SlurmctldHost=localhost(127.0.0.1)"
+    controller = "localhost(127.0.0.1)"
+    if spec.network is not None:
+        controller = f"{CONTROLLER}({spec.network.host(CONTROLLER).address})"
+    yield f"SlurmctldHost={controller}"
     yield f"SlurmctldPort={spec.base_port}"
-    # The daemons listen on 127.0.0.1 only: nobody on the network shall find a throw-away cluster.
-    yield "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"
+    if spec.network is None:
+        # The daemons listen on 127.0.0.1 only: nobody on the network shall find a throw-away cluster. With a network of
+        # its own nobody can, and there the machine's srun must not listen on what its host name resolves to.
+        yield "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"
     yield "SlurmUser=root"
     yield "AuthType=auth/munge"
-    yield f"AuthInfo=socket={spec.munge_socket}"
+    expiry = "" if spec.network is None else f",cred_expire={CRED_EXPIRE_S}"
+    yield f"AuthInfo=socket={spec.munge_socket}{expiry}"
     yield f"StateSaveLocation={directory}/state"
     yield f"SlurmdSpoolDir={directory}/spool/%n"
     yield f"SlurmctldPidFile={directory}/run/slurmctld.pid"
@@ -103,6 +115,8 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     yield "AccountingStorageType=accounting_storage/none"
     yield "JobAcctGatherType=jobacct_gather/none"
     yield "ReturnToService=2"
+    if spec.network is not None:
+        yield f"SlurmdTimeout={SLURMD_TIMEOUT_S}"
     if spec.lua_plugins:
         yield "CliFilterPlugins=lua"
         yield "JobSubmitPlugins=lua"
@@ -111,16 +125,20 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     if any(group.gpus for group in spec.groups):
         yield "GresTypes=gpu"
     for group in spec.groups:
-        yield _node_line(group)
+        yield _node_line(group, spec.network)
     for number, group in enumerate(spec.groups):
         default = " Default=YES" if number == 0 else ""
         yield f"PartitionName={group.name} Nodes={hostlist(group.name, group.count)}{default} MaxTime=INFINITE State=UP"
 
 
-def _node_line(group: NodeGroup) -> str:
+def _node_line(group: NodeGroup, network: ClusterNetwork | None) -> str:
+    address = "NodeAddr=127.0.0.1 NodeHostname=localhost"
+    if network is not None:
+        prefix, _, first = network.host(group.nodes[0]).address.rpartition(".")
+        address = f"NodeAddr={hostlist(f'{prefix}.', group.count, int(first))}"
     gres = f" Gres=gpu:{group.gpus}" if group.gpus else ""
     ports = hostlist("", group.count, group.first_port)
     return (
-        f"NodeName={hostlist(group.name, group.count)} NodeAddr=127.0.0.1 NodeHostname=localhost Port={ports} "
+        f"NodeName={hostlist(group.name, group.count)} {address} Port={ports} "
         f"CPUs={group.cpus} RealMemory={NODE_MEMORY_MB}{gres}"
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpi_dataworkers.errors import ConfigError
+from slurm_plugin.devcluster.network import ClusterNetwork
 
 # Slurm puts the name into SLURM_CLUSTER_NAME and file names, and turns it to lower case.
 NAME_RULE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
@@ -108,6 +109,7 @@ class ClusterSpec:
         tuned_scheduler: let heterogeneous jobs start within a second instead of Slurm's default half minute.
         lua_plugins: load hetstream's Lua plugins into slurmctld and sbatch.
         root: where Slurm is when it is not the machine's own.
+        network: its hosts' own addresses; None where all are 127.0.0.1.
     """
 
     name: str
@@ -118,6 +120,7 @@ class ClusterSpec:
     tuned_scheduler: bool = True
     lua_plugins: bool = False
     root: RootPaths | None = None
+    network: ClusterNetwork | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -159,6 +162,10 @@ class ClusterSpec:
     @property
     def log_dir(self) -> Path:
         return self.state_dir / "log"
+
+    @property
+    def hosts_file(self) -> Path:
+        return self.state_dir / "hosts"
 
     @property
     def task_prolog(self) -> Path:

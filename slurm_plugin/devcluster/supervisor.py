@@ -14,8 +14,9 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from slurm_plugin.devcluster.namespaces import enter
 from slurm_plugin.devcluster.processes import start_ticks
 from slurm_plugin.devcluster.record import DaemonState, write_daemons
 
@@ -48,7 +49,7 @@ def supervise(plan: dict[str, Any], daemons: list[DaemonState]) -> int:
     """Start the daemons of the plan one after the other, then reap children until none is left."""
     state_dir = Path(plan["state_dir"])
     for daemon in plan["daemons"]:
-        daemons.append(_start(daemon["name"], daemon["argv"], Path(daemon["output"]), plan["environment"]))
+        daemons.append(_start(daemon, plan))
         write_daemons(state_dir, daemons)
         if daemon["ready_file"]:
             _wait_for_file(Path(daemon["ready_file"]), daemons[-1])
@@ -63,21 +64,30 @@ def supervise(plan: dict[str, Any], daemons: list[DaemonState]) -> int:
             write_daemons(state_dir, daemons)
 
 
-def _start(name: str, argv: list[str], output: Path, environment: dict[str, str]) -> DaemonState:
-    # Not subprocess.Popen: it reaps children whose object was dropped, and their exit status would be lost.
-    pid = os.posix_spawn(
-        argv[0],
-        argv,
-        environment,
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(output), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-        setsid=True,
-    )
+def _start(daemon: dict[str, Any], plan: dict[str, Any]) -> DaemonState:
+    # Not subprocess.Popen: it reaps children whose object was dropped, and their exit status would be lost. Not
+    # posix_spawn: it cannot enter a host.
+    pid = os.fork()
+    if pid == 0:
+        _become(daemon, plan)
     # The child is this process's until reaped below, so its pid cannot be another's yet.
-    return DaemonState(name, pid, start_ticks(pid) or 0, None)
+    return DaemonState(daemon["name"], pid, start_ticks(pid) or 0, None)
+
+
+def _become(daemon: dict[str, Any], plan: dict[str, Any]) -> NoReturn:
+    """Turn this child into the daemon."""
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(daemon["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 1)
+        os.dup2(1, 2)
+        if daemon["host"] is not None:
+            enter(daemon["host"]["namespace"], daemon["host"]["name"], plan["hosts_file"])
+        os.execve(daemon["argv"][0], daemon["argv"], plan["environment"])
+    except Exception as error:  # noqa: BLE001, the process's boundary: `up` shows what is written here
+        os.write(2, f"{daemon['name']} could not be started: {error!r}\n".encode())
+    finally:
+        os._exit(127)
 
 
 def _wait_for_file(path: Path, daemon: DaemonState) -> None:

@@ -1,7 +1,8 @@
-"""Remove a cluster: its processes, then its files. Called by `hetstream devcluster down`, by a failed `up`, by tests.
+"""Remove a cluster: its processes, its network, its files.
 
-It works on whatever is left: daemons that were killed, a boot that was interrupted, a supervisor that is gone. It
-touches no process and no directory that the cluster's record does not identify.
+Called by `hetstream devcluster down`, by a failed `up`, by tests. It works on whatever is left: daemons that were
+killed, a boot that was interrupted, a supervisor that is gone. It touches no process, no directory and no part of a
+network that the cluster's record does not identify.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_plugin.devcluster.lock import MACHINE, locked
+from slurm_plugin.devcluster.namespaces import left_of, remove_network
 from slurm_plugin.devcluster.processes import Process, cluster_processes, start_ticks
 from slurm_plugin.devcluster.record import RECORD_FILE, read_record
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT
@@ -36,10 +38,12 @@ class TeardownPlan:
     Attributes:
         state_dir: the directory.
         processes: what runs now.
+        network: what there is of its network: ("link" or "netns", name).
     """
 
     state_dir: Path
     processes: tuple[Process, ...]
+    network: tuple[tuple[str, str], ...]
 
 
 def plan_teardown(state_dir: Path) -> TeardownPlan | None:
@@ -47,7 +51,8 @@ def plan_teardown(state_dir: Path) -> TeardownPlan | None:
     record = read_record(state_dir)
     if record is None:
         return None
-    return TeardownPlan(state_dir, tuple(cluster_processes(record)))
+    network = tuple(left_of(record.network)) if record.network is not None else ()
+    return TeardownPlan(state_dir, tuple(cluster_processes(record)), network)
 
 
 def tear_down(state_dir: Path) -> TeardownPlan | None:
@@ -58,6 +63,7 @@ def tear_down(state_dir: Path) -> TeardownPlan | None:
 
     Raises:
         TeardownFailed: a process outlived SIGKILL; the directory stays, so that `down` can be run again.
+        NetworkFailed: its network could not be removed; likewise.
     """
     plan = remove_cluster(state_dir)
     if plan is not None and state_dir.parent == DEFAULT_STATE_ROOT:
@@ -93,6 +99,8 @@ def remove_cluster(state_dir: Path) -> TeardownPlan | None:
         others = [process for process in left if process not in supervisor]
         _signal(others or left, signal.SIGKILL)
         _wait_until_gone(left, REAP_TIMEOUT_S)
+    if record.network is not None:
+        remove_network(record.network)
     _remove_files(state_dir)
     return plan
 

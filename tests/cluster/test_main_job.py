@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,14 +53,19 @@ def parent(pid: int) -> int:
 @pytest.mark.slurm
 @pytest.mark.parametrize("release", RELEASES)
 def test_an_unmodified_job_streams_and_survives_a_killed_data_worker(
-    release: str, devclusters: Callable[[str], object], wait_until: Callable[..., None]
+    release: str, devclusters: Callable[[str], Any], wait_until: Callable[..., None]
 ) -> None:
-    cluster = devclusters(release)
-    directory = cluster.out_dir / "main job"  # type: ignore[attr-defined]
-    directory.mkdir()
     # A login shell resets PATH, and the newer releases' commands are nowhere but there.
-    (directory / "train.sbatch").write_text(SCRIPT if release == "host" else SCRIPT.replace("bash -l", "bash"))
-    environ = dict(cluster.env)  # type: ignore[attr-defined]
+    script = SCRIPT if release == "host" else SCRIPT.replace("bash -l", "bash")
+    stream_and_survive(devclusters(release), script, wait_until)
+
+
+def stream_and_survive(cluster: Any, script: str, wait_until: Callable[..., None]) -> None:
+    """Submit the main job, kill a data worker in mid-epoch, and compare the ledgers."""
+    directory = cluster.out_dir / "main job"
+    directory.mkdir()
+    (directory / "train.sbatch").write_text(script)
+    environ = dict(cluster.env)
 
     def run(*argv: str) -> str:
         return subprocess.run(

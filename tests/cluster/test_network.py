@@ -24,6 +24,10 @@ from typing import Any
 
 import pytest
 
+from hetjob.errors import HetstreamError
+from hetjob.site.address import SiteSettings, TcpAddress
+from hetjob.site.client import ask
+from hetjob.site.messages import AskStatus, ShowStatus
 from slurm_plugin.client.run import run_slurm
 from slurm_plugin.devcluster.boot import BootRequest
 from slurm_plugin.devcluster.network import CONTROLLER, VirtualHost
@@ -371,7 +375,7 @@ def test_a_data_worker_that_comes_back_after_its_leases_expired_is_fenced(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends_meanwhile", [False])
+@pytest.mark.parametrize("ends_meanwhile", [False, True])
 def test_a_cut_link_to_slurmctld_does_not_touch_the_job(
     ends_meanwhile: bool, cluster: Cluster, submit: Callable[..., Job], reference: list[str]
 ) -> None:
@@ -389,6 +393,32 @@ def test_a_cut_link_to_slurmctld_does_not_touch_the_job(
         cluster.restore(CONTROLLER)
     assert not job.events("DataWorkerLost")
     job.finish(reference)
+
+
+@pytest.mark.slow
+def test_a_drained_node_gets_no_new_work_and_keeps_what_it_has(
+    cluster: Cluster, submit: Callable[..., Job], reference: list[str]
+) -> None:
+    job = submit()
+    node, *_ = job.wait_ready(3)
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    try:
+        assert cluster.state(node) == "draining"
+        job.hold(node)
+        job.release(node)
+        job.wait_at(GATES[1])
+        assert not job.events("DataWorkerLost")
+        words = ["--parsable", "--partition=cpu", f"--nodelist={node}", "--output=/dev/null", "--wrap=true"]
+        other = cluster.run("sbatch", *words).strip()
+        try:
+            waits = r"JobState=PENDING Reason=(ReqNodeNotAvail|Nodes_required_for_job_are_DOWN,_DRAINED)"
+            job.wait_until(lambda: re.search(waits, cluster.run("scontrol", "show", "job", other)), 30, waits)
+        finally:
+            cluster.run("scancel", other)
+        job.finish(reference)
+        job.wait_until(lambda: cluster.state(node) == "drained", 60, "the end of the node's last work")
+    finally:
+        cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
 
 @pytest.mark.slow
@@ -433,3 +463,44 @@ def test_a_rank_that_is_cut_off_ends_the_job_by_name(cluster: Cluster, submit: C
         cluster.restore(second)
     job.wait_until(lambda: not processes_naming(str(PROGRAM)), 90, "the end of the rank")
     job.wait_gone()
+
+
+@pytest.mark.slow
+def test_a_cut_link_to_the_site_daemon_leaves_the_job_as_it_is(
+    cluster: Cluster, submit: Callable[..., Job], reference: list[str], tmp_path: Path
+) -> None:
+    host = cluster.host("gpu2")
+    munge = cluster.state_dir / "run" / "munge.sock"
+    settings = SiteSettings(TcpAddress("root", host.address, 9420), munge)
+    environ = {"HETSTREAM_DAEMON": str(settings.address), "HETSTREAM_MUNGE_SOCKET": str(munge)}
+    words = ["daemon", "--address", str(settings.address), "--state-dir", str(tmp_path / "state"), "--interval", "5"]
+    argv = ["nsenter", f"--net=/run/netns/{host.namespace}", sys.executable, "-m", "slurm_plugin.cli", *words]
+    with (tmp_path / "log").open("w") as log:
+        daemon = subprocess.Popen(argv, env={**cluster.env, **environ}, stdout=log, stderr=log)
+
+    def age_s() -> float | None:
+        """How long ago the job's last report came; None before the first."""
+        try:
+            status = ask(settings, AskStatus(), 30)
+        except HetstreamError:
+            return None
+        assert isinstance(status, ShowStatus)
+        return next((one.age_s for one in status.jobs), None)
+
+    try:
+        job = submit("--data-workers=1-2", environ=environ)
+        job.wait_ready(3)
+        job.wait_until(lambda: age_s() is not None, 60, "the job's first report")
+        log_file = job.own_directory / "master.log"
+        with cluster.no_way_between("gpu2", job.node_of(0)):
+            job.open_gate(GATES[0])
+            job.wait_at(GATES[1])
+            job.wait_until(lambda: "site daemon was not asked" in log_file.read_text(), 120, "what the job master says")
+            before = age_s()
+        assert before is not None
+        job.wait_until(lambda: (age_s() or before) < before, 90, "the next report")
+        job.finish(reference)
+    finally:
+        daemon.terminate()
+        daemon.wait(30)
+    assert "Traceback" not in (tmp_path / "log").read_text()

@@ -5,8 +5,10 @@ A data worker is killed in mid-epoch. The ledger of sample ids and bytes must eq
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from slurm_plugin.devcluster.boot import BootRequest
+from slurm_plugin.devcluster.programs import host_programs
+from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 HETSTREAM = Path(sys.executable).with_name("hetstream")
@@ -58,6 +64,25 @@ def test_an_unmodified_job_streams_and_survives_a_killed_data_worker(
     # A login shell resets PATH, and the newer releases' commands are nowhere but there.
     script = SCRIPT if release == "host" else SCRIPT.replace("bash -l", "bash")
     stream_and_survive(devclusters(release), script, wait_until)
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.parametrize("network", [False, True])
+def test_the_same_on_64_nodes(
+    network: bool, running_cluster: Callable[..., Any], wait_until: Callable[..., None]
+) -> None:
+    if network and shutil.which("ip") is None:
+        pytest.skip("network namespaces need the program ip: apt-get install iproute2")
+    name = f"pytest-{os.getpid()}-64"
+    shape = ClusterShape(gpu_nodes=16, cpu_nodes=48)
+    request = BootRequest(name, DEFAULT_STATE_ROOT / name, shape, network=network)
+    with running_cluster(request, host_programs()) as cluster:
+        words = [str(HETSTREAM), "frag", "--json"]
+        before = json.loads(cluster.run(words).stdout)["summary"]
+        assert (before["num_nodes"], before["cpus_free"], before["gpus_free"]) == (64, 64 * 16, 16 * 4)
+        stream_and_survive(cluster, SCRIPT, wait_until)
+        assert json.loads(cluster.run(words).stdout)["summary"] == before, "all is free again"
 
 
 def stream_and_survive(cluster: Any, script: str, wait_until: Callable[..., None]) -> None:

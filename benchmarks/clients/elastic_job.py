@@ -98,7 +98,8 @@ class ElasticJob:
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 words = (path / "cmdline").read_text(errors="replace").split("\0")
-                mine = f"SLURM_JOB_ID={self.job_id}\0" in (path / "environ").read_text(errors="replace")
+                # Not by the job's id: other clusters of this machine have jobs of the same number.
+                mine = f"SLURM_SUBMIT_DIR={self.directory}\0" in (path / "environ").read_text(errors="replace")
             except OSError:
                 continue
             if mine and "master" in words and words[words.index("master") + 1] in actions and "srun" not in words:

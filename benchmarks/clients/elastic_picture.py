@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from slurm_plugin.charts import Axis, Series, line_chart, ticked
 
-_WIDTH, _HEIGHT, _HEAD, _TITLE = 860, 190, 46, 20
+_WIDTH, _HEIGHT, _HEAD, _TITLE, _NAME = 860, 190, 46, 20, len("requested")
 _STYLE = (
     "svg{font-family:DejaVu Sans,Helvetica,sans-serif}text{font-size:12px;fill:#1b1f24}"
     ".tick{fill:#57606a;font-size:11px}"
@@ -78,7 +78,9 @@ def picture(
     parts = [f'<text class="head" x="8" y="24">{escape(title)}</text>']
     for number, (heading, series, y) in enumerate(charts):
         top = _HEAD + number * (_HEIGHT + _TITLE + 8)
-        chart = line_chart(series, x, y, _WIDTH, _HEIGHT, heading)
+        # Names of one length give all charts the same time axis.
+        even = [replace(one, name=one.name.ljust(_NAME)) for one in series]
+        chart = line_chart(even, x, y, _WIDTH, _HEIGHT, heading)
         placed = chart.replace("<svg ", f'<svg x="0" y="{top + _TITLE}" width="{_WIDTH}" height="{_HEIGHT}" ', 1)
         parts += [f'<text x="8" y="{top + 14}">{escape(heading)}</text>', placed]
     height = _HEAD + len(charts) * (_HEIGHT + _TITLE + 8)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from enum import Enum
 
-from hetjob.elastic.policy import needed, slowest
+from hetjob.elastic.policy import capacity_per_s, needed, slowest
 from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
 
@@ -31,6 +31,8 @@ MEASURE_S = 6.0
 _LONGEST_BASELINE_S = 60.0
 # One change makes a job at most so many times larger: a first rate may be wrong by much.
 _MOST_GROWTH = 8
+# Below this share of what data workers can make, more of them would be no help.
+_BUSY_SHARE = 0.7
 # Data workers go when they were not needed for so many cooldowns.
 _CALM_COOLDOWNS = 3
 # Python and torch from a busy file system; and what a step may take that a leaving data worker is at.
@@ -74,6 +76,7 @@ class Controller:
         self._changed_at = float("-inf")
         self._seen: tuple[bool, frozenset[str]] = (False, frozenset())
         self._steady_since = 0.0
+        self._moving_since: float | None = None  # when the first step of these readers was seen
         self._needs: deque[tuple[float, int]] = deque()
         self._grown_from: tuple[int, float] | None = None
         self._ceiling: int | None = None
@@ -92,6 +95,10 @@ class Controller:
         seen = (snapshot.reading, frozenset(job_ids(snapshot.of(CompanionState.WORKING))))
         if seen != self._seen:
             self._seen, self._steady_since = seen, now
+        if not snapshot.reading:
+            self._moving_since = None
+        elif snapshot.steps_per_s > 0 and self._moving_since is None:
+            self._moving_since = now
         decision = self._decide(snapshot, now)
         if decision.is_change:
             self._changed_at = now
@@ -157,8 +164,10 @@ class Controller:
         if snapshot.num_companions:  # of a job master of before
             self.stage = Stage.COUNT
             return _hold("companions are there already")
-        if snapshot.steps_per_s <= 0 and now - self._steady_since < _LONGEST_BASELINE_S:
+        if self._moving_since is None and now - self._steady_since < _LONGEST_BASELINE_S:
             return _hold("no step was taken yet")
+        if self._moving_since is not None and now - self._moving_since < MEASURE_S:
+            return _hold("measuring local loading")  # without the wait for the first step
         waits = f"the trainer waits {snapshot.wait_share:.0%} of the time"
         if snapshot.steps_per_s > 0 and snapshot.wait_share <= STARVING_SHARE:
             self.stage = Stage.LOCAL
@@ -213,19 +222,19 @@ class Controller:
             return _hold("all data workers are gone")
         if self._grown_from is not None and not pending:
             (before, before_per_s), self._grown_from = self._grown_from, None
-            paid = growth_paid(before_per_s, snapshot.steps_per_s, before, have)
+            after_per_s = capacity_per_s(snapshot)
+            paid = growth_paid(before_per_s, after_per_s, before, have)
             if before and have > before and starving and not paid:
                 self._disappointed(now, before)
-                reason = (
-                    f"{have} data workers make {snapshot.steps_per_s:.1f} steps/s, {before} made {before_per_s:.1f}"
-                )
+                reason = f"{have} data workers can make {after_per_s:.1f} steps/s, {before} could {before_per_s:.1f}"
                 return self._shrink_to(snapshot, before, reason)
         if self._ceiling is not None and now >= self._retry_at:
             self._ceiling = None
         need = needed(snapshot, self.cpus, GROW_HEADROOM)
         room = self._maximum(snapshot) - have
-        self._note_need(snapshot, now, full=room <= 0)
-        if starving and not pending and room > 0 and need is not None:
+        idle = snapshot.steps_per_s < _BUSY_SHARE * capacity_per_s(snapshot)
+        self._note_need(snapshot, now, stuck=room <= 0 or idle)
+        if starving and not pending and room > 0 and need is not None and not idle:
             if now < self._grow_at:
                 return self._backing_off(now)
             count = min(max(need, have + 1), have * _MOST_GROWTH, have + room) - have
@@ -239,20 +248,27 @@ class Controller:
             return self._shrink_to(snapshot, calm_need, f"{waits}, {calm_need} data workers are enough")
         if pending:
             return _hold(f"{len(pending)} companions wait in Slurm's queue; {waits}")
-        return _hold(f"{waits}" + (", and no more data workers are allowed" if starving and room <= 0 else ""))
+        if starving and idle:
+            return _hold(f"{waits}, but not for data workers: those that are there have time left")
+        return _hold(waits + (", and no more data workers are allowed" if starving and room <= 0 else ""))
 
-    def _note_need(self, snapshot: Snapshot, now: float, *, full: bool) -> None:
+    def _note_need(self, snapshot: Snapshot, now: float, *, stuck: bool) -> None:
         """Remember what was needed: none if local loading is as fast; all that are there while the trainer starves."""
-        starving = snapshot.wait_share > STARVING_SHARE
+        starving, moves = snapshot.wait_share > STARVING_SHARE, snapshot.steps_per_s > 0
         need = needed(snapshot, self.cpus, SHRINK_HEADROOM)
-        if need is None or starving:
+        if need is None or starving or not moves:
             need = snapshot.num_data_workers
-        local_per_s = self.local.steps_per_s(snapshot) if self.local and not snapshot.fixed else 0.0
-        if (full or not starving) and not remote_pays(local_per_s, snapshot.steps_per_s):
+        if moves and (stuck or not starving) and not self._pays(snapshot):
             need = 0
         self._needs.append((now, need))
         while len(self._needs) > 1 and self._needs[1][0] <= now - self._calm_s:
             self._needs.popleft()
+
+    def _pays(self, snapshot: Snapshot) -> bool:
+        """Whether local loading would be slower; taken for granted where it was not measured."""
+        if self.local is None or snapshot.fixed:
+            return True
+        return remote_pays(self.local.steps_per_s(snapshot), snapshot.steps_per_s)
 
     def _calm_need(self, now: float) -> int | None:
         """The greatest need of the last time; None as long as it is not known."""
@@ -272,7 +288,7 @@ class Controller:
         return max(self.limits.minimum, snapshot.fixed, min(limit for limit in limits if limit is not None))
 
     def _grow(self, snapshot: Snapshot, count: int, reason: str) -> Decision:
-        self._grown_from = (snapshot.num_data_workers, snapshot.steps_per_s)
+        self._grown_from = (snapshot.num_data_workers, capacity_per_s(snapshot))
         self._needs.clear()
         return Decision(Action.GROW, count, reason, cpus=self.cpus)
 

@@ -32,6 +32,11 @@ def rate_of_one(snapshot: Snapshot, cpus: int) -> float:
     return cpus * sum(one.rate_per_s for one in measured) / total_cpus if total_cpus else 0.0
 
 
+def capacity_per_s(snapshot: Snapshot) -> float:
+    """Steps per second that all data workers would make if none were ever idle, however fast the trainer is."""
+    return snapshot.fixed_rate_per_s + sum(one.rate_per_s for one in snapshot.of(CompanionState.WORKING))
+
+
 def needed(snapshot: Snapshot, cpus: int, headroom: float) -> int | None:
     """Data workers that would make `headroom` times what the trainer could take; None while their rate is not known."""
     rate = rate_of_one(snapshot, cpus)

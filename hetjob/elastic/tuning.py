@@ -82,9 +82,12 @@ class SizeSearch:
 
 
 def growth_paid(before_per_s: float, after_per_s: float, num_before: int, num_after: int) -> bool:
-    """Whether more data workers made the trainer faster by enough of what their number promised."""
-    if before_per_s <= 0:
-        return after_per_s > 0
+    """Whether more data workers can make more steps, by enough of what their number promised.
+
+    Args:
+        before_per_s, after_per_s: what all of them can make; not what was taken, which the trainer's load changes too.
+        num_before, num_after: how many there were and are.
+    """
     return after_per_s >= before_per_s * (1 + MARGINAL_SHARE * (num_after / max(num_before, 1) - 1))
 
 

@@ -26,6 +26,7 @@ class Job:
 
     Attributes:
         most_per_s: what all data workers together can make, as of a slow disk.
+        receive_s: what taking a batch of a data worker in costs the trainer, as over a slow network.
         room: companions that the cluster has room for; others wait in the queue.
     """
 
@@ -37,6 +38,7 @@ class Job:
     room: int = 1000
     fixed: int = 0
     start_s: float = 3.0
+    receive_s: float = 0.0
     companions: list[Companion] = field(default_factory=list)
     number: int = 0
 
@@ -48,7 +50,7 @@ class Job:
         step_s = self.step_s(now)
         power = self.fixed + sum(self.cpus_speed(one.cpus) for one in working)
         most = min(power / self.make_s, self.most_per_s)
-        taken = min(1 / step_s, most) if power else 1 / (step_s + self.local_s)
+        taken = min(1 / (step_s + self.receive_s), most) if power else 1 / (step_s + self.local_s)
         unit = most / power if power else 0.0
         return Snapshot(
             reading=True,
@@ -137,6 +139,21 @@ def test_data_workers_that_do_not_pay_go_and_are_not_tried_again_soon() -> None:
     assert history.controller.stage is Stage.LOCAL
     assert [decision.action for _, decision in history.changes] == [GROW, GROW, DRAIN, DRAIN]
     assert "as many as with local loading" in history.changes[-1][1].reason
+
+
+def test_a_trainer_that_is_held_up_elsewhere_gets_no_more_and_gives_back_what_does_not_pay() -> None:
+    history = run(Job(receive_s=0.1), Limits(0, 16), 200)
+    assert max(history.counts) <= 8
+    assert history.working == 0
+    history = run(Job(receive_s=0.03), Limits(0, 16), 200)
+    assert history.working > 0
+
+
+def test_a_load_that_alternates_slowly_is_not_taken_for_data_workers_that_do_not_pay() -> None:
+    job = Job(lambda now: 0.025 if now % 16 < 8 else 0.2)
+    history = run(job, Limits(0, 8, cooldown_s=5.0), 300)
+    assert history.working == 5
+    assert "drain" not in [decision.action.value for _, decision in history.changes]
 
 
 def test_more_data_workers_that_make_nothing_faster_go_again() -> None:

@@ -1,7 +1,7 @@
 """The data side of hetstream: order, dispatcher, data workers, transports, loader.
 
-The name is historical: batches travel over ZeroMQ, and `transports/` is the seam where others fit in. Importing this
-package imports neither torch nor zmq; `DataLoader` brings them when it is first used.
+The name is historical: MPI is one of several rails on which batches travel (`transports/`). Importing this package
+imports neither torch nor zmq; `DataLoader` brings them when it is first used.
 """
 
 from __future__ import annotations

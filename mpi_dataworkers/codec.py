@@ -38,8 +38,7 @@ Leaf = Buffer | Scattered
 
 _MAGIC = b"HET"
 _PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
-# Below this a copy into a shared frame costs less than a frame, which takes some 25 us of CPU time on either side
-# (system calls, ZeroMQ's threads, the reference to the sender's memory).
+# Below this a copy into a shared frame costs less than a frame of its own, and user code may change what it returned.
 FUSE_BELOW_BYTES = 256 * 1024
 # Tensors in a shared frame start on cache lines, so that vector loads of the receiver stay aligned.
 _ALIGN_BYTES = 64

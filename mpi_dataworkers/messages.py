@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Ranges = list[tuple[int, int]]
 

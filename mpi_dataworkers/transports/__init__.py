@@ -1,1 +1,2 @@
-"""How messages and batches travel. `base.py` is the seam; `zmq.py` and `shm.py` implement it, `rails.py` chooses."""
+"""How messages and batches travel. `base.py` is the seam. `zmq.py` carries control messages; `shm.py`, `sockets.py` and
+`mpi.py` are rails for batches, and `rails.py` chooses."""

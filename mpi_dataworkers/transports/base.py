@@ -117,7 +117,10 @@ class BatchReceiver(Protocol):
         """How soon `receive` is to be called although no source is readable; `math.inf`: not at all."""
 
     def receive(self) -> list[ReceivedBatch | ProtocolError]:
-        """Batches that have come, at most a burst, without waiting; a malformed batch comes as its error."""
+        """Batches that have come, at most a burst; a malformed batch comes as its error.
+
+        Waits for no more than some milliseconds, and that only inside a batch.
+        """
 
     def close(self) -> None:
         """Close all connections. Memory of batches that the program still holds stays valid."""

@@ -1,7 +1,7 @@
 """Batches made smaller for slow networks, with Zstandard at its fastest level, where that is worth the time. Pure.
 
-Used by `zmq.py` on TCP when the loader asks for it. One core compresses some 100 to 300 MB/s, so it pays on links of
-1 Gbit/s and below, for data that is much alike (masks, token ids), and never for decoded photographs: a frame is
+Used by `sockets.py` on TCP when the loader asks for it. One core compresses some 100 to 300 MB/s, so it pays on links
+of 1 Gbit/s and below, for data that is much alike (masks, token ids), and never for decoded photographs: a frame is
 compressed only if a sample of it shrinks well.
 """
 

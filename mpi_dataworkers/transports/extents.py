@@ -1,4 +1,7 @@
-"""Where a batch lies in shared memory, and which parts of that memory are free. Pure; used by `shm.py`."""
+"""Where the frames of a message lie in one piece of memory, and which parts of a pool are free. Pure.
+
+Used by `shm.py`, and by `sockets.py` for messages on the wire.
+"""
 
 from __future__ import annotations
 
@@ -96,11 +99,11 @@ def find_frames(whole: memoryview) -> list[memoryview]:
         count, first = _COUNTS.unpack_from(whole)
         table_bytes = _COUNTS.size + _LENGTH.size * (count - 1)
         if count < 1 or table_bytes > whole.nbytes:
-            raise ProtocolError(f"a message of {whole.nbytes} bytes in shared memory names {count} frames")
+            raise ProtocolError(f"a message of {whole.nbytes} bytes names {count} frames")
         sizes = [first, *(size for (size,) in _LENGTH.iter_unpack(whole[_COUNTS.size : table_bytes]))]
     except struct.error as error:
-        raise ProtocolError(f"a message of {whole.nbytes} bytes in shared memory is truncated: {error}") from error
+        raise ProtocolError(f"a message of {whole.nbytes} bytes is truncated: {error}") from error
     offsets, end = _places(sizes, table_bytes)
     if end != whole.nbytes:
-        raise ProtocolError(f"a message in shared memory has {whole.nbytes} bytes, but its frames need {end}")
+        raise ProtocolError(f"a message has {whole.nbytes} bytes, but its frames need {end}")
     return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]

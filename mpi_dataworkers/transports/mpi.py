@@ -33,9 +33,9 @@ import numpy as np
 
 from mpi_dataworkers.codec import Leaf, decode, encode, in_one_piece
 from mpi_dataworkers.errors import ProtocolError, ServiceError
-from mpi_dataworkers.messages import Challenge, Delivery, Hello, Message, Proof
+from mpi_dataworkers.messages import Delivery, Hello, Message
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
-from mpi_dataworkers.transports.proof import is_proof, new_nonce, prove
+from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 
 try:
     from mpi4py import MPI
@@ -158,10 +158,8 @@ class _Pause:
 class _Source:
     """A data worker's rank as the loader sees it, with the batches that are on their way, in order."""
 
-    def __init__(self, worker_nonce: bytes, loader_nonce: bytes) -> None:
-        self.worker_nonce = worker_nonce
-        self.loader_nonce = loader_nonce
-        self.proven = False
+    def __init__(self, handshake: LoaderHandshake) -> None:
+        self.handshake = handshake
         self.coming: collections.deque[tuple[Delivery, list[Any], list[MPI.Request]]] = collections.deque()
 
 
@@ -239,7 +237,7 @@ class MpiReceiver:
                 for request in requests:
                     request.Cancel()
                 _given_up.append((frames, requests))
-            if source.proven and not self._world.has_left:
+            if source.handshake.proven and not self._world.has_left:
                 _send_short(_GOODBYE, rank, self._tag + _TO_SENDER)
         self._sources.clear()
 
@@ -261,27 +259,26 @@ class MpiReceiver:
             except ProtocolError as error:
                 # A stranger's bytes are not worth a line in the log; a worker that sends garbage is one from now on.
                 known = self._sources.pop(rank, None)
-                if known is not None and known.proven:
+                if known is not None and known.handshake.proven:
                     self._pass_on(error)
         return took
 
     def _open(self, rank: int, raw: bytearray) -> None:
         source = self._sources.get(rank)
-        if (source is None or not source.proven) and len(raw) > _HANDSHAKE_BYTES:
+        if (source is None or not source.handshake.proven) and len(raw) > _HANDSHAKE_BYTES:
             raise ProtocolError(f"{len(raw)} bytes of a rank that has not proved the key")
         try:
             envelope = _envelopes.decode(raw)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"an envelope of {len(raw)} bytes cannot be read: {error}") from error
         message = decode(envelope.header)
-        if isinstance(message, Hello) and message.receiver == self._address:
-            source = self._sources[rank] = _Source(message.nonce, new_nonce())
-            proof = prove(self._key, "loader", source.worker_nonce, source.loader_nonce, self._address)
-            self._answer(rank, Challenge(source.loader_nonce, proof))
-        elif isinstance(message, Proof) and source is not None and not source.proven:
-            nonces = source.worker_nonce, source.loader_nonce
-            source.proven = is_proof(message.proof, self._key, "worker", *nonces, self._address)
-        elif isinstance(message, Delivery) and source is not None and source.proven:
+        if isinstance(message, Hello):
+            source = self._sources[rank] = _Source(LoaderHandshake(self._key, self._address))
+        if source is not None and not source.handshake.proven:
+            answer = source.handshake.answer(message)
+            if answer is not None:
+                self._answer(rank, answer)
+        elif isinstance(message, Delivery) and source is not None:
             frames = [np.empty(size, dtype=np.uint8) for size in envelope.sizes]
             # Frames of one rank are received in the order in which they were sent, which is that of their envelopes.
             requests = [self._comm.Irecv(one, rank, self._tag + _FRAMES) for one in frames if one.nbytes]
@@ -367,22 +364,18 @@ class MpiBatchSender:
             raise PeerUnreachable(f"{receiver} is not in this data worker's MPI world, {world_id()}")
         while _take(self._comm, rank, tag + _TO_SENDER) is not None:
             pass  # answers to an earlier connection
-        nonce = new_nonce()
-        self._say(rank, tag, Hello(self._worker_id, receiver, nonce))
+        handshake = WorkerHandshake(self._key, self._worker_id, receiver)
+        self._say(rank, tag, handshake.hello)
         deadline, pause = time.monotonic() + _HANDSHAKE_TIMEOUT_S, _Pause()
         while (answer := _take(self._comm, rank, tag + _TO_SENDER)) is None:
             if time.monotonic() > deadline:
                 raise PeerUnreachable(f"the loader at {receiver} did not answer within {_HANDSHAKE_TIMEOUT_S:g} s")
             time.sleep(pause.next_s())
         try:
-            challenge = decode(answer[1])
+            proof = handshake.answer(decode(answer[1]))
         except ProtocolError as error:
-            raise PeerUnreachable(f"the loader at {receiver} left: {error}") from error
-        if not isinstance(challenge, Challenge) or not is_proof(
-            challenge.proof, self._key, "loader", nonce, challenge.nonce, receiver
-        ):
-            raise PeerUnreachable(f"the process at {receiver} does not hold this job's key; nothing was sent to it")
-        self._say(rank, tag, Proof(prove(self._key, "worker", nonce, challenge.nonce, receiver)))
+            raise PeerUnreachable(f"no batch connection to the loader at {receiver}: {error}") from error
+        self._say(rank, tag, proof)
         self._connections[receiver] = rank, tag
         return rank, tag
 

@@ -2,20 +2,19 @@
 
 Batches are not encrypted (encryption costs more CPU than all the rest of the transport), so CURVE stays on the control
 connections and a batch connection starts with a challenge and a response in both directions, HMAC-SHA256 over both
-nonces and the role, which a peer without the key can neither answer nor replay. ZeroMQ reads messages of its own
-accord, so there a *ticket* under the same key comes first: without one, no message is read.
+nonces and the role, which a peer without the key can neither answer nor replay.
 """
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import hmac
 import secrets
-from collections.abc import Sequence
+
+from mpi_dataworkers.errors import ProtocolError
+from mpi_dataworkers.messages import AnyMessage, Challenge, Hello, Proof
 
 NONCE_BYTES = 32
-_TICKETS_REMEMBERED = 4096
 
 
 def new_nonce() -> bytes:
@@ -42,35 +41,74 @@ def is_proof(given: bytes, key: bytes, role: str, worker_nonce: bytes, loader_no
     return fresh and hmac.compare_digest(given, prove(key, role, worker_nonce, loader_nonce, receiver))
 
 
-class TicketGate:
-    """Lets a connection in for a ticket made with the key for one of `receivers`, once.
+class LoaderHandshake:
+    """A loader's side of the start of one connection.
 
-    A ticket that is seen again is refused while it is among the last few thousand; after that it would still open no
-    more than the challenge and response.
+    Args:
+        key: the job's batch key.
+        receiver: the address that the connection was made to.
+
+    Attributes:
+        proven: the data worker holds the key.
     """
 
-    def __init__(self, key: bytes, receivers: Sequence[str]) -> None:
+    def __init__(self, key: bytes, receiver: str) -> None:
         self._key = key
-        self._receivers = receivers
-        self._used: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        self._receiver = receiver
+        self._worker_nonce = b""
+        self._loader_nonce = b""
+        self.proven = False
 
-    def admits(self, name: bytes, ticket: bytes) -> bool:
-        """Whether the ticket is good; it is not a second time."""
-        good = any(hmac.compare_digest(ticket, _ticket(self._key, one, name)) for one in self._receivers)
-        if not good or name in self._used:
-            return False
-        self._used[name] = None
-        if len(self._used) > _TICKETS_REMEMBERED:
-            self._used.popitem(last=False)
-        return True
+    def answer(self, message: AnyMessage, compress: bool = False) -> Challenge | None:
+        """Take what the data worker says.
+
+        Args:
+            message: its next message.
+            compress: ask it to compress.
+
+        Returns:
+            The answer; None when it has proved the key.
+
+        Raises:
+            ProtocolError: it has not.
+        """
+        if isinstance(message, Hello) and message.receiver == self._receiver and not self._loader_nonce:
+            self._worker_nonce, self._loader_nonce = message.nonce, new_nonce()
+            proof = prove(self._key, "loader", self._worker_nonce, self._loader_nonce, self._receiver)
+            return Challenge(self._loader_nonce, proof, compress)
+        self.proven = isinstance(message, Proof) and is_proof(
+            message.proof, self._key, "worker", self._worker_nonce, self._loader_nonce, self._receiver
+        )
+        if not self.proven:
+            raise ProtocolError(f"a handshake without the job's key: {type(message).__name__}")
+        return None
 
 
-def new_ticket(key: bytes, receiver: str) -> tuple[bytes, bytes]:
-    """A single-use name, and the ticket for it that only a holder of `key` can make."""
-    name = secrets.token_hex(NONCE_BYTES).encode()
-    return name, _ticket(key, receiver, name)
+class WorkerHandshake:
+    """A data worker's side of it.
 
+    Args:
+        key: the job's batch key.
+        worker_id: its id.
+        receiver: the address that it connects to.
 
-def _ticket(key: bytes, receiver: str, name: bytes) -> bytes:
-    text = b"\0".join([b"hetstream ticket", receiver.encode(), name])
-    return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
+    Attributes:
+        hello: what it says first.
+    """
+
+    def __init__(self, key: bytes, worker_id: str, receiver: str) -> None:
+        self._key = key
+        self.hello = Hello(worker_id, receiver, new_nonce())
+
+    def answer(self, challenge: AnyMessage) -> Proof:
+        """Take the loader's challenge, and answer it if that proves the key.
+
+        Raises:
+            ProtocolError: it does not.
+        """
+        nonce, receiver = self.hello.nonce, self.hello.receiver
+        if not isinstance(challenge, Challenge) or not is_proof(
+            challenge.proof, self._key, "loader", nonce, challenge.nonce, receiver
+        ):
+            raise ProtocolError("it does not hold this job's key; nothing was sent to it")
+        return Proof(prove(self._key, "worker", nonce, challenge.nonce, receiver))

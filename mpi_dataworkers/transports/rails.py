@@ -18,7 +18,8 @@ from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.messages import Delivery
 from mpi_dataworkers.transports.base import BatchReceiver, BatchSender, LoaderEndpoint, PeerUnreachable, rail_of
 from mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
-from mpi_dataworkers.transports.zmq import ZmqBatchReceiver, ZmqBatchSender, ZmqLoaderEndpoint, local_address_towards
+from mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver, local_address_towards
+from mpi_dataworkers.transports.zmq import ZmqLoaderEndpoint
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def open_receivers(
                 receiver.close()
             raise ServiceError(f"no address for batches on the route to {service.address}: {error}") from error
     if binds:
-        receivers.append(ZmqBatchReceiver(service.batch_key, binds, compress))
+        receivers.append(SocketReceiver(service.batch_key, binds, compress))
     return receivers
 
 
@@ -83,11 +84,11 @@ class RailSender:
     """
 
     def __init__(self, batch_key: str, worker_id: str, over_mpi: bool = False) -> None:
-        over_zmq = ZmqBatchSender(batch_key, worker_id)
+        over_sockets = SocketBatchSender(batch_key, worker_id)
         self._senders: dict[str, BatchSender] = {
             "shm": ShmBatchSender(batch_key, worker_id),
-            "ipc": over_zmq,
-            "tcp": over_zmq,
+            "ipc": over_sockets,
+            "tcp": over_sockets,
         }
         if over_mpi:
             from mpi_dataworkers.transports.mpi import MpiBatchSender

@@ -34,10 +34,11 @@ import numpy.typing as npt
 from mpi_dataworkers.codec import Buffer, Leaf, Scattered, decode, encode, size_of
 from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.memory import available_bytes
-from mpi_dataworkers.messages import Challenge, Delivery, Hello, Proof
+from mpi_dataworkers.messages import Delivery
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
 from mpi_dataworkers.transports.extents import Extents, find_frames, lay_out
-from mpi_dataworkers.transports.proof import is_proof, new_nonce, prove
+from mpi_dataworkers.transports.peer import is_own_user
+from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 
 _log = logging.getLogger(__name__)
 
@@ -65,16 +66,8 @@ _PLACE = struct.Struct("<QQ")  # offset, bytes
 _TOTAL = struct.Struct("<Q")
 _OFFSET = struct.Struct("<Q")
 _POOL = b"HETpool"
-_CREDENTIALS = struct.Struct("3i")
 
 _Bytes = npt.NDArray[np.uint8]
-
-
-def _is_own_user(connection: socket.socket) -> bool:
-    """Whether the peer's process runs as this process's user, by the kernel's word (SO_PEERCRED, unix(7))."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    return bool(uid == os.geteuid())
 
 
 def _name_of(address: str) -> str:
@@ -146,10 +139,9 @@ class _Pool:
 class _Connection:
     """One data worker as the loader sees it."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, handshake: LoaderHandshake) -> None:
         self.socket = connection
-        self.worker_nonce = b""
-        self.loader_nonce = b""
+        self.handshake = handshake
         self.pool: _Pool | None = None  # since the worker has proved that it holds the key
         # A batch that comes in pieces, and how far it has come.
         self.whole: memoryview | None = None
@@ -210,13 +202,13 @@ class ShmReceiver:
         with contextlib.suppress(BlockingIOError):
             accepted, _ = self._listener.accept()
             accepted.setblocking(False)
-            if not _is_own_user(accepted):
+            if not is_own_user(accepted):
                 accepted.close()
                 return
             unproven = [one for one in self._connections.values() if one.pool is None]
             if len(unproven) >= _MAX_UNPROVEN:
                 self._drop(unproven[0])
-            self._connections[accepted.fileno()] = _Connection(accepted)
+            self._connections[accepted.fileno()] = _Connection(accepted, LoaderHandshake(self._key, self._address))
             self._epoll.register(accepted, select.EPOLLIN)
 
     def _read(self, connection: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> None:
@@ -271,23 +263,16 @@ class ShmReceiver:
         raise ProtocolError(f"a notice of the unknown kind {kind!r}")
 
     def _shake_hands(self, connection: _Connection, text: bytes) -> None:
-        message = decode(text)
-        if isinstance(message, Hello) and not connection.loader_nonce:
-            connection.worker_nonce, connection.loader_nonce = message.nonce, new_nonce()
-            nonces = connection.worker_nonce, connection.loader_nonce
-            proof = prove(self._key, "loader", *nonces, self._address)
-            connection.socket.send(encode(Challenge(connection.loader_nonce, proof)))
-        elif isinstance(message, Proof) and is_proof(
-            message.proof, self._key, "worker", connection.worker_nonce, connection.loader_nonce, self._address
-        ):
-            pool = _Pool(connection.socket, self._pool_bytes)
-            try:
-                socket.send_fds(connection.socket, [_POOL], [pool.descriptor])
-            finally:
-                pool.close_descriptor()
-            connection.pool = pool
-        else:
-            raise ProtocolError("a handshake without the job's key")
+        answer = connection.handshake.answer(decode(text))
+        if answer is not None:
+            connection.socket.send(encode(answer))
+            return
+        pool = _Pool(connection.socket, self._pool_bytes)
+        try:
+            socket.send_fds(connection.socket, [_POOL], [pool.descriptor])
+        finally:
+            pool.close_descriptor()
+        connection.pool = pool
 
     def _drop(self, connection: _Connection) -> None:
         del self._connections[connection.socket.fileno()]
@@ -345,16 +330,11 @@ class _Channel:
         self._socket.setblocking(False)
 
     def _shake_hands(self, key: bytes, worker_id: str) -> int:
-        if not _is_own_user(self._socket):
+        if not is_own_user(self._socket):
             raise ProtocolError("it belongs to another user")
-        nonce = new_nonce()
-        self._socket.send(encode(Hello(worker_id, self._receiver, nonce)))
-        challenge = decode(self._socket.recv(_HANDSHAKE_BYTES))
-        if not isinstance(challenge, Challenge) or not is_proof(
-            challenge.proof, key, "loader", nonce, challenge.nonce, self._receiver
-        ):
-            raise ProtocolError("it does not hold this job's key; nothing was sent to it")
-        self._socket.send(encode(Proof(prove(key, "worker", nonce, challenge.nonce, self._receiver))))
+        handshake = WorkerHandshake(key, worker_id, self._receiver)
+        self._socket.send(encode(handshake.hello))
+        self._socket.send(encode(handshake.answer(decode(self._socket.recv(_HANDSHAKE_BYTES)))))
         text, descriptors, _, _ = socket.recv_fds(self._socket, _HANDSHAKE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if text != _POOL or len(descriptors) != 1:
             raise ProtocolError("it refused this data worker's proof of the key")

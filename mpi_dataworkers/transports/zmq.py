@@ -1,8 +1,6 @@
-"""ZeroMQ over TCP and, for batches on one host, Unix sockets: CURVE on control connections, proof of the job's key on
-batch connections.
+"""Control connections: ZeroMQ over TCP, with CURVE.
 
-The only module that imports zmq; its errors leave it as hetstream's. See `proof.py` for why batches are authenticated
-and not encrypted.
+The only module that imports zmq; its errors leave it as hetstream's.
 """
 
 from __future__ import annotations
@@ -10,11 +8,9 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import socket as socketlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -22,37 +18,19 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.codec import Buffer, Leaf, chop, decode, encode, in_one_piece, join
+from mpi_dataworkers.codec import chop, decode, encode, join
 from mpi_dataworkers.errors import AuthenticationError, ProtocolError, ServiceEnded, ServiceError, ServiceUnavailable
-from mpi_dataworkers.messages import Challenge, Compressed, Delivery, Hello, Message, Proof
-from mpi_dataworkers.transports.base import (
-    BatchReceiver,
-    Disconnected,
-    PeerUnreachable,
-    Received,
-    ReceivedBatch,
-    Reconnected,
-    rail_of,
-)
-from mpi_dataworkers.transports.compression import compress, decompress
-from mpi_dataworkers.transports.door import LOOK_S, Door
-from mpi_dataworkers.transports.proof import TicketGate, is_proof, new_nonce, new_ticket, prove
+from mpi_dataworkers.messages import Message
+from mpi_dataworkers.transports.base import BatchReceiver, Disconnected, Received, ReceivedBatch, Reconnected
 
-# Frames that libzmq takes; larger ones travel in pieces. What a stranger can make a process hold is one frame for each
-# connection, until the handshake's time is over. Control messages of more than a frame (datasets in pickled form) are
-# rare; batches of more than a frame cost a copy in the loader. The door of a batch socket cuts strangers off sooner.
+# Frames that libzmq takes; larger messages (datasets in pickled form, which are rare) travel in pieces. What a stranger
+# can make a process hold is one frame for each connection, until the handshake's time is over.
 CONTROL_FRAME_BYTES = 1 << 20
-BATCH_FRAME_BYTES = 64 << 20
-_ANSWER_BYTES = 64 << 10
 # What CURVE adds to a frame, with room to spare (https://rfc.zeromq.org/spec/26/, MESSAGE command).
 _CURVE_BYTES = 256
 # Messages taken in one go before replies leave: bounds the delay of the first reply under load.
 _BURST = 256
-# How long a data worker waits for a loader to answer: a loader that is alive answers from its own thread at once.
 _HANDSHAKE_TIMEOUT_S = 5.0
-# A batch connection without any traffic for this long is broken (ZMTP PING and PONG, every second).
-_SILENCE_MS = 4000
-_PING_MS = 1000
 _CLOSE_LINGER_MS = 1000
 # Bytes that no kernel acknowledged for so long, or probes without an answer, mean a cut link. A peer that is stopped or
 # busy is not taken for gone: its kernel still acknowledges. Without this, TCP would try for a quarter of an hour, ever
@@ -64,10 +42,6 @@ _NUM_PROBES = 3
 _ATTEMPT_MS = 2000
 # Who waits for a dispatcher looks this often whether the service has ended.
 _LOOK_MS = 200
-# Loaders come and go, and a connection that its loader closed stays a socket here (libzmq allows 1023).
-_MAX_CONNECTIONS = 64
-# Past this many connections, those that never proved the key are forgotten: strangers cannot fill the memory.
-_MAX_SENDERS = 4096
 
 
 def new_keys() -> tuple[str, str]:
@@ -85,14 +59,6 @@ def _notice_cuts(socket: zmq.Socket[Any]) -> None:
     socket.connect_timeout = _ATTEMPT_MS
 
 
-def local_address_towards(address: str) -> str:
-    """This host's IP address on the route to `tcp://HOST:PORT`; no packet is sent."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socketlib.socket(socketlib.AF_INET, socketlib.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
-
-
 class _Gate:
     """Answers libzmq's questions whom to let in (ZAP 1.0, https://rfc.zeromq.org/spec/27/).
 
@@ -100,12 +66,10 @@ class _Gate:
 
     Args:
         context: whose sockets ask.
-        mechanism: `CURVE` or `PLAIN`; no other gets in.
-        admits: from the peer's credentials to a verdict.
+        admits: from a peer's public key to a verdict.
     """
 
-    def __init__(self, context: zmq.Context[Any], mechanism: bytes, admits: Callable[[list[bytes]], bool]) -> None:
-        self._mechanism = mechanism
+    def __init__(self, context: zmq.Context[Any], admits: Callable[[bytes], bool]) -> None:
         self._admits = admits
         self.socket: zmq.Socket[Any] = context.socket(zmq.REP)
         self.socket.linger = 0
@@ -118,7 +82,7 @@ class _Gate:
                 version, request_id, _, _, _, mechanism, *credentials = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            let_in = mechanism == self._mechanism and self._admits(credentials)
+            let_in = mechanism == b"CURVE" and bool(credentials) and self._admits(credentials[0])
             verdict = [b"200", b"OK"] if let_in else [b"400", b"not this job's key"]
             self.socket.send_multipart([version, request_id, *verdict, b"", b""])
 
@@ -149,9 +113,7 @@ class ZmqDispatcherEndpoint:
     def __init__(self, bind: str, server_secret_key: str, server_public_key: str, client_public_key: str) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         client_key = z85.decode(client_public_key)
-        self._gate = _Gate(
-            self._context, b"CURVE", lambda given: bool(given) and secrets.compare_digest(given[0], client_key)
-        )
+        self._gate = _Gate(self._context, lambda given: secrets.compare_digest(given, client_key))
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
         self._socket.curve_secretkey = server_secret_key.encode()
@@ -361,19 +323,6 @@ class ZmqWorkerEndpoint(_ZmqControl):
         return self._read_control() if ready & {self._control, self._monitor} else []
 
 
-@dataclass
-class _Sender:
-    """A data worker's connection as the loader sees it."""
-
-    receiver: str
-    worker_nonce: bytes
-    loader_nonce: bytes
-    proven: bool = False
-
-
-_STRANGER = _Sender("", b"", b"")
-
-
 class ZmqLoaderEndpoint(_ZmqControl):
     """See `base.LoaderEndpoint`; arguments and errors as `ZmqWorkerEndpoint`.
 
@@ -414,241 +363,3 @@ class ZmqLoaderEndpoint(_ZmqControl):
     def _close_receivers(self) -> None:
         for receiver in self._batch_receivers:
             receiver.close()
-
-
-class ZmqBatchReceiver:
-    """See `base.BatchReceiver`. One socket for all addresses.
-
-    A connection is let in for a ticket under the job's key, so that ZeroMQ reads no message of a stranger, and proves
-    the key by challenge and response before a batch of it counts.
-
-    Args:
-        batch_key: the job's batch key in hex.
-        binds: `tcp://HOST:*` or `ipc://NAME`, best first.
-        compress: ask data workers that come over TCP to compress what shrinks well.
-
-    Raises:
-        ServiceError: one of them cannot be bound.
-    """
-
-    def __init__(self, batch_key: str, binds: Sequence[str], compress: bool = False) -> None:
-        self._key = bytes.fromhex(batch_key)
-        self._compress = compress
-        self._senders: dict[bytes, _Sender] = {}
-        self.addresses: list[str] = []
-        self._tickets = TicketGate(self._key, self.addresses)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._gate = _Gate(self._context, b"PLAIN", self._admits)
-        self._batches = self._context.socket(zmq.ROUTER)
-        self._batches.plain_server = True
-        self._batches.linger = 0
-        # The dispatcher leases only what fits the loader's window; a limit here would only stall the last frames.
-        self._batches.rcvhwm = 0
-        self._batches.maxmsgsize = BATCH_FRAME_BYTES
-        self._batches.handshake_ivl = int(_HANDSHAKE_TIMEOUT_S * 1000)
-        _notice_cuts(self._batches)
-        self._door = Door(self.addresses)
-        self._monitor = self._batches.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self.sources: list[Any] = [self._batches, self._gate.socket, self._monitor]
-        try:
-            for bind in binds:
-                self._batches.bind(bind)
-                self.addresses.append(self._batches.getsockopt_string(zmq.LAST_ENDPOINT))
-        except zmq.ZMQError as error:
-            self.close()
-            raise ServiceError(f"no socket for batches at {', '.join(binds)}: {error}") from error
-
-    def _admits(self, credentials: list[bytes]) -> bool:
-        return len(credentials) == 2 and self._tickets.admits(*credentials)
-
-    @property
-    def look_again_s(self) -> float:
-        return LOOK_S if self._door else math.inf
-
-    def receive(self) -> list[ReceivedBatch | ProtocolError]:
-        self._gate.answer()
-        self._watch_door()
-        batches: list[ReceivedBatch | ProtocolError] = []
-        for _ in range(_BURST):
-            try:
-                sender, *frames = self._batches.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            if self._door:
-                self._door.spoke(int(sender.get(zmq.SRCFD)))
-            batch = self._take(sender.bytes, [frame.buffer for frame in frames])
-            if batch is not None:
-                batches.append(batch)
-        return batches
-
-    def _watch_door(self) -> None:
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._door.came(event["value"])
-            else:
-                self._door.spoke(event["value"])
-        self._door.look()
-
-    def _take(self, sender: bytes, pieces: list[memoryview]) -> ReceivedBatch | ProtocolError | None:
-        """Pass on a batch of a proven sender; answer handshakes; drop everything else."""
-        known = self._senders.get(sender, _STRANGER)
-        try:
-            frames = join(pieces, BATCH_FRAME_BYTES) if known.proven else list(pieces[:1])
-            message = decode(frames[0] if frames else b"")
-            if known.proven and isinstance(message, Compressed):
-                frames = decompress(frames[1:], message.sizes)
-                message = decode(frames[0] if frames else b"")
-        except ProtocolError as error:
-            # A stranger's bytes are not worth a line in the log; a worker that sends garbage is a stranger from now on.
-            return error if self._senders.pop(sender, _STRANGER).proven else None
-        if isinstance(message, Hello):
-            if len(self._senders) >= _MAX_SENDERS:
-                self._senders = {name: one for name, one in self._senders.items() if one.proven}
-            if message.receiver in self.addresses:
-                known = self._senders[sender] = _Sender(message.receiver, message.nonce, new_nonce())
-                proof = prove(self._key, "loader", known.worker_nonce, known.loader_nonce, known.receiver)
-                compress = self._compress and rail_of(known.receiver) == "tcp"
-                self._batches.send_multipart([sender, encode(Challenge(known.loader_nonce, proof, compress))])
-        elif isinstance(message, Proof) and known is not _STRANGER and not known.proven:
-            known.proven = is_proof(
-                message.proof, self._key, "worker", known.worker_nonce, known.loader_nonce, known.receiver
-            )
-            if not known.proven:
-                del self._senders[sender]
-        elif isinstance(message, Delivery) and known.proven:
-            return ReceivedBatch(message, frames[1:], rail_of(known.receiver))
-        return None
-
-    def close(self) -> None:
-        self._batches.disable_monitor()
-        self._monitor.close(0)
-        self._batches.close()
-        self._gate.socket.close()
-        self._context.term()
-
-
-def _look_for(receiver: str) -> None:
-    """Find out at once whether a Unix socket is of this host: ZeroMQ would wait for it to appear.
-
-    Raises:
-        PeerUnreachable: it is not.
-    """
-    with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
-        try:
-            probe.connect(receiver.removeprefix("ipc://").replace("@", "\0", 1))
-        except OSError as error:
-            raise PeerUnreachable(f"{receiver} is not on this host ({error})") from error
-
-
-def _connect_at_once(connection: zmq.Socket[Any], receiver: str, deadline: float) -> None:
-    """Connect, and wait until the loader has let us in: a refusal is an error now, not a silence until the deadline.
-
-    Raises:
-        PeerUnreachable: nobody is there, the ticket is refused, or the deadline passed.
-    """
-    monitor = connection.get_monitor_socket()
-    try:
-        connection.connect(receiver)
-        while monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-            event = recv_monitor_message(monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                return
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                raise PeerUnreachable(f"the process at {receiver} does not know this job's key; nothing was sent to it")
-            if event in (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED):
-                raise PeerUnreachable(f"nobody at {receiver} takes connections of this job")
-        raise PeerUnreachable(f"the loader at {receiver} did not answer within {_HANDSHAKE_TIMEOUT_S:g} s")
-    finally:
-        connection.disable_monitor()
-        monitor.close(0)
-
-
-class ZmqBatchSender:
-    """See `base.BatchSender`.
-
-    Args:
-        batch_key: the job's batch key in hex.
-        worker_id: this worker's id.
-    """
-
-    def __init__(self, batch_key: str, worker_id: str) -> None:
-        self._key = bytes.fromhex(batch_key)
-        self._worker_id = worker_id
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._connections: dict[str, zmq.Socket[Any]] = {}
-        self._compressing: set[str] = set()  # receivers that asked for it
-
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
-        connection = self._connections.pop(receiver, None) or self._connect(receiver)
-        self._connections[receiver] = connection  # in order of use, for `_connect`
-        try:
-            whole: list[Buffer] = [encode(header), *map(in_one_piece, frames)]
-            if receiver in self._compressing:
-                smaller, sizes = compress(whole)
-                whole = [encode(Compressed(sizes)), *smaller] if max(sizes) >= 0 else whole
-            pieces = chop(whole, BATCH_FRAME_BYTES)
-            connection.send_multipart(pieces, zmq.NOBLOCK, copy=False)
-        except zmq.Again as error:
-            self.drop(receiver)
-            raise PeerUnreachable(f"the connection to the loader at {receiver} is gone") from error
-
-    def _connect(self, receiver: str) -> zmq.Socket[Any]:
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            self.drop(next(iter(self._connections)))
-        if receiver.startswith("ipc:"):
-            _look_for(receiver)
-        connection: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
-        connection.plain_username, connection.plain_password = new_ticket(self._key, receiver)
-        connection.maxmsgsize = _ANSWER_BYTES  # nothing comes but the answer to the handshake
-        # A name nobody can guess: whoever could claim it after a cut would inherit the proof given on it.
-        connection.identity = b"w" + secrets.token_bytes(16)
-        connection.linger = 0
-        connection.sndhwm = 0  # the loader's window bounds what is leased, so it bounds what is queued
-        connection.reconnect_ivl = -1  # a new connection needs a new proof: never reconnect silently
-        connection.immediate = True
-        connection.heartbeat_ivl = _PING_MS
-        connection.heartbeat_timeout = _SILENCE_MS
-        deadline = time.monotonic() + _HANDSHAKE_TIMEOUT_S
-        try:
-            _connect_at_once(connection, receiver, deadline)
-            self._handshake(connection, receiver, deadline)
-        except (zmq.ZMQError, ProtocolError) as error:
-            connection.close()
-            raise PeerUnreachable(f"no batch connection to the loader at {receiver}: {error}") from error
-        except PeerUnreachable:
-            connection.close()
-            raise
-        self._connections[receiver] = connection
-        return connection
-
-    def _handshake(self, connection: zmq.Socket[Any], receiver: str, deadline: float) -> None:
-        def milliseconds_left() -> int:
-            return max(0, int((deadline - time.monotonic()) * 1000))
-
-        nonce = new_nonce()
-        connection.sndtimeo = milliseconds_left()
-        connection.send(encode(Hello(self._worker_id, receiver, nonce)))
-        if not connection.poll(milliseconds_left()):
-            raise PeerUnreachable(f"the loader at {receiver} did not answer within {_HANDSHAKE_TIMEOUT_S:g} s")
-        challenge = decode(connection.recv())
-        if not isinstance(challenge, Challenge) or not is_proof(
-            challenge.proof, self._key, "loader", nonce, challenge.nonce, receiver
-        ):
-            raise PeerUnreachable(f"the process at {receiver} does not hold this job's key; nothing was sent to it")
-        connection.send(encode(Proof(prove(self._key, "worker", nonce, challenge.nonce, receiver))))
-        if challenge.compress:
-            self._compressing.add(receiver)
-
-    def drop(self, receiver: str) -> None:
-        self._compressing.discard(receiver)
-        connection = self._connections.pop(receiver, None)
-        if connection is not None:
-            connection.close()
-
-    def close(self, linger_s: float) -> None:
-        for connection in self._connections.values():
-            connection.linger = int(linger_s * 1000)
-            connection.close()
-        self._connections.clear()
-        self._context.term()

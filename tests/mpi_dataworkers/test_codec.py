@@ -1,4 +1,4 @@
-"""Bytes of messages: round trips, golden bytes of protocol version 2, and everything that must be refused."""
+"""Bytes of messages: round trips, golden bytes of protocol version 3, and everything that must be refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpi_dataworkers import messages
 from mpi_dataworkers.codec import FUSE_BELOW_BYTES, chop, decode, encode, fuse, join, split
 from mpi_dataworkers.errors import ProtocolError
 
-GOLDEN = bytes.fromhex("4845540283a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
+GOLDEN = bytes.fromhex("4845540383a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
 
 
 def examples() -> list[messages.Message]:
@@ -90,7 +90,7 @@ def test_round_trip(message: messages.Message) -> None:
     assert decode(encode(message)) == message
 
 
-def test_golden_bytes_of_version_2() -> None:
+def test_golden_bytes_of_version_3() -> None:
     assert encode(messages.FinishLease(257, 0.5)) == GOLDEN
     assert decode(GOLDEN) == messages.FinishLease(257, 0.5)
 
@@ -104,7 +104,7 @@ def test_every_truncation_is_refused(message: messages.Message) -> None:
 
 
 def test_another_protocol_version_is_refused_by_name() -> None:
-    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 2\. Install the same"):
+    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 3\. Install the same"):
         decode(b"HET\x09" + GOLDEN[4:])
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import os
 import socket
 import subprocess
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,10 @@ from mpi_dataworkers.messages import (
     StepList,
 )
 from mpi_dataworkers.ops import tree
+from mpi_dataworkers.transports.base import ReceivedBatch
+from mpi_dataworkers.transports.extents import lay_out
 from mpi_dataworkers.transports.shm import ShmReceiver
+from mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 
 PROGRAM = Path(fuzz_frames.__file__)
 TREES: list[Any] = [
@@ -116,7 +122,10 @@ def test_a_tensor_without_bytes_is_empty(shape: list[int]) -> None:
         tree.unflatten(spec, [memoryview(b"")])
 
 
-@given(st.lists(st.sampled_from(SEEDS) | st.binary(min_size=1, max_size=300), min_size=1, max_size=4))
+texts = st.lists(st.sampled_from(SEEDS) | st.binary(min_size=1, max_size=300), min_size=1, max_size=4)
+
+
+@given(texts)
 @settings(max_examples=50, deadline=None)
 def test_a_stranger_of_the_same_user_on_shared_memory(texts: list[bytes]) -> None:
     receiver = ShmReceiver("11" * 32, 1 << 20)
@@ -130,6 +139,62 @@ def test_a_stranger_of_the_same_user_on_shared_memory(texts: list[bytes]) -> Non
             receiver.receive()
         assert receiver.receive() == []
     receiver.close()
+
+
+def framed(text: bytes) -> bytes:
+    """A message of one frame as it goes over a socket."""
+    table, _, total = lay_out([len(text)])
+    return total.to_bytes(8, "little") + table + text
+
+
+@given(st.lists(texts.map(b"".join) | st.sampled_from(SEEDS).map(framed) | st.binary(min_size=1), min_size=1))
+@settings(max_examples=50, deadline=None)
+def test_a_stranger_on_a_socket(texts: list[bytes]) -> None:
+    receiver = SocketReceiver("11" * 32, ["tcp://127.0.0.1:*"])
+    host, _, port = receiver.addresses[0].removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        for text in texts:
+            try:
+                stranger.sendall(text)
+            except OSError:
+                break
+            assert receiver.receive() == []
+        assert receiver.receive() == []
+    receiver.close()
+
+
+@given(st.binary(min_size=1, max_size=2000), st.lists(st.integers(1, 700), max_size=6), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_a_data_worker_that_sends_garbage_is_refused_and_nobody_else(
+    garbage: bytes, cuts: list[int], as_message: bool
+) -> None:
+    receiver = SocketReceiver("11" * 32, [f"ipc://@hetstream-test-{os.urandom(8).hex()}"])
+    worker, other = SocketBatchSender("11" * 32, "w"), SocketBatchSender("11" * 32, "v")
+    came: list[Any] = []
+
+    def send(sender: SocketBatchSender, step: int) -> None:
+        thread = threading.Thread(target=sender.send, args=(receiver.addresses[0], Batch("s", step, 0, 1, b"", []), []))
+        thread.start()
+        while thread.is_alive():
+            came.extend(receiver.receive())
+        thread.join()
+
+    try:
+        send(worker, 0)
+        connection = worker._channels[receiver.addresses[0]]._socket
+        data = framed(garbage) if as_message else garbage
+        for start, stop in itertools.pairwise([0, *itertools.accumulate(cuts), len(data)]):
+            with contextlib.suppress(OSError):
+                connection.sendall(data[start:stop])
+            came.extend(receiver.receive())
+        send(other, 1)
+        while not any(isinstance(one, ReceivedBatch) and one.header.step == 1 for one in came):
+            came.extend(receiver.receive())
+        assert all(isinstance(one, ReceivedBatch | ProtocolError) for one in came)
+    finally:
+        worker.close(0.0)
+        other.close(0.0)
+        receiver.close()
 
 
 @pytest.mark.slow

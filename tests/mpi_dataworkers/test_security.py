@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import socket
@@ -20,12 +21,13 @@ import zmq
 from mpi_dataworkers import DataLoader
 from mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file, write_address_file
 from mpi_dataworkers.codec import encode
-from mpi_dataworkers.errors import ConfigError, ServiceError
+from mpi_dataworkers.errors import ConfigError, ProtocolError, ServiceError
 from mpi_dataworkers.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, Membership, Proof
-from mpi_dataworkers.transports import door
+from mpi_dataworkers.transports import sockets
 from mpi_dataworkers.transports.base import PeerUnreachable
-from mpi_dataworkers.transports.proof import TicketGate, is_proof, new_nonce, new_ticket, prove
-from mpi_dataworkers.transports.zmq import BATCH_FRAME_BYTES, ZmqBatchReceiver, ZmqBatchSender, _Gate
+from mpi_dataworkers.transports.extents import lay_out
+from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake, is_proof, new_nonce, prove
+from mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 
 PROGRAMS = Path(__file__).with_name("programs")
 SERVICE = ServiceAddress("tcp://127.0.0.1:1", "a", "b", "c", "00" * 32)
@@ -44,15 +46,28 @@ def test_a_proof_holds_for_its_role_nonces_and_address_only() -> None:
     assert not is_proof(prove(KEY, "loader", b"", b"", "a"), KEY, "loader", b"", b"", "a"), "nonces are never short"
 
 
-def test_a_ticket_is_good_once_for_its_address_and_key() -> None:
-    gate = TicketGate(KEY, ["tcp://h:1"])
-    name, ticket = new_ticket(KEY, "tcp://h:1")
-    assert not gate.admits(name, b"x")
-    assert not gate.admits("\xe9".encode(), "\xe9".encode())
-    assert gate.admits(name, ticket)
-    assert not gate.admits(name, ticket), "a replay"
-    assert not gate.admits(*new_ticket(KEY, "tcp://h:2"))
-    assert not gate.admits(*new_ticket(bytes(31) + b"\1", "tcp://h:1"))
+def test_a_handshake_cannot_be_replayed_shortened_or_turned_round() -> None:
+    worker = WorkerHandshake(KEY, "w", "tcp://h:1")
+    loader = LoaderHandshake(KEY, "tcp://h:1")
+    challenge = loader.answer(worker.hello)
+    assert challenge is not None
+    proof = worker.answer(challenge)
+    assert loader.answer(proof) is None
+    assert loader.proven
+    again = LoaderHandshake(KEY, "tcp://h:1")
+    with pytest.raises(ProtocolError, match="without the job's key"):
+        again.answer(proof)
+    again.answer(worker.hello)
+    with pytest.raises(ProtocolError, match="without the job's key"):
+        again.answer(proof)  # as it was recorded, under a new nonce
+    assert not again.proven
+    with pytest.raises(ProtocolError, match="Hello"):
+        again.answer(worker.hello)
+    with pytest.raises(ProtocolError, match="Hello"):
+        LoaderHandshake(KEY, "tcp://h:2").answer(worker.hello)
+    for wrong in (Challenge(new_nonce(), challenge.proof), Challenge(challenge.nonce, proof.proof), proof):
+        with pytest.raises(ProtocolError, match="does not hold this job's key"):
+            worker.answer(wrong)
 
 
 def test_address_files_are_checked(tmp_path: Path) -> None:
@@ -73,18 +88,40 @@ def key_of(service: Any) -> str:
     return read_address_file(service.address_file).batch_key
 
 
-def dealer_to(address: str, context: zmq.Context[Any], ticket: tuple[bytes, bytes] | None = None) -> zmq.Socket[Any]:
+def dealer_to(address: str, context: zmq.Context[Any]) -> zmq.Socket[Any]:
     dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
     dealer.linger = 0
-    if ticket is not None:
-        dealer.plain_username, dealer.plain_password = ticket
     dealer.connect(address)
     return dealer
 
 
+def connect_to(address: str) -> socket.socket:
+    """A connection to a receiver of batches, as anybody could make it."""
+    if address.startswith("ipc:"):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(address.removeprefix("ipc://").replace("@", "\0", 1))
+    else:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        connection = socket.create_connection((host, int(port)))
+    connection.settimeout(10)
+    return connection
+
+
+def framed(text: bytes) -> bytes:
+    table, _, total = lay_out([len(text)])
+    return total.to_bytes(8, "little") + table + text
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end closes without a word."""
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
 def test_a_stranger_can_neither_deliver_nor_read_batches(service: Any) -> None:
     service.start_workers()
-    with DataLoader(datasets.Augmented(80), batch_size=8, service=service.name) as loader, zmq.Context() as context:
+    with DataLoader(datasets.Augmented(80), batch_size=8, service=service.name) as loader:
         passing = iter(loader)
         next(passing)
         client = loader._stream.client
@@ -94,48 +131,50 @@ def test_a_stranger_can_neither_deliver_nor_read_batches(service: Any) -> None:
         for receiver in client.receivers:
             if not receiver.startswith(("tcp", "ipc")):
                 continue
-            stranger = dealer_to(receiver, context, ticket=(b"ab" * 32, b"cd" * 32))
-            for frames in ([b""], [b"junk"], [encode(forged)], [encode(Membership(0))], [encode(Proof(b"x"))]):
-                stranger.send_multipart(frames)
-            stranger.send(encode(Hello("w", receiver, new_nonce())))
-            assert not stranger.poll(300), "without a ticket not even a handshake is read"
-            stranger.close()
-            insider = dealer_to(receiver, context, ticket=new_ticket(bytes.fromhex(key_of(service)), receiver))
-            insider.send(encode(Hello("w", receiver, new_nonce())))
-            assert insider.poll(5000), "the loader proves itself to anyone who asks with a ticket"
-            insider.recv()
-            insider.send(encode(Proof(bytes(32))))
-            insider.send(encode(forged))
-            assert not insider.poll(300), "and says nothing more"
-            insider.close()
+            for message in (forged, Membership(0), Proof(b"x")):
+                with connect_to(receiver) as stranger:
+                    stranger.sendall(framed(encode(message)))
+                    assert is_closed(stranger)
+            with connect_to(receiver) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                assert is_closed(stranger)
+            with connect_to(receiver) as insider:
+                insider.sendall(framed(encode(Hello("w", receiver, new_nonce()))))
+                assert insider.recv(4096), "the loader proves itself to anyone who asks"
+                insider.sendall(framed(encode(Proof(bytes(32)))) + framed(encode(forged)))
+                assert is_closed(insider), "and says nothing more"
         ids = [i for _, batch in passing for i in batch.tolist()]
         assert ids == list(range(8, 80))
 
 
 def test_a_data_worker_sends_nothing_to_an_impostor() -> None:
-    with zmq.Context() as context:
-        gate = _Gate(context, b"PLAIN", lambda _: True)  # lets in whom it can get
-        impostor = context.socket(zmq.ROUTER)
-        impostor.linger = 0
-        impostor.plain_server = True
-        receiver = f"tcp://127.0.0.1:{impostor.bind_to_random_port('tcp://127.0.0.1')}"
-        sender = ZmqBatchSender("11" * 32, "w")
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        receiver = "tcp://{}:{}".format(*impostor.getsockname())
+        sender = SocketBatchSender("11" * 32, "w")
+        heard = []
 
-        def answer() -> None:
-            while not impostor.poll(20):
-                gate.answer()
-            name, _ = impostor.recv_multipart()
-            impostor.send_multipart([name, encode(Challenge(new_nonce(), bytes(32)))])
+        def answer(reply: bytes) -> None:
+            connection, _ = impostor.accept()
+            with connection:
+                heard.append(connection.recv(4096))
+                connection.sendall(reply)
+                heard.append(connection.recv(4096))
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(PeerUnreachable, match="does not hold this job's key; nothing was sent"):
-            sender.send(receiver, Batch("s", 0, 0, 1, b"", []), [b"secret"])
-        thread.join()
-        assert not impostor.poll(200)
+        forged = framed(encode(Challenge(new_nonce(), bytes(32))))
+        for reply, why in (
+            (forged, "does not hold this job's key; nothing was sent"),
+            ((1 << 40).to_bytes(8, "little"), "it answers with 1099511627776 bytes; nothing was sent"),
+            (b"HTTP/1.1", "nothing was sent"),
+            (framed(b"junk"), "no hetstream message"),
+        ):
+            thread = threading.Thread(target=answer, args=(reply,))
+            thread.start()
+            with pytest.raises(PeerUnreachable, match=why):
+                sender.send(receiver, Batch("s", 0, 0, 1, b"", []), [b"secret"])
+            thread.join()
+        assert heard[1::2] == [b""] * 4
+        assert b"secret" not in b"".join(heard)
         sender.close(0)
-        impostor.close()
-        gate.socket.close()
 
 
 def test_without_the_key_the_dispatcher_does_not_answer(service: Any, wait_until: Any) -> None:
@@ -166,7 +205,7 @@ def test_another_user_cannot_read_the_keys(service: Any, wait_until: Any) -> Non
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_of_the_host_gets_nothing_and_the_job_goes_on(service: Any) -> None:
-    """He knows every address, a used ticket and a recorded handshake. He can import hetstream, so he has its code."""
+    """He knows every address and recorded handshakes. He can import hetstream, so he has its code."""
     service.start_workers()
     service.directory.chmod(0o755)
     with DataLoader(datasets.Augmented(80), batch_size=8, service=service.name) as loader:
@@ -174,18 +213,14 @@ def test_another_user_of_the_host_gets_nothing_and_the_job_goes_on(service: Any)
         next(passing)
         client = loader._stream.client
         assert client is not None
-        (over_zmq,) = (address for address in client.receivers if address.startswith("tcp"))
         key, worker, other = bytes.fromhex(key_of(service)), new_nonce(), new_nonce()
-        used = new_ticket(key, over_zmq)
-        with zmq.Context() as context:  # so that the ticket is used up
-            insider = dealer_to(over_zmq, context, ticket=used)
-            insider.send(encode(Hello("w", over_zmq, worker)))
-            assert insider.poll(5000)
-            insider.close()
-        recorded = [
-            encode(Hello("w", client.receivers[0], worker)),
-            encode(Proof(prove(key, "worker", worker, other, client.receivers[0]))),
-        ]
+        recorded = {
+            address: [
+                encode(Hello("w", address, worker)).hex(),
+                encode(Proof(prove(key, "worker", worker, other, address))).hex(),
+            ]
+            for address in client.receivers
+        }
         known = {
             "session": passing._passing._pass.session.session_id,  # type: ignore[attr-defined]
             "dispatcher": read_address_file(service.address_file).address,
@@ -193,8 +228,7 @@ def test_another_user_of_the_host_gets_nothing_and_the_job_goes_on(service: Any)
             "address_file": str(service.address_file),
             "journal": str(service.directory / "work" / "journal.sqlite"),
             "pid": os.getpid(),
-            "recorded": [one.hex() for one in recorded],
-            "ticket": [word.decode() for word in used],
+            "recorded": recorded,
         }
         intruder = subprocess.run(
             [sys.executable, str(PROGRAMS / "intruder.py"), json.dumps(known)],
@@ -213,75 +247,67 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_stranger_cannot_make_a_loader_hold_memory(caplog: pytest.LogCaptureFixture) -> None:
-    """What is announced is not allocated, and what is sent is bounded by a frame and ended by the handshake's limit."""
-    receiver = ZmqBatchReceiver("11" * 32, ["tcp://127.0.0.1:*"])
-    host, _, port = receiver.addresses[0].removeprefix("tcp://").rpartition(":")
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32)
+def test_a_stranger_cannot_make_a_loader_hold_memory() -> None:
+    """What is announced is not allocated, and of what is sent no more is read than a handshake has."""
+    receiver = SocketReceiver("11" * 32, ["tcp://127.0.0.1:*"])
     before = rss_bytes()
-    strangers = []
-    for announced in (BATCH_FRAME_BYTES + 1, 1 << 40, (1 << 63) - 1, BATCH_FRAME_BYTES - 1):
-        stranger = socket.create_connection((host, int(port)))
-        strangers.append(stranger)
-        stranger.sendall(greeting)
-        got = b""
-        while len(got) < len(greeting):
-            got += stranger.recv(len(greeting) - len(got))
-        stranger.sendall(b"\x06" + announced.to_bytes(8, "big") + b"x" * 1000)  # a long command frame
-        if announced > BATCH_FRAME_BYTES:
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b"", "too long: closed at once"
-        receiver.receive()
-    assert rss_bytes() - before < 8 << 20
-    # Nor by sending it, in many connections at once: they are cut off.
-    flood = [socket.create_connection((host, int(port))) for _ in range(16)]
-    for stranger in flood:
-        stranger.settimeout(10)
-        stranger.sendall(greeting + b"\x06" + (BATCH_FRAME_BYTES - 1).to_bytes(8, "big"))
+    for announced in (4097, 1 << 40, (1 << 64) - 1):
+        with connect_to(receiver.addresses[0]) as stranger:
+            stranger.sendall(announced.to_bytes(8, "little") + b"x" * 1000)
+            while receiver._unproven or not select.select([stranger], [], [], 0)[0]:
+                assert receiver.receive() == []
+            assert is_closed(stranger)
+    flood = [connect_to(receiver.addresses[0]) for _ in range(16)]
     sent = [0] * len(flood)
 
     def send(number: int) -> None:
         with contextlib.suppress(OSError):
+            flood[number].sendall((4096).to_bytes(8, "little"))
             while True:
                 sent[number] += flood[number].send(bytes(1 << 20))
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(len(flood))]
     for thread in threads:
         thread.start()
-    most = 0
     while any(thread.is_alive() for thread in threads):
-        select.select([], [], [], receiver.look_again_s if receiver.look_again_s < 1 else 0.01)
-        receiver.receive()
-        most = max(most, rss_bytes() - before)
+        select.select(receiver.sources, [], [], 0.01)
+        assert receiver.receive() == []
     for thread in threads:
         thread.join()
-    assert most < 256 << 20, "16 frames are 1 GiB"
-    assert sum(sent) < 16 * BATCH_FRAME_BYTES / 2
-    assert [message for message in caplog.messages if "cut a connection" in message], "told once"
-    for stranger in (*strangers, *flood):
+    assert rss_bytes() - before < 64 << 20, "16 MiB of it are the senders' own"
+    for stranger in flood:
         stranger.close()
     receiver.close()
 
 
+def test_who_does_not_prove_the_key_in_time_is_cut_off(monkeypatch: pytest.MonkeyPatch, wait_until: Any) -> None:
+    monkeypatch.setattr(sockets, "_HANDSHAKE_TIMEOUT_S", 0.2)
+    receiver = SocketReceiver("11" * 32, ["tcp://127.0.0.1:*"])
+    with connect_to(receiver.addresses[0]) as stranger:
+        stranger.sendall(b"\x10")
+        wait_until(lambda: receiver.receive() or receiver._unproven, 10, "a stranger")
+        assert receiver.look_again_s == 0.2
+        wait_until(lambda: receiver.receive() or not receiver._unproven, 10, "its end")
+        assert is_closed(stranger)
+    assert receiver.look_again_s == math.inf
+    receiver.close()
+
+
 def test_a_crowd_of_strangers_makes_room_for_data_workers(monkeypatch: pytest.MonkeyPatch, wait_until: Any) -> None:
-    monkeypatch.setattr(door, "_MAX_STRANGERS", 3)
-    receiver = ZmqBatchReceiver("11" * 32, ["tcp://127.0.0.1:*"])
-    host, _, port = receiver.addresses[0].removeprefix("tcp://").rpartition(":")
-    crowd = [socket.create_connection((host, int(port))) for _ in range(5)]
-    sender = ZmqBatchSender("11" * 32, "w")
+    monkeypatch.setattr(sockets, "_MAX_UNPROVEN", 3)
+    receiver = SocketReceiver("11" * 32, ["tcp://127.0.0.1:*"])
+    crowd = []
+    for number in range(5):
+        crowd.append(connect_to(receiver.addresses[0]))
+        wait_until(lambda: receiver.receive() or len(receiver._unproven) == min(3, len(crowd)), 10, f"{number}")
+    sender = SocketBatchSender("11" * 32, "w")
     thread = threading.Thread(target=sender.send, args=(receiver.addresses[0], Batch("s", 0, 0, 1, b"", []), [b"x"]))
-    wait_until(lambda: receiver.receive() or len(receiver._door) == 3, 10, "that the first of them are cut off")
     thread.start()
     came: list[Any] = []
     wait_until(lambda: came.extend(receiver.receive()) or came, 10, "a batch")
     assert bytes(came[0].frames[0]) == b"x"
     thread.join()
-    for stranger in crowd[:2]:
-        stranger.settimeout(10)
-        with contextlib.suppress(ConnectionResetError):
-            while stranger.recv(100):
-                pass
-    assert receiver.look_again_s < 1, "some strangers are left"
+    assert all(map(is_closed, crowd[:2])), "the oldest made room"
     sender.close(0)
     receiver.close()
     for stranger in crowd:

@@ -15,13 +15,12 @@ else:
 with atheris.instrument_imports(include=["mpi_dataworkers"]) if atheris else contextlib.nullcontext():
     from mpi_dataworkers import codec
     from mpi_dataworkers.errors import ProtocolError, RemoteError
-    from mpi_dataworkers.messages import Batch, Batches, Hello, Proof
+    from mpi_dataworkers.messages import Batch, Batches
     from mpi_dataworkers.ops import tree
     from mpi_dataworkers.transports import compression, extents, proof
 
 KEY = bytes(32)
 LIMIT = 64
-GATE = proof.TicketGate(KEY, ["tcp://h:1"])
 
 
 def refuse_pickle(_: bytes) -> None:
@@ -38,10 +37,14 @@ def feed(data: bytes) -> None:
         for batch in batches:
             if isinstance(batch, Batch):
                 tree.unflatten(batch.spec, codec.split([view, view[: LIMIT // 2], view[:0]], batch.buffers))
-        if isinstance(message, Hello):
-            proof.prove(KEY, "loader", message.nonce, proof.new_nonce(), message.receiver)
-        if isinstance(message, Proof):
-            assert not proof.is_proof(message.proof, KEY, "worker", proof.new_nonce(), proof.new_nonce(), "tcp://h:1")
+    with contextlib.suppress(ProtocolError):
+        handshake = proof.LoaderHandshake(KEY, "tcp://h:1")
+        for _ in range(2):
+            handshake.answer(codec.decode(view))
+            assert not handshake.proven
+    with contextlib.suppress(ProtocolError):
+        proof.WorkerHandshake(KEY, "w", "tcp://h:1").answer(codec.decode(view))
+        raise AssertionError("a proof without the key")
     with contextlib.suppress(ProtocolError, RemoteError):
         tree.unflatten(data, [view[:8], view[:16], view[:0]])
     with contextlib.suppress(ProtocolError):
@@ -51,7 +54,6 @@ def feed(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         pieces = [view[start : start + LIMIT] for start in range(0, len(data), LIMIT)]
         assert b"".join(codec.join(pieces, LIMIT)) == data
-    assert not GATE.admits(data[:64], data[64:])
 
 
 def main() -> None:

@@ -14,8 +14,9 @@ import zmq
 from mpi_dataworkers.codec import encode
 from mpi_dataworkers.messages import Batch, Hello, Proof, ProvideDefinition, RegisterWorker
 from mpi_dataworkers.transports.base import PeerUnreachable
+from mpi_dataworkers.transports.extents import lay_out
 from mpi_dataworkers.transports.shm import ShmBatchSender
-from mpi_dataworkers.transports.zmq import BATCH_FRAME_BYTES, ZmqBatchSender
+from mpi_dataworkers.transports.sockets import SocketBatchSender
 
 known = json.loads(sys.argv[1])
 forged = Batch(known["session"], 5, 1 << 60, 8, b"\xc0", [])
@@ -37,12 +38,10 @@ def read_file(path):
         return stream.read()
 
 
-def talk_zmq(address, frames, ticket):
+def talk_zmq(address, frames):
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.sndtimeo = 500
-        if ticket:
-            dealer.plain_username, dealer.plain_password = (word.encode() for word in ticket)
         dealer.connect(address)
         for frame in frames:
             dealer.send(frame)
@@ -58,24 +57,42 @@ def talk_seqpacket(address, frames):
         return connection.recv(4096)
 
 
-def fill(address):
-    """Send one frame of the greatest length that is taken; whoever keeps all of it can be made to hold memory."""
+def connect(address):
     if address.startswith("ipc:"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        where = address.removeprefix("ipc://").replace("@", "\0", 1)
+        connection.connect(address.removeprefix("ipc://").replace("@", "\0", 1))
     else:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        where = host, int(port)
-    with connection:
-        connection.settimeout(5)
-        connection.connect(where)
-        connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32))
-        connection.sendall(b"\x06" + (BATCH_FRAME_BYTES - 1).to_bytes(8, "big"))
-        for _ in range(BATCH_FRAME_BYTES >> 16):
+        connection.connect((host, int(port)))
+    connection.settimeout(5)
+    return connection
+
+
+def framed(text):
+    table, _, total = lay_out([len(text)])
+    return total.to_bytes(8, "little") + table + text
+
+
+def talk_stream(address, texts):
+    """What comes after the challenge, which anybody gets."""
+    with connect(address) as connection:
+        for text in texts:
+            connection.sendall(framed(text))
+        heard = b""
+        while more := connection.recv(4096):
+            heard += more
+        return heard if heard.count(b"HET") > 1 else None
+
+
+def fill(address):
+    """Send a message of many megabytes; whoever keeps all of it can be made to hold memory."""
+    with connect(address) as connection:
+        connection.sendall((1 << 26).to_bytes(8, "little"))
+        for _ in range(1 << 10):
             connection.sendall(bytes(1 << 16))
             time.sleep(0.001)  # not faster than a network
-        return f"took {BATCH_FRAME_BYTES} bytes"
+        return "took 64 MiB"
 
 
 def deliver(sender, address):
@@ -91,19 +108,16 @@ attempt("address file", read_file, known["address_file"])
 attempt("journal", read_file, known["journal"])
 attempt("files of the trainer", os.listdir, f"/proc/{known['pid']}/fd")
 definition = encode(ProvideDefinition("d", [], "/", b"cos\nsystem\n(S'touch /tmp/intruder'\ntR."))
-attempt("dispatcher", talk_zmq, known["dispatcher"], [encode(RegisterWorker("h", 1, "", [])), definition], None)
-handshake = [encode(Hello("w", known["receivers"][0], bytes(32))), encode(Proof(bytes(32))), encode(forged)]
-replayed = [bytes.fromhex(text) for text in known["recorded"]]
+attempt("dispatcher", talk_zmq, known["dispatcher"], [encode(RegisterWorker("h", 1, "", [])), definition])
 for address in known["receivers"]:
-    if address.startswith("shm:"):
-        attempt("shm", talk_seqpacket, address, handshake)
-        attempt("shm replay", talk_seqpacket, address, replayed)
-    else:
-        attempt(address, talk_zmq, address, handshake, None)
-        attempt(address + " filled", fill, address)
-        attempt(address + " with a ticket", talk_zmq, address, handshake, known["ticket"])
+    talk = talk_seqpacket if address.startswith("shm:") else talk_stream
+    attempt(address, talk, address, [encode(Hello("w", address, bytes(32))), encode(Proof(bytes(32))), encode(forged)])
+    replayed = [bytes.fromhex(text) for text in known["recorded"][address]]
+    attempt(f"{address} replay", talk, address, [*replayed, encode(forged)])
+    if talk is talk_stream:
+        attempt(f"{address} filled", fill, address)
 for guess in ("00" * 32, "ff" * 32):
-    for sender in (ShmBatchSender(guess, "w"), ZmqBatchSender(guess, "w")):
+    for sender in (ShmBatchSender(guess, "w"), SocketBatchSender(guess, "w")):
         for address in known["receivers"]:
             if address.startswith("shm:") == isinstance(sender, ShmBatchSender):
                 attempt(f"{address} with a guessed key", deliver, sender, address)

@@ -1,0 +1,527 @@
+"""Batches over plain sockets: TCP between hosts, Unix sockets on one.
+
+A message is its length and then what `extents.lay_out` makes of its frames, so that a loader receives it in one piece
+of memory. The data worker hands the kernel its tensors where they lie (sendmsg(2)); what does not fit into the socket's
+buffer is sent by a thread while the next batch is made. The loader receives in the thread that also talks to the
+dispatcher, into memory that it uses again.
+
+A peer that has not proved the job's key (`proof.py`) is read a few kilobytes of and no more. The kernel watches the
+connection: one that nobody answers ends by itself. It is never made again silently: a new one needs a new proof.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mpi_dataworkers.codec import Buffer, Leaf, decode, encode, in_one_piece, size_of
+from mpi_dataworkers.errors import ProtocolError, ServiceError
+from mpi_dataworkers.messages import Compressed, Delivery, Message
+from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, rail_of
+from mpi_dataworkers.transports.compression import compress, decompress
+from mpi_dataworkers.transports.extents import find_frames, lay_out
+from mpi_dataworkers.transports.peer import is_own_user
+from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
+
+_LENGTH = struct.Struct("<Q")
+_TIMEVAL = struct.Struct("ll")  # seconds, microseconds
+_HANDSHAKE_BYTES = 4096
+# How long either side waits for the other's part of it: a loader that is alive answers from its own thread at once.
+_HANDSHAKE_TIMEOUT_S = 5.0
+# A TCP connection on which nothing is acknowledged for this long is broken; so is one to a loader that takes nothing.
+_SILENCE_S = 5
+# What is read before a message's length is known: many small messages at once, but little of a large one, since it is
+# copied from here.
+_STAGE_BYTES = 64 << 10
+# How long the loader's thread waits inside the kernel for the rest of a message, if nothing else can be read. So it is
+# not woken for each segment, and where both share a host, takes work of the kernel's off the data worker's core.
+_WAIT_MS = 1
+# Bytes taken off one connection in one go: others have their turn, and so have the dispatcher's messages.
+_BURST_BYTES = 32 << 20
+# Connections that have not proved the key; the oldest make room. Data workers come in by the hundreds at most.
+_MAX_UNPROVEN = 1024
+# Loaders come and go, and what a data worker has no more use for is closed late.
+_MAX_CONNECTIONS = 64
+# Memory that is kept for later messages although messages of other sizes come now.
+_KEEP_BYTES = 128 << 20
+# Tensors start on cache lines, so that vector loads stay aligned.
+_ALIGN_BYTES = 64
+_PADDING = bytes(_ALIGN_BYTES)
+# A larger message is more than the socket's buffer holds (tcp_wmem): the thread is needed in any case, and does it all.
+_AT_ONCE_BYTES = 4 << 20
+# sendmsg(2) takes 1024 pieces (IOV_MAX).
+_MAX_PIECES = 512
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+def local_address_towards(address: str) -> str:
+    """This host's IP address on the route to `tcp://HOST:PORT`; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_tcp_name(address))
+        return str(probe.getsockname()[0])
+
+
+def _tcp_name(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, 0 if port == "*" else int(port)
+
+
+def _open(address: str) -> tuple[socket.socket, tuple[str, int] | str]:
+    """A socket for the address, and the address as the kernel has it."""
+    if rail_of(address) == "ipc":
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address.removeprefix("ipc://").replace("@", "\0", 1)
+    return socket.socket(socket.AF_INET, socket.SOCK_STREAM), _tcp_name(address)
+
+
+def _watch(connection: socket.socket) -> None:
+    """Have the kernel end a TCP connection that nobody answers (tcp(7)); the other end of a Unix socket cannot hide."""
+    if connection.family != socket.AF_INET:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, _SILENCE_S - 1),
+        (socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _pieces_of(frames: Sequence[Buffer]) -> list[Buffer]:
+    """A message as it is sent, with the tensors where they lie."""
+    sizes = [size_of(frame) for frame in frames]
+    table, offsets, total = lay_out(sizes)
+    pieces: list[Buffer] = [b"".join((_LENGTH.pack(total), table, frames[0]))]
+    end = len(table) + sizes[0]
+    for frame, offset, size in zip(frames[1:], offsets[1:], sizes[1:], strict=True):
+        if offset > end:
+            pieces.append(_PADDING[: offset - end])
+        if size:
+            pieces.append(memoryview(frame).cast("B"))
+        end = offset + size
+    return pieces
+
+
+def _rest(pieces: list[Buffer], num_sent: int) -> list[Buffer]:
+    """What is left of pieces of which so many bytes were sent."""
+    for number, piece in enumerate(pieces):
+        if num_sent < len(piece):
+            return [memoryview(piece)[num_sent:], *pieces[number + 1 :]]
+        num_sent -= len(piece)
+    return []
+
+
+# --- loader ---------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """Memory for messages, used again when the program has dropped all that lies in it: new memory costs a page fault
+    for each 4 KiB, and what was dropped last may still be in the processor's cache."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, collections.deque[_Bytes]] = {}  # by size
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Memory of this size, given back when no view of it is left.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        # An eighth more at most, so that sizes that differ a little share.
+        unit = 1 << max(0, num_bytes.bit_length() - 4)
+        size = -(-num_bytes // unit) * unit
+        free = self._free.setdefault(size, collections.deque())
+        try:
+            whole = free.pop()
+        except IndexError:
+            if sum(one * len(unused) for one, unused in self._free.items()) > _KEEP_BYTES:
+                self._free = {size: free}
+            whole = _aligned(size)
+        part = whole[:num_bytes]
+        # Runs where the last view is dropped, in any thread; it takes no lock.
+        weakref.finalize(part, free.append, whole).atexit = False
+        return part.data
+
+
+def _aligned(num_bytes: int) -> _Bytes:
+    try:
+        whole = np.empty(num_bytes + _ALIGN_BYTES, dtype=np.uint8)
+    except (MemoryError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"there is no memory for a message of {num_bytes} bytes: {error}") from error
+    return whole[-whole.ctypes.data % _ALIGN_BYTES :]
+
+
+class _Connection:
+    """One data worker as the loader sees it.
+
+    Attributes:
+        address: that it connected to.
+        handshake: how far it has proved the key, until `prove_by`.
+        head: the first bytes of a message whose length has not come yet.
+        whole, filled: a message of which a part has come, and how much.
+    """
+
+    def __init__(self, accepted: socket.socket, address: str, key: bytes) -> None:
+        self.socket = accepted
+        self.address = address
+        self.handshake = LoaderHandshake(key, address)
+        self.prove_by = time.monotonic() + _HANDSHAKE_TIMEOUT_S
+        self.head = b""
+        self.whole: memoryview | None = None
+        self.filled = 0
+
+
+class SocketReceiver:
+    """See `base.BatchReceiver`.
+
+    Args:
+        batch_key: the job's batch key in hex.
+        binds: `tcp://HOST:*` or `ipc://@NAME`, best first.
+        compress: ask data workers that come over TCP to compress what shrinks well.
+
+    Raises:
+        ServiceError: one of them cannot be bound.
+    """
+
+    def __init__(self, batch_key: str, binds: Sequence[str], compress: bool = False) -> None:
+        self._key = bytes.fromhex(batch_key)
+        self._compress = compress
+        self._memory = _Memory()
+        self._stage = memoryview(bytearray(_STAGE_BYTES))
+        self._connections: dict[int, _Connection] = {}
+        self._unproven: dict[int, _Connection] = {}  # in order of arrival
+        self._listeners: dict[int, tuple[socket.socket, str]] = {}
+        self.addresses: list[str] = []
+        self._epoll = select.epoll()
+        try:
+            for bind in binds:
+                self._listen(bind)
+        except OSError as error:
+            self.close()
+            raise ServiceError(f"no socket for batches at {', '.join(binds)}: {error}") from error
+
+    def _listen(self, bind: str) -> None:
+        listener, name = _open(bind)
+        self._listeners[listener.fileno()] = listener, ""
+        listener.setblocking(False)
+        listener.bind(name)
+        listener.listen(_MAX_UNPROVEN)
+        address = bind if rail_of(bind) == "ipc" else "tcp://{}:{}".format(*listener.getsockname())
+        self._listeners[listener.fileno()] = listener, address
+        self._epoll.register(listener, select.EPOLLIN)
+        self.addresses.append(address)
+
+    @property
+    def sources(self) -> list[int]:
+        return [self._epoll.fileno()]
+
+    @property
+    def look_again_s(self) -> float:
+        return _HANDSHAKE_TIMEOUT_S if self._unproven else math.inf
+
+    def receive(self) -> list[ReceivedBatch | ProtocolError]:
+        batches: list[ReceivedBatch | ProtocolError] = []
+        ready = self._epoll.poll(0)
+        flags = socket.MSG_WAITALL if len(ready) == 1 else socket.MSG_DONTWAIT
+        for descriptor, _ in ready:
+            if descriptor in self._listeners:
+                self._accept(*self._listeners[descriptor])
+            elif descriptor in self._connections:
+                self._read(self._connections[descriptor], flags, batches)
+        now = time.monotonic() if self._unproven else 0.0
+        for one in [one for one in self._unproven.values() if one.prove_by < now]:
+            self._drop(one)
+        return batches
+
+    def _accept(self, listener: socket.socket, address: str) -> None:
+        try:
+            accepted, _ = listener.accept()
+        except OSError:
+            return  # it has ended already, or this process has too many files open
+        try:
+            # For what is to wait; the rest says MSG_DONTWAIT.
+            accepted.setblocking(True)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, _WAIT_MS * 1000))
+            if accepted.family == socket.AF_UNIX and not is_own_user(accepted):
+                accepted.close()
+                return
+            _watch(accepted)
+        except OSError:
+            accepted.close()
+            return
+        if len(self._unproven) >= _MAX_UNPROVEN:
+            self._drop(next(iter(self._unproven.values())))
+        one = _Connection(accepted, address, self._key)
+        self._connections[accepted.fileno()] = self._unproven[accepted.fileno()] = one
+        self._epoll.register(accepted, select.EPOLLIN)
+
+    def _read(self, one: _Connection, flags: int, batches: list[ReceivedBatch | ProtocolError]) -> None:
+        left = _BURST_BYTES
+        try:
+            while left > 0:
+                goes_on = one.whole is not None
+                count = self._go_on(one, flags, batches) if goes_on else self._begin(one, batches)
+                if not count:
+                    self._drop(one)
+                    return
+                if goes_on and one.whole is not None:
+                    return  # it has waited for this message, and more of it is not there
+                left -= count
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(one)
+        except ProtocolError as error:
+            # A stranger's bytes are not worth a line in the log; a worker that sends garbage has to prove itself again.
+            if one.handshake.proven:
+                batches.append(error)
+            self._drop(one)
+
+    def _go_on(self, one: _Connection, flags: int, batches: list[ReceivedBatch | ProtocolError]) -> int:
+        """Read more of a message that has begun."""
+        assert one.whole is not None
+        flags = flags if one.handshake.proven else socket.MSG_DONTWAIT
+        count = one.socket.recv_into(one.whole[one.filled :], 0, flags)
+        one.filled += count
+        if one.filled == one.whole.nbytes:
+            whole, one.whole = one.whole, None
+            self._take(one, whole, batches)
+        return count
+
+    def _begin(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
+        """Read what comes: small messages, and the beginning of one."""
+        limit = _STAGE_BYTES if one.handshake.proven else _HANDSHAKE_BYTES
+        at, end = 0, len(one.head)
+        self._stage[:end] = one.head
+        count = one.socket.recv_into(self._stage[end:limit], 0, socket.MSG_DONTWAIT)
+        end += count
+        while end - at >= _LENGTH.size:
+            (num_bytes,) = _LENGTH.unpack_from(self._stage, at)
+            if num_bytes > _HANDSHAKE_BYTES and not one.handshake.proven:
+                raise ProtocolError(f"a message of {num_bytes} bytes before the proof of the key")
+            at += _LENGTH.size
+            whole = self._memory.take(num_bytes) if num_bytes > _STAGE_BYTES else memoryview(bytearray(num_bytes))
+            num_here = min(num_bytes, end - at)
+            whole[:num_here] = self._stage[at : at + num_here]
+            at += num_here
+            if num_here < num_bytes:
+                one.whole, one.filled = whole, num_here
+            else:
+                self._take(one, whole, batches)
+        one.head = bytes(self._stage[at:end])
+        return count
+
+    def _take(self, one: _Connection, whole: memoryview, batches: list[ReceivedBatch | ProtocolError]) -> None:
+        """Take in a message: a batch, or a step of the handshake."""
+        frames: list[memoryview] = find_frames(whole)
+        message = decode(frames[0])
+        if not one.handshake.proven:
+            answer = one.handshake.answer(message, self._compress and rail_of(one.address) == "tcp")
+            if answer is not None:
+                one.socket.send(_bytes_of(answer), socket.MSG_DONTWAIT)
+            else:
+                del self._unproven[one.socket.fileno()]
+            return
+        if isinstance(message, Compressed):
+            frames = [memoryview(frame) for frame in decompress(frames[1:], message.sizes)]
+            message = decode(frames[0] if frames else b"")
+        if not isinstance(message, Delivery):
+            raise ProtocolError(f"{type(message).__name__} is no message for an open batch connection")
+        batches.append(ReceivedBatch(message, frames[1:], rail_of(one.address)))
+
+    def _drop(self, one: _Connection) -> None:
+        descriptor = one.socket.fileno()
+        del self._connections[descriptor]
+        self._unproven.pop(descriptor, None)
+        self._epoll.unregister(descriptor)
+        one.socket.close()
+
+    def close(self) -> None:
+        for one in list(self._connections.values()):
+            self._drop(one)
+        self._epoll.close()
+        for listener, _ in self._listeners.values():
+            listener.close()
+
+
+# --- data worker ----------------------------------------------------------------------------------------------------
+
+
+def _bytes_of(message: Message) -> bytes:
+    return b"".join(_pieces_of([encode(message)]))
+
+
+class _Channel:
+    """A data worker's connection to one loader, proven in both directions.
+
+    Raises:
+        PeerUnreachable: it cannot be made.
+    """
+
+    def __init__(self, key: bytes, worker_id: str, receiver: str) -> None:
+        self._deadline = time.monotonic() + _HANDSHAKE_TIMEOUT_S
+        self._socket, name = _open(receiver)
+        try:
+            self._socket.settimeout(_HANDSHAKE_TIMEOUT_S)
+            self._socket.connect(name)
+            _watch(self._socket)
+            self._compresses = self._shake_hands(WorkerHandshake(key, worker_id, receiver))
+            self._socket.settimeout(None)
+        except (OSError, ProtocolError) as error:
+            self._socket.close()
+            raise PeerUnreachable(f"no batch connection to the loader at {receiver}: {error}") from error
+        self._changed = threading.Condition()
+        # Guarded by _changed: what the thread is to send, whether it has taken some of that, how it failed.
+        self._waiting: collections.deque[Buffer] = collections.deque()
+        self._is_sending = False
+        self._error: OSError | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def _shake_hands(self, handshake: WorkerHandshake) -> bool:
+        """Prove the key to each other.
+
+        Returns:
+            Whether the loader asks to compress.
+        """
+        self._socket.sendall(_bytes_of(handshake.hello))
+        (num_bytes,) = _LENGTH.unpack(self._receive(_LENGTH.size))
+        if num_bytes > _HANDSHAKE_BYTES:
+            raise ProtocolError(f"it answers with {num_bytes} bytes; nothing was sent to it")
+        challenge = decode(find_frames(memoryview(self._receive(num_bytes)))[0])
+        proof = handshake.answer(challenge)
+        self._socket.sendall(_bytes_of(proof))
+        return bool(getattr(challenge, "compress", False))
+
+    def _receive(self, num_bytes: int) -> bytes:
+        text = b""
+        while len(text) < num_bytes:
+            self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
+            more = self._socket.recv(num_bytes - len(text))
+            if not more:
+                raise ConnectionResetError("it takes no connections of this job")
+            text += more
+        return text
+
+    def send(self, header: Delivery, frames: Sequence[Leaf]) -> None:
+        """Hand one message to the kernel, and what it does not take at once to the thread.
+
+        Raises:
+            OSError: the loader is gone, or takes nothing.
+        """
+        whole: list[Buffer] = [encode(header), *map(in_one_piece, frames)]
+        if self._compresses:
+            smaller, sizes = compress(whole)
+            whole = [encode(Compressed(sizes)), *smaller] if max(sizes) >= 0 else whole
+        pieces = _pieces_of(whole)
+        self._look_whether_closed()
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            fits = sum(map(len, pieces)) <= _AT_ONCE_BYTES
+            if fits and not self._waiting and not self._is_sending:
+                pieces = self._send_at_once(pieces)
+            if pieces:
+                self._waiting.extend(pieces)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="hetstream-sender", daemon=True)
+                    self._thread.start()
+                self._changed.notify()
+
+    def _look_whether_closed(self) -> None:
+        # After its challenge a loader says nothing: what can be read is the end.
+        with contextlib.suppress(BlockingIOError):
+            self._socket.recv(1, socket.MSG_DONTWAIT)
+            raise ConnectionResetError("the loader has closed the connection")
+
+    def _send_at_once(self, pieces: list[Buffer]) -> list[Buffer]:
+        """Send what goes without waiting; the rest."""
+        try:
+            return _rest(pieces, self._socket.sendmsg(pieces[:_MAX_PIECES], [], socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return pieces
+
+    def _run(self) -> None:
+        pieces: list[Buffer] = []
+        while True:
+            with self._changed:
+                self._is_sending = bool(pieces)
+                while not (pieces or self._waiting):
+                    if self._closing:
+                        return
+                    self._changed.wait()
+                while self._waiting and len(pieces) < _MAX_PIECES:
+                    pieces.append(self._waiting.popleft())
+                self._is_sending = True
+            try:
+                pieces = _rest(pieces, self._socket.sendmsg(pieces))
+            except OSError as error:
+                with self._changed:
+                    self._error = error
+                return
+
+    def close(self, linger_s: float) -> None:
+        """Give what waits so long to leave. What the kernel has taken leaves in any case."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None and linger_s > 0:
+            self._thread.join(linger_s)
+        with self._changed:
+            self._waiting.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a sendmsg that waits
+        if self._thread is not None:
+            self._thread.join()
+        self._socket.close()
+
+
+class SocketBatchSender:
+    """See `base.BatchSender`.
+
+    Args:
+        batch_key: the job's batch key in hex.
+        worker_id: this worker's id.
+    """
+
+    def __init__(self, batch_key: str, worker_id: str) -> None:
+        self._key = bytes.fromhex(batch_key)
+        self._worker_id = worker_id
+        self._channels: dict[str, _Channel] = {}
+
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
+        channel = self._channels.pop(receiver, None)
+        if channel is None:
+            if len(self._channels) >= _MAX_CONNECTIONS:
+                self.drop(next(iter(self._channels)))
+            channel = _Channel(self._key, self._worker_id, receiver)
+        self._channels[receiver] = channel  # in order of use
+        try:
+            channel.send(header, frames)
+        except OSError as error:
+            self.drop(receiver)
+            raise PeerUnreachable(f"the connection to the loader at {receiver} is gone: {error}") from error
+
+    def drop(self, receiver: str) -> None:
+        channel = self._channels.pop(receiver, None)
+        if channel is not None:
+            channel.close(0.0)
+
+    def close(self, linger_s: float) -> None:
+        deadline = time.monotonic() + linger_s
+        for channel in self._channels.values():
+            channel.close(max(0.0, deadline - time.monotonic()))
+        self._channels.clear()

@@ -1,0 +1,223 @@
+"""What only the rail over plain sockets does: it hands over without waiting, uses memory again, and notices silence."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpi_dataworkers.errors import ServiceError
+from mpi_dataworkers.messages import Batch
+from mpi_dataworkers.transports import sockets
+from mpi_dataworkers.transports.base import PeerUnreachable
+from mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
+
+KEY = "5a" * 32
+
+
+@pytest.fixture
+def receiver() -> Iterator[SocketReceiver]:
+    one = SocketReceiver(KEY, ["tcp://127.0.0.1:*"])
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def sender(receiver: SocketReceiver) -> Iterator[SocketBatchSender]:
+    """Its connection to the receiver is open."""
+    one = SocketBatchSender(KEY, "w")
+    opening = threading.Thread(target=one.send, args=(receiver.addresses[0], header(-1), []))
+    opening.start()
+    take(receiver, 1)
+    opening.join()
+    yield one
+    one.close(0.0)
+
+
+def header(step: int) -> Batch:
+    return Batch("session", step, 1, 1, b"", [])
+
+
+def take(receiver: SocketReceiver, count: int) -> list[Any]:
+    batches: list[Any] = []
+    deadline = time.monotonic() + 20
+    while len(batches) < count:
+        assert time.monotonic() < deadline, f"{len(batches)} of {count}"
+        select.select(receiver.sources, [], [], 1.0)
+        batches += receiver.receive()
+    return batches
+
+
+def test_golden_bytes_of_a_message_on_the_wire() -> None:
+    pieces = sockets._pieces_of([b"header", b"", b"tensor", memoryview(b"another")])
+    assert b"".join(pieces) == (
+        (135).to_bytes(8, "little")  # what follows
+        + (4).to_bytes(4, "little")  # frames
+        + b"".join(size.to_bytes(8, "little") for size in (6, 0, 6, 7))
+        + b"header".ljust(64 - 36, b"\0")
+        + b"tensor".ljust(64, b"\0")
+        + b"another"
+    )
+
+
+def test_a_data_worker_never_waits_for_a_loader_that_is_busy(
+    receiver: SocketReceiver, sender: SocketBatchSender
+) -> None:
+    frames = [np.full(3 << 20, step, dtype=np.uint8) for step in range(30)]
+    for step, frame in enumerate(frames):
+        sender.send(receiver.addresses[0], header(step), [frame.data, b"small"])
+    for step, batch in enumerate(take(receiver, len(frames))):
+        assert batch.header.step == step
+        assert bytes(batch.frames[0]) == frames[step].tobytes()
+        assert bytes(batch.frames[1]) == b"small"
+
+
+@pytest.mark.parametrize("linger_s", [20.0, 0.0])
+def test_what_is_queued_leaves_before_the_end_or_is_dropped_whole(
+    receiver: SocketReceiver, sender: SocketBatchSender, linger_s: float
+) -> None:
+    for step in range(30):
+        sender.send(receiver.addresses[0], header(step), [bytes(3 << 20)])
+    closing = threading.Thread(target=sender.close, args=(linger_s,))
+    closing.start()
+    if linger_s:
+        assert [batch.header.step for batch in take(receiver, 30)] == list(range(30))
+    closing.join()
+    while receiver._connections:
+        select.select(receiver.sources, [], [], 1.0)
+        assert all(len(batch.frames[0]) == 3 << 20 for batch in receiver.receive())  # type: ignore[union-attr]
+
+
+def test_more_tensors_than_a_call_takes_arrive(receiver: SocketReceiver, sender: SocketBatchSender) -> None:
+    frames = [np.full(7, number % 251, dtype=np.uint8).tobytes() for number in range(3000)]
+    sender.send(receiver.addresses[0], header(0), frames)
+    assert [bytes(frame) for frame in take(receiver, 1)[0].frames] == frames
+
+
+def test_memory_of_batches_that_were_dropped_is_used_again(receiver: SocketReceiver, sender: SocketBatchSender) -> None:
+    def receive_one() -> Any:
+        sender.send(receiver.addresses[0], header(0), [bytes(1 << 20)])
+        return take(receiver, 1)[0]
+
+    def address_of(batch: Any) -> int:
+        return int(np.frombuffer(batch.frames[0], dtype=np.uint8).ctypes.data)
+
+    first, second = receive_one(), receive_one()
+    places = {address_of(first), address_of(second)}
+    assert len(places) == 2
+    assert all(place % 64 == 0 for place in places), "on cache lines"
+    view = first.frames[0][100:200]
+    del first
+    third = receive_one()
+    assert address_of(third) not in places, "a view of it is left"
+    place = address_of(second)
+    del second
+    assert address_of(receive_one()) == place
+    view[:] = bytes(100)
+
+
+def test_memory_for_other_sizes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_KEEP_BYTES", 1 << 20)
+    memory = sockets._Memory()
+    for size in (400_000, 800_000, 1_600_000):
+        parts = [memory.take(size) for _ in range(3)]
+        del parts
+    kept = sum(size * len(free) for size, free in memory._free.items())
+    assert kept < 6_000_000, "only of the last size"
+
+
+def test_an_address_that_cannot_be_bound_is_an_error() -> None:
+    with pytest.raises(ServiceError, match=r"no socket for batches at ipc.*, tcp://192\.0\.2\.1:\*: "):
+        SocketReceiver(KEY, ["ipc://@hetstream-test-" + os.urandom(8).hex(), "tcp://192.0.2.1:*"])
+
+
+def test_a_loader_that_is_stopped_is_an_error_and_its_steps_can_go_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
+    monkeypatch.setattr(sockets, "_SILENCE_S", 2)
+    receiver = SocketReceiver(KEY, ["tcp://127.0.0.1:*"])
+    child = os.fork()
+    if child == 0:
+        try:
+            while True:
+                select.select(receiver.sources, [], [], 1.0)
+                receiver.receive()
+        finally:
+            os._exit(1)
+    sender = SocketBatchSender(KEY, "w")
+    try:
+        sender.send(receiver.addresses[0], header(0), [b"x"])
+        os.kill(child, signal.SIGSTOP)
+        frame, why = bytes(16 << 20), []
+
+        def fails() -> bool:
+            try:
+                sender.send(receiver.addresses[0], header(1), [frame])
+            except PeerUnreachable as error:
+                why.append(str(error))
+            return bool(why)
+
+        wait_until(fails, timeout_s=20, what="PeerUnreachable")
+        assert "is gone" in why[0]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        sender.close(0.0)
+        receiver.close()
+
+
+CUT = """
+import subprocess, threading, time
+from mpi_dataworkers.messages import Batch
+from mpi_dataworkers.transports import sockets
+from mpi_dataworkers.transports.base import PeerUnreachable
+
+sockets._SILENCE_S = 2
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+receiver = sockets.SocketReceiver("5a" * 32, ["tcp://127.0.0.1:*"])
+sender = sockets.SocketBatchSender("5a" * 32, "w")
+address = receiver.addresses[0]
+send = lambda step: sender.send(address, Batch("s", step, 0, 1, b"", []), [bytes(1000)])
+opening = threading.Thread(target=send, args=(0,))
+opening.start()
+while not receiver.receive():
+    pass
+opening.join()
+subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+if {sends}:
+    send(1)
+deadline = time.monotonic() + 20
+channel = sender._channels[address]
+def is_over():
+    try:
+        channel._look_whether_closed()
+    except OSError:
+        return True
+while receiver._connections or not is_over():
+    receiver.receive()
+    assert time.monotonic() < deadline, (receiver._connections, is_over())
+    time.sleep(0.02)
+try:
+    send(2)
+except PeerUnreachable as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network of its own needs root")
+@pytest.mark.parametrize("sends", [True, False])
+def test_both_ends_notice_that_the_network_between_them_is_cut(sends: bool) -> None:
+    program = CUT.replace("{sends}", str(sends))
+    argv = ["unshare", "--net", sys.executable, "-c", program]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "is gone" in done.stdout

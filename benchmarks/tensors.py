@@ -22,6 +22,7 @@ SYSTEMS = {TCP: "tcp", SHM: "shm", TORCH: "torch", ALONE: "in-process"}
 METRICS = (
     Metric("batches_per_s", "batches/s", tuple(CASES)),
     Metric("cpu_ms_per_batch", "CPU-ms/batch", tuple(CASES)),
+    Metric("loader_cpu_ms_per_batch", "CPU-ms/batch, program's own left out", tuple(CASES)),
 )
 TARGETS = tuple(
     Target(case, f"{rail}, {MANY}", f"{rail}, {ONE}", "cpu_ms_per_batch", at_most=1.1)
@@ -60,6 +61,7 @@ def main() -> int:
         "versions": harness.versions("torch", "numpy", "pyzmq"),
         "notes": [
             "A batch is a dict of float32 tensors of equal size, made once; CPU-ms counts trainer and data worker.",
+            "Program's own: what it costs the dataset to make the tensors' objects over memory that is there.",
             harness.disturbance(results),
         ],
     }

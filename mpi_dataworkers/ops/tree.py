@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import operator
 import pickle
 import re
 import sys
@@ -29,6 +30,7 @@ _decoder = msgspec.msgpack.Decoder()
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
+_look = operator.attrgetter("dtype", "shape", "layout", "is_cpu")
 _INT64_MAX = 2**63 - 1
 _NUMBERS = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 # So many small tensors of one dtype are worth a buffer in common: torch gathers and parts them in one call each.
@@ -36,6 +38,7 @@ _PACK_FROM = 8
 # Specs that carry no large values, and so repeat from batch to batch, are read once.
 _CACHED_SPEC_BYTES = 1 << 16
 _DTYPE_NAMES = {dtype: name for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)}
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 # Views of one storage that autograd takes for tensors of their own: each may be changed in place, unlike those of
 # torch.split. Half the cost of torch's other ways.
 _part: Any = torch.unsafe_split_with_sizes
@@ -56,11 +59,22 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     """
     tensors: list[torch.Tensor] = []
     arrays: list[Leaf] = []
-    tree = _describe(batch, tensors, arrays)
-    plan = _plan(tuple([tensor.dtype for tensor in tensors]), tuple([tensor.shape for tensor in tensors]))
+    known = None
+    if type(batch) is dict and set(map(type, batch.values())) == {_TENSOR} and set(map(type, batch)) == {str}:
+        tensors = list(batch.values())
+        known = _plan_of_features(tuple(batch), tuple(map(_look, tensors)))
+    if known is not None:
+        plan, spec = known
+    else:
+        tensors = []
+        tree = _describe(batch, tensors, arrays)
+        plan = _plan(tuple([tensor.dtype for tensor in tensors]), tuple([tensor.shape for tensor in tensors]))
+        spec = _encoder.encode((plan.table, plan.numbers, tree))
+    if len(plan.packs) == 1 and not plan.alone:
+        return spec, [plan.packs[0].of(tensors), *arrays]
     buffers: list[Leaf] = [pack.of([tensors[number] for number in pack.numbers]) for pack in plan.packs]
     buffers += [_bytes_of_tensor(tensors[number]) for number in plan.alone]
-    return _encoder.encode((plan.table, plan.numbers, tree)), buffers + arrays
+    return spec, buffers + arrays
 
 
 @dataclass(frozen=True)
@@ -135,6 +149,24 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     return _Plan(packs, alone, *raw)
 
 
+@functools.lru_cache(maxsize=64)
+def _plan_of_features(names: tuple[str, ...], looks: tuple[tuple[Any, ...], ...]) -> tuple[_Plan, bytes] | None:
+    """How a dict of tensors is written, and its spec: the same for all batches with the same features.
+
+    Args:
+        names: of the tensors.
+        looks: `_look` of each.
+
+    Returns:
+        None if one of them is no plain tensor.
+    """
+    if any(dtype in _QUANTIZED or layout is not _STRIDED or not is_cpu for dtype, _, layout, is_cpu in looks):
+        return None
+    plan = _plan(tuple(look[0] for look in looks), tuple(look[1] for look in looks))
+    tree = ["d", [["v", name] for name in names], ["t"] * len(names)]
+    return plan, _encoder.encode((plan.table, plan.numbers, tree))
+
+
 def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
     """Put a batch together again; tensors are views of `buffers`.
 
@@ -144,7 +176,10 @@ def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
     try:
         layout = _read_cached(spec) if len(spec) <= _CACHED_SPEC_BYTES else _read(spec)
         next_buffer = iter(buffers).__next__
-        return _build(layout.tree, iter(layout.tensors(next_buffer)).__next__, next_buffer)
+        tensors = layout.tensors(next_buffer)
+        if layout.names is not None:
+            return dict(zip(layout.names, tensors, strict=True))
+        return _build(layout.tree, iter(tensors).__next__, next_buffer)
     except (
         msgspec.MsgspecError, StopIteration, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError,
     ) as error:  # fmt: skip
@@ -192,6 +227,8 @@ class _Layout:
         packs: the tensors that share a buffer.
         alone: numbers of the tensors with a buffer of their own.
         tree: the structure.
+        names: of the tensors, if that is a dict of them and of nothing else.
+        in_order: all of them share one buffer, in order.
     """
 
     dtypes: list[torch.dtype]
@@ -199,9 +236,13 @@ class _Layout:
     packs: list[_PackLayout]
     alone: list[int]
     tree: Any
+    names: list[str] | None
+    in_order: bool
 
-    def tensors(self, next_buffer: Callable[[], memoryview]) -> list[torch.Tensor | None]:
+    def tensors(self, next_buffer: Callable[[], memoryview]) -> Sequence[torch.Tensor | None]:
         """All tensors, as views of the buffers."""
+        if self.in_order:
+            return self.packs[0].parts(next_buffer())
         built: list[torch.Tensor | None] = [None] * len(self.dtypes)
         for pack in self.packs:
             for number, part in zip(pack.numbers, pack.parts(next_buffer()), strict=True):
@@ -220,7 +261,16 @@ def _read(spec: bytes) -> _Layout:
     shapes = [shape for _, shape in table]
     packed = {number for pack in packs for number in pack}
     layouts = [_pack_layout(dtypes[pack[0]], pack, [shapes[number] for number in pack]) for pack in packs]
-    return _Layout(dtypes, shapes, layouts, [n for n in range(len(table)) if n not in packed], tree)
+    alone = [number for number in range(len(table)) if number not in packed]
+    in_order = packs == [list(range(len(table)))]
+    return _Layout(dtypes, shapes, layouts, alone, tree, _names_in(tree), in_order)
+
+
+def _names_in(tree: Any) -> list[str] | None:
+    if type(tree) is list and len(tree) == 3 and tree[0] == "d" and all(node == "t" for node in tree[2]):
+        names = [node[1] for node in tree[1] if node[0] == "v" and type(node[1]) is str]
+        return names if len(names) == len(tree[1]) == len(tree[2]) else None
+    return None
 
 
 _read_cached = functools.lru_cache(maxsize=64)(_read)

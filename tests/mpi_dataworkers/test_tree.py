@@ -83,6 +83,31 @@ def test_nested_structures_keep_their_types() -> None:
     assert came["text array"].tolist() == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.eye(3).to_sparse(),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.rand(3, dtype=torch.cfloat).conj(),
+        torch.empty(0, 3),
+        torch.tensor(2.5),
+    ],
+    ids=["sparse", "parameter", "conjugate", "empty", "0-d"],
+)
+def test_a_dict_of_tensors_is_read_once_and_odd_ones_stay_what_they_are(odd: torch.Tensor) -> None:
+    plain = {f"feature{number}": torch.full((3, 3), float(number)) for number in range(20)}
+    for features in (plain, plain | {"feature3": odd}, plain):
+        came = travel(features)
+        assert list(came) == list(features)
+        assert torch.equal(came["feature19"], features["feature19"])
+        assert type(came["feature3"]) is type(features["feature3"])
+        assert came["feature3"].layout is features["feature3"].layout
+        assert came["feature3"].dtype is features["feature3"].dtype
+        assert torch.equal(came["feature3"].to_dense(), features["feature3"].to_dense())
+    numbered = {key: torch.ones(2) for key in (True, 2, "3")}
+    assert list(map(type, travel(numbered))) == [bool, int, str]
+
+
 def test_many_small_tensors_share_buffers_and_keep_what_they_are() -> None:
     batch = {f"{dtype}{number}": (torch.rand(number, 3) * 9).to(dtype) for dtype in DTYPES for number in range(12)}
     batch["turned"] = torch.arange(6.0).reshape(2, 3).t()

@@ -5,25 +5,26 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from checkpoint.policy.interval import Adaptive, Every
 from checkpoint.policy.retention import Best, Retention
 
 if TYPE_CHECKING:
-    from checkpoint.flash.checkpointer import FlashCheckpointer, Loaded, Stats
+    from checkpoint.flash.checkpointer import FlashCheckpointer
     from checkpoint.flash.options import Options
+    from checkpoint.flash.restoring import Loaded
+    from checkpoint.flash.stats import Stats
 
 __all__ = ["Adaptive", "Best", "Every", "FlashCheckpointer", "Loaded", "Options", "Retention", "Stats"]
 
 
+# Importing any of these imports torch.
+_TORCH_SIDE = {"FlashCheckpointer": "checkpointer", "Loaded": "restoring", "Options": "options", "Stats": "stats"}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("FlashCheckpointer", "Loaded", "Stats"):
-        from checkpoint.flash import checkpointer
-
-        return getattr(checkpointer, name)
-    if name == "Options":
-        from checkpoint.flash.options import Options
-
-        return Options
+    if name in _TORCH_SIDE:
+        return getattr(importlib.import_module(f"checkpoint.flash.{_TORCH_SIDE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,11 +6,14 @@ other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
+
+from checkpoint import errors
 
 T = TypeVar("T")
 
@@ -86,3 +89,30 @@ def gather(ranks: Communicator, value: T) -> list[T]:
     """
     answers = ranks.all_gather(msgspec.json.encode(value))
     return [msgspec.json.decode(answer, type=type(value)) for answer in answers]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """How a rank fared in something that all ranks do."""
+
+    error: str = ""
+    message: str = ""
+    number: int = 0
+
+
+def together(ranks: Communicator, act: Callable[[], int]) -> int:
+    """Do something on every rank; rank 0's result, or the error of the first rank that failed, on all of them."""
+    mine: Exception | None = None
+    answer = _Answer()
+    try:
+        answer = _Answer(number=act())
+    except Exception as error:  # noqa: BLE001, others wait for this rank: they hear of it, and it is raised below
+        mine = error
+        answer = _Answer(type(error).__name__, str(error))
+    answers = gather(ranks, answer)
+    if mine:
+        raise mine
+    for rank, one in enumerate(answers):
+        if one.error:
+            kind = getattr(errors, one.error, errors.CheckpointError)
+            raise kind(f"rank {rank}: {one.message}")
+    return answers[0].number

@@ -197,7 +197,7 @@ def test_a_saver_that_dies_is_replaced_and_said(make: Any, caplog: pytest.LogCap
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
         os.kill(checkpointer.stats().saver_pid, signal.SIGKILL)
-        checkpointer._saver.wait()
+        checkpointer._saver.process.wait()
         checkpointer.save(2, state_of(2))
         assert checkpointer.wait(60)
     assert "the checkpoint saver has ended with code -9: another is started" in caplog.text

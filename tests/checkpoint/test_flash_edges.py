@@ -295,7 +295,7 @@ def test_relative_paths_are_those_of_the_beginning(
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
         os.kill(checkpointer.stats().saver_pid, signal.SIGKILL)
-        checkpointer._saver.wait()  # type: ignore[union-attr]
+        checkpointer._saver.process.wait()  # type: ignore[union-attr]
         checkpointer.save(2, state_of(2))
         assert checkpointer.wait(60)
     assert (tmp_path / "here" / "ckpt" / "latest").readlink() == Path("step-0000000002.1")

@@ -1,0 +1,141 @@
+"""A state taken apart for a save: which tensors are copied where, and the metadata that tells what they are.
+
+Called by the checkpointer. The plan of one save serves the next as long as the layout of the state is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpoint.errors import OptionsError
+from checkpoint.flash import rng
+from checkpoint.flash.options import Options
+from checkpoint.flash.tensors import Flattener, Leaves, Plan, Signature, make_plan
+from checkpoint.segment import join_metadata
+from checkpoint.structure import Record
+
+# The key of the generators' states beside the program's own keys.
+RNG = "_rng"
+# Rare dtypes and formats aside: JSON of a state's structure, before there is one.
+_METADATA_BYTES_EACH = 256
+# How many tensors of its parameter's size an optimizer keeps, once it has made a step.
+_NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1, "Adadelta": 2}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A state that is about to be copied.
+
+    Attributes:
+        plan: where its tensors go.
+        metadata: of the generation.
+        leaves: the tensors as they were found.
+    """
+
+    plan: Plan
+    metadata: bytes
+    leaves: Leaves
+
+
+class Capture:
+    """Takes states apart.
+
+    Args:
+        shared: top-level keys that are equal on every rank.
+        rank: of this process.
+        world_size: number of ranks.
+        options: of the checkpointer.
+    """
+
+    def __init__(self, shared: tuple[str, ...], rank: int, world_size: int, options: Options) -> None:
+        self._shared = shared
+        self._rank = rank
+        self._world_size = world_size
+        self._options = options
+        self._flattener = Flattener(allow_pickle=options.allow_pickle)
+        self._generators = rng.Generators()
+        self._signature: Signature | None = None
+        self._plan: Plan | None = None
+
+    def take(self, state: Mapping[str, Any], metrics: Mapping[str, float], *, finds_stepped: bool = False) -> Captured:
+        """Take a state apart; the generators' states are added.
+
+        Args:
+            state: top-level key to objects and trees.
+            metrics: for `keep_best`.
+            finds_stepped: find out which tensors an optimizer changes.
+
+        Raises:
+            UnsupportedState: something in the state cannot be stored.
+            OptionsError: it is no state.
+        """
+        leaves = self.flatten(state, finds_stepped=finds_stepped)
+        plan = self._plan_of(leaves)
+        return Captured(plan, self._metadata(leaves, plan, metrics), leaves)
+
+    def room_for(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Bytes of payload and metadata that saves of a state will need, also once its optimizers have made a step."""
+        captured = self.take(state, {})
+        payload_bytes = captured.plan.layout.payload_bytes + sum(map(_bytes_to_come, state.values()))
+        return payload_bytes, len(captured.metadata) + _METADATA_BYTES_EACH * len(captured.leaves.tensors)
+
+    def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False) -> Leaves:
+        """The tensors of a state, and the tree without them; for errors see `take`."""
+        if not isinstance(state, Mapping) or not all(isinstance(key, str) and key for key in state):
+            raise OptionsError(f"a state is a dict with names as keys, such as {{'model': model}}, not {_short(state)}")
+        if RNG in state:
+            raise OptionsError(f"the key {RNG!r} of the state is taken: the generators' states are saved under it")
+        unknown = [key for key in self._shared if key not in state]
+        if unknown:
+            raise OptionsError(f"shared={self._shared}: the state has no {', '.join(unknown)}, only {', '.join(state)}")
+        return self._flattener.flatten({**state, RNG: self._generators.capture()}, finds_stepped=finds_stepped)
+
+    def _plan_of(self, leaves: Leaves) -> Plan:
+        signature = Signature.of(leaves)
+        former = self._signature
+        if self._plan is None or former is None or signature != former:
+            self._plan = make_plan(leaves, self._shared)
+        elif signature.addresses != former.addresses and not self._plan.fits(signature.addresses):
+            plan = make_plan(leaves, self._shared)
+            # An equal plan is the same one, so that the slots' views stay.
+            self._plan = self._plan if plan.is_like(self._plan) else plan
+        self._signature = signature
+        return self._plan
+
+    def _metadata(self, leaves: Leaves, plan: Plan, metrics: Mapping[str, float]) -> bytes:
+        numbers = {str(name): float(value) for name, value in metrics.items()}
+        structure = Record.write_with(
+            plan.encoded_refs,
+            tree=leaves.tree,
+            shared=self._shared,
+            rank=self._rank,
+            world_size=self._world_size,
+            metrics=numbers,
+            format=self._options.format,
+        )
+        return join_metadata(plan.layout.to_json(), structure)
+
+
+def _bytes_to_come(value: Any) -> int:
+    """What the state of an optimizer will take beyond what it takes now."""
+    if not isinstance(value, torch.optim.Optimizer) or value.state:
+        return 0
+    num_moments = next(
+        (_NUM_MOMENTS[kind.__name__] for kind in type(value).__mro__ if kind.__name__ in _NUM_MOMENTS), 0
+    )
+    num_bytes = 0
+    for group in value.param_groups:
+        here = num_moments + bool(group.get("amsgrad")) + bool(group.get("momentum")) + bool(group.get("centered"))
+        for parameter in group["params"]:
+            # Each with its count of steps; all at multiples of 64 bytes.
+            num_bytes += here * (parameter.numel() * parameter.element_size() + 64) + 64
+    return num_bytes
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

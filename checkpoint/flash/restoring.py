@@ -1,0 +1,117 @@
+"""What `restore` and `load` do with the newest generation: bring it into a state, or give it as plain values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from checkpoint.agreement import Choice
+from checkpoint.flash import rng
+from checkpoint.flash.capture import RNG
+from checkpoint.flash.newest import Newest
+from checkpoint.flash.restore import Part, Restore, owned
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A record as plain values.
+
+    Attributes:
+        step: of training.
+        attempt: the start of the job that saved it.
+        state: what `save` was given; objects are what their `state_dict` gave.
+        sources: by rank, `memory`, `replica` or `disk`.
+        notes: what was newer and could not be used, and why.
+    """
+
+    step: int
+    attempt: int
+    state: dict[str, Any]
+    sources: Sequence[str]
+    notes: Sequence[str]
+
+
+def restore_newest(
+    newest: Newest, state: MutableMapping[str, Any], rank: int, *, strict: bool, allow_pickle: bool
+) -> int | None:
+    """Bring the newest generation into a state, in place, and set the generators; its step, None if there is none.
+
+    Args:
+        newest: finds it.
+        state: as it is given to `save`.
+        rank: of this process.
+        strict: every key and tensor must be on both sides.
+        allow_pickle: unpickle what was pickled.
+
+    Raises:
+        StateMismatch: the layout of the state has changed. Nothing is restored.
+        NoCheckpoint: there are checkpoints on disk, and none of them can be used.
+    """
+    done: list[Choice] = []
+
+    def use(parts: list[Part], choice: Choice) -> Iterator[None]:
+        saved: dict[str, Any] = {}
+        for part in parts:
+            saved.update(part.saved(allow_pickle=allow_pickle))
+        generators = saved.pop(RNG, None)
+        task = Restore()
+        task.compare(state, saved)
+        mismatch = task.mismatch()
+        if mismatch and strict:
+            raise mismatch
+        yield
+        task.run()
+        for difference in task.differences:
+            _log.warning("not restored: %s", difference)
+        _restore_generators(generators, choice, rank)
+        done.append(choice)
+
+    newest.use(use)
+    if not done or done[0].generation is None:
+        return None
+    _log.info("restored %s from %s", done[0].generation, ", ".join(sorted({*done[0].sources})))
+    return done[0].generation.step
+
+
+def load_newest(newest: Newest, *, allow_pickle: bool) -> Loaded | None:
+    """The newest generation as plain values; None if there is none.
+
+    Args:
+        newest: finds it.
+        allow_pickle: unpickle what was pickled.
+
+    Raises:
+        NoCheckpoint: there are checkpoints on disk, and none of them can be used.
+    """
+    done: list[Loaded] = []
+
+    def use(parts: list[Part], choice: Choice) -> Iterator[None]:
+        assert choice.generation is not None
+        state: dict[str, Any] = {}
+        for part in parts:
+            state.update(part.load(allow_pickle=allow_pickle))
+        state.pop(RNG, None)
+        yield
+        step, attempt = choice.generation.step, choice.generation.attempt
+        done.append(Loaded(step, attempt, state, tuple(choice.sources), tuple(choice.notes)))
+
+    newest.use(use)
+    return done[0] if done else None
+
+
+def _restore_generators(states: Any, choice: Choice, rank: int) -> None:
+    if states is None:
+        return
+    if rank >= choice.world_size:
+        _log.warning(
+            "rank %d has no saved generators, as %d rank(s) saved: its random numbers go on as they are",
+            rank,
+            choice.world_size,
+        )
+        return
+    for note in rng.restore(owned(states)):
+        _log.warning("%s", note)

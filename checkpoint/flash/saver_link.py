@@ -1,0 +1,138 @@
+"""A trainer's link to its saver: that there is one, what it says, and that the newest generation gets to disk.
+
+Called by the checkpointer. A job's saver is waited for; without one the trainer starts its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from checkpoint.errors import CheckpointError
+from checkpoint.generation import Generation
+from checkpoint.saver import spawn_saver
+from checkpoint.store import Store
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.01
+# A job's saver step starts with the job, and not always before its trainers.
+_JOB_SAVER_TIMEOUT_S = 30.0
+_WATCH_S = 0.5
+_SAY_WAITING_S = 30.0
+
+
+class SaverLink:
+    """Of one store.
+
+    Args:
+        store: of this rank.
+        directory: of the checkpoints.
+
+    Attributes:
+        process: the saver that this trainer has started; None where the job has one.
+    """
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self._store = store
+        self._directory = directory
+        self._is_ended = threading.Event()
+        self._said_error = ""
+
+    def start(self, *, job_has_saver: bool) -> None:
+        """Have a saver: a job's own if it comes, else one of this trainer."""
+        if job_has_saver:
+            threading.Thread(target=self._watch, name="checkpoint saver watch", daemon=True).start()
+        else:
+            self._spawn()
+
+    def end(self) -> None:
+        """Watch no more; the store is about to be closed."""
+        self._is_ended.set()
+
+    def tell_errors(self) -> None:
+        """Log what has happened to the saver since; one that has died is replaced."""
+        status = self._store.status()
+        error = status.error if status else ""
+        if self.process and self.process.poll() is not None and not self._store.is_saver_alive():
+            _log.error("the checkpoint saver has ended with code %d: another is started", self.process.returncode)
+            self._spawn()
+        if error and error != self._said_error:
+            _log.error("checkpoints do not get to disk, training goes on with those in memory: %s", error)
+        self._said_error = error
+
+    def has_saver(self) -> bool:
+        """Whether a saver will bring what is in memory to disk, once it has started; true if there is nothing."""
+        if not self._store.held():
+            return True
+        for _ in range(2):
+            while self.process and self.process.poll() is None and not self._store.is_saver_alive():
+                time.sleep(_POLL_S)
+            if self._store.is_saver_alive():
+                return True
+            self._spawn()
+        return False
+
+    def wait_for(self, wanted: Generation, timeout_s: float | None) -> bool:
+        """Wait until a generation is on disk; whether it is.
+
+        Args:
+            wanted: this one, or a newer.
+            timeout_s: for how long; None: until it is, or nobody is there who could bring it to disk.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._has_persisted(wanted):
+            is_late = deadline_s is not None and time.monotonic() > deadline_s
+            if is_late or (self.process and self.process.poll() is not None and not self._store.is_saver_alive()):
+                return self._has_persisted(wanted)
+            time.sleep(_POLL_S)
+        return True
+
+    def await_end(self, timeout_s: float | None) -> None:
+        """Wait for the saver of our own: at the end of a job step, all that runs is killed.
+
+        Args:
+            timeout_s: for how long; None: until it ends.
+        """
+        if self.process is None:
+            return
+        began_s = time.monotonic()
+        while True:
+            try:
+                self.process.wait(_SAY_WAITING_S if timeout_s is None else min(_SAY_WAITING_S, timeout_s))
+            except subprocess.TimeoutExpired:
+                waited_s = time.monotonic() - began_s
+                _log.warning("the newest checkpoint is on its way to disk since %.0f s", waited_s)
+                if timeout_s is not None and waited_s >= timeout_s:
+                    return
+            else:
+                return
+
+    def _has_persisted(self, wanted: Generation) -> bool:
+        status = self._store.status()
+        return status is not None and status.persisted is not None and status.persisted >= wanted
+
+    def _watch(self) -> None:
+        # It may come late, and it may die: then nobody would bring anything to disk, and nobody would say so.
+        seen_s = time.monotonic()
+        while not self._is_ended.is_set():
+            if self._store.is_saver_alive():
+                seen_s = time.monotonic()
+            elif time.monotonic() > seen_s + _JOB_SAVER_TIMEOUT_S:
+                _log.warning(
+                    "the job's checkpoint saver is not there since %g s: the trainer starts its own",
+                    _JOB_SAVER_TIMEOUT_S,
+                )
+                self._spawn()
+                return
+            self._is_ended.wait(_WATCH_S)
+
+    def _spawn(self) -> None:
+        try:
+            self.process = spawn_saver(self._store.path, self._directory)
+        except CheckpointError as error:
+            _log.error("checkpoints stay in memory: %s", error)

@@ -1,0 +1,88 @@
+"""How a program's saves go: what `FlashCheckpointer.stats` gives, and what is counted for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from checkpoint.generation import Generation
+from checkpoint.store_files import SaverStatus
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How it goes; a copy.
+
+    Attributes:
+        num_saves: generations that were taken in memory.
+        num_failed: saves that were not, such as for want of memory.
+        blocked_s: how long the last save held the program up, in seconds.
+        copied_s: how much of it was the copy.
+        waited_s: how much of it was waiting for a slot.
+        num_bytes: size of the last generation.
+        saved: newest generation in memory.
+        persisted: newest generation on disk, committed.
+        num_persisted: generations that the saver has written.
+        num_skipped: generations that were replaced in memory before the saver came to them.
+        persist_s: how long the saver took for the last one.
+        saver_pid: of the saver that said all this; 0 before there was one.
+        saver_alive: whether somebody brings generations to disk.
+        saver_error: why the saver's last try failed; "" if it did not.
+        replicated: newest generation that another host keeps.
+        replica_error: why the last one did not get there; "" if it did.
+        interval: what `should_save` goes by, in words.
+    """
+
+    num_saves: int = 0
+    num_failed: int = 0
+    blocked_s: float = 0.0
+    copied_s: float = 0.0
+    waited_s: float = 0.0
+    num_bytes: int = 0
+    saved: Generation | None = None
+    persisted: Generation | None = None
+    num_persisted: int = 0
+    num_skipped: int = 0
+    persist_s: float = 0.0
+    saver_pid: int = 0
+    saver_alive: bool = False
+    saver_error: str = ""
+    replicated: Generation | None = None
+    replica_error: str = ""
+    interval: str = ""
+
+
+@dataclass
+class Counts:
+    """What saves count, for `Stats`, whose attributes they are."""
+
+    num_saves: int = 0
+    num_failed: int = 0
+    blocked_s: float = 0.0
+    copied_s: float = 0.0
+    waited_s: float = 0.0
+    num_bytes: int = 0
+    saved: Generation | None = None
+
+    def stats(self, status: SaverStatus | None, *, saver_alive: bool, interval: str) -> Stats:
+        """With what the saver says.
+
+        Args:
+            status: None: it has said nothing yet.
+            saver_alive: see `Stats`.
+            interval: see `Stats`.
+        """
+        status = status or SaverStatus(pid=0)
+        counts = asdict(self)
+        return Stats(
+            **{**counts, "saved": self.saved},
+            persisted=status.persisted,
+            num_persisted=status.num_persisted,
+            num_skipped=status.num_skipped,
+            persist_s=status.persist_s,
+            saver_pid=status.pid,
+            saver_alive=saver_alive,
+            saver_error=status.error,
+            replicated=status.replicated,
+            replica_error=status.replica_error,
+            interval=interval,
+        )

@@ -1,0 +1,136 @@
+"""How long a start of the job has its checkpoint directory: from its predecessor up to its successor, if there is one.
+
+Called by the checkpointer of every rank; rank 0 is the one that has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from checkpoint.config import host_of_this_process
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import OptionsError
+from checkpoint.faults import reach
+from checkpoint.flash.distributed import Communicator, gather, together
+from checkpoint.flash.handover import Entry
+from checkpoint.generation import Generation
+from checkpoint.ownership import Identity
+from checkpoint.replica import rendezvous
+from checkpoint.replica.trainer import TrainerReplicas, forget_replicas
+from checkpoint.store import Store
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.01
+
+
+class Tenure:
+    """Of one start of the job.
+
+    Args:
+        directory: of the checkpoints.
+        ranks: of the job.
+        entry: rank 0's way into the directory.
+        replica: other hosts keep replicas.
+
+    Attributes:
+        attempt: the start's number, on every rank; 0: a living job has the directory, until this one takes it over.
+    """
+
+    def __init__(self, directory: CheckpointDirectory, ranks: Communicator, entry: Entry, *, replica: bool) -> None:
+        self.attempt = 0
+        self._directory = directory
+        self._ranks = ranks
+        self._entry = entry
+        self._replica = replica
+
+    def begin(self) -> None:
+        """Take the directory, unless a living job has it that this one takes over once it is initialised."""
+        self.attempt = together(self._ranks, lambda: self._enter(is_ready=False))
+
+    def take_over(self) -> None:
+        """Wait for the job whose training this one takes over, now that the program is initialised."""
+        while self.attempt == 0:
+            self.attempt = together(self._ranks, lambda: self._enter(is_ready=True))
+
+    def note_restored(self, step: int) -> None:
+        """Write down how long nobody trained, if this start took over."""
+        if not self._entry.has_waited:
+            return
+        self._entry.has_waited = False
+        event = self._directory.take_over(self._entry.identity)
+        if event.pause_s is None:
+            _log.warning("the job that was asked to hand over ended without: this one goes on from step %d", step)
+            return
+        _log.info("took over after step %d: nobody trained for %.2f s", step, event.pause_s)
+        if event.step != step:
+            _log.warning("step %s was handed over, and step %d is what could be restored", event.step, step)
+
+    def arrange_replicas(self, store: Store) -> TrainerReplicas | None:
+        """Tell the saver of each rank who its peer is; None without replicas. All ranks know the hosts of all.
+
+        Raises:
+            OptionsError: some ranks want replicas, and others do not.
+        """
+        hosts = gather(self._ranks, host_of_this_process() if self._replica else "")
+        if not any(hosts):
+            forget_replicas(store.path)
+            return None
+        if not all(hosts):
+            without = [rank for rank, host in enumerate(hosts) if not host]
+            raise OptionsError(f"replica=True on some ranks, and not on rank(s) {without}: on every rank or on none")
+        made: list[TrainerReplicas] = []
+
+        def make() -> int:
+            made.append(TrainerReplicas(store, self._directory.path, hosts, self._ranks.rank, self.attempt))
+            return 0
+
+        together(self._ranks, make)
+        return made[0]
+
+    def withdraw(self) -> None:
+        """Ask no other job for the directory any more."""
+        self._entry.withdraw()
+
+    def hand_over(
+        self, taker: Identity, saved: Generation, last_step_s: float, timeout_s: float, has_saver: Callable[[], bool]
+    ) -> None:
+        """Rank 0: give the directory up as soon as the newest generation of all ranks is on disk; the rest can wait.
+
+        Args:
+            taker: the job that goes on.
+            saved: the newest generation.
+            last_step_s: when training ended here, in seconds since 1970.
+            timeout_s: how long to wait for the disk.
+            has_saver: whether somebody brings it there.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        # What is committed: this rank's saver hears of it later where another one comes last.
+        while (newest := self._directory.newest()) is None or newest < saved:
+            if time.monotonic() > deadline_s or not has_saver():
+                _log.error("%s is not on disk, and %s goes on without it", saved, taker)
+                break
+            time.sleep(_POLL_S)
+        reach("handover.saved")
+        self._directory.hand_over(taker, saved.step, last_step_s)
+        _log.info("handed over to %s, %.2f s after the end of step %d", taker, time.time() - last_step_s, saved.step)
+
+    def end(self) -> None:
+        """Give the directory up, if it was not handed over."""
+        if self._replica and self.attempt and self._ranks.rank == 0:
+            rendezvous.remove_key(self._directory.path, self.attempt)
+        self._directory.release()
+
+    def _enter(self, *, is_ready: bool) -> int:
+        if self._ranks.rank != 0:
+            return 0
+        attempt = self._entry.enter(is_ready=is_ready)
+        if attempt and self._replica:
+            try:
+                rendezvous.make_key(self._directory.path, attempt)
+            except BaseException:
+                self._directory.release()
+                raise
+        return attempt

@@ -1,0 +1,80 @@
+"""When to save: the schedule of `policy/interval.py` with the clock, the costs and the other ranks.
+
+Called by `FlashCheckpointer.should_save`. Ranks exchange their decisions once after each save, and never in a save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.flash.distributed import Communicator, gather
+from checkpoint.generation import Generation
+from checkpoint.policy.interval import Adaptive, Every, FailureHistory, Schedule, agree
+from checkpoint.store_files import SaverStatus
+
+
+class Timing:
+    """The schedule of all ranks, on one of them.
+
+    Args:
+        rule: how often.
+        directory: whose history of attempts counts.
+        ranks: that have to agree.
+    """
+
+    def __init__(self, rule: Every | Adaptive, directory: CheckpointDirectory, ranks: Communicator) -> None:
+        self._rule = rule
+        self._directory = directory
+        self._ranks = ranks
+        self._schedule: Schedule | None = None
+        self._due_step: int | None = None
+        self._seen_persisted: Generation | None = None
+
+    @property
+    def reason(self) -> str:
+        """What it goes by, in words; "" before training."""
+        return self._schedule.decision.reason if self._schedule else ""
+
+    def begin(self, step: int) -> None:
+        """Count from here on. Every rank calls it.
+
+        Args:
+            step: steps of training that are done.
+        """
+        history = FailureHistory()
+        if self._ranks.rank == 0:
+            history = FailureHistory.of(self._directory.past_attempts())
+        history = gather(self._ranks, history)[0] if self._ranks.world_size > 1 else history
+        self._schedule = Schedule(self._rule, step, time.monotonic(), history)
+        self._due_step = None
+
+    def is_due(self, step: int, blocked_s: float, read_status: Callable[[], SaverStatus | None]) -> bool:
+        """Whether to save after this step: the same answer on every rank. Every rank asks after each step.
+
+        Args:
+            step: steps of training that are done.
+            blocked_s: how long the last save held the program up.
+            read_status: what the saver says.
+        """
+        now_s = time.monotonic()
+        if self._schedule is None:
+            self.begin(step - 1)
+        assert self._schedule is not None
+        schedule = self._schedule
+        if self._due_step is not None:
+            status = read_status()
+            if status and status.persisted and status.persisted != self._seen_persisted:
+                self._seen_persisted = status.persisted
+                schedule.note_persist(status.persist_s)
+            decision = schedule.propose(self._due_step, blocked_s, now_s)
+            if not isinstance(self._rule, Every) or self._rule.num_steps is None:
+                decision = agree(gather(self._ranks, decision))
+            schedule.adopt(decision, self._due_step, now_s)
+            self._due_step = None
+        return schedule.is_due(step, now_s, alone=self._ranks.world_size == 1)
+
+    def note_due(self, step: int) -> None:
+        """The program is told to save after this step: the next question learns what that cost."""
+        self._due_step = step

@@ -266,13 +266,11 @@ class CheckpointDirectory:
 
     def retain(self, rule: Retention, *, dry_run: bool = False) -> list[Verdict]:
         """Remove what a rule does not keep, except what is being read; one verdict each, oldest first."""
-        saved = [
-            Saved(one.generation.attempt, one.generation.step, not one.problem, one.metrics) for one in self.scan()
-        ]
+        saved = [_saved(one) for one in self.scan()]
         verdicts = judge(saved, rule)
         for verdict in verdicts if not dry_run else ():
             if not verdict.keep:
-                name = Generation(verdict.saved.attempt, verdict.saved.step).directory_name
+                name = Generation(verdict.saved.attempt, verdict.saved.step, verdict.saved.repeat).directory_name
                 removed = commit.remove(self.path, name)
                 _log.info("checkpoint %s %s: %s", name, "removed" if removed else "stays, it is read", verdict.reason)
         return verdicts
@@ -304,3 +302,10 @@ class CheckpointDirectory:
             named = ", ".join(map(str, missing[:10])) + (" and more" if len(missing) > 10 else "")
             raise MissingRanks(f"{path} lacks the parts of rank(s) {named} of {world_size}")
         return tuple(parts[rank] for rank in range(world_size))
+
+
+def _saved(checkpoint: Checkpoint) -> Saved:
+    generation = checkpoint.generation
+    return Saved(
+        generation.attempt, generation.step, not checkpoint.problem, checkpoint.metrics, repeat=generation.repeat
+    )

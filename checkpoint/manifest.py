@@ -73,6 +73,7 @@ class Part:
             metrics={name: float(value) for name, value in self.metrics.items() if math.isfinite(value)},
             time_s=time_s,
             format=self.format,
+            repeat=self.generation.repeat or msgspec.UNSET,
         )
 
 
@@ -92,6 +93,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunk_bytes: how many bytes one checksum covers.
         format: of the file.
         version: of this form.
+        repeat: see `Generation`; not written where it is 0, so that the checksums of manifests from before it was there
+            fit.
         itself: checksum of all of the above; "" in one that is not written yet.
     """
 
@@ -107,12 +110,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_bytes: _Positive = CHUNK_BYTES
     format: Format = "safetensors"
     version: int = VERSION
+    repeat: _Positive | msgspec.UnsetType = msgspec.UNSET
     itself: str = ""
 
     @property
     def part(self) -> Part:
         """Whose part of which record this is."""
-        generation = Generation(self.attempt, self.step)
+        generation = Generation(self.attempt, self.step, self.repeat or 0)
         return Part(generation, self.rank, self.world_size, self.layout_digest, self.metrics, self.format)
 
     def to_json(self) -> bytes:

@@ -30,15 +30,15 @@ from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.memory import available_bytes
 
-VERSION = 1
+VERSION = 2
 PAGE_BYTES = 4096
 MAX_METADATA_BYTES = 1 << 30
 _MAGIC = b"HETCKPT\n"
 _SEAL_OFFSET = 2048
 _STATE_OFFSET, _STATE_END = 8, 12
-# magic, state, version, attempt, step, serial, layout digest, boot,
+# magic, state, version, attempt, step, repeat, serial, layout digest, boot,
 # metadata bytes, checksum and capacity, payload bytes and capacity; then the checksum of these
-_FIELDS = struct.Struct("<8sIIQQQ16s16sQQQQQ")
+_FIELDS = struct.Struct("<8sIIQQQQ16s16sQQQQQ")
 _WORD = struct.Struct("<Q")
 # serial of the generation and its payload's checksum; then the checksum of these
 _SEAL = struct.Struct("<QQ")
@@ -452,7 +452,7 @@ def _pack(header: Header) -> bytes:
 def _parse(path: Path, raw: bytes, size: int) -> Header:
     if len(raw) != _FIELDS.size + _WORD.size:
         raise DamagedSegment(f"{path}: it has no whole header")
-    magic, state, version, attempt, step, serial, digest, boot, *sizes = _FIELDS.unpack_from(raw)
+    magic, state, version, attempt, step, repeat, serial, digest, boot, *sizes = _FIELDS.unpack_from(raw)
     if magic != _MAGIC:
         raise DamagedSegment(f"{path}: it is no slot of a checkpoint store")
     if version != VERSION:
@@ -473,7 +473,7 @@ def _parse(path: Path, raw: bytes, size: int) -> Header:
         raise DamagedSegment(f"{path}: its header does not describe a file of {size} bytes")
     return Header(
         State(state),
-        Generation(attempt, step),
+        Generation(attempt, step, repeat),
         serial,
         digest.hex(),
         metadata_bytes,

@@ -95,6 +95,7 @@ class FlashCheckpointer:
         self._guards: list[Any] = []
         self._replicas: TrainerReplicas | None = None
         self._last_step_s = 0.0
+        self._last: Generation | None = None
         rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
         self._timing = Timing(rule, self._directory, self._ranks)
         self._capture = Capture(tuple(shared), self._ranks.rank, self._ranks.world_size, options)
@@ -186,7 +187,11 @@ class FlashCheckpointer:
         if not isinstance(step, int) or step < 0:
             raise OptionsError(f"step={step!r}: a number of steps, 0 or more")
         self._saver.tell_errors()
-        return Generation(self._tenure.attempt, step)
+        generation = Generation(self._tenure.attempt, step)
+        if self._last and self._last[:2] == generation[:2]:
+            generation = self._last._replace(repeat=self._last.repeat + 1)
+        self._last = generation
+        return generation
 
     # Preparing
 

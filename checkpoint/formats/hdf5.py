@@ -221,9 +221,9 @@ def read_hdf5(path: Path) -> list[SavedState]:
 
 def _read_checkpoint(reader: _Reader, name: str, group: Any) -> SavedState:
     attempt, step, world_size, num_bytes = (int(group.attrs[column]) for column in _COLUMNS[:4])
-    generation = Generation(attempt, step)
-    if generation.directory_name != name or world_size < 1:
-        raise DamagedCheckpoint(f"checkpoint {name!r} says {generation}, {world_size} rank(s)")
+    generation = Generation.of_directory(name)
+    if generation is None or generation[:2] != (attempt, step) or world_size < 1:
+        raise DamagedCheckpoint(f"checkpoint {name!r} says {Generation(attempt, step)}, {world_size} rank(s)")
     metrics = {_unquoted(key): float(one[()]) for key, one in reader.members(group["metrics"])}
     ranks = [reader.rank(int(rank), one) for rank, one in reader.members(group["ranks"])]
     return SavedState(generation, world_size, num_bytes, float(group.attrs["time_s"]), metrics, ranks)

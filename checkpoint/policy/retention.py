@@ -69,12 +69,14 @@ class Saved:
         step: of training.
         good: nothing is known against it; False once a checksum or a missing file said otherwise.
         metrics: what `save` was given.
+        repeat: how often the attempt had saved this step before.
     """
 
     attempt: int
     step: int
     good: bool = field(default=True, compare=False)
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+    repeat: int = 0
 
 
 @dataclass(frozen=True)

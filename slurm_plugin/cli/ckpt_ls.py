@@ -87,7 +87,7 @@ def disk_table(
                 one.generation,
                 [
                     (str(one.generation.step), ""),
-                    (str(one.generation.attempt), ""),
+                    (_attempt(one.generation), ""),
                     (str(one.world_size) if one.manifests else "?", ""),
                     (size_words(one.num_bytes), ""),
                     (duration_words(max(0.0, now_s - one.time_s)) if one.time_s else "?", ""),
@@ -98,7 +98,7 @@ def disk_table(
     for part in partials:
         there = f"{len(part.ranks)}/{part.world_size or '?'}"
         state = f"partial: {_missing(part)}"
-        cells = [str(part.generation.step), str(part.generation.attempt), there, "-", "-"]
+        cells = [str(part.generation.step), _attempt(part.generation), there, "-", "-"]
         rows.append((part.generation, [*((cell, "") for cell in cells), (state, YELLOW)]))
     if not rows:
         return [f"{path}: no checkpoint"]
@@ -132,7 +132,12 @@ def memory_table(stores: Sequence[FoundStore], color: bool = False) -> list[str]
 
 
 def _short(generation: Generation) -> str:
-    return f"{generation.step}.{generation.attempt}"
+    return f"{generation.step}.{_attempt(generation)}"
+
+
+def _attempt(generation: Generation) -> str:
+    """As in the checkpoint's name: the attempt, and how often it had saved the step before."""
+    return f"{generation.attempt}.{generation.repeat}" if generation.repeat else str(generation.attempt)
 
 
 def _missing(part: Partial) -> str:
@@ -200,4 +205,5 @@ def _as_json(
 
 def as_fields(generation: Generation) -> dict[str, int]:
     """A generation in JSON."""
-    return {"step": generation.step, "attempt": generation.attempt}
+    fields = {"step": generation.step, "attempt": generation.attempt}
+    return fields | {"repeat": generation.repeat} if generation.repeat else fields

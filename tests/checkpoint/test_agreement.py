@@ -12,8 +12,8 @@ from checkpoint.agreement import Held, Offer, agree
 from checkpoint.generation import Generation
 
 
-def offer(memory: Sequence[tuple[int, int]] = (), disk: Sequence[tuple[int, int]] = (), world_size: int = 2) -> Offer:
-    """Memory and disk as pairs of attempt and step."""
+def offer(memory: Sequence[tuple[int, ...]] = (), disk: Sequence[tuple[int, ...]] = (), world_size: int = 2) -> Offer:
+    """Memory and disk as attempt, step and repeat."""
     return Offer(
         [Held(Generation(*one), world_size) for one in memory],
         [Held(Generation(*one), world_size) for one in disk],
@@ -74,12 +74,13 @@ def test_a_record_that_turns_out_damaged_is_passed_over_by_all_and_named() -> No
     assert choice.notes[1:] == ["rank 1: slot-0 is damaged", "rank 1: rank-00001 is damaged in bytes 0-7"]
 
 
-_generations = st.lists(st.tuples(st.integers(1, 2), st.integers(0, 4)), max_size=5, unique=True)
+_generation = st.builds(Generation, st.integers(1, 2), st.integers(0, 4), st.integers(0, 1))
+_generations = st.lists(_generation, max_size=5, unique=True)
 
 
 @given(st.lists(st.tuples(_generations, _generations), min_size=1, max_size=3))
 def test_the_choice_is_the_newest_that_everybody_has(
-    held: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]],
+    held: list[tuple[list[Generation], list[Generation]]],
 ) -> None:
     offers = [offer(memory, disk, len(held)) for memory, disk in held]
     choice = agree(msgspec.json.decode(msgspec.json.encode(offers), type=list[Offer]))

@@ -24,7 +24,7 @@ from checkpoint.errors import (
     NotEnoughSpace,
 )
 from checkpoint.generation import Generation
-from checkpoint.manifest import Part
+from checkpoint.manifest import Part, read_manifest
 from checkpoint.ownership import Identity
 from checkpoint.policy.interval import Attempt
 from checkpoint.policy.retention import Best, Retention
@@ -178,7 +178,11 @@ def test_latest_follows_attempt_before_step_and_never_goes_back(tmp_path: Path) 
     assert latest(tmp_path) == "step-0000000060.2"
     write_checkpoint(tmp_path, Generation(1, 110))
     assert latest(tmp_path) == "step-0000000060.2"
-    assert [one.generation for one in CheckpointDirectory(tmp_path).checkpoints()] == [(2, 60), (1, 110), (1, 100)]
+    assert [one.generation for one in CheckpointDirectory(tmp_path).checkpoints()] == [
+        Generation(2, 60),
+        Generation(1, 110),
+        Generation(1, 100),
+    ]
 
 
 def test_ranks_that_commit_at_once(tmp_path: Path) -> None:
@@ -234,6 +238,42 @@ def test_dead_savers_work_is_completed_and_cleaned_up(tmp_path: Path) -> None:
 
 
 # --- damage --------------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_of_the_first_release_is_read_and_written_as_then() -> None:
+    text = b"""{
+  "attempt": 2,
+  "step": 120,
+  "rank": 0,
+  "world_size": 2,
+  "num_bytes": 73400320,
+  "checksums": [
+    "00112233445566aa",
+    "00112233445566bb"
+  ],
+  "layout_digest": "abababababababababababababababab",
+  "metrics": {
+    "loss": 0.5
+  },
+  "time_s": 1700000000.25,
+  "chunk_bytes": 67108864,
+  "format": "safetensors",
+  "version": 1,
+  "itself": "5d40192c447da109"
+}
+"""
+    manifest = read_manifest(text, "golden")
+    assert manifest.part.generation == Generation(2, 120)
+    assert manifest.to_json() == text
+    again = Part(Generation(2, 120, repeat=1), 0, 2).manifest(1, ("0" * 16,), 0.0)
+    assert read_manifest(again.to_json(), "again").part.generation == Generation(2, 120, repeat=1)
+
+
+@pytest.mark.parametrize("name", ["step-0000000120.2.0", "step-120.2", "step-0000000120.2.01", "step-0000000120.2."])
+def test_a_checkpoint_has_one_name_only(name: str) -> None:
+    assert Generation.of_directory(name) is None
+    for generation in (Generation(2, 120), Generation(2, 120, 1), Generation(3, 10**11, 12)):
+        assert Generation.of_directory(generation.directory_name) == generation
 
 
 def spoil_torn_manifest(path: Path) -> str:
@@ -292,7 +332,7 @@ def test_a_spoilt_checkpoint_is_passed_over(tmp_path: Path, spoil: object, caplo
     write_checkpoint(tmp_path, Generation(1, 10), 2)
     write_checkpoint(tmp_path, Generation(1, 20), 2)
     rule = spoil(tmp_path / "step-0000000020.1")  # type: ignore[operator]
-    assert [one.generation for one in directory.checkpoints()] == [(1, 10)]
+    assert [one.generation for one in directory.checkpoints()] == [Generation(1, 10)]
     assert "step 20 of attempt 1 is passed over" in caplog.text
     with pytest.raises((DamagedCheckpoint, MissingRanks), match=rule):
         directory.read(Generation(1, 20), 0)
@@ -312,11 +352,11 @@ def test_a_flipped_bit_is_found_by_reading_and_remembered(tmp_path: Path) -> Non
         byte = stream.read(1)[0]
         stream.seek(4200)
         stream.write(bytes([byte ^ 4]))
-    assert directory.checkpoints()[0].generation == (1, 20)
+    assert directory.checkpoints()[0].generation == Generation(1, 20)
     directory.read(Generation(1, 20), 0).close()
     with pytest.raises(DamagedCheckpoint, match=r"rank-00001-of-00002\.safetensors is damaged .*bytes 0-"):
         directory.read(Generation(1, 20), 1)
-    assert [one.generation for one in directory.checkpoints()] == [(1, 10)]
+    assert [one.generation for one in directory.checkpoints()] == [Generation(1, 10)]
     with directory.read(Generation(1, 10), 1) as good:
         record = make_record(10 * 1000 + 1)
         assert {e.name: bytes(good.bytes_of(e)) for e in good.entries} == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import torch
 
 import checkpoint
 from checkpoint import Adaptive, Every, FlashCheckpointer, Options, Retention
+from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import (
     CheckpointError,
     DirectoryInUse,
@@ -379,6 +381,21 @@ def test_a_signal_asks_to_stop_and_the_programs_own_handler_runs(make: Any) -> N
         assert len(seen) == 2
     finally:
         signal.signal(signal.SIGUSR1, former)
+
+
+def test_a_step_that_is_saved_again_is_a_checkpoint_of_its_own(make: Any, tmp_path: Path) -> None:
+    with make(keep=Retention(keep_last=None)) as checkpointer:
+        for value in (1, 2, 3):
+            checkpointer.save(9, state_of(value))
+            assert checkpointer.wait(60)
+        checkpointer.save(10, state_of(4))
+    names = ["step-0000000009.1", "step-0000000009.1.1", "step-0000000009.1.2", "step-0000000010.1"]
+    found = CheckpointDirectory(tmp_path / "ckpt").checkpoints()
+    assert sorted(one.path.name for one in found) == names
+    assert [one.generation for one in found] == [(1, 10, 0), (1, 9, 2), (1, 9, 1), (1, 9, 0)]
+    shutil.rmtree(tmp_path / "ckpt" / names.pop())
+    with make() as checkpointer:
+        assert checkpointer.load().state["epoch"] == 3
 
 
 def test_a_jobs_saver_asks_to_stop(make: Any, memory: Path) -> None:

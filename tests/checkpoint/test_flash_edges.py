@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import FlashCheckpointer, Options, ownership
+from checkpoint import FlashCheckpointer, Loaded, Options, ownership
 from checkpoint.config import environment_of_saver, job_and_component
 from checkpoint.errors import CheckpointError, DirectoryInUse, OptionsError
 from checkpoint.flash.device import Copier
+from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
 from checkpoint.view import StoreView, find_stores
 
@@ -235,6 +237,41 @@ def test_an_error_in_one_ranks_program_while_it_restores_reaches_the_others(make
     assert isinstance(ended[1], RuntimeError)
     assert isinstance(ended[0], CheckpointError)
     assert str(ended[0]) == "rank 1: this loader has another data set"
+
+
+def test_a_step_that_is_saved_again_is_newer_everywhere_and_on_all_ranks(make: Any, memory: Path) -> None:
+    said: dict[int, bytes] = {}
+    barrier = threading.Barrier(2)
+    found: dict[int, list[Loaded | None]] = {0: [], 1: []}
+
+    def run(rank: int) -> None:
+        ranks = Pair(rank, said, barrier)
+        with make(ranks=ranks) as checkpointer:
+            checkpointer.save(7, state_of(1))
+            assert checkpointer.wait(60)
+            checkpointer.save(7, state_of(2))
+            assert checkpointer.stats().saved == Generation(1, 7, repeat=1)
+            found[rank].append(checkpointer.load())
+            checkpointer.close(keep_memory=True)
+        barrier.wait()
+        if rank == 1:
+            for one in find_stores([memory]):
+                if one.holder.rank == 1:
+                    shutil.rmtree(one.path)
+        barrier.wait()
+        with make(ranks=ranks) as checkpointer:
+            found[rank].append(checkpointer.load())
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    for rank in range(2):
+        assert [(one.step, float(one.state["w"][0])) for one in found[rank] if one] == [(7, 2), (7, 2)]
+    assert found[0][0] is not None
+    assert found[0][1] is not None
+    assert (found[0][0].sources, found[0][1].sources) == (("memory", "memory"), ("memory", "disk"))
 
 
 # Disks and directories

@@ -21,7 +21,7 @@ import torch
 from checkpoint import FlashCheckpointer, Options
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import DirectoryInUse, OptionsError
-from checkpoint.flash.handover import Watch
+from checkpoint.flash.watch import Watch
 from checkpoint.handover import Claim, living_request, read_request
 from checkpoint.ownership import Identity, history
 from checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide

@@ -176,9 +176,9 @@ def test_two_generations_are_kept_and_found(keeper: Keeper, source: Store) -> No
         save(source, step)
         assert keeper.keep(source) == Reply()
         assert keeper.keep(source) == Reply(is_there=True)
-    assert keeper.kept() == [(1, 30), (1, 20)]
+    assert keeper.kept() == [Generation(1, 30), Generation(1, 20)]
     assert [stat.S_IMODE(path.stat().st_mode) for path in keeper.files.replicas()] == [0o600, 0o600]
-    assert sorted(for_others(keeper.files)) == [(0, (1, 20), 2), (0, (1, 30), 2)]
+    assert sorted(for_others(keeper.files)) == [(0, Generation(1, 20), 2), (0, Generation(1, 30), 2)]
     assert keeper.files.num_bytes() > 2 * NUM_BYTES
     with keeper.connect() as channel:
         channel.send_message(Request("give", 0, Generation(1, 20)))
@@ -320,10 +320,10 @@ def test_what_is_not_what_was_saved_is_refused(
     save(source, 20)
     reply = keeper.keep(source, spoil)
     assert any(one in reply.error for one in error.split("|")), reply
-    assert keeper.kept() == [(1, 10)]
+    assert keeper.kept() == [Generation(1, 10)]
     save(source, 30)
     assert keeper.keep(source) == Reply()
-    assert keeper.kept() == [(1, 30), (1, 10)]
+    assert keeper.kept() == [Generation(1, 30), Generation(1, 10)]
 
 
 def test_a_record_that_is_cut_off_is_not_kept(keeper: Keeper, source: Store, wait_until: WaitUntil) -> None:
@@ -339,9 +339,9 @@ def test_a_record_that_is_cut_off_is_not_kept(keeper: Keeper, source: Store, wai
     with pytest.raises((ReplicaError, OSError)):
         keeper.keep(source, cut)
     wait_until(lambda: not keeper.service._keeping.locked(), TIMEOUT_S, "the end of the transfer")
-    assert keeper.kept() == [(1, 10)]
+    assert keeper.kept() == [Generation(1, 10)]
     assert keeper.keep(source) == Reply()
-    assert keeper.kept() == [(1, 20), (1, 10)]
+    assert keeper.kept() == [Generation(1, 20), Generation(1, 10)]
 
 
 def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
@@ -363,7 +363,7 @@ def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
         assert store.held() == []
         replicas.fetch(Generation(1, 10), [0, 1])
         (held,) = store.held()
-        assert held.header.generation == (1, 10)
+        assert held.header.generation == Generation(1, 10)
         with store.read(held) as fetched, Segment.open(source.held()[0].path) as saved:
             assert (bytes(fetched.payload), fetched.metadata) == (bytes(saved.payload), saved.metadata)
 
@@ -544,7 +544,7 @@ def test_a_saver_killed_at_any_point_leaves_the_old_or_the_new(pair: Pair, rank:
     pair.say(0, "save 20")
     assert savers[rank].wait(TIMEOUT_S) == -signal.SIGKILL
     kept = check_kept(StoreFiles(pair.stores[1]), 0)
-    assert kept[:1] in ([(1, 10)], [(1, 20)]) or point == "replica.listed:1"
+    assert kept[:1] in ([Generation(1, 10)], [Generation(1, 20)]) or point == "replica.listed:1"
     pair.saver(rank)
     pair.until_replicated(0, 20)
 

@@ -103,7 +103,7 @@ class FlashCheckpointer:
         identity = JobIdentity.of_this_process(f"{job}+{component}" if component else job)
         entry = Entry(self._directory, identity, keep or Retention(), takes_over(), options.hand_over_timeout_s)
         self._tenure = Tenure(self._directory, self._ranks, entry, replica=options.replica)
-        self._watch = Watch(self._directory, self._ranks)
+        self._watch = Watch(self._directory, self._ranks, self._asked_here)
         with contextlib.ExitStack() as undo:
             self._tenure.begin()
             undo.callback(self._directory.release)
@@ -276,7 +276,7 @@ class FlashCheckpointer:
         Args:
             step: steps of training that are done.
 
-        Once another job is to go on, it says so after every step, and `stopping` is true on all ranks after the same.
+        Once the program is to end, it says so after every step, and `stopping` is true on all ranks after the same.
         """
         self._check_open()
         self._check_owner()
@@ -288,15 +288,24 @@ class FlashCheckpointer:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal, the job's saver, or a job that goes on in place of this one has asked this process to end.
-        A program that looks here ends in its own time, and by then its newest generation is on disk. Look after
-        `should_save`: of a hand-over it is that which tells all ranks at the same step."""
-        return self._stop.is_set or self.stop_reason != ""
+        """Whether a signal, the job's saver, or a job that goes on in place of this one has asked the program to end.
+        A program that looks here ends in its own time, and by then its newest generation is on disk.
+
+        Of several ranks it is true on all of them after the same step, whichever was asked: look after `should_save`,
+        which is where they agree, about once a second. In a program that saves without asking `should_save`, each rank
+        knows only what it was asked itself."""
+        self._stop.promise()
+        return self.stop_reason != ""
 
     @property
     def stop_reason(self) -> str:
-        """Who has asked this process to end, beside signals; "" if nobody has."""
-        return self._watch.reason or (self._store.stop_reason() if self._is_open else "")
+        """Why `stopping` is true, in words; "" while it is not."""
+        is_agreed = self._ranks.world_size > 1 and (self._watch.has_looked or self._last is None)
+        return self._watch.reason or ("" if is_agreed else self._asked_here())
+
+    def _asked_here(self) -> str:
+        """Why this rank was asked to end; "" if it was not."""
+        return self._stop.reason or (self._store.stop_reason() if self._is_open else "")
 
     # Looking and ending
 
@@ -332,7 +341,7 @@ class FlashCheckpointer:
         except Exception as error:  # noqa: BLE001, of the copy's thread: the store is closed all the same
             _log.error("the last save_async is given up: %s", error)
         self._tenure.withdraw()
-        is_owner = self._tenure.attempt > 0 and not self._watch.reason
+        is_owner = self._tenure.attempt > 0 and not self._watch.hands_over
         saved, taker = self._saving.counts.saved, self._watch.taker
         if taker and saved and not keep_memory:
             timeout_s = self._options.close_timeout_s or self._options.hand_over_timeout_s

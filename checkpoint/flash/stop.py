@@ -35,7 +35,7 @@ class StopRequest:
         self.pid = os.getpid()
         self._is_watched = False
         self._is_removed = False
-        self._received: set[int] = set()
+        self._received: list[int] = []
 
     def install(self) -> None:
         """Begin to listen. Python lets only the main thread do so: in others nothing happens, and the log says so."""
@@ -59,16 +59,19 @@ class StopRequest:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     @property
-    def is_set(self) -> bool:
-        """Whether one of the signals has come. Who asks promises to end the program."""
+    def reason(self) -> str:
+        """Which signal came first; "" if none has."""
+        return f"{signal.Signals(self._received[0]).name} came" if self._received else ""
+
+    def promise(self) -> None:
+        """The program looks, and will end in its own time: SIGTERM does not end it."""
         self._is_watched = True
-        return bool(self._received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
         is_own = os.getpid() == self.pid
         is_first = number not in self._received
-        self._received.add(number)
+        self._received.append(number)
         if callable(previous):
             previous(number, frame)
         elif previous == signal.SIG_IGN:

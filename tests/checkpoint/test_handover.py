@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import torch
 from checkpoint import FlashCheckpointer, Options
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import DirectoryInUse, OptionsError
-from checkpoint.flash.watch import Watch
+from checkpoint.flash.watch import Watch, steps_until_next
 from checkpoint.handover import Claim, living_request, read_request
 from checkpoint.ownership import Identity, history
 from checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
@@ -177,10 +178,12 @@ class Jobs:
     def checkpoints(self) -> Path:
         return self.directory / "ckpt"
 
-    def begin(self, num_ranks: int, *jobs: tuple[str, Path | None, Mapping[str, str]]) -> None:
+    def begin(
+        self, num_ranks: int, *jobs: tuple[str, Path | None, Mapping[str, str]], last_rank: Sequence[str] = ()
+    ) -> None:
         """Start jobs: of each its id, a file that it waits for in the middle of training, more of its environment.
 
-        The second one starts when the first one has the directory.
+        The second one starts when the first one has the directory. The last ranks get more arguments.
         """
         assert self.zygote.stdin
         specs = []
@@ -191,6 +194,7 @@ class Jobs:
                 argv += [f"--wait-for={wait_for}"] if wait_for else []
                 if num_ranks > 1:
                     argv += ["--group", str(self.directory / f"group-{job}"), str(rank), str(num_ranks)]
+                argv += last_rank if rank == num_ranks - 1 else ()
                 after = {"HETSTREAM_TEST_AFTER": str(self.checkpoints / "owner.json")} if number else {}
                 specs.append((argv, {"SLURM_JOB_ID": job, **after, **environ}))
         print(json.dumps(specs), file=self.zygote.stdin, flush=True)
@@ -332,6 +336,31 @@ def test_an_owner_that_dies_meanwhile_is_a_crash_like_any_other(
     assert [first, *lines] == ["start 0", *true_lines[:done], start, *true_lines[saved:]]
 
 
+@pytest.mark.timeout(400)
+def test_a_taker_that_dies_when_the_owner_has_noticed_costs_no_step(
+    jobs: Jobs, truth: Callable[[int], Jobs], wait_until: WaitUntil
+) -> None:
+    undisturbed = truth(1)
+    fault = {"HETSTREAM_CKPT_FAULT": f"handover.heard:1:stop:{jobs.marker}"}
+    jobs.begin(1, ("41", jobs.request, fault), ("42", None, TAKER))
+    wait_until(lambda: jobs.marker.exists() and jobs.marker.read_text(), 120, "the owner's look")
+    request = read_request(jobs.checkpoints)
+    assert request is not None
+    os.kill(request.taker.pid, signal.SIGKILL)
+    wait_until(lambda: is_dead(request.taker.pid), 60, "the taker's death")
+    os.kill(int(jobs.marker.read_text()), signal.SIGCONT)
+    assert jobs.codes() == [0, -9]
+    done = jobs.result()["step"]
+    assert 0 < done < STEPS
+    assert living_request(jobs.checkpoints) is None
+    jobs.begin(1, ("43", None, {}))
+    assert jobs.codes() == [0]
+    lines = jobs.ledger()
+    lines.remove(f"start {done}")
+    assert lines == undisturbed.ledger()
+    assert jobs.result() == undisturbed.result()
+
+
 def is_dead(pid: int) -> bool:
     """Whether a process has ended; its parent need not have noticed."""
     try:
@@ -362,19 +391,27 @@ class Group:
         return answers
 
 
-def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: CheckpointDirectory) -> None:
+@pytest.mark.parametrize("who", ["another job", 0, 2])
+def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: CheckpointDirectory, who: object) -> None:
     group, stops = Group(3), [0, 0, 0]
+    asked = ["", "", ""]
 
     def train(rank: int) -> None:
-        watch = Watch(held, group.member(rank))
+        watch = Watch(held, group.member(rank), lambda: asked[rank])
         for step in range(1, 2000):
-            if rank == 0 and step == 500:
+            if step == 500 and who == rank:
+                asked[rank] = "SIGTERM came"
+            if step == 500 and (who, rank) == ("another job", 0):
                 claims.append(Claim(held.path, Identity("42", "node2", 7)))
                 claims[0].ask(held.attempt, 0.0)
             if watch.is_asked(step):
                 stops[rank] = step
-                assert (watch.taker is not None) == (rank == 0)
-                assert "job 42" in watch.reason
+                assert watch.is_asked(step + 1)
+                assert watch.hands_over == (who == "another job")
+                assert (watch.taker is not None) == (watch.hands_over and rank == 0)
+                assert watch.reason == (
+                    "hand-over to job 42 on node2, process 7" if claims else f"rank {who}: SIGTERM came"
+                )
                 return
 
     claims: list[Claim] = []
@@ -383,6 +420,34 @@ def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: Checkp
         thread.start()
     for thread in threads:
         thread.join(60)
-    claims[0].withdraw()
+    for claim in claims:
+        claim.withdraw()
     assert stops[0] >= 500
     assert len({*stops}) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "elapsed_s", "expected"),
+    [(1, 0.0, 2), (4, 0.01, 8), (64, 0.1, 100), (8, 0.8, 10), (10, 5.0, 2), (1, 30.0, 1)],
+)
+def test_the_next_look_is_about_a_second_away(num_steps: int, elapsed_s: float, expected: int) -> None:
+    assert steps_until_next(num_steps, elapsed_s) == expected
+
+
+@pytest.mark.timeout(400)
+def test_a_signal_to_one_of_two_ranks_ends_both_after_the_same_step(jobs: Jobs, truth: Callable[[int], Jobs]) -> None:
+    undisturbed = truth(2)
+    jobs.begin(2, ("41", None, {}), last_rank=["--term-at=20"])
+    assert jobs.codes() == [0, 0]
+    first, second = jobs.result(0)["step"], jobs.result(1)["step"]
+    assert 20 <= first == second < STEPS
+    newest = CheckpointDirectory(jobs.checkpoints).newest()
+    assert newest is not None
+    assert newest.step == first, "what was trained is saved"
+    jobs.begin(2, ("43", None, {}))
+    assert jobs.codes() == [0, 0]
+    for rank in range(2):
+        ledger = jobs.ledger(rank)
+        ledger.remove(f"start {first}")
+        assert ledger == undisturbed.ledger(rank)
+        assert jobs.result(rank) == undisturbed.result(rank)

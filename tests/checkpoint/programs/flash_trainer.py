@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--group", nargs=3, metavar=("FILE", "RANK", "SIZE"))
     parser.add_argument("--shared-memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--kill-at", type=int, default=0, help="after this step")
+    parser.add_argument("--term-at", type=int, default=0, help="SIGTERM to this rank alone, after this step")
     parser.add_argument("--resizes", action="store_true", help="the number of ranks may change")
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--step-s", type=float, default=0.0, help="each step takes so much longer")
@@ -129,6 +130,8 @@ def main() -> None:
                     while not options.wait_for.exists():
                         time.sleep(0.01)
                 step += 1
+                if step == options.term_at:
+                    os.kill(os.getpid(), signal.SIGTERM)
                 mine.write(json.dumps([step, indices.tolist()]) + "\n")
                 if checkpointer.should_save(step):
                     save = checkpointer.save_async if options.asynchronous else checkpointer.save

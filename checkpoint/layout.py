@@ -105,23 +105,6 @@ class Layout:
     digest: str
     encoded: bytes = field(repr=False, compare=False)
 
-    @property
-    def region_a(self) -> list[Entry]:
-        """The entries of region A by offset: back to back, without holes."""
-        return [entry for entry in self.entries if _is_in_region_a(entry.num_bytes)]
-
-    @property
-    def region_b(self) -> list[Entry]:
-        """The entries of region B by offset: by falling item size."""
-        return sorted(
-            (entry for entry in self.entries if not _is_in_region_a(entry.num_bytes)), key=lambda entry: entry.offset
-        )
-
-    @property
-    def packed_bytes(self) -> int:
-        """Size of all tensors without holes: what the data of a file takes."""
-        return sum(entry.num_bytes for entry in self.entries)
-
     def to_json(self) -> bytes:
         """What `from_json` reads."""
         return self.encoded

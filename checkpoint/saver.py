@@ -98,6 +98,7 @@ class StoreSaver:
         self._seen_newest: Generation | None = None
         self._mine: set[Generation] = set()
         self._damaged: set[Generation] = set()
+        self._unreadable: set[SlotContent] = set()
         self._retry_s = 0.0
         self._not_before_s = 0.0
         self._reporting = threading.Lock()
@@ -117,7 +118,8 @@ class StoreSaver:
         Returns:
             Whether something was done; then there may be more.
         """
-        held = {content.header.generation: content for content in reversed(self.view.generations())}
+        found = [content for content in self.view.generations() if content not in self._unreadable]
+        held = {content.header.generation: content for content in reversed(found)}
         self.is_waiting = bool(held)
         if not held or time.monotonic() < self._not_before_s:
             return False
@@ -131,13 +133,13 @@ class StoreSaver:
                 return False
             reach("saver.chosen")
             _log.debug("%s turn=%s: %s", self, turn.generation, turn.reason)
-            self._persist(held[turn.generation])
+            try:
+                with held[turn.generation].open() as segment:
+                    self._persist(segment)
+            except DamagedSegment as error:
+                return self._pass_over(held[turn.generation], error)
             reach("saver.written")
             self._commit_written(held)
-        except DamagedSegment as error:
-            # The trainer was faster; there is a newer one.
-            _log.debug("%s: %s", self, error)
-            return False
         except (OSError, CheckpointError) as error:
             self._fail(error)
             return False
@@ -243,15 +245,25 @@ class StoreSaver:
                 self._clean_up()
         return newest
 
-    def _persist(self, content: SlotContent) -> None:
+    def _pass_over(self, content: SlotContent, error: DamagedSegment) -> bool:
+        """Whether a generation that could not be read is damaged, so that an older one has to do.
+
+        If it is not, the trainer was faster, and there is a newer one.
+        """
+        is_spoilt = _is_spoilt(content)
+        if is_spoilt:
+            self._unreadable.add(content)
+        _log.log(logging.WARNING if is_spoilt else logging.DEBUG, "%s: %s", self, error)
+        return is_spoilt
+
+    def _persist(self, segment: Segment) -> None:
         began_s = time.monotonic()
-        with content.open() as segment:
-            part, plan = _plan_part(segment)
-            self._report(persisting=part.generation)
-            if self._is_ending():
-                _log.info("%s generation=%s: the last %d bytes go to disk", self, part.generation, plan.num_bytes)
-            commit.write_part(self.directory, part, plan, segment.payload, self._progress(plan.num_bytes))
-            serial = segment.header.serial
+        part, plan = _plan_part(segment)
+        self._report(persisting=part.generation)
+        if self._is_ending():
+            _log.info("%s generation=%s: the last %d bytes go to disk", self, part.generation, plan.num_bytes)
+        commit.write_part(self.directory, part, plan, segment.payload, self._progress(plan.num_bytes))
+        serial = segment.header.serial
         self._mine.add(part.generation)
         persist_s = time.monotonic() - began_s
         skipped = max(0, serial - self._serial - 1) if self._serial else 0
@@ -317,6 +329,18 @@ def _plan_part(segment: Segment) -> tuple[Part, FilePlan]:
     part = Part(header.generation, record.rank, record.world_size, header.layout_digest, record.metrics, record.format)
     keys = None if record.rank == 0 else record.own
     return part, plan_part(part.format, layout.entries, record, segment.payload, keys)
+
+
+def _is_spoilt(content: SlotContent) -> bool:
+    """Whether a generation that could not be read is there, unwritten to, and cannot be read."""
+    with contextlib.suppress(DamagedSegment), content.lock():
+        if SlotContent.of(content.path) != content:
+            return False
+        try:
+            Segment.open(content.path).close()
+        except DamagedSegment:
+            return True
+    return False
 
 
 class Saver:

@@ -1,7 +1,6 @@
 """One slot file: a generation in memory that describes itself, so that any process can take it up.
 
     offset 0     header: what it is, its state, generation, sizes and their checksum
-    2048         seal: the payload's checksum, written later by the saver
     4096         metadata: layout and structure, see `join_metadata`
     next page    payload
 
@@ -34,14 +33,11 @@ VERSION = 2
 PAGE_BYTES = 4096
 MAX_METADATA_BYTES = 1 << 30
 _MAGIC = b"HETCKPT\n"
-_SEAL_OFFSET = 2048
 _STATE_OFFSET, _STATE_END = 8, 12
 # magic, state, version, attempt, step, repeat, serial, layout digest, boot,
 # metadata bytes, checksum and capacity, payload bytes and capacity; then the checksum of these
 _FIELDS = struct.Struct("<8sIIQQQQ16s16sQQQQQ")
 _WORD = struct.Struct("<Q")
-# serial of the generation and its payload's checksum; then the checksum of these
-_SEAL = struct.Struct("<QQ")
 # A call of the kernel for more would hold up threads that map memory, and begin anew at a signal.
 _STRIDE_BYTES = 64 << 20
 # From linux/mman.h, since Linux 5.14.
@@ -157,7 +153,7 @@ class Segment:
         Raises:
             DamagedSegment: it is no slot file of this user, boot and version, or holds no complete generation.
         """
-        descriptor, size = _open(path, os.O_RDWR)
+        descriptor, size = _open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
             segment = cls(path, descriptor, size, writable)
         except BaseException:
@@ -203,14 +199,6 @@ class Segment:
         header = self.header
         offset = PAGE_BYTES + header.metadata_capacity_bytes
         return self._view[offset : offset + header.payload_bytes]
-
-    @property
-    def payload_checksum(self) -> int | None:
-        """XXH3 of the payload, if the saver has set it for the generation that is here."""
-        raw = bytes(self._view[_SEAL_OFFSET : _SEAL_OFFSET + _SEAL.size])
-        (check,) = _WORD.unpack_from(self._view, _SEAL_OFFSET + _SEAL.size)
-        serial, value = _SEAL.unpack(raw)
-        return int(value) if check == checksum(raw) and serial == self.header.serial else None
 
     def begin(self, payload_bytes: int) -> None:
         """Mark the slot as being written. What it held is given up.
@@ -270,11 +258,6 @@ class Segment:
                 payload_capacity_bytes=header.payload_capacity_bytes,
             )
         )
-
-    def set_checksum(self, xxh3: int) -> None:
-        """Write down the payload's checksum, for the generation that is here now. For the saver, which locks it."""
-        raw = _SEAL.pack(self.header.serial, xxh3)
-        os.pwrite(self._descriptor, raw + _WORD.pack(checksum(raw)), _SEAL_OFFSET)
 
     def populate(self) -> None:
         """Enter all pages into this process's page tables now instead of at the first copy. Changes no byte.

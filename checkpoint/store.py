@@ -211,11 +211,6 @@ class Store:
         """Its directory, for the saver."""
         return self._files.path
 
-    @property
-    def in_fallback(self) -> list[Path]:
-        """Slots that are no shared memory but files in the fallback directory."""
-        return [slot.path for slot in self._slots if slot.path.is_symlink()]
-
     def held(self) -> list[SlotContent]:
         """The complete generations, newest first."""
         contents = [content for slot in self._slots if (content := slot.content())]

@@ -9,19 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.errors import DamagedSegment, ForeignOwner, StoreInUse
+from checkpoint.errors import ForeignOwner, StoreInUse
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
-from checkpoint.segment import Segment
 from checkpoint.store_files import Holder, SaverStatus, SlotContent, StoreFiles, list_stores, stores_prefix
 
-# The trainer may publish while the slots are looked at.
-_TRIES_EACH = 3
-_TRIES = 9
 _PIPE_BYTES = 1 << 16
 # Whoever looks whether a saver lives holds its lock for a moment.
 _GRACE_S, _POLL_S = 0.1, 0.002
@@ -103,23 +99,6 @@ class StoreView:
     def generations(self) -> list[SlotContent]:
         """The complete generations, newest first."""
         return self.files.complete()
-
-    @contextlib.contextmanager
-    def newest_unpersisted(self) -> Iterator[Segment | None]:
-        """The newest generation if it is newer than what is persisted, else None. It stays as it is meanwhile."""
-        with contextlib.ExitStack() as held:
-            yield self._hold_newest(held)
-
-    def _hold_newest(self, held: contextlib.ExitStack) -> Segment | None:
-        for attempt in range(_TRIES):
-            persisted = self.persisted
-            newer = [one for one in self.files.complete() if persisted is None or one.header.generation > persisted]
-            if not newer:
-                return None
-            # One that was overwritten since it was looked at has a newer beside it; a damaged one has at best an older.
-            with contextlib.suppress(DamagedSegment):
-                return held.enter_context(newer[min(attempt // _TRIES_EACH, len(newer) - 1)].open())
-        return None
 
     def ask_to_stop(self, reason: str) -> None:
         """Ask the trainer to save once more and to end: its job will end soon.

@@ -19,7 +19,6 @@ from checkpoint.formats.torch_pickle import pickle_record
 from checkpoint.layout import Entry, TensorSpec, from_json, lay_out
 from checkpoint.structure import Record
 
-SUFFIX = ".pt"
 # torch takes any folder; this is the one that it names itself when it does not know the file's name.
 _FOLDER = "archive/"
 _LAYOUT, _STRUCTURE = "hetstream/layout.json", "hetstream/structure.json"

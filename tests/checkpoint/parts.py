@@ -33,7 +33,7 @@ class Record:
 
     @property
     def plan(self) -> FilePlan:
-        return plan_file([*self.layout.region_a, *self.layout.region_b], {"step": "120"})
+        return plan_file(self.layout.entries, {"step": "120"})
 
     def bytes_of(self, name: str) -> bytes:
         entry = next(entry for entry in self.layout.entries if entry.name == name)

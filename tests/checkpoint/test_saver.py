@@ -165,7 +165,7 @@ def test_the_newest_generation_gets_to_disk_and_the_trainer_is_told(bench: Bench
     bench.saver(trainer.store)
     for step in (10, 20):
         trainer.say(f"save {step}")
-        bench.until(lambda step=step: bench.status(trainer.store).persisted == (1, step), "the status")
+        bench.until(lambda step=step: bench.status(trainer.store).persisted == Generation(1, step), "the status")
     bench.check_whole((1, 20))
     status = bench.status(trainer.store)
     assert (status.num_persisted, status.num_failed, status.error) == (2, 0, "")
@@ -195,14 +195,35 @@ def test_a_killed_trainers_newest_generation_gets_to_disk_and_stays_in_memory(be
     saver.send_signal(signal.SIGCONT)
     assert saver.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 20))
-    assert [one.header.generation for one in StoreView(trainer.store).generations()] == [(1, 20), (1, 10)]
+    assert [one.header.generation for one in StoreView(trainer.store).generations()] == [
+        Generation(1, 20),
+        Generation(1, 10),
+    ]
     # The next trainer finds it, and its saver knows that it is on disk.
     again = bench.trainer(attempt=2)
     assert again.store == trainer.store
     bench.saver(again.store)
     again.say("save 21")
     bench.until_committed((2, 21))
-    assert commit.committed(bench.directory) == [(2, 21), (1, 20)]
+    assert commit.committed(bench.directory) == [Generation(2, 21), Generation(1, 20)]
+
+
+def test_a_damaged_generation_in_memory_does_not_hide_an_older_one(bench: Bench) -> None:
+    trainer = bench.trainer()
+    for step in (11, 12):
+        trainer.say(f"save {step}")
+    newest = StoreView(trainer.store).generations()[0]
+    with newest.path.open("r+b") as file:
+        file.seek(4096 + 20)
+        file.write(b"?")
+    saver = bench.saver(trainer.store)
+    bench.until_committed((1, 11))
+    assert f"{newest.path}: the metadata of step 12 of attempt 1 is damaged" in bench.said()
+    trainer.say("save 13")
+    bench.until_committed((1, 13))
+    trainer.say("close")
+    trainer.kill()
+    assert saver.wait(TIMEOUT_S) == 0
 
 
 def test_sigterm_brings_the_newest_to_disk(bench: Bench) -> None:
@@ -344,7 +365,9 @@ def test_retention_by_the_savers(bench: Bench) -> None:
         for trainer in trainers:
             trainer.say(f"save {step}")
         bench.until_committed((1, step))
-    bench.until(lambda: commit.committed(bench.directory) == [(1, 5), (1, 4)], "the removal of the others")
+    bench.until(
+        lambda: commit.committed(bench.directory) == [Generation(1, 5), Generation(1, 4)], "the removal of the others"
+    )
     directory.release()
 
 
@@ -424,7 +447,7 @@ def test_a_saver_killed_while_it_removes(bench: Bench, point: str) -> None:
     bench.until_committed((1, 10))
     trainer.say("save 20")
     assert killed.wait(TIMEOUT_S) == -signal.SIGKILL
-    assert [one.generation for one in directory.checkpoints()] == [(1, 20)]
+    assert [one.generation for one in directory.checkpoints()] == [Generation(1, 20)]
     bench.saver(trainer.store)
     bench.until(lambda: not bench.left_over(), "the removal")
     bench.check_whole((1, 20), num_bytes=MIB)
@@ -463,7 +486,7 @@ def test_a_disk_that_gets_full_leaves_the_old_step_and_no_garbage(bench: Bench, 
     bench.until(lambda: bench.status(trainer.store).num_failed, "the failure")
     second.send_signal(signal.SIGSTOP)
     assert "No space left on device" in bench.status(trainer.store).error
-    assert commit.committed(bench.directory) == [(1, 10)]
+    assert commit.committed(bench.directory) == [Generation(1, 10)]
     assert bench.left_over() == []
     # There is room again: it goes on by itself.
     second.send_signal(signal.SIGCONT)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.checksum import checksum
 from checkpoint.errors import DamagedSegment, OptionsError
 from checkpoint.generation import Generation
 from checkpoint.segment import (
@@ -61,15 +60,6 @@ def test_another_mapping_sees_what_was_published(complete: Segment, path: Path) 
 
 def test_the_payload_begins_on_a_page(complete: Segment, path: Path) -> None:
     assert path.read_bytes().index(PAYLOAD) % PAGE_BYTES == 0
-
-
-def test_the_payloads_checksum_belongs_to_one_publication(complete: Segment, path: Path) -> None:
-    with Segment.open(path) as read:
-        assert read.payload_checksum is None
-        read.set_checksum(checksum(read.payload))
-        assert read.payload_checksum == complete.payload_checksum == checksum(PAYLOAD)
-        fill(complete, Generation(2, 130), 8)
-        assert read.payload_checksum is None
 
 
 def test_a_payload_may_be_smaller_than_its_room_and_not_larger(complete: Segment) -> None:

@@ -22,6 +22,7 @@ from checkpoint.generation import Generation
 from checkpoint.store import Store
 from checkpoint.store_files import Identity, SaverStatus
 from checkpoint.view import StoreView, find_stores
+from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, save, size_at
 from tests.checkpoint.test_store import ROOT, identity, running, shared_memory, start, steps
 
@@ -194,7 +195,7 @@ def test_a_saver_takes_up_what_a_dead_trainer_held(identity: Identity, shared_me
     with StoreView(found.path) as view:
         assert not view.trainer_alive()
         assert not view.closed
-        with view.newest_unpersisted() as segment:
+        with newest_unpersisted(view) as segment:
             assert segment is not None
             assert check(segment) == 5
         view.report(SaverStatus(pid=os.getpid(), persisted=Generation(1, 5)))

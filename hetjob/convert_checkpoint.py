@@ -19,6 +19,8 @@ from hetjob.spec import JobSpec
 
 # One slot is written while one is persisted and one holds the newest: then no save ever waits.
 NUM_SLOTS = 3
+# What a host keeps for a rank of another: the newest whole one, and the one that comes.
+NUM_REPLICA_SLOTS = 2
 
 
 def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[SbatchOption], list[Change]]:
@@ -34,7 +36,10 @@ def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[Sb
     overrides: list[SbatchOption] = []
     changes: list[Change] = []
     tasks = tasks_per_node(options)
-    why = f"{NUM_SLOTS} slots of {spec.checkpoint_size} in /dev/shm for each of {tasks} trainer task(s) of a node"
+    num_slots = NUM_SLOTS + NUM_REPLICA_SLOTS * spec.checkpoint_replicas
+    of_others = f", {NUM_REPLICA_SLOTS} of them for another host's replicas" if spec.checkpoint_replicas else ""
+    why = f"{num_slots} slots of {spec.checkpoint_size} in /dev/shm for each of {tasks} trainer task(s) of a node"
+    why += of_others
     # What one unit of the option must hold more; --mem-per-cpu and --mem-per-gpu are counted for one task.
     cpus = Fraction(
         options.number("cpus-per-task") or (options.number("cpus-per-gpu") or 1) * gpus_per_task(options) or 1
@@ -47,7 +52,7 @@ def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[Sb
     asked = next((item for item in reversed(options.items) if item.name in shares), None)
     present_mb = megabytes(asked.value or "") if asked else None
     if asked and present_mb:
-        value = memory_words(present_mb + float(NUM_SLOTS * size_mb * shares[asked.name]))
+        value = memory_words(present_mb + float(num_slots * size_mb * shares[asked.name]))
         overrides.append(SbatchOption(asked.name, value, "hetstream", (f"--{asked.name}={value}",)))
         changes.append(Change(f"trainer: --{asked.name}={value} (was {asked.value}, {asked.origin})", why))
     else:

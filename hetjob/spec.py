@@ -70,6 +70,9 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "checkpoint-size": DirectiveOption(
         "SIZE", "state of one trainer task, rounded up (`8G`)", "required with --checkpoint"
     ),
+    "checkpoint-replicas": DirectiveOption(
+        "N", "1: the program keeps replicas on other hosts (`Options(replica=True)`), which take memory too", "0"
+    ),
 }
 
 
@@ -91,6 +94,7 @@ class JobSpec:
         trainer_cpus: CPUs of one trainer task, or None for 2 per GPU.
         checkpoint: checkpoint directory as written, or None for a job without savers.
         checkpoint_size: what one trainer task saves, as Slurm writes sizes.
+        checkpoint_replicas: other hosts that keep what one trainer task saves, 0 or 1.
         data_worker_threads: threads of each process of a data worker, which has so many times fewer of them than CPUs.
     """
 
@@ -105,6 +109,7 @@ class JobSpec:
     trainer_cpus: int | None = None
     checkpoint: str | None = None
     checkpoint_size: str | None = None
+    checkpoint_replicas: int = 0
     data_worker_threads: int = 1
     data_worker_smallest_cpus: int | None = None
     data_worker_cooldown: int | None = None
@@ -115,6 +120,8 @@ class JobSpec:
         problems = [] if enough else [f"--data-workers={low}-{high}: {_COUNTS_RULE}"]
         if (self.checkpoint is None) != (self.checkpoint_size is None):
             problems.append(_CHECKPOINT_RULE)
+        if self.checkpoint_replicas and self.checkpoint is None:
+            problems.append(f"--checkpoint-replicas={self.checkpoint_replicas}: only with --checkpoint=DIR")
         cpus, threads = self.data_worker_cpus, self.data_worker_threads
         if cpus > 0 and threads > 0 and cpus % threads:
             problems.append(f"--data-worker-threads={threads}: must divide --data-worker-cpus={cpus}")
@@ -140,6 +147,8 @@ class JobSpec:
 
 def _broken_rule(option: str, value: int | str) -> str | None:
     """The rule that one option's value breaks, in words; --data-workers has two values and its own rule."""
+    if option == "checkpoint-replicas":
+        return None if value in (0, 1) else "0 or 1, as one other host keeps each generation"
     if isinstance(value, int):
         if option == "data-worker-threads" and value > MAX_THREADS:
             return f"at most {MAX_THREADS}"
@@ -173,7 +182,7 @@ def parse_value(name: str, text: str) -> dict[str, Any]:
             raise ValueError("at least 1")
         return {"data_worker_cpus": int(match[2]), "data_worker_smallest_cpus": int(match[1]) if match[1] else None}
     value: int | str = text
-    if name in ("data-worker-threads", "data-worker-cooldown", "trainer-cpus"):
+    if name in ("data-worker-threads", "data-worker-cooldown", "trainer-cpus", "checkpoint-replicas"):
         if not (text.isascii() and text.isdigit()):
             raise ValueError("write a whole number")
         value = int(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from hetjob import convert as limits
@@ -225,6 +227,13 @@ def test_the_memory_of_checkpoints_counts(sbatch: str, kept: str) -> None:
     assert "3 slots of 8G in /dev/shm" in plan.changes[0].why
     assert plan.master_options is None
     assert plan.saver_options == ("--checkpoint=ckpt",)
+
+
+def test_the_memory_of_replicas_counts_too() -> None:
+    plan = plan_of("--mem=64G -N2 --ntasks-per-node=2", spec=dataclasses.replace(CHECKPOINT, checkpoint_replicas=1))
+    assert plan.components[0].options == ("--mem=144G", "--requeue")
+    assert "5 slots of 8G in /dev/shm" in plan.changes[0].why
+    assert "2 of them for another host's replicas" in plan.changes[0].why
 
 
 @pytest.mark.parametrize(

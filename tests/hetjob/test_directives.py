@@ -134,6 +134,8 @@ def test_a_spec_keeps_the_same_rules() -> None:
         ("--checkpoint=ckpt", "--checkpoint=DIR and --checkpoint-size=SIZE belong together"),
         ("--checkpoint-size=8G", "--checkpoint=DIR and --checkpoint-size=SIZE belong together"),
         ("--checkpoint=ckpt --checkpoint-size=big", "line 2: --checkpoint-size=big: a size such as 16G"),
+        ("--checkpoint=ckpt --checkpoint-size=8G --checkpoint-replicas=2", "--checkpoint-replicas=2: 0 or 1"),
+        ("--data-workers=2 --checkpoint-replicas=1", "--checkpoint-replicas=1: only with --checkpoint=DIR"),
         ("--checkpoint=ckpt --checkpoint-size=8G --trainer-cpus=2", "--data-workers=MIN[-MAX] is missing"),
         ("--checkpiont=ckpt --checkpoint-size=8G", "did you mean --checkpoint?"),
         ("", "line 2: #HETSTREAM without an option"),

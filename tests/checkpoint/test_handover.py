@@ -336,6 +336,7 @@ def test_an_owner_that_dies_meanwhile_is_a_crash_like_any_other(
     assert [first, *lines] == ["start 0", *true_lines[:done], start, *true_lines[saved:]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_taker_that_dies_when_the_owner_has_noticed_costs_no_step(
     jobs: Jobs, truth: Callable[[int], Jobs], wait_until: WaitUntil
@@ -391,7 +392,7 @@ class Group:
         return answers
 
 
-@pytest.mark.parametrize("who", ["another job", 0, 2])
+@pytest.mark.parametrize("who", ["another job", pytest.param(0, marks=pytest.mark.slow), 2])
 def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: CheckpointDirectory, who: object) -> None:
     group, stops = Group(3), [0, 0, 0]
     asked = ["", "", ""]

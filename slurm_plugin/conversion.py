@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetjob.convert import check_cluster, convert
+from hetjob.convert import MissingPartition, check_cluster, convert
 from hetjob.directives import from_command_line, is_own, late_directives, near_misses, read_directives, read_spec
 from hetjob.errors import SlurmCommandError, UsageError
 from hetjob.plan import HetPlan
@@ -75,9 +75,14 @@ def convert_script(
     if b"\r\n" in body:
         raise UsageError(f"{name}: the lines end in CR LF (DOS), which sbatch refuses. Run: sed -i 's/\\r$//' {name}")
     options = [*from_environment(environ), *(option for option in command_line if not is_own(option.name))]
-    cluster = _ask(client, options)
+    cluster, silence = _ask(client, options)
     check_cluster(spec, cluster)
-    plan = convert(spec, text, name, command_line=options, default_partition=cluster.default_partition)
+    try:
+        plan = convert(spec, text, name, command_line=options, default_partition=cluster.default_partition)
+    except MissingPartition as exc:
+        if silence is None:
+            raise
+        raise MissingPartition(f"{exc}. Slurm was asked: {silence}") from silence
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
 
 
@@ -108,10 +113,11 @@ def options_behind(body: bytes, arguments: Sequence[str]) -> list[SbatchOption]:
     return [] if rest else options
 
 
-def _ask(client: SlurmClient, options: Sequence[SbatchOption]) -> Cluster:
+def _ask(client: SlurmClient, options: Sequence[SbatchOption]) -> tuple[Cluster, SlurmCommandError | None]:
+    """The cluster as far as it is known, and why no more."""
     if SbatchOptions(tuple(options)).has("clusters"):
-        return _UNKNOWN_CLUSTER  # the job goes to another cluster, which this one's sinfo does not show
+        return _UNKNOWN_CLUSTER, None  # the job goes to another cluster, which this one's sinfo does not show
     try:
-        return client.cluster()
-    except SlurmCommandError:
-        return _UNKNOWN_CLUSTER
+        return client.cluster(), None
+    except SlurmCommandError as exc:
+        return _UNKNOWN_CLUSTER, exc

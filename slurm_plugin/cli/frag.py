@@ -107,6 +107,8 @@ def _lines(found: Fragmentation) -> list[str]:
         f"{gib(total('memory_free_mb'))} of {gib(total('memory_mb'))} GiB on {len(found.nodes):,} node(s)"
     ]
     if not found.gpu_nodes:
+        if any(node.gpus for node in found.left_out):
+            return [*lines, "no node in use has GPUs: there is no indicator. Check: sinfo -R"]
         return [*lines, "no node has GPUs: there is no indicator. Check: scontrol show node | grep Gres"]
     mean_abs, mean = found.mean_abs_indicator or 0.0, found.mean_indicator or 0.0
     return [

@@ -99,7 +99,10 @@ def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:
 
 
 def _order(job: Job) -> tuple[bool, int, int]:
-    return (job.is_pending, job.het.het_job_id if job.het else job.array_job_id or job.job_id, job.job_id)
+    # The last task of an array to start keeps the array's own number: job ids are not in the order of tasks.
+    if job.het:
+        return (job.is_pending, job.het.het_job_id, job.het.offset)
+    return (job.is_pending, job.array_job_id or job.job_id, int(job.array_tasks) if job.array_tasks.isdigit() else -1)
 
 
 def _row(job: Job, now_s: float, explainer: Explainer) -> Row:

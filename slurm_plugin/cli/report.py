@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """Read the cluster once, and write."""
     if args.html and not Path(args.html).parent.is_dir():
         raise UsageError(f"--html={args.html}: there is no directory {Path(args.html).parent}")
+    if args.html and Path(args.html).is_dir():
+        raise UsageError(f"--html={args.html}: is a directory. Name a file, such as {Path(args.html, 'cluster.html')}")
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
         snapshot = CommandSlurm().snapshot()

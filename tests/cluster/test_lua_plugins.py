@@ -187,6 +187,7 @@ def test_what_is_not_to_be_converted_passes_unchanged(release: str, clusters: Ca
     pair = SHORT.replace(DIRECTIVE, f"#SBATCH hetjob\n#SBATCH --partition=cpu\n{DIRECTIVE}")
     wrong = SHORT.replace("--data-workers=1", "--data-workers=many")
     directory = cluster.directory("unchanged", plain=plain, short=SHORT, pair=pair, wrong=wrong)
+    (directory / "short.sbatch").chmod(0o755)
     silent: list[tuple[tuple[str, ...], str, int]] = [
         (("sbatch", "--wait", "plain.sbatch"), "", 4),
         (("sbatch", "--wait", "--output=stdin.out"), SHORT, 3),
@@ -196,6 +197,10 @@ def test_what_is_not_to_be_converted_passes_unchanged(release: str, clusters: Ca
     for argv, stdin, code in silent:
         done = cluster.run(directory, *argv, stdin=stdin)
         assert (done.returncode, done.stderr) == (code, ""), argv
+    for program in ("srun", "salloc"):
+        done = cluster.run(directory, program, "--gpus=1", "./short.sbatch")
+        assert (done.returncode, done.stdout) == (3, "service=\n"), program  # as a program, without data workers
+        assert "hetstream" not in done.stderr
     told = [
         (("--array=0-1", "short.sbatch"), "JobArrayNotSupported"),
         (("pair.sbatch",), "AlreadyHeterogeneous"),

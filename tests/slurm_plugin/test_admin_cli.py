@@ -6,12 +6,13 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from recorded import Recorded, hours_ago
+from recorded import Recorded, hours_ago, job
 
 FIXTURES = Path(__file__).with_name("fixtures")
 VERSIONS = ("22.05", "24.11", "26.05")
@@ -103,6 +104,7 @@ def test_an_answer_of_another_form(tmp_path: Path, line: str) -> None:
         ("util --start now+1hour", "must be"),
         ("why x", "job id 'x': must be N, N+COMPONENT or N_TASK"),
         ("jobs 41 y", "job id 'y'"),
+        ("report --html .", "--html=.: is a directory. Name a file, such as cluster.html"),
     ],
 )
 def test_a_wrong_command_line(tmp_path: Path, line: str, text: str) -> None:
@@ -133,6 +135,22 @@ def test_a_cluster_without_gpus_jobs_and_usable_nodes(tmp_path: Path) -> None:
     cluster.write("node", lines[3] + "\n")
     assert "no node can run jobs. Check: sinfo -R" in cluster.run("frag").stdout
     assert json.loads(cluster.run("frag --json").stdout)["summary"]["mean_indicator"] is None
+
+
+def test_a_cluster_whose_gpus_are_all_drained(tmp_path: Path) -> None:
+    cluster = Recorded(tmp_path)
+    nodes = (tmp_path / "node").read_text()
+    cluster.write("node", re.sub(r"(Gres=gpu.* State=\w+)", r"\1+DRAIN", nodes))
+    done = cluster.run("frag")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no node in use has GPUs: there is no indicator. Check: sinfo -R" in done.stdout
+
+
+def test_tasks_of_an_array_stand_in_their_order(tmp_path: Path) -> None:
+    cluster = Recorded(tmp_path)
+    tasks = [("6", "10"), ("8", "9"), ("7", "2")]  # the last to start keeps the array's own number
+    cluster.write("queue", "".join(job(id_, "RUNNING", ArrayJobID="6", ArrayTaskID=task) for id_, task in tasks))
+    assert [row["job"] for row in json.loads(cluster.run("jobs --json").stdout)["jobs"]] == ["6_2", "6_9", "6_10"]
 
 
 def test_gpus_without_types_and_other_gres(tmp_path: Path) -> None:

@@ -266,7 +266,9 @@ def test_convert_works_without_slurm(
     assert main(["convert", str(path)]) == 0
     path.write_text(SCRIPT.replace(" --data-worker-partition=cpu", ""))
     assert main(["convert", str(path)]) == 2
-    assert "MissingPartition" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "MissingPartition" in said
+    assert "Slurm was asked: sinfo exited with 127" in said
 
 
 def test_options_behind_a_script_that_uses_no_arguments_are_sbatchs(shell: Shell) -> None:

@@ -23,7 +23,7 @@ import msgspec
 from checkpoint.errors import ForeignOwner, SharedMemoryFull, StoreInUse
 from checkpoint.faults import reach
 from checkpoint.locks import FileLock
-from checkpoint.store_files import Holder, Identity, StoreFiles, list_stores
+from checkpoint.store_files import STATUS_BYTES, Holder, Identity, StoreFiles, list_stores
 
 _log = logging.getLogger(__name__)
 
@@ -133,13 +133,18 @@ def _make(identity: Identity, root: Path) -> tuple[StoreFiles, FileLock]:
     # Under another name until it is locked: nobody may take it for a dead trainer's.
     hidden = StoreFiles(root / f".{name}")
     hidden.path.mkdir(mode=0o700)
+    lock = None
     try:
         lock = FileLock.try_exclusive(hidden.trainer_lock)
         if lock is None:
             raise StoreInUse(f"{hidden.path} was locked by another process while it was made; start again")
         os.mkfifo(hidden.wake, 0o600)
+        # Room that the saver can write to when memory is full; where there is none the store is made elsewhere.
+        hidden.status.write_bytes(b" " * STATUS_BYTES)
         hidden.path.rename(root / name)
     except BaseException:
+        if lock:
+            lock.release()
         shutil.rmtree(hidden.path, ignore_errors=True)
         raise
     reach("store.created")

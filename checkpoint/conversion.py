@@ -79,7 +79,7 @@ def choose(source: Source, step: int | None) -> Checkpoint:
     for one in directory.checkpoints():
         if source.generation in (None, one.generation) and step in (None, one.generation.step):
             return one
-    meant = source.generation or ("a good checkpoint" if step is None else f"a good checkpoint of step {step}")
+    meant = source.generation or ("good checkpoint" if step is None else f"good checkpoint of step {step}")
     raise NoCheckpoint(f"{source.path} has no {meant}. See: hetstream ckpt ls {source.path}")
 
 

@@ -104,7 +104,7 @@ class StoreSaver:
         self._reporting = threading.Lock()
         self._replicas: ReplicaService | None = None
         self._no_replicas_before_s = 0.0
-        view.report(self._status)
+        self._report()
 
     def __str__(self) -> str:
         return f"rank={self.rank} directory={self.directory}"
@@ -605,7 +605,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoreInUse as error:
         _log.info("%s", error)
         return 0
-    except CheckpointError as error:
+    except (OSError, CheckpointError) as error:
+        if not args.store.exists():
+            return 0  # its trainer has ended meanwhile, with nothing left to write
         _log.error("%s: %s", type(error).__name__, error)
         return 1
     return 0

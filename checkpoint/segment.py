@@ -373,8 +373,8 @@ def check_memory(directory: Path, num_bytes: int) -> None:
 def _no_room(directory: Path, num_bytes: int, reason: str) -> str:
     return (
         f"{directory} has no room for a generation of {num_bytes} bytes: {reason}. Nothing was written. See "
-        f"`df {directory}` and `free`; have the job ask for more memory, or the site for a larger {directory}, or give "
-        "num_slots=2"
+        f"`df {directory}` and `free`; have the job ask for more memory, or the site for a larger file "
+        "system, or give num_slots=2"
     )
 
 

@@ -39,6 +39,8 @@ _JOB = re.compile(r"[\w.+]{1,64}", re.ASCII)
 _SLOT = re.compile(r"slot-\d+")
 _REPLICA = re.compile(r"replica-(\d{1,9})-\d", re.ASCII)
 _HASH_BYTES = 4
+# Of a page, which a file system in memory gives or does not.
+STATUS_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -279,14 +281,23 @@ class StoreFiles:
             return None
 
     def write_status(self, status: SaverStatus) -> None:
-        """Replace what the saver says; readers see the old or the new.
+        """Replace what the saver says; readers see the old or the new, or nothing for an instant in full memory.
 
         Raises:
             OSError: there is no room.
         """
+        said = msgspec.json.encode(status)
         temporary = self.path / ".status.json"
-        temporary.write_bytes(msgspec.json.encode(status))
-        temporary.rename(self.status)
+        try:
+            temporary.write_bytes(said)
+            temporary.rename(self.status)
+        except OSError:
+            if len(said) > STATUS_BYTES:
+                raise
+            # Memory is full, but for the page that the store was made with. Without it nobody would learn what is on
+            # disk.
+            with self.status.open("r+b") as file:
+                file.write(said.ljust(STATUS_BYTES))
 
     def read_replica_order(self) -> Order | None:
         """What the saver is to do about replicas; None: nothing."""

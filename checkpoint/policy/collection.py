@@ -31,7 +31,7 @@ def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard
         return f"job {job} is {jobs[job]}"
     newest = store.generations[0] if store.generations else None
     if newest and (store.persisted is None or newest > store.persisted) and not discard_unsaved:
-        return f"{newest} is in memory alone; hetstream ckpt saver writes it, --discard-unsaved gives it up"
+        return f"{newest} is in memory alone; `hetstream ckpt saver --once` writes it, --discard-unsaved gives it up"
     return ""
 
 

@@ -263,7 +263,7 @@ def test_what_is_wrong_with_the_command_is_said(ckpt: Path, tmp_path: Path, caps
     refused(capsys, 2, "is no directory", ckpt, tmp_path / "no" / "a.pt", "--to", "torch")
     refused(capsys, 2, "becomes a checkpoint, with --to flash", tmp_path / "x.h5", tmp_path / "a.pt", "--to", "torch")
     refused(capsys, 2, "only with --to flash", ckpt, tmp_path / "a.pt", "--to", "torch", "--as-step", "3")
-    refused(capsys, 1, "a good checkpoint of step 7", ckpt, tmp_path / "a.pt", "--to", "torch", "--step", "7")
+    refused(capsys, 1, "has no good checkpoint of step 7", ckpt, tmp_path / "a.pt", "--to", "torch", "--step", "7")
     torch.save([1, 2], tmp_path / "list.pt")
     refused(capsys, 1, "holds a list", tmp_path / "list.pt", tmp_path / "a.pt", "--to", "torch")
     torch.save({"a": 1}, tmp_path / "a1.pt")

@@ -1,0 +1,56 @@
+"""Shared memory without a free page: real file systems in memory, filled by somebody else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import FlashCheckpointer, Options
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a file system")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """Shared memory of 128 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128k,mode=1777", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.decode().strip()}")
+    yield place
+    left = os.listdir(place)
+    subprocess.run(["umount", str(place)], check=True)
+    assert left == ["filler"]
+
+
+def fill(place: Path) -> None:
+    """Take every page that is free."""
+    with (place / "filler").open("ab", buffering=0) as file:
+        with pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(bytes(4096))
+
+
+@pytest.mark.parametrize("is_full_before", [True, False], ids=["before", "meanwhile"])
+def test_checkpoints_get_to_disk_where_shared_memory_has_no_free_page(
+    small: Path, tmp_path: Path, is_full_before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if is_full_before:
+        fill(small)
+    with FlashCheckpointer(tmp_path / "ckpt", options=Options(shared_memory=small)) as checkpointer:
+        if not is_full_before:
+            fill(small)
+        for step in (1, 2):
+            assert checkpointer.save(step, {"w": torch.full((1000,), float(step))})
+            assert checkpointer.wait(60)
+        assert checkpointer.stats().persisted.step == 2
+    assert "checkpoints leave shared memory" in caplog.text
+    assert "another is started" not in caplog.text

@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         return _write_left_over(args.dry_run)
     if args.dry_run:
         raise UsageError("--dry-run goes with --once: a job's saver writes what comes. See: hetstream ckpt ls")
+    if "SLURM_JOB_ID" not in os.environ:
+        raise UsageError("a job's saver is a step of that job. What dead trainers left: hetstream ckpt saver --once")
     job = JobEnvironment.read(os.environ)
     make_private(job.directory)
     make_private(job.savers)

@@ -236,6 +236,19 @@ def test_a_rank_that_lost_its_memory_goes_on_from_disk_with_the_other_from_memor
         assert trainers.done("run", rank) == undisturbed_pair.done("run", rank)
 
 
+def test_a_model_of_distributed_data_parallel_goes_on_from_disk(trainers: Trainers, wait_until: Any) -> None:
+    same = ["--steps", "14", "--ddp"]
+    assert trainers.group("whole", 2, *same) == [0, 0]
+    assert trainers.group("run", 2, *same, "--kill-at", "9") == [SIGKILL, SIGKILL]
+    forget_memory(trainers, wait_until, [0, 1])
+    assert trainers.group("run", 2, *same) == [0, 0]
+    for rank in range(2):
+        assert trainers.starts("run", rank) == [0, 8]
+        assert trainers.done("run", rank)["draws"] == trainers.done("whole", rank)["draws"]
+        assert trainers.ledger("run", rank) == trainers.ledger("whole", rank)
+    assert trainers.done("run", 0) == trainers.done("whole", 0)
+
+
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(trainers: Trainers, wait_until: Any, size: int) -> None:
     same = ["--steps", "14", "--resizes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -33,10 +34,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 def fill(place: Path) -> None:
     """Take every page that is free."""
-    with (place / "filler").open("ab", buffering=0) as file:
-        with pytest.raises(OSError, match="No space left"):
-            while True:
-                file.write(bytes(4096))
+    with (place / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
 
 
 @pytest.mark.parametrize("is_full_before", [True, False], ids=["before", "meanwhile"])

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import FlashCheckpointer, Options
 from mpi_dataworkers import DataLoader
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, default=0, help="after this step")
     parser.add_argument("--term-at", type=int, default=0, help="SIGTERM to this rank alone, after this step")
     parser.add_argument("--resizes", action="store_true", help="the number of ranks may change")
+    parser.add_argument("--ddp", action="store_true", help="torch's DistributedDataParallel averages the gradients")
     parser.add_argument("--asynchronous", action="store_true")
     parser.add_argument("--step-s", type=float, default=0.0, help="each step takes so much longer")
     parser.add_argument(
@@ -94,7 +96,8 @@ def main() -> None:
     # With a global batch the order does not depend on the number of ranks.
     size_of = {"global_batch_size": 6} if options.resizes else {"batch_size": 5}
     loader = DataLoader(Samples(), shuffle=True, seed=3, drop_last=True, **size_of)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "mean": torch.zeros(4)}
+    network = DistributedDataParallel(model) if options.ddp else model
+    state = {"model": network, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "mean": torch.zeros(4)}
     with (
         open(f"{options.out}.{rank}.steps", "a", buffering=1) as mine,
         FlashCheckpointer(
@@ -116,12 +119,12 @@ def main() -> None:
             for indices, samples in loader:
                 samples += random.random() + np.random.rand()
                 optimizer.zero_grad()
-                model(samples).pow(2).mean().backward()
-                for one in model.parameters() if options.group else ():
+                network(samples).pow(2).mean().backward()
+                for one in model.parameters() if options.group and not options.ddp else ():
                     dist.all_reduce(one.grad)
                 optimizer.step()
                 scheduler.step()
-                for one in model.buffers() if options.group else ():
+                for one in model.buffers() if options.group and not options.ddp else ():
                     dist.broadcast(one, 0)
                 state["mean"].lerp_(samples.mean(0), 0.1)
                 time.sleep(options.step_s)

@@ -22,6 +22,7 @@ from checkpoint.formats.part import read_part, structure_in
 from checkpoint.formats.plan import FilePlan, Range
 from checkpoint.layout import Entry
 from checkpoint.manifest import CHUNK_BYTES, Manifest
+from checkpoint.pages import Populate, populate
 from checkpoint.structure import Record
 
 # What O_DIRECT wants of memory, offset and size; more than any disk asks for.
@@ -188,14 +189,15 @@ class RankFile:
         manifest: what is said about it.
         metadata: text that it carries along.
         entries: its tensors by the numbers that the structure calls them by; offsets count from where the data begins.
+        data: from there on. Writing to it changes this mapping and not the file.
     """
 
     path: Path
     manifest: Manifest
     metadata: dict[str, str]
     entries: tuple[Entry, ...]
+    data: memoryview
     _mapping: mmap.mmap
-    _data: memoryview
     _unchecked: list[int]
 
     @functools.cached_property
@@ -214,20 +216,20 @@ class RankFile:
             DamagedCheckpoint: it is not what was written; the bytes and their tensors are named.
         """
         if self._unchecked:
-            begin = len(self._mapping) - len(self._data)
+            begin = len(self._mapping) - len(self.data)
             with open(self.path, "rb") as file:
-                damaged = _damaged_chunks(file.fileno(), self.manifest, self._unchecked, num_threads)
+                damaged = _damaged_chunks(file.fileno(), self._mapping, self.manifest, self._unchecked, num_threads)
             if damaged:
                 raise DamagedCheckpoint(_describe(self.path, self.manifest, damaged, self.entries, begin))
             self._unchecked.clear()
 
     def bytes_of(self, entry: Entry) -> memoryview:
         """A tensor's bytes. Writing to them changes this mapping and not the file."""
-        return self._data[entry.offset : entry.offset + entry.num_bytes]
+        return self.data[entry.offset : entry.offset + entry.num_bytes]
 
     def close(self) -> None:
         """Unmap the file, unless something still looks at its bytes: then with the last of these."""
-        self._data.release()
+        self.data.release()
         try:
             self._mapping.close()
         except BufferError:
@@ -282,7 +284,7 @@ def open_file(
         chunks = list(range(len(manifest.checksums)))
         if not tensors and not unreadable:
             chunks = _chunks_beside(entries, begin, manifest)
-        damaged = _damaged_chunks(descriptor, manifest, chunks, num_threads, progress)
+        damaged = _damaged_chunks(descriptor, mapping, manifest, chunks, num_threads, progress)
     finally:
         os.close(descriptor)
     if damaged:
@@ -290,7 +292,7 @@ def open_file(
     if unreadable:
         raise unreadable
     unchecked = sorted({*range(len(manifest.checksums))} - {*chunks})
-    return RankFile(path, manifest, metadata, entries, mapping, memoryview(mapping)[begin:], unchecked)
+    return RankFile(path, manifest, metadata, entries, memoryview(mapping)[begin:], mapping, unchecked)
 
 
 def _chunks_beside(entries: Sequence[Entry], begin: int, manifest: Manifest) -> list[int]:
@@ -306,6 +308,7 @@ def _chunks_beside(entries: Sequence[Entry], begin: int, manifest: Manifest) -> 
 
 def _damaged_chunks(
     descriptor: int,
+    mapping: mmap.mmap,
     manifest: Manifest,
     chunks: Sequence[int],
     num_threads: int,
@@ -317,11 +320,16 @@ def _damaged_chunks(
         os.posix_fadvise(descriptor, begin, (num_threads + 1) * manifest.chunk_bytes, os.POSIX_FADV_WILLNEED)
         digest = Checksum()
         for at in range(begin, end, _BUFFER_BYTES):
-            digest.update(os.pread(descriptor, min(_BUFFER_BYTES, end - at), at))
+            num_bytes = min(_BUFFER_BYTES, end - at)
+            # In the mapping, as they are needed there next. A disk that cannot read them would end the process there.
+            if populate(mapping, at, num_bytes, Populate.READ):
+                digest.update(whole[at : at + num_bytes])
+            else:
+                digest.update(os.pread(descriptor, num_bytes, at))
         return f"{digest.value:016x}" != manifest.checksums[chunk]
 
     found = []
-    with ThreadPoolExecutor(num_threads, "verify") as pool:
+    with memoryview(mapping) as whole, ThreadPoolExecutor(num_threads, "verify") as pool:
         for chunk, damaged in zip(chunks, pool.map(is_damaged, chunks), strict=True):
             if damaged:
                 found.append(chunk)

@@ -12,7 +12,6 @@ complete or refused, never in between: the header's checksum covers the word tha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import errno
 import functools
@@ -28,6 +27,7 @@ from checkpoint.errors import DamagedSegment, OptionsError, SharedMemoryFull
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.memory import available_bytes
+from checkpoint.pages import Populate, populate
 
 VERSION = 2
 PAGE_BYTES = 4096
@@ -40,9 +40,6 @@ _FIELDS = struct.Struct("<8sIIQQQQ16s16sQQQQQ")
 _WORD = struct.Struct("<Q")
 # A call of the kernel for more would hold up threads that map memory, and begin anew at a signal.
 _STRIDE_BYTES = 64 << 20
-# From linux/mman.h, since Linux 5.14.
-_MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
 _NO_GENERATION = Generation(0, 0)
 # What a file system without room answers.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
@@ -96,7 +93,6 @@ class Segment:
     def __init__(self, path: Path, descriptor: int, size: int, writable: bool) -> None:
         self.path = path
         self._descriptor = descriptor
-        self._writable = writable
         self._is_new = False
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
@@ -265,10 +261,10 @@ class Segment:
         The GIL is free meanwhile, if the mapping is writable.
         """
         # Reading enters many pages with one fault, if something is in them; then they can be written to as well.
-        advice = _MADV_POPULATE_WRITE if self._is_new else _MADV_POPULATE_READ
+        how = Populate.WRITE if self._is_new else Populate.READ
         for offset in range(0, self._view.nbytes, _STRIDE_BYTES):
             length = min(_STRIDE_BYTES, self._view.nbytes - offset)
-            if not self._advise(advice, offset, length):
+            if not populate(self._map, offset, length, how):
                 # A kernel without the advice.
                 bytes(self._view[offset : offset + length : PAGE_BYTES])
 
@@ -297,17 +293,6 @@ class Segment:
         if header.state == State.COMPLETE:
             reach("slot.before_complete")
         self._view[_STATE_OFFSET:_STATE_END] = raw[_STATE_OFFSET:_STATE_END]
-
-    def _advise(self, advice: int, offset: int, length: int) -> bool:
-        if self._writable:
-            # mmap.madvise would keep the GIL.
-            start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-            return bool(_libc().madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(length), advice) == 0)
-        try:
-            self._map.madvise(advice, offset, length)
-        except OSError:
-            return False
-        return True
 
 
 def read_header(path: Path) -> Header:
@@ -478,8 +463,3 @@ def _boot() -> bytes:
         return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
     except (OSError, ValueError):
         return bytes(16)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -162,18 +163,27 @@ class Record(msgspec.Struct, frozen=True):
         self,
         tensor: Callable[[TensorRef], Any] | None = None,
         foreign: MakeForeign = lambda tag, body, _again: Foreign(tag, body),
+        without: Collection[str] = (),
     ) -> dict[str, Any]:
         """The tree as Python values.
 
         Args:
             tensor: makes a tensor from its reference; without it the tree holds the references.
             foreign: makes a value of a tag that is not known here, from its body; its third argument decodes nodes.
+            without: top-level keys to leave out.
 
         Raises:
             DamagedCheckpoint: the tree breaks the form.
         """
-        made = [tensor(ref) for ref in self.tensors] if tensor else self.tensors
-        return {key: decode(node, made, foreign) for key, node in self.tree.items()}
+        tree = {key: node for key, node in self.tree.items() if key not in without}
+        made: Sequence[Any] = self.tensors
+        if tensor and len(tree) < len(self.tree):
+            made = [None] * len(self.tensors)
+            for number in {*itertools.chain.from_iterable(map(numbers_in, tree.values()))}:
+                made[number] = tensor(self._tensor(number))
+        elif tensor:
+            made = [tensor(ref) for ref in self.tensors]
+        return {key: decode(node, made, foreign) for key, node in tree.items()}
 
     def _tensor(self, number: int) -> TensorRef:
         if not 0 <= number < len(self.tensors):
@@ -450,6 +460,9 @@ class _Decoder:
     def value(self, node: Node) -> Any:
         if type(node) is dict:
             if len(node) == 1 or "$ordered" in node:
+                number = node.get(TENSOR)
+                if type(number) is int and number >= 0:  # nearly all of a large state
+                    return self._tensors[number]
                 tag = next(iter(node))
                 if tag[:1] == "$":
                     return self._tagged(tag, node)

@@ -5,7 +5,9 @@ Called by the checkpointer. The plan of one save serves the next as long as the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +36,13 @@ class Captured:
         plan: where its tensors go.
         metadata: of the generation.
         leaves: the tensors as they were found.
+        addresses: of the tensors.
     """
 
     plan: Plan
     metadata: bytes
     leaves: Leaves
+    addresses: list[int]
 
 
 class Capture:
@@ -60,6 +64,7 @@ class Capture:
         self._generators = rng.Generators()
         self._signature: Signature | None = None
         self._plan: Plan | None = None
+        self._planning: Future[tuple[int, int]] | None = None
 
     def take(self, state: Mapping[str, Any], metrics: Mapping[str, float], *, finds_stepped: bool = False) -> Captured:
         """Take a state apart; the generators' states are added.
@@ -74,14 +79,40 @@ class Capture:
             OptionsError: it is no state.
         """
         leaves = self.flatten(state, finds_stepped=finds_stepped)
-        plan = self._plan_of(leaves)
-        return Captured(plan, self._metadata(leaves, plan, metrics), leaves)
+        self._await_plan()
+        signature = Signature.of(leaves)
+        plan = self._plan_of(leaves, signature)
+        return Captured(plan, self._metadata(leaves, plan, metrics), leaves, signature.addresses)
 
-    def room_for(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Bytes of payload and metadata that saves of a state will need, also once its optimizers have made a step."""
-        captured = self.take(state, {})
-        payload_bytes = captured.plan.layout.payload_bytes + sum(map(_bytes_to_come, state.values()))
-        return payload_bytes, len(captured.metadata) + _METADATA_BYTES_EACH * len(captured.leaves.tensors)
+    def prepare(self, state: Mapping[str, Any]) -> Callable[[], tuple[int, int]]:
+        """Plan saves of a state, in a thread: `take` waits for it.
+
+        Returns:
+            Waits for it too, and gives the bytes of payload and metadata that saves will need, also once optimizers
+            have made a step.
+        """
+        self._await_plan()
+        leaves = self.flatten(state)
+        signature = Signature.of(leaves)  # the program may change its tensors from now on
+        bytes_to_come = sum(map(_bytes_to_come, state.values()))
+        room: Future[tuple[int, int]] = Future()
+
+        def work() -> None:
+            try:
+                plan = self._plan_of(leaves, signature)
+                metadata_bytes = len(self._metadata(leaves, plan, {})) + _METADATA_BYTES_EACH * len(leaves.tensors)
+                room.set_result((plan.layout.payload_bytes + bytes_to_come, metadata_bytes))
+            except Exception as error:  # noqa: BLE001, a thread's end: who waits for the result gets it
+                room.set_exception(error)
+
+        self._planning = room
+        threading.Thread(target=work, name="checkpoint plan", daemon=True).start()
+        return room.result
+
+    def _await_plan(self) -> None:
+        if self._planning:
+            self._planning.exception()  # if there was one, the plan is made anew, and it comes again
+            self._planning = None
 
     def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False) -> Leaves:
         """The tensors of a state, and the tree without them; for errors see `take`."""
@@ -94,13 +125,12 @@ class Capture:
             raise OptionsError(f"shared={self._shared}: the state has no {', '.join(unknown)}, only {', '.join(state)}")
         return self._flattener.flatten({**state, RNG: self._generators.capture()}, finds_stepped=finds_stepped)
 
-    def _plan_of(self, leaves: Leaves) -> Plan:
-        signature = Signature.of(leaves)
+    def _plan_of(self, leaves: Leaves, signature: Signature) -> Plan:
         former = self._signature
         if self._plan is None or former is None or signature != former:
-            self._plan = make_plan(leaves, self._shared)
+            self._plan = make_plan(leaves, self._shared, signature)
         elif signature.addresses != former.addresses and not self._plan.fits(signature.addresses):
-            plan = make_plan(leaves, self._shared)
+            plan = make_plan(leaves, self._shared, signature)
             # An equal plan is the same one, so that the slots' views stay.
             self._plan = self._plan if plan.is_like(self._plan) else plan
         self._signature = signature

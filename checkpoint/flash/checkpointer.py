@@ -25,6 +25,7 @@ import torch
 from checkpoint.config import directory_of_job, job_and_component, job_has_savers, takes_over
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import CheckpointError, OptionsError
+from checkpoint.flash import collector
 from checkpoint.flash.capture import RNG, Capture
 from checkpoint.flash.distributed import Communicator, communicator, together
 from checkpoint.flash.handover import Entry
@@ -201,8 +202,9 @@ class FlashCheckpointer:
         `restore` does so by itself.
         """
         self._check_open()
-        payload_bytes, metadata_bytes = self._capture.room_for(state)
-        self._in_background(lambda: self._store.prepare(payload_bytes, metadata_bytes))
+        with collector.held_off():
+            room = self._capture.prepare(state)
+        self._in_background(lambda: self._store.prepare(*room()))
 
     def _in_background(self, act: Callable[[], None]) -> None:
         """Do something with the memory beside the program, after what was begun before."""
@@ -241,11 +243,13 @@ class FlashCheckpointer:
         """
         self._check_open()
         self.fence()
-        self._capture.flatten(state)  # says what is wrong with it before anything happens
-        step = restore_newest(
-            self._newest(), state, self._ranks.rank, strict=strict, allow_pickle=self._options.allow_pickle
-        )
-        self.prepare(state)
+        leaves = self._capture.flatten(state)  # says what is wrong with it before anything happens
+        newest = self._newest()
+        with collector.held_off():
+            step = restore_newest(
+                newest, state, leaves, self._ranks.rank, strict=strict, allow_pickle=self._options.allow_pickle
+            )
+            self.prepare(state)
         self._timing.begin(step or 0)
         self._tenure.note_restored(step or 0)
         return step

@@ -10,16 +10,17 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from checkpoint.flash.tensors import Move
+
 _log = logging.getLogger(__name__)
 
-# torch shares a copy of so many elements among its threads, and all wait for the last, which may not have a core just
-# now. Copies of fewer are left to it.
-_SHARED_ELEMENTS = 1 << 15
+# Copies of so many bytes are shared by threads; of fewer, waiting for the GIL between two would take longer.
+_SHARED_BYTES = 64 << 10
 # What a thread takes at a time, and for how much another one is worth its start. More threads than the limit are not
 # faster than memory is.
 _PIECE_BYTES = 8 << 20
@@ -44,19 +45,18 @@ class Copier:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
-    def copy(self, destinations: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    def copy(self, destinations: list[torch.Tensor], tensors: list[torch.Tensor], moves: Sequence[Move] = ()) -> None:
         """Copy each tensor to its destination; when it returns, all bytes are there. The GIL is free meanwhile.
 
         Args:
             destinations: in main memory.
             tensors: of the same shapes and dtypes, on any device.
+            moves: more, in main memory.
         """
-        if not tensors:
-            return
         devices = _devices_of(tensors)
         with torch.no_grad():
             if not devices:
-                copy_in_memory(destinations, tensors)
+                copy_in_memory(destinations, tensors, moves)
                 return
             for device in devices:
                 chosen = [index for index, tensor in enumerate(tensors) if tensor.device == device]
@@ -67,7 +67,7 @@ class Copier:
                         non_blocking=True,
                     )
             here = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
-            copy_in_memory([destinations[index] for index in here], [tensors[index] for index in here])
+            copy_in_memory([destinations[index] for index in here], [tensors[index] for index in here], moves)
             for device in devices:
                 self._streams[device].synchronize()
 
@@ -94,39 +94,48 @@ def pin(memory: torch.Tensor) -> Callable[[], object] | None:
     return functools.partial(runtime.cudaHostUnregister, address)
 
 
-def copy_in_memory(destinations: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+def copy_in_memory(
+    destinations: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], moves: Sequence[Move] = ()
+) -> None:
     """Copy CPU tensors; no thread waits while there is something left to copy. Autograd does not notice.
 
     Args:
         destinations: in main memory.
         tensors: of the same shapes, in main memory.
+        moves: more, by their addresses.
     """
     left_to_torch: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    pieces: list[tuple[int, int, int]] = []
+    moves = [*moves]
     for destination, tensor in zip(destinations, tensors, strict=True):
-        is_plain = tensor.numel() >= _SHARED_ELEMENTS and tensor.is_contiguous() and destination.is_contiguous()
+        is_plain = tensor.is_contiguous() and destination.is_contiguous()
         if not is_plain or tensor.is_conj() or tensor.is_neg() or not _are_alike(tensor, destination):
             left_to_torch[0].append(destination)
             left_to_torch[1].append(tensor)
-            continue
-        into, start, num_bytes = destination.data_ptr(), tensor.data_ptr(), tensor.nbytes
-        for at in range(0, num_bytes, _PIECE_BYTES):
-            pieces.append((into + at, start + at, min(_PIECE_BYTES, num_bytes - at)))
-    remaining = iter(pieces)
+        else:
+            moves.append((destination.data_ptr(), tensor.data_ptr(), tensor.nbytes))
+    remaining = iter([piece for move in moves if move[2] >= _SHARED_BYTES for piece in _pieces(*move)])
 
     def work() -> None:
         for piece in remaining:
             ctypes.memmove(*piece)  # without the GIL
 
-    wanted = min(torch.get_num_threads(), _MAX_THREADS, sum(piece[2] for piece in pieces) // _THREAD_BYTES)
+    shared_bytes = sum(move[2] for move in moves if move[2] >= _SHARED_BYTES)
+    wanted = min(torch.get_num_threads(), _MAX_THREADS, shared_bytes // _THREAD_BYTES)
     helpers = [threading.Thread(target=work, name="checkpoint copy") for _ in range(1, wanted)]
     for helper in helpers:
         helper.start()
     if left_to_torch[0]:
         torch._foreach_copy_(*left_to_torch)
+    for move in moves:
+        if move[2] < _SHARED_BYTES:
+            ctypes.memmove(*move)
     work()
     for helper in helpers:
         helper.join()
+
+
+def _pieces(into: int, start: int, num_bytes: int) -> Iterator[Move]:
+    return ((into + at, start + at, min(_PIECE_BYTES, num_bytes - at)) for at in range(0, num_bytes, _PIECE_BYTES))
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

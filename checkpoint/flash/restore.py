@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -23,8 +24,9 @@ from torch.utils import _pytree
 
 from checkpoint.errors import DamagedCheckpoint, StateMismatch
 from checkpoint.flash.device import copy_in_memory
+from checkpoint.flash.payload import Payload
 from checkpoint.flash.shards import Box, Whole, cut, overlap_of
-from checkpoint.flash.tensors import make_foreign, view_of
+from checkpoint.flash.tensors import DTYPES, Leaves, Move, dtype_of, is_whole, make_foreign, view_of
 from checkpoint.layout import Entry
 from checkpoint.structure import Record, TensorRef
 
@@ -32,29 +34,34 @@ from checkpoint.structure import Record, TensorRef
 _MAX_DIFFERENCES_TOLD = 40
 
 Fill = Callable[[], Any]
+# Kinds of references whose values are made anew.
+_NOT_TENSORS = ("numpy", "bytes", "pickle")
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a record, where it lies.
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """A tensor of a record, where it lies. A struct, as there may be very many.
 
     Attributes:
         ref: what the record says of it.
-        view: its values, row-major or strided; they may lie in shared memory.
-        stock: where `own` of it is to be had.
+        stock: where it lies, and where `own` of it is to be had.
+        shape: of the whole tensor, of which this may be one rank's part.
+        dtype: as torch knows it.
+        address: where its bytes begin, which lie there in row-major order; None: they do not, or are a part only.
     """
 
     ref: TensorRef
-    view: torch.Tensor
     stock: Stock
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    address: int | None
 
     def __str__(self) -> str:
-        return f"a tensor of shape {tuple(self.shape)} and {self.view.dtype}"
+        return f"a tensor of shape {self.shape} and {self.dtype}"
 
     @property
-    def shape(self) -> torch.Size:
-        """Of the whole tensor, of which `view` may be one rank's part."""
-        return self.view.shape if self.ref.shard is None else torch.Size(self.ref.shard.global_shape)
+    def view(self) -> torch.Tensor:
+        """Its values, row-major or strided; they may lie in shared memory."""
+        return self.stock.view_of(self.ref)
 
     def read(self, here: torch.Tensor) -> torch.Tensor:
         """The values of the part that this rank has of a tensor of the program, whoever saved them.
@@ -65,14 +72,15 @@ class Stored:
         Raises:
             StateMismatch: other ranks saved some of them, and their parts are out of reach.
         """
+        view = self.view
         if self.ref.shard is None and not hasattr(here, "to_local"):
-            return self.view
+            return view
         box = _box_of(here)
-        own = (self.ref.shard.offsets if self.ref.shard else (0,) * self.view.ndim), tuple(self.view.shape)
+        own = (self.ref.shard.offsets if self.ref.shard else (0,) * view.ndim), tuple(view.shape)
         if not math.prod(box[1]):
-            return self.view.new_empty(box[1])
+            return view.new_empty(box[1])
         if overlap_of(box, own) == box:
-            return cut(self.view, [here - there for here, there in zip(box[0], own[0], strict=True)], box[1])
+            return cut(view, [here - there for here, there in zip(box[0], own[0], strict=True)], box[1])
         whole = self.stock.whole_of(self.ref)
         if whole is None:
             raise StateMismatch(
@@ -114,23 +122,15 @@ class Stock:
     """The tensors of one payload, and copies of them.
 
     Args:
-        entries: what the payload holds.
-        views: their values, one for each entry; they may lie in shared memory.
-        is_private: nobody else will change the views: they can be given away as they are.
+        payload: where they lie.
         whole_of: what all ranks saved of a sharded tensor; None where that is out of reach.
+
+    Attributes:
+        payload: where they lie.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        views: Sequence[torch.Tensor],
-        *,
-        is_private: bool = False,
-        whole_of: Callable[[TensorRef], Whole | None] = lambda _ref: None,
-    ) -> None:
-        self._entries = entries
-        self._views = views
-        self._is_private = is_private
+    def __init__(self, payload: Payload, *, whole_of: Callable[[TensorRef], Whole | None] = lambda _ref: None) -> None:
+        self.payload = payload
         self.whole_of = whole_of
         self._own: dict[int, torch.Tensor] = {}
         self._made: dict[TensorRef, Any] = {}
@@ -143,7 +143,19 @@ class Stock:
         """
         if ref.kind in ("bytes", "pickle"):
             return self.own(ref)
-        return Stored(ref, self._view_of(ref, self._views), self)
+        entry = self._entry(ref)
+        if is_whole(ref) and ref.shard is None:
+            return Stored(ref, self, entry.shape, dtype_of(entry), self.payload.begin + entry.offset)
+        view = self.view_of(ref)
+        return Stored(ref, self, tuple(view.shape) if ref.shard is None else ref.shard.global_shape, view.dtype, None)
+
+    def view_of(self, ref: TensorRef) -> torch.Tensor:
+        """The tensor of a reference, uncopied.
+
+        Raises:
+            DamagedCheckpoint: the reference points outside.
+        """
+        return view_of(ref, self._entry(ref), self.payload.view(ref.entry))
 
     def own(self, ref: TensorRef) -> Any:
         """What the program saved, in memory of its own; tensors that shared memory share it again."""
@@ -152,15 +164,17 @@ class Stock:
             made = self._made[ref] = self._make(ref)
         return made
 
-    def _view_of(self, ref: TensorRef, views: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> torch.Tensor:
-        if not 0 <= ref.entry < len(self._views):
-            raise DamagedCheckpoint(f"the structure refers to entry {ref.entry} of {len(self._views)}")
-        return view_of(ref, self._entries[ref.entry], views[ref.entry])
+    def _entry(self, ref: TensorRef) -> Entry:
+        entries = self.payload.entries
+        if not 0 <= ref.entry < len(entries):
+            raise DamagedCheckpoint(f"the structure refers to entry {ref.entry} of {len(entries)}")
+        return entries[ref.entry]
 
     def _make(self, ref: TensorRef) -> Any:
-        if not self._is_private and ref.entry not in self._own and 0 <= ref.entry < len(self._views):
-            self._own[ref.entry] = self._views[ref.entry].clone()
-        tensor = self._view_of(ref, self._views if self._is_private else self._own)
+        entry = self._entry(ref)
+        if ref.entry not in self._own:
+            self._own[ref.entry] = self.payload.view(ref.entry).clone()
+        tensor = view_of(ref, entry, self._own[ref.entry])
         if ref.is_permuted and ref.strides is not None:
             tensor = torch.empty_strided(tensor.shape, ref.strides, dtype=tensor.dtype).copy_(tensor)
         if ref.kind in ("parameter", "frozen_parameter"):
@@ -193,12 +207,17 @@ class Part:
         """
         return self.record.decode(self.stock.own, make_foreign(allow_pickle=allow_pickle))
 
-    def saved(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """The state with tensors where they lie, for `Restore`; raises as `load`."""
+    def saved(self, *, allow_pickle: bool = False, without: Collection[str] = ()) -> dict[str, Any]:
+        """The state with tensors where they lie, for `Restore`; raises as `load`.
+
+        Args:
+            allow_pickle: see `load`.
+            without: top-level keys that nobody needs.
+        """
         make = make_foreign(allow_pickle=allow_pickle)
         # What is made of several tensors gets tensors of its own.
         return self.record.decode(
-            self.stock.stored, lambda tag, body, again: make(tag, body, lambda node: owned(again(node)))
+            self.stock.stored, lambda tag, body, again: make(tag, body, lambda node: owned(again(node))), without
         )
 
 
@@ -286,19 +305,46 @@ class Restore:
     """
 
     differences: list[str] = field(default_factory=list)
-    _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _copies: list[tuple[torch.Tensor, torch.Tensor | Stored]] = field(default_factory=list)
     _objects: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     _fill: Fill = lambda: None
 
-    def compare(self, state: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
+    def take_alike(self, state: Mapping[str, Any], leaves: Leaves, part: Part) -> set[str]:
+        """Compare all that is equal but for the values of its tensors, by text and not value by value.
+
+        Args:
+            state: as it is given to `save`.
+            leaves: the same taken apart.
+            part: of what was saved.
+
+        Returns:
+            The top-level keys that `compare` may leave out.
+        """
+        keys = [key for key in state if key in leaves.plain and key in part.record.tree]
+        return self._take_alike(keys, leaves, part)
+
+    def _take_alike(self, keys: list[str], leaves: Leaves, part: Part) -> set[str]:
+        if not keys:
+            return set()
+        copies = _copies_alike(keys, leaves, part)
+        if copies is not None:
+            self._copies += copies
+            return {*keys}
+        if len(keys) == 1:
+            return set()
+        half = len(keys) // 2
+        return self._take_alike(keys[:half], leaves, part) | self._take_alike(keys[half:], leaves, part)
+
+    def compare(self, state: MutableMapping[str, Any], saved: Mapping[str, Any], alike: Collection[str] = ()) -> None:
         """Look where a state and what was saved of it differ. Changes nothing.
 
         Args:
             state: as it is given to `save`. Its tensors will keep their identity; objects get `load_state_dict`.
             saved: of `Part.saved`.
+            alike: keys of the state that `take_alike` has compared.
         """
-        self._fill = self.match_mapping("", state, saved)
+        self._fill = self.match_mapping("", state, saved, alike)
 
     def mismatch(self) -> StateMismatch | None:
         """The differences as an error, or None if there are none."""
@@ -328,10 +374,12 @@ class Restore:
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
         return lambda: owned(saved)
 
-    def match_mapping(self, path: str, here: MutableMapping[Any, Any], saved: Mapping[Any, Any]) -> Fill:
+    def match_mapping(
+        self, path: str, here: MutableMapping[Any, Any], saved: Mapping[Any, Any], alike: Collection[Any] = ()
+    ) -> Fill:
         """Compare two mappings key by key. Those without any tensor are plain data: what was saved replaces them."""
         prefix = f"{path}." if path else ""
-        missing = [key for key in here if key not in saved]
+        missing = [key for key in here if key not in saved and key not in alike]
         unexpected = [key for key in saved if key not in here]
         is_plain = (missing or unexpected) and path and not _has_tensor(here) and not _has_tensor(saved)
         if not is_plain:
@@ -402,11 +450,19 @@ class Restore:
         if not isinstance(saved, Stored):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
             return lambda: here
-        if self._compare(path, here, saved.shape, saved.view.dtype):
-            values = self._read(path, here, saved)
-            if values is not None:
-                self._copies.append((here.to_local() if hasattr(here, "to_local") else here, values))
+        if self._compare(path, here, saved.shape, saved.dtype):
+            self._copy(path, here, saved)
         return lambda: here
+
+    def _copy(self, path: str, here: torch.Tensor, saved: Stored) -> None:
+        """Note that a tensor is to be copied."""
+        is_part = hasattr(here, "to_local")
+        if saved.address is not None and not is_part:
+            self._copies.append((here, saved))
+            return
+        values = self._read(path, here, saved)
+        if values is not None:
+            self._copies.append((here.to_local() if is_part else here, values))  # type: ignore[attr-defined]
 
     def _read(self, path: str, here: torch.Tensor, saved: Stored) -> torch.Tensor | None:
         try:
@@ -423,7 +479,7 @@ class Restore:
         values = self._read(path, here, saved)
         return saved if values is None else Values(values, here if is_part else None)
 
-    def _compare(self, path: str, here: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    def _compare(self, path: str, here: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         if here.shape != shape:
             self.differences.append(f"{path}: shape {tuple(shape)} in the checkpoint, {tuple(here.shape)} here")
         if here.dtype != dtype:
@@ -454,8 +510,7 @@ class Restore:
             if _is_pristine(here):
                 for key in fitting:
                     if isinstance(saved[key], Stored):
-                        values = self._read(f"{path}.{key}", now[key], saved[key])
-                        self._copies += [] if values is None else [(now[key], values)]
+                        self._copy(f"{path}.{key}", now[key], saved[key])
             else:
                 parts = {key: self._for_object(f"{path}.{key}", now[key], saved[key]) for key in fitting}
                 self._objects.append((path, here, _like_mapping(saved, parts, only=fitting)))
@@ -496,7 +551,7 @@ class Restore:
         if not isinstance(saved, Stored):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
             return False
-        return self._compare(path, here, saved.shape, saved.view.dtype)
+        return self._compare(path, here, saved.shape, saved.dtype)
 
     def _compare_optimizer(self, path: str, here: torch.optim.Optimizer, saved: Any) -> bool:
         groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
@@ -533,6 +588,31 @@ class Restore:
         with torch.no_grad():
             _copy_all(self._copies)
         self._fill()
+
+
+def _copies_alike(
+    keys: list[str], leaves: Leaves, part: Part
+) -> list[tuple[torch.Tensor, torch.Tensor | Stored]] | None:
+    """The copies below some top-level keys; None if they are not alike, or not as simple as that."""
+    texts = [msgspec.json.encode([tree[key] for key in keys]) for tree in (leaves.tree, part.record.tree)]
+    numbers = [number for key in keys for number in leaves.plain[key]]
+    refs, entries, begin = part.record.tensors, part.stock.payload.entries, part.stock.payload.begin
+    # Equal texts hold equal numbers.
+    if texts[0] != texts[1] or (numbers and max(numbers) >= len(refs)):
+        return None
+    copies: list[tuple[torch.Tensor, torch.Tensor | Stored]] = []
+    for number in numbers:
+        here, ref = leaves.tensors[number], refs[number]
+        entry = entries[ref.entry] if ref.entry < len(entries) else None
+        if entry is None or not is_whole(ref) or ref.shard is not None:
+            return None
+        if ref.kind in _NOT_TENSORS or leaves.kinds[number] in _NOT_TENSORS:
+            return None
+        dtype = here.dtype
+        if here.shape != entry.shape or dtype != DTYPES.get(entry.dtype):
+            return None
+        copies.append((here, Stored(ref, part.stock, entry.shape, dtype, begin + entry.offset)))
+    return copies
 
 
 def _rank_of(here: Any) -> int:
@@ -589,9 +669,19 @@ def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
         yield getattr(module, name, None)
 
 
-def _copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    alike = []
+def _copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor | Stored]]) -> None:
+    moves: list[Move] = []
+    moved: list[torch.Tensor] = []
+    in_memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+    elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
     for here, saved in copies:
+        is_plain = here.is_cpu and here.is_contiguous() and not here.is_conj() and not here.is_neg()
+        if isinstance(saved, Stored):
+            if is_plain and saved.address is not None:
+                moves.append((here.data_ptr(), saved.address, here.nbytes))
+                moved.append(here)
+                continue
+            saved = saved.view
         if here.numel() and any(
             stride == 0 and size > 1 for stride, size in zip(here.stride(), here.shape, strict=True)
         ):
@@ -600,13 +690,12 @@ def _copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             here[index].copy_(saved[index])
         elif here.is_conj() or here.is_neg():
             here.copy_(saved)
+        elif here.is_cpu and saved.is_cpu:
+            in_memory.append((here.detach(), saved))
         else:
-            alike.append((here.detach(), saved))
-    in_memory = [pair for pair in alike if pair[0].is_cpu and pair[1].is_cpu]
-    elsewhere = [pair for pair in alike if not (pair[0].is_cpu and pair[1].is_cpu)]
-    if in_memory:
-        copy_in_memory([here for here, _ in in_memory], [saved for _, saved in in_memory])
-        torch.autograd.graph.increment_version([here for here, _ in in_memory])
+            elsewhere.append((here.detach(), saved))
+    copy_in_memory([here for here, _ in in_memory], [saved for _, saved in in_memory], moves)
+    torch.autograd.graph.increment_version([*moved, *(here for here, _ in in_memory)])
     if elsewhere:
         torch._foreach_copy_([here for here, _ in elsewhere], [saved for _, saved in elsewhere])
 

@@ -12,6 +12,7 @@ from checkpoint.flash import rng
 from checkpoint.flash.capture import RNG
 from checkpoint.flash.newest import Newest
 from checkpoint.flash.restore import Part, Restore, owned
+from checkpoint.flash.tensors import Leaves
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +37,14 @@ class Loaded:
 
 
 def restore_newest(
-    newest: Newest, state: MutableMapping[str, Any], rank: int, *, strict: bool, allow_pickle: bool
+    newest: Newest, state: MutableMapping[str, Any], leaves: Leaves, rank: int, *, strict: bool, allow_pickle: bool
 ) -> int | None:
     """Bring the newest generation into a state, in place, and set the generators; its step, None if there is none.
 
     Args:
         newest: finds it.
         state: as it is given to `save`.
+        leaves: the same taken apart.
         rank: of this process.
         strict: every key and tensor must be on both sides.
         allow_pickle: unpickle what was pickled.
@@ -54,12 +56,15 @@ def restore_newest(
     done: list[Choice] = []
 
     def use(parts: list[Part], choice: Choice) -> Iterator[None]:
-        saved: dict[str, Any] = {}
-        for part in parts:
-            saved.update(part.saved(allow_pickle=allow_pickle))
-        generators = saved.pop(RNG, None)
         task = Restore()
-        task.compare(state, saved)
+        saved: dict[str, Any] = {}
+        all_alike: set[str] = set()
+        for part in parts:
+            alike = task.take_alike(state, leaves, part)
+            saved.update(part.saved(allow_pickle=allow_pickle, without=alike))
+            all_alike |= alike
+        generators = saved.pop(RNG, None)
+        task.compare(state, saved, all_alike)
         mismatch = task.mismatch()
         if mismatch and strict:
             raise mismatch

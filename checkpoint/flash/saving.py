@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from checkpoint.checksum import checksum
 from checkpoint.errors import CheckpointError, SharedMemoryFull
 from checkpoint.faults import reach
+from checkpoint.flash import collector
 from checkpoint.flash.capture import Capture
 from checkpoint.flash.device import Copier
 from checkpoint.flash.slots import SlotViews
@@ -39,6 +41,7 @@ class _Taken:
         plan: how.
         metadata: of the generation.
         tensors: what is copied, one for each entry.
+        addresses: of the tensors of the state.
         stepped: of `Leaves`.
     """
 
@@ -47,6 +50,7 @@ class _Taken:
     plan: Plan
     metadata: bytes
     tensors: list[torch.Tensor]
+    addresses: list[int]
     stepped: set[int]
 
 
@@ -95,11 +99,12 @@ class Saving:
         """Take a state; see `FlashCheckpointer.save`."""
         began_s = time.perf_counter()
         self.fence()
-        taken = self._take(generation, state, metrics)
-        if taken:
-            with taken.slot:
-                self._copy(taken, range(len(taken.tensors)))
-                self._publish(taken)
+        with collector.held_off():
+            taken = self._take(generation, state, metrics)
+            if taken:
+                with taken.slot:
+                    self._copy(taken, range(len(taken.tensors)))
+                    self._publish(taken)
         self.counts.blocked_s = time.perf_counter() - began_s
         return taken is not None
 
@@ -107,7 +112,8 @@ class Saving:
         """Take a state, what an optimizer changes in a thread; see `FlashCheckpointer.save_async`."""
         began_s = time.perf_counter()
         self.fence()
-        taken = self._take(generation, state, metrics, finds_stepped=True)
+        with collector.held_off():
+            taken = self._take(generation, state, metrics, finds_stepped=True)
         if taken:
             pending = self._pending = _Pending(taken)
             later = [entry for entry, leaf in enumerate(taken.plan.sources) if leaf in taken.stepped]
@@ -179,16 +185,19 @@ class Saving:
         except BaseException:
             slot.abandon()
             raise
-        return _Taken(generation, slot, plan, metadata, tensors, leaves.stepped)
+        return _Taken(generation, slot, plan, metadata, tensors, captured.addresses, leaves.stepped)
 
     def _copy(self, taken: _Taken, entries: Sequence[int]) -> None:
-        destinations = self._views.destinations(taken.slot.segment, taken.slot.payload, taken.plan)
-        tensors = taken.tensors
-        if len(entries) < len(tensors):
-            destinations = [destinations[entry] for entry in entries]
-            tensors = [tensors[entry] for entry in entries]
+        plan, views = taken.plan, self._views.of(taken.slot.segment, taken.slot.payload, taken.plan)
         began_s = time.perf_counter()
-        self._copier.copy(destinations, tensors)
+        chosen = np.array(entries, np.int64)
+        are_plain = plan.are_plain[chosen]
+        others = chosen[~are_plain].tolist()
+        self._copier.copy(
+            [views.destination(entry) for entry in others],
+            [taken.tensors[entry] for entry in others],
+            plan.moves(taken.addresses, views.begin, chosen[are_plain]),
+        )
         self.counts.copied_s += time.perf_counter() - began_s
 
     def _publish(self, taken: _Taken) -> None:

@@ -1,6 +1,6 @@
-"""The views of a slot that a save copies into: made once for each slot and layout, and kept while the slot is.
+"""The memory of slots that saves copy into, known once for each slot and layout, and kept while the slot is.
 
-Called by the checkpointer. Making ten thousand of them takes longer than copying into them.
+Called by `saving.py`. Views are made for what torch has to copy alone, and once: that takes longer than small copies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import weakref
 import torch
 
 from checkpoint.flash.device import pin
-from checkpoint.flash.tensors import Plan, bytes_as_tensor, entry_views
+from checkpoint.flash.tensors import Plan, bytes_as_tensor
 from checkpoint.segment import Segment
 
 
@@ -19,9 +19,9 @@ class SlotViews:
 
     def __init__(self) -> None:
         # A slot that is replaced is given up with its views, and so its memory is freed at once.
-        self._of_slots: weakref.WeakKeyDictionary[Segment, _Views] = weakref.WeakKeyDictionary()
+        self._of_slots: weakref.WeakKeyDictionary[Segment, Views] = weakref.WeakKeyDictionary()
 
-    def destinations(self, segment: Segment, payload: memoryview, plan: Plan) -> list[torch.Tensor]:
+    def of(self, segment: Segment, payload: memoryview, plan: Plan) -> Views:
         """Where the tensors of a plan are copied to.
 
         Args:
@@ -29,25 +29,44 @@ class SlotViews:
             payload: its memory, for a payload of the plan's layout.
         """
         views = self._of_slots.get(segment)
-        if views is None or views.digest != plan.layout.digest or views.refs != plan.encoded_refs:
-            views = self._of_slots[segment] = _Views(payload, plan, views)
-        return views.destinations
+        if views is None or (views.plan is not plan and not views.plan.is_like(plan)):
+            views = self._of_slots[segment] = Views(payload, plan, views)
+        return views
 
     def clear(self) -> None:
         """Let go of all slots."""
         self._of_slots.clear()
 
 
-class _Views:
-    def __init__(self, payload: memoryview, plan: Plan, former: _Views | None) -> None:
-        self.digest = plan.layout.digest
-        self.refs = plan.encoded_refs
-        self.destinations = plan.destinations(entry_views(plan.layout, payload))
-        self._memory = bytes_as_tensor(payload) if plan.layout.payload_bytes else None
+class Views:
+    """The memory of one slot.
+
+    Args:
+        payload: it.
+        plan: what is copied.
+        former: what was known of the same slot for another plan.
+
+    Attributes:
+        plan: what is copied.
+        begin: its address.
+    """
+
+    def __init__(self, payload: memoryview, plan: Plan, former: Views | None) -> None:
+        self.plan = plan
+        self._memory = bytes_as_tensor(payload)
+        self.begin = self._memory.data_ptr()
+        self._made: dict[int, torch.Tensor] = {}
         if former is not None:
             former.unpin()
-        undo = pin(self._memory) if self._memory is not None else None
+        undo = pin(self._memory) if plan.layout.payload_bytes else None
         self._undo = weakref.finalize(self, undo) if undo else None
+
+    def destination(self, entry: int) -> torch.Tensor:
+        """Where torch copies an entry of the plan."""
+        made = self._made.get(entry)
+        if made is None:
+            made = self._made[entry] = self.plan.destination(entry, self._memory)
+        return made
 
     def unpin(self) -> None:
         """Give the memory back to be pinned anew, with another layout."""

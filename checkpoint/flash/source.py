@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import DamagedSegment, NoCheckpoint
+from checkpoint.flash.payload import Payload
 from checkpoint.flash.restore import Part, Stock
 from checkpoint.flash.shards import Whole, names_of, open_parts
-from checkpoint.flash.tensors import entry_views, tensor_of
 from checkpoint.generation import Generation
 from checkpoint.layout import from_json
 from checkpoint.rank_file import RankFile
 from checkpoint.segment import split_metadata
 from checkpoint.store import Store
 from checkpoint.structure import Record, TensorRef
+
+# One waits for the disk while another compares; many ranks of a host read at the same time.
+_MAX_READERS = 8
 
 
 @contextlib.contextmanager
@@ -40,7 +44,7 @@ def open_memory(store: Store, generation: Generation) -> Iterator[list[Part]]:
         payload = segment.payload
         if layout.digest != segment.header.layout_digest or layout.payload_bytes > len(payload):
             raise DamagedSegment(f"{segment.path}: its layout is not that of the {len(payload)} bytes of its payload")
-        yield [Part(Record.read(structure), Stock(layout.entries, entry_views(layout, payload)))]
+        yield [Part(Record.read(structure), Stock(Payload(layout.entries, payload)))]
 
 
 @contextlib.contextmanager
@@ -57,11 +61,12 @@ def open_disk(directory: CheckpointDirectory, generation: Generation, rank: int)
     with contextlib.ExitStack() as held:
         world_size = held.enter_context(directory.hold(generation)).world_size
         owner = rank % world_size
-        own = held.enter_context(directory.read(generation, owner))
+        num_threads = min(_MAX_READERS, max(2, len(os.sched_getaffinity(0))))
+        own = held.enter_context(directory.read(generation, owner, num_threads=num_threads))
         whole_of = _wholes(directory.path / generation.directory_name, own.record, held)
         parts = [_part(own, own.record, whole_of=whole_of)]
         if owner != 0:
-            first = held.enter_context(directory.read(generation, 0))
+            first = held.enter_context(directory.read(generation, 0, num_threads=num_threads))
             shared, indices = first.record.only(first.record.shared)
             parts.append(_part(first, shared, indices))
         yield parts
@@ -90,5 +95,4 @@ def _part(
     file: RankFile, record: Record, indices: list[int] | None = None, whole_of: WholeOf = lambda _ref: None
 ) -> Part:
     entries = file.entries if indices is None else [file.entries[index] for index in indices]
-    views = [tensor_of(entry, file.bytes_of(entry)) for entry in entries]
-    return Part(record, Stock(entries, views, whole_of=whole_of))
+    return Part(record, Stock(Payload(entries, file.data), whole_of=whole_of))

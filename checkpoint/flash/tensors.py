@@ -8,11 +8,12 @@ Never allocates for a save that has the layout of the one before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,10 @@ _WORDS: dict[str, Callable[[str], Any]] = {
 _MAX_SPAN_FACTOR = 2
 
 
+Move = tuple[int, int, int]
+"""A copy in main memory: to which address, from which one, and how many bytes."""
+
+
 @dataclass
 class Leaves:
     """A state taken apart.
@@ -87,6 +92,8 @@ class Leaves:
         tensors: the tensors themselves, not copied.
         kinds: what each is, as in `TensorRef.kind`.
         shards: number of a tensor to its place in the sharded whole.
+        plain: the top-level keys that hold nothing but tensors and values in plain containers, and the numbers of their
+            tensors.
         stepped: numbers of the tensors that only the step of an optimizer changes: parameters and optimizers' states,
             but not buffers, which a forward pass may change. Known where it was asked for.
     """
@@ -96,6 +103,7 @@ class Leaves:
     tensors: list[torch.Tensor] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     shards: dict[int, Shard] = field(default_factory=dict)
+    plain: dict[str, range] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
 
 
@@ -109,6 +117,7 @@ class Flattener:
     def __init__(self, *, allow_pickle: bool = False) -> None:
         self._allow_pickle = allow_pickle
         self._leaves = Leaves()
+        self._is_plain = True
         self._finds_stepped = False
         self._encoder = Encoder(
             {
@@ -140,12 +149,17 @@ class Flattener:
         self._finds_stepped = finds_stepped
         try:
             for key, value in state.items():
+                begin, self._is_plain = len(leaves.tensors), True
                 leaves.tree[key] = self._encoder.encode(key, value)
+                if self._is_plain:
+                    leaves.plain[key] = range(begin, len(leaves.tensors))
         finally:
             self._leaves = Leaves()  # keep no tensor alive
         return leaves
 
     def _add(self, path: str, tensor: torch.Tensor, kind: str) -> Node:
+        if tensor.dtype not in NAMES or tensor.is_meta:
+            raise _unsupported(path, tensor.dtype)
         leaves = self._leaves
         number = len(leaves.tensors)
         leaves.names.append(path)
@@ -162,6 +176,7 @@ class Flattener:
         return self._add(path, tensor, "parameter" if tensor.requires_grad else "frozen_parameter")
 
     def _sparse(self, path: str, tensor: torch.Tensor) -> Node:
+        self._is_plain = False
         if tensor.layout is not torch.sparse_coo:
             return self._no_form(path, tensor, f"a tensor of layout {tensor.layout}")
         parts = [
@@ -182,6 +197,7 @@ class Flattener:
         return self._add(path, torch.frombuffer(bytearray(value or b"\0"), dtype=torch.uint8), kind)
 
     def _foreign(self, path: str, value: Any) -> Node:
+        self._is_plain = False
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._tensor_subclass(path, value)
@@ -277,10 +293,27 @@ def _local_shard(path: str, tensor: Any) -> tuple[torch.Tensor, Shard]:
 
 # Plans
 
+# dtype, shape, strides, offset and is_permuted of a `TensorRef`, and those of one that is the whole entry.
+_View = tuple[str | None, tuple[int, ...] | None, tuple[int, ...] | None, int, bool]
+_WHOLE: _View = (None, None, None, 0, False)
+
 
 @dataclass(frozen=True)
 class Signature:
-    """All that a plan depends on, but for which tensors share memory: that is in their addresses."""
+    """All that a plan depends on; all but addresses is compared, and which tensors share memory is in these.
+
+    Attributes:
+        names: of `Leaves`.
+        kinds: of `Leaves`.
+        shards: of `Leaves`.
+        dtypes: of the tensors.
+        shapes: of the tensors.
+        strides: of the tensors, in elements.
+        devices: that they are on.
+        are_lazy: whether their values are not those in memory, but conjugated or negative ones.
+        are_contiguous: whether they are in row-major order without holes; follows from shape and strides.
+        addresses: where they begin.
+    """
 
     names: list[str]
     kinds: list[str]
@@ -288,6 +321,9 @@ class Signature:
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     strides: list[tuple[int, ...]]
+    devices: list[torch.device]
+    are_lazy: list[bool]
+    are_contiguous: list[bool] = field(compare=False)
     addresses: list[int] = field(compare=False)
 
     @staticmethod
@@ -301,8 +337,18 @@ class Signature:
             [tensor.dtype for tensor in tensors],
             [tensor.shape for tensor in tensors],
             [tensor.stride() for tensor in tensors],
+            [tensor.device for tensor in tensors],
+            [tensor.is_neg() or tensor.is_conj() for tensor in tensors],
+            [tensor.is_contiguous() for tensor in tensors],
             [tensor.data_ptr() for tensor in tensors],
         )
+
+    def memory_bytes(self, number: int) -> int:
+        """How much memory a tensor spans, from its first element to behind the last."""
+        dtype, shape = self.dtypes[number], self.shapes[number]
+        if self.are_contiguous[number]:
+            return math.prod(shape) * dtype.itemsize
+        return _span_bytes(shape, self.strides[number], dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -333,6 +379,7 @@ class Plan:
         entries: for each tensor, the entry that it is in.
         offsets: for each tensor, how many bytes behind the beginning of that entry's memory it begins.
         num_bytes: for each entry, how much memory its tensors take; 0 if it shares none whatever lies there.
+        are_plain: for each entry, whether its bytes are copied as they lie in main memory.
     """
 
     layout: Layout
@@ -343,6 +390,7 @@ class Plan:
     entries: np.ndarray[Any, np.dtype[np.int64]]
     offsets: np.ndarray[Any, np.dtype[np.int64]]
     num_bytes: np.ndarray[Any, np.dtype[np.int64]]
+    are_plain: np.ndarray[Any, np.dtype[np.bool_]]
 
     def fits(self, addresses: Sequence[int]) -> bool:
         """Whether tensors at these addresses share memory as those did that the plan was made for."""
@@ -362,17 +410,42 @@ class Plan:
         same_tensors = (self.sources, self.spans) == (other.sources, other.spans)
         return same_tensors and self.layout.digest == other.layout.digest and self.encoded_refs == other.encoded_refs
 
-    def destinations(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Where each tensor of `tensors_to_copy` goes.
+    def moves(self, addresses: Sequence[int], begin: int, entries: np.ndarray[Any, np.dtype[np.int64]]) -> list[Move]:
+        """How plain entries get into a payload.
 
         Args:
-            views: of the entries, as `entry_views` gives them.
+            addresses: of the tensors, as in `Signature`.
+            begin: address of the payload.
+            entries: their indices.
         """
-        spans = {span.entry for span in self.spans}
-        return [
-            view if index in spans else view_of(self.refs[number], self.layout.entries[index], view)
-            for index, (number, view) in enumerate(zip(self.sources, views, strict=True))
-        ]
+        sources, shifts, offsets, sizes = self._places
+        starts = np.array(addresses, np.int64)[sources[entries]] + shifts[entries]
+        return list(zip((begin + offsets[entries]).tolist(), starts.tolist(), sizes[entries].tolist(), strict=True))
+
+    @functools.cached_property
+    def _places(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], ...]:
+        """For each entry: a tensor, how far behind its beginning the entry begins, its offset and its size."""
+        shifts = np.zeros(len(self.sources), np.int64)
+        for span in self.spans:
+            shifts[span.entry] = span.offset_bytes
+        entries = self.layout.entries
+        offsets = np.array([entry.offset for entry in entries], np.int64)
+        sizes = np.array([entry.num_bytes for entry in entries], np.int64)
+        return np.array(self.sources, np.int64), shifts, offsets, sizes
+
+    def destination(self, index: int, memory: torch.Tensor) -> torch.Tensor:
+        """Where an entry of `tensors_to_copy` goes.
+
+        Args:
+            memory: of the payload, as bytes.
+        """
+        entry = self.layout.entries[index]
+        if not entry.num_bytes:
+            return torch.empty(entry.shape, dtype=dtype_of(entry))
+        view = memory[entry.offset : entry.offset + entry.num_bytes].view(dtype_of(entry)).view(entry.shape)
+        if any(span.entry == index for span in self.spans):
+            return view
+        return view_of(self.refs[self.sources[index]], entry, view)
 
     def tensors_to_copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What is copied, in the order of the entries."""
@@ -383,32 +456,31 @@ class Plan:
         return copied
 
 
-def make_plan(leaves: Leaves, shared: Iterable[str] = ()) -> Plan:
+def make_plan(leaves: Leaves, shared: Iterable[str] = (), signature: Signature | None = None) -> Plan:
     """Decide which entries a state needs.
 
     Args:
         shared: top-level keys whose tensors come last, so that a rank's own lie together.
-
-    Raises:
-        UnsupportedState: a tensor has no memory to copy, or a dtype that no file can hold.
+        signature: of the leaves, if it is known: the plan is made for what the tensors were then.
     """
+    seen = signature or Signature.of(leaves)
     shared = set(shared)
-    groups = sorted(_group(leaves), key=lambda group: _place(group, leaves.names[group.named_after], shared))
+    groups = sorted(_group(leaves, seen), key=lambda group: _place(group, seen.names[group.named_after], shared))
     specs: list[TensorSpec] = []
     sources: list[int] = []
     spans: list[Span] = []
-    refs: list[TensorRef | None] = [None] * len(leaves.tensors)
-    names = _unique(leaves.names)
+    refs: list[TensorRef | None] = [None] * len(seen.names)
+    names = _unique(seen.names)
     for group in groups:
         entry = len(specs)
         first = group.members[0]
         specs.append(TensorSpec(names[group.named_after], group.dtype, group.shape))
         sources.append(first)
         if group.is_span:
-            spans.append(Span(entry, first, group.start - leaves.tensors[first].data_ptr()))
+            spans.append(Span(entry, first, group.start - seen.addresses[first]))
         for number in group.members:
-            view = group.view_of(leaves.tensors[number])
-            refs[number] = TensorRef(entry, leaves.kinds[number], *view, shard=leaves.shards.get(number))
+            view = group.view_of(seen, number)
+            refs[number] = TensorRef(entry, seen.kinds[number], *view, shard=seen.shards.get(number))
     known = [ref for ref in refs if ref is not None]
     return Plan(
         lay_out(specs),
@@ -418,157 +490,171 @@ def make_plan(leaves: Leaves, shared: Iterable[str] = ()) -> Plan:
         spans,
         np.array([ref.entry for ref in known], np.int64),
         np.array([ref.offset_bytes for ref in known], np.int64),
-        np.array([_shared_bytes(leaves.tensors, group) for group in groups], np.int64),
+        np.array([group.num_bytes for group in groups], np.int64),
+        np.array([group.is_plain(seen) for group in groups], bool),
     )
-
-
-def _shared_bytes(tensors: Sequence[torch.Tensor], group: _Group) -> int:
-    """How much memory the tensors of a group span together."""
-    first = tensors[group.members[0]]
-    if first.is_conj() or first.is_neg():
-        return 0
-    if not group.is_span:
-        return _span_bytes(first)
-    return max(tensors[one].data_ptr() - group.start + _span_bytes(tensors[one]) for one in group.members)
 
 
 def _place(group: _Group, name: str, shared: set[str]) -> tuple[bool, int, bool, int]:
     """Sorts entries as the layout will lay them, and a rank's own before the shared ones."""
     item_bytes = ITEM_BYTES[group.dtype]
     in_region_b = math.prod(group.shape) * item_bytes % ALIGN_BYTES != 0
-    return in_region_b, -item_bytes if in_region_b else 0, name.partition(".")[0] in shared, group.named_after
+    is_shared = name.partition(".")[0] in shared if shared else False
+    return in_region_b, -item_bytes if in_region_b else 0, is_shared, group.named_after
 
 
-@dataclass
+@dataclass(slots=True)
 class _Group:
-    """Tensors that make one entry."""
+    """Tensors that make one entry.
+
+    Attributes:
+        members: their numbers.
+        named_after: one of them.
+        dtype: of the entry.
+        shape: of the entry.
+        num_bytes: how much memory they span together; 0 if it shares none whatever lies there.
+        start: of a span: the address at which it begins.
+        is_span: the entry is a stretch of memory that they are views of.
+    """
 
     members: list[int]
     named_after: int
     dtype: str
     shape: tuple[int, ...]
+    num_bytes: int
     start: int = 0
     is_span: bool = False
 
-    def view_of(
-        self, tensor: torch.Tensor
-    ) -> tuple[str | None, tuple[int, ...] | None, tuple[int, ...] | None, int, bool]:
-        """dtype, shape, strides, offset and is_permuted of a member's reference."""
-        name = NAMES[tensor.dtype]
-        shape = tuple(tensor.shape)
+    def is_plain(self, seen: Signature) -> bool:
+        """Whether the entry is what lies in main memory."""
+        first = self.members[0]
+        is_as_it_lies = self.is_span or (seen.are_contiguous[first] and not seen.are_lazy[first])
+        return is_as_it_lies and seen.devices[first].type == "cpu"
+
+    def view_of(self, seen: Signature, number: int) -> _View:
+        """Which part of the entry a member is."""
+        name, shape, strides = NAMES[seen.dtypes[number]], seen.shapes[number], seen.strides[number]
+        is_contiguous = seen.are_contiguous[number]
         is_same = name == self.dtype and shape == self.shape
+        if is_same and is_contiguous and not self.is_span:
+            return _WHOLE
         dtype = None if name == self.dtype else name
+        own_shape = None if is_same else tuple(shape)
         if not self.is_span:
-            strides = None if tensor.is_contiguous() or not _is_dense(tensor) else tensor.stride()
-            return dtype, None if is_same else shape, strides, 0, strides is not None
-        strides = None if tensor.is_contiguous() else tensor.stride()
-        return dtype, None if is_same else shape, strides, tensor.data_ptr() - self.start, False
+            is_permuted = not is_contiguous and _is_dense(shape, strides)
+            return dtype, own_shape, strides if is_permuted else None, 0, is_permuted
+        return dtype, own_shape, None if is_contiguous else strides, seen.addresses[number] - self.start, False
 
 
-def _group(leaves: Leaves) -> list[_Group]:
+def _group(leaves: Leaves, seen: Signature) -> list[_Group]:
     """Which tensors are one entry: equal views of one place, and views that overlap."""
-    tensors = leaves.tensors
-    same: dict[Any, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        _check_memory(leaves.names[number], tensor)
-        is_copied_alone = tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg()
-        key = (
-            number
-            if is_copied_alone
-            else (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        )
-        same.setdefault(key, []).append(number)
+    sizes = [0 if is_lazy else seen.memory_bytes(number) for number, is_lazy in enumerate(seen.are_lazy)]
     groups = []
-    for clump in _overlapping(tensors, list(same.values())):
-        span = _span(tensors, clump)
-        groups += [span] if span else [_alone(tensors, members) for members in clump]
+    for clump in _clumps(seen, sizes):
+        first = clump[0]
+        if len(clump) == 1 and (seen.are_contiguous[first] or not sizes[first]):
+            groups.append(_alone(seen, clump, sizes[first]))
+            continue
+        places: dict[Any, list[int]] = {}
+        for number in clump:
+            place = seen.addresses[number], seen.dtypes[number], seen.shapes[number], seen.strides[number]
+            places.setdefault(place, []).append(number)
+        span = _span(seen, leaves.tensors[first], [*places.values()])
+        groups += [span] if span else [_alone(seen, members, sizes[members[0]]) for members in places.values()]
     return groups
 
 
-def _overlapping(tensors: Sequence[torch.Tensor], places: list[list[int]]) -> Iterable[list[list[int]]]:
-    """Places whose memory touches, together."""
+def _clumps(seen: Signature, sizes: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of tensors whose memory overlaps, together and ascending; most are alone.
 
-    def begin(members: list[int]) -> tuple[str, int]:
-        return str(tensors[members[0]].device), tensors[members[0]].data_ptr()
+    Args:
+        sizes: of their memory; 0 for those that are alone whatever lies there.
+    """
+    begins = np.array(seen.addresses, np.int64)
+    ends = begins + np.array(sizes, np.int64)
+    kinds = {device: index for index, device in enumerate(dict.fromkeys(seen.devices))}
+    devices = np.array([kinds[device] for device in seen.devices], np.int64)
+    yield from ([number] for number in np.flatnonzero(begins == ends).tolist())
+    for device in kinds.values():
+        order = np.flatnonzero((begins < ends) & (devices == device))
+        order = order[np.argsort(begins[order], kind="stable")]
+        # A tensor begins a clump if it lies behind the ends of all before it.
+        is_first = np.ones(len(order), bool)
+        is_first[1:] = begins[order][1:] >= np.maximum.accumulate(ends[order])[:-1]
+        firsts = np.flatnonzero(is_first)
+        counts = np.diff(firsts, append=len(order))
+        yield from ([number] for number in order[firsts[counts == 1]].tolist())
+        for first, count in zip(firsts[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+            yield sorted(order[first : first + count].tolist())
 
-    clump: list[list[int]] = []
-    device, end = "", 0
-    for members in sorted(places, key=begin):
-        tensor = tensors[members[0]]
-        start = tensor.data_ptr()
-        if clump and tensor.numel() and start < end and begin(members)[0] == device:
-            clump.append(members)
-            end = max(end, start + _span_bytes(tensor))
-            continue
-        if clump:
-            yield clump
-        clump, device, end = [members], begin(members)[0], start + _span_bytes(tensor)
-    if clump:
-        yield clump
 
-
-def _alone(tensors: Sequence[torch.Tensor], members: list[int]) -> _Group:
-    tensor = tensors[members[0]]
-    name = NAMES[tensor.dtype]
+def _alone(seen: Signature, members: list[int], num_bytes: int) -> _Group:
+    first = members[0]
+    name = NAMES[seen.dtypes[first]]
     carrier, width = _CARRIERS.get(name, (name, 0))
-    shape = (*tensor.shape, width) if width else tuple(tensor.shape)
-    return _Group(members, members[0], carrier, shape)
+    shape = (*seen.shapes[first], width) if width else tuple(seen.shapes[first])
+    return _Group(members, first, carrier, shape, num_bytes)
 
 
-def _span(tensors: Sequence[torch.Tensor], clump: list[list[int]]) -> _Group | None:
-    """One entry for tensors that overlap, or None if each is better kept on its own."""
-    members = sorted(number for place in clump for number in place)
-    ones = [tensors[place[0]] for place in clump]
-    if len(ones) == 1 and not _overlaps_itself(ones[0]):
+def _span(seen: Signature, tensor: torch.Tensor, places: list[list[int]]) -> _Group | None:
+    """One entry for tensors that overlap, or None if each is better kept on its own.
+
+    Args:
+        tensor: the storage of this one has to hold all of it.
+        places: their numbers, equal views of one place together.
+    """
+    members = sorted(number for place in places for number in place)
+    ones = [place[0] for place in places]
+    item_bytes = {one: seen.dtypes[one].itemsize for one in ones}
+    used_bytes = {one: math.prod(seen.shapes[one]) * item_bytes[one] for one in ones}
+    if len(ones) == 1 and used_bytes[ones[0]] <= seen.memory_bytes(ones[0]):
         return None
-    start = min(one.data_ptr() for one in ones)
-    num_bytes = max(one.data_ptr() + _span_bytes(one) for one in ones) - start
-    is_aligned = all((one.data_ptr() - start) % one.element_size() == 0 for one in ones)
-    is_worth_it = num_bytes <= _MAX_SPAN_FACTOR * sum(one.numel() * one.element_size() for one in ones)
-    storage = ones[0].untyped_storage()
+    start = min(seen.addresses[one] for one in ones)
+    num_bytes = max(seen.addresses[one] + seen.memory_bytes(one) for one in ones) - start
+    is_aligned = all((seen.addresses[one] - start) % item_bytes[one] == 0 for one in ones)
+    is_worth_it = num_bytes <= _MAX_SPAN_FACTOR * sum(used_bytes.values())
+    storage = tensor.untyped_storage()
     is_inside = storage.data_ptr() <= start and start + num_bytes <= storage.data_ptr() + storage.nbytes()
-    if not (is_aligned and is_worth_it and is_inside) or any(NAMES[one.dtype] in _CARRIERS for one in ones):
+    if not (is_aligned and is_worth_it and is_inside) or any(NAMES[seen.dtypes[one]] in _CARRIERS for one in ones):
         return None
     for number in members:
-        whole = tensors[number]
-        if whole.data_ptr() == start and whole.is_contiguous() and _span_bytes(whole) == num_bytes:
-            return _Group(members, number, NAMES[whole.dtype], tuple(whole.shape), start, is_span=True)
-    kinds = {one.dtype for one in ones}
-    dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
-    return _Group(members, members[0], NAMES[dtype], (num_bytes // dtype.itemsize,), start, is_span=True)
+        is_all = seen.addresses[number] == start and seen.memory_bytes(number) == num_bytes
+        if is_all and seen.are_contiguous[number]:
+            dtype, shape = NAMES[seen.dtypes[number]], tuple(seen.shapes[number])
+            return _Group(members, number, dtype, shape, num_bytes, start, is_span=True)
+    kinds = {seen.dtypes[one] for one in ones}
+    kind = kinds.pop() if len(kinds) == 1 else torch.uint8
+    shape = (num_bytes // kind.itemsize,)
+    return _Group(members, members[0], NAMES[kind], shape, num_bytes, start, is_span=True)
 
 
-def _check_memory(path: str, tensor: torch.Tensor) -> None:
-    if tensor.is_meta:
-        raise UnsupportedState(f"{path} is a tensor on the meta device: it has no values to save; materialise it first")
-    if tensor.is_quantized or tensor.dtype not in NAMES:
-        raise UnsupportedState(
-            f"{path} has dtype {tensor.dtype}, which a checkpoint cannot hold: save tensor.int_repr() with its scale "
-            "and zero point, or tensor.view(torch.uint8)"
+def _unsupported(path: str, dtype: torch.dtype) -> UnsupportedState:
+    if dtype in NAMES:
+        return UnsupportedState(
+            f"{path} is a tensor on the meta device: it has no values to save; materialise it first"
         )
+    return UnsupportedState(
+        f"{path} has dtype {dtype}, which a checkpoint cannot hold: save tensor.int_repr() with its scale and zero "
+        "point, or tensor.view(torch.uint8)"
+    )
 
 
-def _span_bytes(tensor: torch.Tensor) -> int:
+def _span_bytes(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> int:
     """Bytes from the first element to behind the last."""
-    if tensor.numel() == 0:
+    if 0 in shape:
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return (sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1) * item_bytes
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the elements fill a stretch of memory, in any order of dimensions."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
             if stride != expected:
                 return False
             expected *= size
     return True
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() > _span_bytes(tensor)
 
 
 def _stretch(tensor: torch.Tensor, offset_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -586,7 +672,7 @@ def _unique(names: Sequence[str]) -> list[str]:
     unique = []
     for name in names:
         # File formats reserve this one, and know no text that is not Unicode.
-        plain = name.encode("utf-8", "backslashreplace").decode() or "_"
+        plain = (name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()) or "_"
         plain = plain if plain != "__metadata__" else "__metadata__~"
         count, candidate = 1, plain
         while candidate in taken:
@@ -600,28 +686,12 @@ def _unique(names: Sequence[str]) -> list[str]:
 # Views of a payload
 
 
-def entry_views(layout: Layout, payload: memoryview) -> list[torch.Tensor]:
-    """One tensor for each entry of a payload, without copying.
-
-    Args:
-        payload: the bytes; read-only memory must not be written through the tensors.
-    """
-    if not layout.payload_bytes:
-        return [torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for entry in layout.entries]
-    whole = bytes_as_tensor(payload)
-    by_dtype: dict[str, torch.Tensor] = {}
-    views = []
-    for entry in layout.entries:
-        flat = by_dtype.get(entry.dtype)
-        if flat is None:
-            flat = by_dtype[entry.dtype] = whole.view(_dtype_of(entry))
-        offset = entry.offset // flat.element_size()
-        views.append(flat[offset : offset + entry.num_bytes // flat.element_size()].view(entry.shape))
-    return views
-
-
 def bytes_as_tensor(data: memoryview) -> torch.Tensor:
-    """Memory as a tensor of bytes, without copying."""
+    """Memory as a tensor of bytes, without copying; read-only memory must not be written through it."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8)
+    if not data.readonly:
+        return torch.frombuffer(data, dtype=torch.uint8)
     with warnings.catch_warnings():
         # torch has no read-only tensors; nobody writes to those of read-only memory.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
@@ -631,14 +701,25 @@ def bytes_as_tensor(data: memoryview) -> torch.Tensor:
 def tensor_of(entry: Entry, data: memoryview) -> torch.Tensor:
     """One entry's bytes as its tensor, without copying."""
     if not entry.num_bytes:
-        return torch.empty(entry.shape, dtype=_dtype_of(entry))
-    return bytes_as_tensor(data).view(_dtype_of(entry)).view(entry.shape)
+        return torch.empty(entry.shape, dtype=dtype_of(entry))
+    return bytes_as_tensor(data).view(dtype_of(entry)).view(entry.shape)
 
 
-def _dtype_of(entry: Entry) -> torch.dtype:
-    if entry.dtype not in DTYPES:
+def dtype_of(entry: Entry) -> torch.dtype:
+    """As torch knows it.
+
+    Raises:
+        DamagedCheckpoint: it does not.
+    """
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
         raise DamagedCheckpoint(f"tensor {entry.name!r} has dtype {entry.dtype!r}, which this torch does not have")
-    return DTYPES[entry.dtype]
+    return dtype
+
+
+def is_whole(ref: TensorRef) -> bool:
+    """Whether a reference is its entry as it lies there."""
+    return ref.dtype is None and ref.shape is None and ref.strides is None and not ref.offset_bytes
 
 
 def view_of(ref: TensorRef, entry: Entry, view: torch.Tensor) -> torch.Tensor:
@@ -647,7 +728,7 @@ def view_of(ref: TensorRef, entry: Entry, view: torch.Tensor) -> torch.Tensor:
     Raises:
         DamagedCheckpoint: the reference points outside its entry, or has a dtype unknown here.
     """
-    if ref.dtype is None and ref.shape is None and ref.strides is None and not ref.offset_bytes:
+    if is_whole(ref):
         return view
     name = ref.dtype or entry.dtype
     if name not in DTYPES:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from checkpoint.commit import write_part
-from checkpoint.flash.tensors import Flattener, entry_views, make_plan
+from checkpoint.flash.tensors import Flattener, bytes_as_tensor, make_plan
 from checkpoint.formats.part import plan_part
 from checkpoint.formats.plan import FilePlan
 from checkpoint.manifest import Part
@@ -66,9 +66,9 @@ def plan_state(
         file.truncate(max(plan.layout.payload_bytes, mmap.PAGESIZE))
         payload = memoryview(mmap.mmap(file.fileno(), 0))[: plan.layout.payload_bytes]
     with torch.no_grad():
-        views = entry_views(plan.layout, payload)
-        for target, tensor in zip(plan.destinations(views), plan.tensors_to_copy(leaves.tensors), strict=True):
-            target.copy_(tensor.detach())
+        memory = bytes_as_tensor(payload)
+        for index, tensor in enumerate(plan.tensors_to_copy(leaves.tensors)):
+            plan.destination(index, memory).copy_(tensor.detach())
     metrics = {name: float(value) for name, value in part.metrics.items()}
     record = Record(leaves.tree, plan.refs, list(shared), part.rank, part.world_size, metrics, part.format)
     return plan_part(part.format, plan.layout.entries, record, payload, keys), payload

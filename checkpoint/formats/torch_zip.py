@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from checkpoint.errors import Damaged, DamagedCheckpoint
 from checkpoint.formats.plan import FilePlan, Range

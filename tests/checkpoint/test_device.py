@@ -13,7 +13,7 @@ from checkpoint.flash.device import Copier
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_every_byte_is_copied_however_it_is_cut(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_SHARED_ELEMENTS", 100)
+    monkeypatch.setattr(device, "_SHARED_BYTES", 400)
     monkeypatch.setattr(device, "_PIECE_BYTES", 4097)
     monkeypatch.setattr(device, "_THREAD_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import FlashCheckpointer, Loaded, Options, ownership
+from checkpoint import FlashCheckpointer, Loaded, Options, ownership, rank_file
 from checkpoint.config import environment_of_saver, job_and_component
 from checkpoint.errors import CheckpointError, DirectoryInUse, OptionsError
 from checkpoint.flash.device import Copier
@@ -328,6 +328,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
             return read(descriptor, size, offset)
 
         monkeypatch.setattr(os, "pread", broken)
+        monkeypatch.setattr(rank_file, "populate", lambda *_: False)  # as the kernel answers for such a disk
     with make() as checkpointer:
         assert checkpointer.load().step == 1
     words = "Too many levels of symbolic links" if what == "manifest" else "Input/output error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint import pages
 from checkpoint.errors import DamagedSegment, OptionsError
 from checkpoint.generation import Generation
 from checkpoint.segment import (
@@ -106,8 +108,10 @@ def test_populating_changes_nothing(complete: Segment, path: Path, writable: boo
 def test_populating_on_a_kernel_without_the_advice(
     complete: Segment, path: Path, writable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("checkpoint.segment._MADV_POPULATE_READ", 9999)
-    monkeypatch.setattr("checkpoint.segment._MADV_POPULATE_WRITE", 9999)
+    def unknown(mapping: mmap.mmap, offset: int, num_bytes: int, _how: int) -> bool:
+        return pages.populate(mapping, offset, num_bytes, 9999)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("checkpoint.segment.populate", unknown)
     test_populating_changes_nothing(complete, path, writable)
 
 
@@ -184,7 +188,7 @@ def test_what_is_no_file_is_refused(path: Path, make: object) -> None:
         Segment.open(path)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_arbitrary_bytes_never_crash_a_reader(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("fuzz") / "slot-0"

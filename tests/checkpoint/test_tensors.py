@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from torch.utils import _pytree
 
 from checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
+from checkpoint.flash.device import copy_in_memory
+from checkpoint.flash.payload import Payload
 from checkpoint.flash.restore import Part, Restore, Stock
-from checkpoint.flash.tensors import DTYPES, Flattener, Plan, Signature, entry_views, make_plan, view_of
+from checkpoint.flash.tensors import DTYPES, Flattener, Plan, Signature, bytes_as_tensor, make_plan, view_of
 from checkpoint.layout import Entry
 from checkpoint.structure import Record, TensorRef
 
@@ -29,11 +31,14 @@ def pack(state: Mapping[str, Any], *, allow_pickle: bool = False) -> tuple[Plan,
     leaves = Flattener(allow_pickle=allow_pickle).flatten(state)
     plan = make_plan(leaves)
     payload = memoryview(bytearray(plan.layout.payload_bytes))
-    views = entry_views(plan.layout, payload)
+    copied = plan.tensors_to_copy(leaves.tensors)
+    memory = bytes_as_tensor(payload)
+    others = np.flatnonzero(~plan.are_plain).tolist()
+    moves = plan.moves(Signature.of(leaves).addresses, memory.data_ptr(), np.flatnonzero(plan.are_plain))
     with torch.no_grad():
-        torch._foreach_copy_(plan.destinations(views), plan.tensors_to_copy(leaves.tensors)) if views else None
+        copy_in_memory([plan.destination(one, memory) for one in others], [copied[one] for one in others], moves)
     structure = Record.write_with(plan.encoded_refs, tree=leaves.tree)
-    return plan, Part(Record.read(structure), Stock(plan.layout.entries, views))
+    return plan, Part(Record.read(structure), Stock(Payload(plan.layout.entries, payload)))
 
 
 def through(value: Any) -> Any:
@@ -93,6 +98,19 @@ def test_strides_of_all_kinds_come_back(tensor: torch.Tensor) -> None:
     back = through(tensor)
     assert back.shape == tensor.shape
     assert bits(back) == bits(tensor)
+
+
+def test_a_conjugate_beside_its_tensor_keeps_its_values() -> None:
+    tensor = torch.rand(6, dtype=torch.complex64)
+    back = through([tensor, tensor.conj(), tensor.imag, tensor.conj().imag])
+    for one, other in zip([tensor, tensor.conj(), tensor.imag, tensor.conj().imag], back, strict=True):
+        assert bits(one) == bits(other)
+
+
+def test_an_empty_view_does_not_part_what_overlaps() -> None:
+    base = torch.arange(100.0)
+    plan, _ = pack({"a": base[:60], "none": base[50:50], "c": base[55:]})
+    assert len(plan.layout.entries) == 2
 
 
 def test_memory_formats_and_expansions_are_kept() -> None:
@@ -314,7 +332,7 @@ def test_views_outside_of_their_entry_are_refused(ref: TensorRef) -> None:
     with pytest.raises(DamagedCheckpoint):
         view_of(ref, Entry("w", "F32", (4,), 0, 16), torch.zeros(4))
     with pytest.raises(DamagedCheckpoint):
-        Stock([], []).own(ref)
+        Stock(Payload([], memoryview(b""))).own(ref)
 
 
 _shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)

@@ -9,7 +9,7 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from checkpoint.errors import DamagedCheckpoint
 from checkpoint.formats.plan import FilePlan, Range

@@ -53,7 +53,7 @@ class Ways:
         self.wanted = {name: tensor[:: 1 << 10].clone() for name, tensor in state.items()}
         self.copy = Copy(state)
         self.log = io.StringIO()
-        logging.basicConfig(stream=self.log, level=logging.INFO)
+        logging.basicConfig(stream=self.log, level=logging.INFO, force=True)
         folder.mkdir()
         torch.save(state, folder / "state.pt")
         save_file(state, folder / "state.safetensors")

@@ -479,8 +479,8 @@ class Pair:
             raise
 
     def until_replicated(self, rank: int, step: int) -> None:
-        self.until(lambda: self.status(rank).replicated == (1, step), f"the replica of step {step}")
-        assert check_kept(StoreFiles(self.stores[1 - rank]), rank)[0] == (1, step)
+        self.until(lambda: self.status(rank).replicated == Generation(1, step), f"the replica of step {step}")
+        assert check_kept(StoreFiles(self.stores[1 - rank]), rank)[0] == Generation(1, step)
 
 
 def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:

@@ -262,7 +262,7 @@ TAKER = {"HETSTREAM_TAKES_OVER": "41"}
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_training_is_handed_over_without_a_step_lost_or_made_twice(
     jobs: Jobs, truth: Callable[[int], Jobs], num_ranks: int
 ) -> None:

@@ -565,7 +565,7 @@ def serve_job(
 def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
     """Start the saver of a store, in a session of its own: neither Ctrl-C nor the trainer's death ends it.
 
-    It leaves at once if the store has a saver. What it logs goes to this process's stderr.
+    It leaves at once if the store has a saver. What went wrong it logs to this process's stderr.
 
     Args:
         store: the store's directory.
@@ -574,7 +574,7 @@ def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
     Raises:
         SaverError: it cannot be started.
     """
-    argv = [sys.executable, "-m", "checkpoint.saver", f"--store={store}", f"--directory={directory}"]
+    argv = [sys.executable, "-m", "checkpoint.saver", f"--store={store}", f"--directory={directory}", "--quiet"]
     try:
         return subprocess.Popen(
             argv,
@@ -597,8 +597,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--linger", type=float, default=Options.linger_s, metavar="S", help="for other ranks, at the end"
     )
+    parser.add_argument("--quiet", action="store_true", help="log only what went wrong")
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(asctime)s hetstream saver: %(message)s", level=logging.INFO)
+    level = logging.WARNING if args.quiet else logging.INFO
+    logging.basicConfig(format="%(asctime)s hetstream saver: %(message)s", level=level)
     try:
         _be_modest(StoreView(args.store).holder.rank)
         Saver(lambda: [args.store], args.directory.absolute(), Options(args.linger)).run()

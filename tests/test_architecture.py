@@ -27,6 +27,7 @@ HOMES = {
     "lightning": ("checkpoint/integrations/lightning.py",),
     "transformers": ("checkpoint/integrations/huggingface.py",),
     "prometheus_client": ("mpi_dataworkers/dispatcher/metrics.py", "slurm_plugin/metrics.py"),
+    "pyslurm": ("slurm_plugin/client/pyslurm_backend.py",),
     "zstandard": ("mpi_dataworkers/transports/compression.py",),
     "xxhash": ("checkpoint/checksum.py",),
     "sqlite3": ("mpi_dataworkers/dispatcher/journal.py", "slurm_plugin/history.py", "slurm_plugin/daemon/store.py"),

@@ -2,17 +2,20 @@
 
 Called by `CommandSlurm`. Four commands whatever the size of the cluster, none of which changes anything. Jobs come from
 `squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running jobs:
-what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on.
+what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed
+and of slurmctld's release, it reads jobs, nodes and partitions instead; see `pyslurm_backend.py`.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Mapping
 
+from hetjob.errors import HetstreamError
 from hetjob.ports import MarkedJob
-from slurm_plugin.client import parse_json, parse_text
+from slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from slurm_plugin.client.model import Job, Node, Partition, Snapshot
 from slurm_plugin.client.run import run_slurm
 from slurm_plugin.client.values import moment
@@ -20,6 +23,7 @@ from slurm_plugin.errors import UnsupportedSlurm
 
 OLDEST = (22, 5)
 _JSON_IN_SCONTROL = (23, 2)
+logger = logging.getLogger(__name__)
 
 
 class CommandReader:
@@ -34,6 +38,7 @@ class CommandReader:
         self._environ = {
             name: value for name, value in environ.items() if not name.startswith(("SQUEUE_", "SINFO_", "SCONTROL_"))
         } | {"SLURM_TIME_FORMAT": "standard"}
+        self._pyslurm_failed = False
 
     def snapshot(self, *, details: bool = False) -> Snapshot:
         """The cluster now.
@@ -53,6 +58,17 @@ class CommandReader:
             raise UnsupportedSlurm(
                 f"slurmctld is Slurm {version or 'of an unknown version'}: hetstream reads 22.05 and newer. "
                 "Check: scontrol show config | grep SLURM_VERSION"
+            )
+        answer = None if details else self._by_pyslurm(release)
+        if answer:
+            return Snapshot(
+                taken_s=time.time(),
+                version=version,
+                source="pyslurm",
+                jobs=answer.jobs,
+                nodes=answer.nodes,
+                partitions=answer.partitions,
+                config=config,
             )
         return Snapshot(
             taken_s=time.time(),
@@ -87,6 +103,17 @@ class CommandReader:
         """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
         said = self._run("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").split()
         return moment(said[0]) if said else None
+
+    def _by_pyslurm(self, release: tuple[int, int]) -> pyslurm_backend.Answer | None:
+        """What pyslurm reads; None if it is not there, of another release, or has failed this reader before."""
+        if self._pyslurm_failed or not pyslurm_backend.matches(release):
+            return None
+        try:
+            return pyslurm_backend.read(self._environ)
+        except HetstreamError as exc:
+            self._pyslurm_failed = True
+            logger.warning("pyslurm did not read the cluster, Slurm's commands do from now on: %s", exc)
+            return None
 
     def _nodes(self, release: tuple[int, int]) -> tuple[Node, ...]:
         if release >= _JSON_IN_SCONTROL:

@@ -1,0 +1,179 @@
+"""Read a cluster with pyslurm, Slurm's C interface for Python: jobs, nodes and partitions as the model.
+
+Called by `read.py` where pyslurm is installed and of slurmctld's release. pyslurm runs in a process of its own, this
+`main` as its program: libslurm ends a process whose SLURM_CONF it cannot read, and pyslurm stops all of a process's
+threads while it waits for slurmctld. It changes nothing, and says nothing of what a job holds on each node.
+
+pyslurm 22.5 has two interfaces and needs both: the old one (`job`, `node`) has the GRES of nodes and what jobs ask
+for, the new one (`Jobs`, `Nodes`, `Partitions`) has reasons, states and effective CPUs as Slurm's commands print them.
+"""
+
+from __future__ import annotations
+
+import pwd
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from slurm_plugin.client.gres import parse_gres
+from slurm_plugin.client.hostlist import expand
+from slurm_plugin.client.model import HetComponent, Job, Node, Partition
+from slurm_plugin.client.parse_text import NO_LIMIT_S, in_use, node_states
+from slurm_plugin.client.run import run_slurm
+from slurm_plugin.client.values import megabytes, text_or_empty, tres
+from slurm_plugin.errors import UnreadableAnswer
+
+# Later ones have lost the old interface.
+RELEASES = frozenset({(22, 5)})
+Row = Mapping[str, Any]
+
+
+class Answer(msgspec.Struct):
+    """What the process says."""
+
+    jobs: tuple[Job, ...]
+    nodes: tuple[Node, ...]
+    partitions: tuple[Partition, ...]
+
+
+def matches(release: tuple[int, int]) -> bool:
+    """Whether pyslurm is installed and of this release of Slurm, and its answers are known. Does not import it."""
+    if release not in RELEASES:
+        return False
+    try:
+        major, minor, *_ = version("pyslurm").split(".")
+        return (int(major), int(minor)) == release
+    except (PackageNotFoundError, ValueError):
+        return False
+
+
+def read(environ: Mapping[str, str]) -> Answer:
+    """Pending and running jobs, nodes and partitions now.
+
+    Raises:
+        SlurmCommandError: the process failed, or took too long.
+        UnreadableAnswer: it printed something else.
+    """
+    # -I and not -m: the working directory, whoever's it is, is no place of modules; this process's places are.
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+    done = run_slurm([sys.executable, "-I", "-c", program], env=environ)
+    try:
+        return msgspec.json.decode(done.stdout, type=Answer)
+    except msgspec.DecodeError as exc:
+        raise UnreadableAnswer(f"pyslurm: {exc}", done.stdout) from exc
+
+
+def job_of(row: Row, reason: str) -> Job:
+    """A job from its record in the old interface and its reason in the new one."""
+    asked = tres(row["tres_alloc_str"] or row["tres_req_str"] or "")
+    num_cpus, memory_mb = int(row["num_cpus"]), megabytes(asked.get("mem", ""))
+    num_nodes = int(asked.get("node") or row["num_nodes"])
+    per_cpu_mb = row["min_memory_cpu"] or 0
+    tasks = row["array_task_str"] or ("" if row["array_task_id"] is None else str(row["array_task_id"]))
+    limit = row["time_limit"]  # minutes, or a word for none
+    return Job(
+        job_id=row["job_id"],
+        name=row["name"] or "",
+        user=_user(row["user_id"]),
+        partitions=tuple((row["partition"] or "").split(",")),
+        state=row["job_state"],
+        reason=text_or_empty(reason),
+        num_nodes=num_nodes,
+        num_cpus=num_cpus,
+        num_tasks=row["num_tasks"],
+        cpus_per_task=1 if row["cpus_per_task"] == "N/A" else row["cpus_per_task"],
+        memory_mb=memory_mb,
+        memory_per_cpu_mb=per_cpu_mb if per_cpu_mb and num_cpus > num_nodes else None,
+        array_job_id=row["array_job_id"] if tasks else None,
+        array_tasks=tasks,
+        het=HetComponent(row["het_job_id"], row["het_job_offset"]) if row["het_job_id"] else None,
+        account=row["account"] or "",
+        qos=row["qos"] or "",
+        gres_per_node=parse_gres(row["tres_per_node"] or ""),
+        gres_per_task=parse_gres(row["tres_per_task"] or ""),
+        gres_per_job=parse_gres(row["tres_per_job"] or ""),
+        nodes=expand(row["nodes"] or ""),
+        submit_s=row["submit_time"] or None,
+        eligible_s=row["eligible_time"] or None,
+        start_s=row["start_time"] or None,
+        end_s=None if row["job_state"] == "PENDING" or limit == "UNLIMITED" else row["end_time"] or None,
+        time_limit_s=None if isinstance(limit, str) or limit * 60 == NO_LIMIT_S else limit * 60.0,
+        priority=row["priority"],
+        dependency=row["dependency"] or "",
+        required_nodes=expand(",".join(row["req_nodes"])),
+        planned_nodes=expand(row["sched_nodes"] or ""),
+        features=",".join(row["features"]),
+        reservation=row["resv_name"] or "",
+        comment=row["comment"] or "",
+        work_dir=row["work_dir"] or "",
+    )
+
+
+def node_of(row: Row, state: str, cpus: int) -> Node:
+    """A node from its record in the old interface, and state and effective CPUs of the new one."""
+    states = node_states(state.split("+"))
+    if 0 < row["alloc_cpus"] < cpus:  # scontrol works this out too
+        states = states - {"IDLE", "ALLOCATED"} | {"MIXED"}
+    return Node(
+        name=row["name"],
+        states=states,
+        partitions=tuple(row["partitions"]),
+        cpus=cpus,
+        cpus_allocated=row["alloc_cpus"],
+        memory_mb=row["real_memory"],
+        memory_allocated_mb=row["alloc_mem"],
+        gres=parse_gres(",".join(row["gres"])),
+        gres_used=in_use(",".join(row["gres_used"] or ())),
+        gres_drained=parse_gres(row["gres_drain"] or ""),
+        features=tuple(filter(None, (row["features_active"] or "").split(","))),
+        reason=row["reason"] or "",
+        version=row["version"] or "",
+        address=row["node_addr"] or "",
+        cpu_load=None if row["cpu_load"] is None else row["cpu_load"] / 100,
+    )
+
+
+def partition_of(shown: Any) -> Partition:
+    """A partition from its object in the new interface."""
+    return Partition(
+        name=shown.name,
+        nodes=expand(shown.nodes or ""),
+        is_default=shown.is_default,
+        is_up=shown.state == "UP",
+        priority_tier=shown.priority_tier or 0,
+        preempt_mode=shown.preempt_mode,
+        max_time_s=None if isinstance(shown.max_time, str) or shown.max_time is None else shown.max_time * 60.0,
+        max_cpus_per_node=shown.max_cpus_per_node if isinstance(shown.max_cpus_per_node, int) else None,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return "nobody"  # as squeue says
+
+
+def _load(pyslurm: Any) -> Answer:
+    rows = pyslurm.job().get()
+    reasons = {job.id: job.state_reason for job in pyslurm.Jobs.load().values()}
+    jobs = (job_of(row, reasons.get(job_id) or row["state_reason"] or "") for job_id, row in rows.items())
+    shown = {node.name: (node.state, node.effective_cpus or node.total_cpus) for node in pyslurm.Nodes.load().values()}
+    nodes = pyslurm.node().get()
+    return Answer(
+        jobs=tuple(job for job in jobs if job.is_pending or job.is_running),
+        nodes=tuple(node_of(row, *shown[name]) for name, row in nodes.items() if name in shown),
+        partitions=tuple(partition_of(partition) for partition in pyslurm.Partitions.load().values()),
+    )
+
+
+def main() -> None:
+    """Write the answer to standard output."""
+    import pyslurm
+
+    sys.stdout.buffer.write(msgspec.json.encode(_load(pyslurm)))

@@ -224,6 +224,13 @@ def test_a_save_waits_only_with_two_slots(identity: Identity, shared_memory: Pat
         assert steps(store)[0] == 3
 
 
+def test_a_crash_before_the_first_save_leaves_nothing(identity: Identity, shared_memory: Path) -> None:
+    store = Store.open(identity, shared_memory=shared_memory)
+    store.prepare(SIZE, 1000)
+    store.close(keep=True)
+    assert os.listdir(shared_memory) == []
+
+
 def test_memory_is_prepared_in_a_thread_while_saves_go_on(store: Store) -> None:
     thread = threading.Thread(target=store.prepare, args=(20_000_000, 1000))
     thread.start()

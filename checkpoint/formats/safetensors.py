@@ -32,7 +32,8 @@ def plan_file(entries: Sequence[Entry], metadata: Mapping[str, str]) -> FilePlan
     places: dict[str, list[int]] = {}
     at = 0
     ranges: list[Range] = []
-    for entry in sorted(entries, key=lambda entry: entry.offset):
+    # An empty tensor shares its place with the next: before it, it is aligned as in memory.
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
         places[entry.name] = [at, at + entry.num_bytes]
         at += entry.num_bytes
         if ranges and ranges[-1].offset + ranges[-1].num_bytes == entry.offset:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -88,6 +88,7 @@ def test_the_data_begins_on_a_page_and_large_tensors_are_one_range() -> None:
     left_out=st.sets(st.integers(0, 11)),
     large=st.booleans(),
 )
+@example(shapes=[("BF16", ()), ("C64", (0,))], left_out=set(), large=False)
 def test_what_is_read_back_is_what_was_written(
     tmp_path: Path, shapes: list[tuple[str, tuple[int, ...]]], left_out: set[int], large: bool
 ) -> None:

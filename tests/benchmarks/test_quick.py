@@ -35,6 +35,7 @@ def test_transport_limits_and_peers(tmp_path: Path, systems: str) -> None:
     assert all(row["value"] is not None for row in rows.values()), rows
 
 
+@pytest.mark.slow
 def test_transport_of_hetstream_itself(tmp_path: Path) -> None:
     rows = run("transport", tmp_path, "hetstream,raw TCP")
     for system in ("hetstream tcp", "hetstream shm"):

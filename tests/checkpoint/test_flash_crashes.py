@@ -249,7 +249,8 @@ def test_a_model_of_distributed_data_parallel_goes_on_from_disk(trainers: Traine
     assert trainers.done("run", 0) == trainers.done("whole", 0)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(trainers: Trainers, wait_until: Any, size: int) -> None:
     same = ["--steps", "14", "--resizes"]
     assert trainers.group("whole", 2, *same) == [0, 0]

@@ -289,7 +289,8 @@ def test_a_training_is_handed_over_without_a_step_lost_or_made_twice(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("point", [pytest.param("handover.claimed", marks=pytest.mark.slow), "handover.asked"])
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["handover.claimed", "handover.asked"])
 def test_a_taker_that_dies_changes_nothing(
     jobs: Jobs, truth: Callable[[int], Jobs], wait_until: WaitUntil, point: str
 ) -> None:

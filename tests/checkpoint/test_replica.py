@@ -549,7 +549,8 @@ def test_a_saver_killed_at_any_point_leaves_the_old_or_the_new(pair: Pair, rank:
     pair.until_replicated(0, 20)
 
 
-@pytest.mark.parametrize("fault", ["", pytest.param("replica.receiving:10:stop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", "replica.receiving:10:stop"])
 def test_a_stopped_peer_holds_up_neither_the_disk_nor_the_trainer(pair: Pair, fault: str) -> None:
     savers = [pair.saver(0), pair.saver(1, fault)]
     for rank in (0, 1):

@@ -327,6 +327,7 @@ def test_ranks_settle_on_the_same_generations_without_a_barrier(bench: Bench) ->
     assert bench.left_over() == []
 
 
+@pytest.mark.slow
 def test_ranks_that_died_at_different_saves_still_make_a_checkpoint(bench: Bench) -> None:
     """Rank 0 had saved once more than rank 1: what both have is committed."""
     trainers = [bench.trainer(rank, 2) for rank in range(2)]

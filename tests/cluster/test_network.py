@@ -340,6 +340,7 @@ def test_a_data_worker_whose_link_is_cut_is_replaced_on_another_node(
         cluster.restore(node)
 
 
+@pytest.mark.slow
 def test_a_killed_slurmd_takes_no_data_worker_with_it(
     cluster: Cluster, submit: Callable[..., Job], reference: list[str]
 ) -> None:

@@ -125,7 +125,7 @@ print(json.dumps({"seen": seen, "told": told, "state": loader.state_dict()}))
 """
 
 
-@pytest.mark.parametrize("kind", ["indices", "stream"])
+@pytest.mark.parametrize("kind", [pytest.param("indices", marks=pytest.mark.slow), "stream"])
 def test_a_process_that_died_is_not_the_end_however_often_it_is_asked(
     run_program: Any, tmp_path: Path, kind: str
 ) -> None:
@@ -164,6 +164,7 @@ for dataset in (Augmented(16), Log(16)):
 """
 
 
+@pytest.mark.slow
 def test_nor_in_a_process_of_the_loader(run_program: Any, tmp_path: Path) -> None:
     lines = run_program(STOPPING, tmp_path).stdout.splitlines()
     assert len(lines) == 4

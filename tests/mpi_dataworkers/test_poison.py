@@ -336,7 +336,7 @@ def test_policies_are_checked_when_the_loader_is_made(options: dict[str, Any], s
 # --- processes that hang and die ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["sleeps", "holds the GIL"])
+@pytest.mark.parametrize("how", [pytest.param("sleeps", marks=pytest.mark.slow), "holds the GIL"])
 def test_a_hung_transform_is_raised_with_its_stack_and_its_process_replaced(
     service: Any, loaders: Any, how: str
 ) -> None:

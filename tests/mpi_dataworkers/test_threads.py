@@ -166,6 +166,7 @@ def test_threads_that_do_not_help_are_said_once(service: Any) -> None:
     assert "Use --processes" in service.log("worker")
 
 
+@pytest.mark.slow
 def test_bad_hung_and_deadly_samples_are_found_among_those_made_at_once(service: Any) -> None:
     service.start_workers(1, "--threads", "4")
     dataset = datasets.ThreadSafe(48, does={9: "raise", 10: "raise", 21: "exit", 37: "hang"})

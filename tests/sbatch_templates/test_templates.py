@@ -77,7 +77,7 @@ def test_slurm_accepts_each_template(template: Path, devcluster: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "size"),
     [
-        ("single-gpu", ["--data-workers=1", "--data-worker-cpus=1"], 1),
+        pytest.param("single-gpu", ["--data-workers=1", "--data-worker-cpus=1"], 1, marks=pytest.mark.slow),
         pytest.param("companions-only", ["--data-workers=0-1", "--data-worker-cpus=1"], 1, marks=pytest.mark.slow),
         ("multi-gpu-ddp", ["--data-workers=1", "--data-worker-cpus=1", "--ntasks-per-node=2"], 2),
     ],

@@ -5,12 +5,14 @@ Neither knows of commits: `commit.py` gives the file its name and its place.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +59,21 @@ def write_file(
         OSError: as from write(2); what was written so far stays.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    # A checksum costs a tenth of the write, and waits for no disk: beside it, it costs nothing.
-    with ThreadPoolExecutor(1, "checksum") as pool:
+    chunks = _chunks(plan, payload)
+    left = deque(range(len(chunks)))
+    digests: dict[int, str] = {}
+
+    def checksum_some() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                number = left.popleft()
+                digests[number] = _digest(chunks[number])
+
+    # A checksum costs a tenth of the write, and waits for no disk: beside it, it costs nothing, if it never keeps the
+    # next write waiting for the core. Where the thread found no idle time, the rest comes after the last write.
+    with ThreadPoolExecutor(1, "checksum", _take_only_idle_time) as pool:
         try:
-            digests = pool.submit(_checksums, plan, payload)
+            beside = pool.submit(checksum_some)
             with memoryview(mmap.mmap(-1, _BUFFER_BYTES)) as buffer:
                 writer = _Writer(descriptor, buffer, progress)
                 for piece in plan.pieces:
@@ -68,8 +81,11 @@ def write_file(
                 writer.finish()
             reach("persist.unsynced")
             os.fsync(descriptor)
-            return digests.result()
+            checksum_some()
+            beside.result()
+            return tuple(digests[number] for number in range(len(chunks)))
         finally:
+            left.clear()
             os.close(descriptor)
 
 
@@ -162,21 +178,32 @@ class _Writer:
         return on
 
 
-def _checksums(plan: FilePlan, payload: memoryview) -> tuple[str, ...]:
-    done: list[str] = []
-    digest, room = Checksum(), CHUNK_BYTES
+def _chunks(plan: FilePlan, payload: memoryview) -> list[list[memoryview]]:
+    """What the file holds, cut at every `CHUNK_BYTES`."""
+    chunks: list[list[memoryview]] = []
+    room = 0
     for buffer in plan.buffers(payload):
-        at = 0
-        while at < len(buffer):
-            part = buffer[at : at + room]
-            digest.update(part)
-            at, room = at + len(part), room - len(part)
+        view = memoryview(buffer)
+        while view:
             if not room:
-                done.append(f"{digest.value:016x}")
-                digest, room = Checksum(), CHUNK_BYTES
-    if room < CHUNK_BYTES:
-        done.append(f"{digest.value:016x}")
-    return tuple(done)
+                chunks.append([])
+                room = CHUNK_BYTES
+            chunks[-1].append(view[:room])
+            view, room = view[room:], room - len(chunks[-1][-1])
+    return chunks
+
+
+def _digest(parts: Iterable[memoryview]) -> str:
+    digest = Checksum()
+    for part in parts:
+        digest.update(part)
+    return f"{digest.value:016x}"
+
+
+def _take_only_idle_time() -> None:
+    """Make the calling thread run where nothing else wants the core (sched(7), SCHED_IDLE)."""
+    with contextlib.suppress(OSError):  # some containers forbid it; then it is a thread like others
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 @dataclass(frozen=True)

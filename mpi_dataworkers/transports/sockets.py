@@ -2,8 +2,8 @@
 
 A message is its length and then what `extents.lay_out` makes of its frames, so that a loader receives it in one piece
 of memory. The data worker hands the kernel its tensors where they lie (sendmsg(2)); what does not fit into the socket's
-buffer is sent by a thread while the next batch is made. The loader receives in the thread that also talks to the
-dispatcher, into memory that it uses again.
+buffer, a thread sends while the next batch is made. The loader receives without waiting, in the thread that also talks
+to the dispatcher, into memory that it uses again.
 
 A peer that has not proved the job's key (`proof.py`) is read a few kilobytes of and no more. The kernel watches the
 connection: one that nobody answers ends by itself. It is never made again silently: a new one needs a new proof.
@@ -35,7 +35,6 @@ from mpi_dataworkers.transports.peer import is_own_user
 from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 
 _LENGTH = struct.Struct("<Q")
-_TIMEVAL = struct.Struct("ll")  # seconds, microseconds
 _HANDSHAKE_BYTES = 4096
 # How long either side waits for the other's part of it: a loader that is alive answers from its own thread at once.
 _HANDSHAKE_TIMEOUT_S = 5.0
@@ -44,9 +43,8 @@ _SILENCE_S = 5
 # What is read before a message's length is known: many small messages at once, but little of a large one, since it is
 # copied from here.
 _STAGE_BYTES = 64 << 10
-# How long the loader's thread waits inside the kernel for the rest of a message, if nothing else can be read. So it is
-# not woken for each segment, and where both share a host, takes work of the kernel's off the data worker's core.
-_WAIT_MS = 1
+# Of a large message, the loader's thread is woken for this much and not for each segment.
+_WAKE_BYTES = 1 << 20
 # Bytes taken off one connection in one go: others have their turn, and so have the dispatcher's messages.
 _BURST_BYTES = 32 << 20
 # Connections that have not proved the key; the oldest make room. Data workers come in by the hundreds at most.
@@ -58,8 +56,6 @@ _KEEP_BYTES = 128 << 20
 # Tensors start on cache lines, so that vector loads stay aligned.
 _ALIGN_BYTES = 64
 _PADDING = bytes(_ALIGN_BYTES)
-# A larger message is more than the socket's buffer holds (tcp_wmem): the thread is needed in any case, and does it all.
-_AT_ONCE_BYTES = 4 << 20
 # sendmsg(2) takes 1024 pieces (IOV_MAX).
 _MAX_PIECES = 512
 
@@ -182,6 +178,15 @@ class _Connection:
         self.head = b""
         self.whole: memoryview | None = None
         self.filled = 0
+        self._wake_bytes = 1
+
+    def wait_for_more(self) -> None:
+        """Be readable when a good part of what is missing has come (SO_RCVLOWAT, socket(7))."""
+        missing = self.whole.nbytes - self.filled if self.whole is not None else 1
+        wake_bytes = min(missing, _WAKE_BYTES)
+        if wake_bytes != self._wake_bytes and self.socket.family == socket.AF_INET:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
+            self._wake_bytes = wake_bytes
 
 
 class SocketReceiver:
@@ -234,13 +239,11 @@ class SocketReceiver:
 
     def receive(self) -> list[ReceivedBatch | ProtocolError]:
         batches: list[ReceivedBatch | ProtocolError] = []
-        ready = self._epoll.poll(0)
-        flags = socket.MSG_WAITALL if len(ready) == 1 else socket.MSG_DONTWAIT
-        for descriptor, _ in ready:
+        for descriptor, _ in self._epoll.poll(0):
             if descriptor in self._listeners:
                 self._accept(*self._listeners[descriptor])
             elif descriptor in self._connections:
-                self._read(self._connections[descriptor], flags, batches)
+                self._read(self._connections[descriptor], batches)
         now = time.monotonic() if self._unproven else 0.0
         for one in [one for one in self._unproven.values() if one.prove_by < now]:
             self._drop(one)
@@ -251,10 +254,8 @@ class SocketReceiver:
             accepted, _ = listener.accept()
         except OSError:
             return  # it has ended already, or this process has too many files open
+        accepted.setblocking(False)
         try:
-            # For what is to wait; the rest says MSG_DONTWAIT.
-            accepted.setblocking(True)
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, _WAIT_MS * 1000))
             if accepted.family == socket.AF_UNIX and not is_own_user(accepted):
                 accepted.close()
                 return
@@ -268,20 +269,17 @@ class SocketReceiver:
         self._connections[accepted.fileno()] = self._unproven[accepted.fileno()] = one
         self._epoll.register(accepted, select.EPOLLIN)
 
-    def _read(self, one: _Connection, flags: int, batches: list[ReceivedBatch | ProtocolError]) -> None:
+    def _read(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> None:
         left = _BURST_BYTES
         try:
             while left > 0:
-                goes_on = one.whole is not None
-                count = self._go_on(one, flags, batches) if goes_on else self._begin(one, batches)
+                count = self._go_on(one, batches) if one.whole is not None else self._begin(one, batches)
                 if not count:
                     self._drop(one)
                     return
-                if goes_on and one.whole is not None:
-                    return  # it has waited for this message, and more of it is not there
                 left -= count
         except BlockingIOError:
-            return
+            one.wait_for_more()
         except OSError:
             self._drop(one)
         except ProtocolError as error:
@@ -290,11 +288,10 @@ class SocketReceiver:
                 batches.append(error)
             self._drop(one)
 
-    def _go_on(self, one: _Connection, flags: int, batches: list[ReceivedBatch | ProtocolError]) -> int:
+    def _go_on(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
         """Read more of a message that has begun."""
         assert one.whole is not None
-        flags = flags if one.handshake.proven else socket.MSG_DONTWAIT
-        count = one.socket.recv_into(one.whole[one.filled :], 0, flags)
+        count = one.socket.recv_into(one.whole[one.filled :])
         one.filled += count
         if one.filled == one.whole.nbytes:
             whole, one.whole = one.whole, None
@@ -306,7 +303,7 @@ class SocketReceiver:
         limit = _STAGE_BYTES if one.handshake.proven else _HANDSHAKE_BYTES
         at, end = 0, len(one.head)
         self._stage[:end] = one.head
-        count = one.socket.recv_into(self._stage[end:limit], 0, socket.MSG_DONTWAIT)
+        count = one.socket.recv_into(self._stage[end:limit])
         end += count
         while end - at >= _LENGTH.size:
             (num_bytes,) = _LENGTH.unpack_from(self._stage, at)
@@ -331,7 +328,7 @@ class SocketReceiver:
         if not one.handshake.proven:
             answer = one.handshake.answer(message, self._compress and rail_of(one.address) == "tcp")
             if answer is not None:
-                one.socket.send(_bytes_of(answer), socket.MSG_DONTWAIT)
+                one.socket.send(_bytes_of(answer))
             else:
                 del self._unproven[one.socket.fileno()]
             return
@@ -431,8 +428,7 @@ class _Channel:
         with self._changed:
             if self._error is not None:
                 raise self._error
-            fits = sum(map(len, pieces)) <= _AT_ONCE_BYTES
-            if fits and not self._waiting and not self._is_sending:
+            if not self._waiting and not self._is_sending:
                 pieces = self._send_at_once(pieces)
             if pieces:
                 self._waiting.extend(pieces)

@@ -329,8 +329,9 @@ class Store:
         """Let go of the store. A second time, and in a forked child, it does nothing.
 
         Args:
-            keep: leave all as after a crash, for the trainer that comes next, if there is a generation. Else the saver
-                is told that what is in memory may go once it is on disk; without a living saver it goes now.
+            keep: leave all as after a crash, for the trainer that comes next, if there is a generation, of this rank or
+                of another. Else the saver is told that what is in memory may go once it is on disk; without a living
+                saver it goes now.
         """
         with self._changed:
             if not self._is_open or os.getpid() != self._pid:
@@ -343,7 +344,7 @@ class Store:
             # A thread that prepares a slot ends with it.
             self._changed.wait_for(lambda: not any(slot.is_busy for slot in self._slots), _PREPARED_TIMEOUT_S)
         reach("store.closing")
-        keep = keep and any(slot.content() for slot in self._slots)
+        keep = keep and bool(any(slot.content() for slot in self._slots) or self._files.replicas())
         keep = keep or not self.path.exists()  # somebody has deleted it
         try:
             if not keep:

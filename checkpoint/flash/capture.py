@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +63,7 @@ class Capture:
         self._generators = rng.Generators()
         self._signature: Signature | None = None
         self._plan: Plan | None = None
-        self._planning: Future[tuple[int, int]] | None = None
+        self._planned: threading.Event | None = None
 
     def take(self, state: Mapping[str, Any], metrics: Mapping[str, float], *, finds_stepped: bool = False) -> Captured:
         """Take a state apart; the generators' states are added.
@@ -80,39 +79,39 @@ class Capture:
         """
         leaves = self.flatten(state, finds_stepped=finds_stepped)
         self._await_plan()
-        signature = Signature.of(leaves)
-        plan = self._plan_of(leaves, signature)
-        return Captured(plan, self._metadata(leaves, plan, metrics), leaves, signature.addresses)
+        plan = self._plan_of(leaves)
+        return Captured(plan, self._metadata(leaves, plan, metrics), leaves, leaves.signature.addresses)
 
-    def prepare(self, state: Mapping[str, Any]) -> Callable[[], tuple[int, int]]:
-        """Plan saves of a state, in a thread: `take` waits for it.
+    def prepare(self, state: Mapping[str, Any], leaves: Leaves) -> Callable[[], tuple[int, int]]:
+        """Plan saves of a state, beside the program.
+
+        Args:
+            state: top-level key to objects and trees.
+            leaves: the same, as `flatten` takes it apart.
 
         Returns:
-            Waits for it too, and gives the bytes of payload and metadata that saves will need, also once optimizers
-            have made a step.
+            To be called in a thread: `take` waits for it. It gives the bytes of payload and metadata that saves will
+            need, also once optimizers have made a step.
         """
         self._await_plan()
-        leaves = self.flatten(state)
-        signature = Signature.of(leaves)  # the program may change its tensors from now on
+        _ = leaves.signature  # the program may change its tensors from now on
         bytes_to_come = sum(map(_bytes_to_come, state.values()))
-        room: Future[tuple[int, int]] = Future()
+        planned = self._planned = threading.Event()
 
-        def work() -> None:
+        def plan_saves() -> tuple[int, int]:
             try:
-                plan = self._plan_of(leaves, signature)
+                plan = self._plan_of(leaves)
                 metadata_bytes = len(self._metadata(leaves, plan, {})) + _METADATA_BYTES_EACH * len(leaves.tensors)
-                room.set_result((plan.layout.payload_bytes + bytes_to_come, metadata_bytes))
-            except Exception as error:  # noqa: BLE001, a thread's end: who waits for the result gets it
-                room.set_exception(error)
+                return plan.layout.payload_bytes + bytes_to_come, metadata_bytes
+            finally:
+                planned.set()
 
-        self._planning = room
-        threading.Thread(target=work, name="checkpoint plan", daemon=True).start()
-        return room.result
+        return plan_saves
 
     def _await_plan(self) -> None:
-        if self._planning:
-            self._planning.exception()  # if there was one, the plan is made anew, and it comes again
-            self._planning = None
+        if self._planned:
+            self._planned.wait()  # after an error the plan is made anew, and it comes again
+            self._planned = None
 
     def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False) -> Leaves:
         """The tensors of a state, and the tree without them; for errors see `take`."""
@@ -125,12 +124,12 @@ class Capture:
             raise OptionsError(f"shared={self._shared}: the state has no {', '.join(unknown)}, only {', '.join(state)}")
         return self._flattener.flatten({**state, RNG: self._generators.capture()}, finds_stepped=finds_stepped)
 
-    def _plan_of(self, leaves: Leaves, signature: Signature) -> Plan:
-        former = self._signature
+    def _plan_of(self, leaves: Leaves) -> Plan:
+        signature, former = leaves.signature, self._signature
         if self._plan is None or former is None or signature != former:
-            self._plan = make_plan(leaves, self._shared, signature)
+            self._plan = make_plan(leaves, self._shared)
         elif signature.addresses != former.addresses and not self._plan.fits(signature.addresses):
-            plan = make_plan(leaves, self._shared, signature)
+            plan = make_plan(leaves, self._shared)
             # An equal plan is the same one, so that the slots' views stay.
             self._plan = self._plan if plan.is_like(self._plan) else plan
         self._signature = signature

@@ -36,6 +36,7 @@ from checkpoint.flash.saver_link import SaverLink
 from checkpoint.flash.saving import Saving
 from checkpoint.flash.stats import Stats
 from checkpoint.flash.stop import StopRequest
+from checkpoint.flash.tensors import Leaves
 from checkpoint.flash.tenure import Tenure
 from checkpoint.flash.timing import Timing
 from checkpoint.flash.watch import Watch
@@ -203,18 +204,21 @@ class FlashCheckpointer:
         """
         self._check_open()
         with collector.held_off():
-            room = self._capture.prepare(state)
-        self._in_background(lambda: self._store.prepare(*room()))
+            self._prepare(state, self._capture.flatten(state))
 
-    def _in_background(self, act: Callable[[], None]) -> None:
-        """Do something with the memory beside the program, after what was begun before."""
+    def _prepare(self, state: Mapping[str, Any], leaves: Leaves) -> None:
+        self._in_background(self._store.prepare, self._capture.prepare(state, leaves))
+
+    def _in_background(self, act: Callable[..., None], plan: Callable[[], tuple[int, ...]] = tuple) -> None:
+        """Do something with the memory beside the program, after what was begun before; with what a plan gives."""
         former = self._preparing
 
         def work() -> None:
-            if former:
-                former.join()
             try:
-                act()
+                room = plan()
+                if former:
+                    former.join()
+                act(*room)
             except (CheckpointError, OSError) as error:
                 _log.warning("there is no memory for checkpoints yet: %s", error)
 
@@ -243,16 +247,17 @@ class FlashCheckpointer:
         """
         self._check_open()
         self.fence()
-        leaves = self._capture.flatten(state)  # says what is wrong with it before anything happens
+        with collector.held_off():
+            leaves = self._capture.flatten(state)  # says what is wrong with it before anything happens
         newest = self._newest()
         with collector.held_off():
-            step = restore_newest(
+            restored = restore_newest(
                 newest, state, leaves, self._ranks.rank, strict=strict, allow_pickle=self._options.allow_pickle
             )
-            self.prepare(state)
-        self._timing.begin(step or 0)
-        self._tenure.note_restored(step or 0)
-        return step
+            self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
+        self._timing.begin(restored.step or 0)
+        self._tenure.note_restored(restored.step or 0)
+        return restored.step
 
     def load(self) -> Loaded | None:
         """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it.

@@ -36,6 +36,7 @@ _MAX_DIFFERENCES_TOLD = 40
 Fill = Callable[[], Any]
 # Kinds of references whose values are made anew.
 _NOT_TENSORS = ("numpy", "bytes", "pickle")
+_MAIN_MEMORY = torch.device("cpu")
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
@@ -295,6 +296,58 @@ def _is_empty(value: Any) -> bool:
 
 
 @dataclass
+class Copies:
+    """What is to be copied into the tensors of a program, once all of it is known."""
+
+    _moves: list[Move] = field(default_factory=list)
+    _moved: list[torch.Tensor] = field(default_factory=list)
+    _copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def add(self, here: torch.Tensor, saved: torch.Tensor | Stored) -> None:
+        """Note a tensor of the program, and what it shall hold."""
+        if not isinstance(saved, Stored):
+            self._copied.append((here, saved))
+        elif saved.address is None or not _is_plain(here):
+            self._copied.append((here, saved.view))
+        else:
+            self.add_move(here, (here.data_ptr(), saved.address, here.nbytes))
+
+    def add_move(self, here: torch.Tensor, move: Move) -> None:
+        """Note a tensor in main memory, row-major and without holes, and where its bytes come from."""
+        self._moves.append(move)
+        self._moved.append(here)
+
+    def take(self, others: Copies) -> None:
+        """Note all that others have noted."""
+        self._moves += others._moves
+        self._moved += others._moved
+        self._copied += others._copied
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy. Autograd is told that the tensors have changed."""
+        in_memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for here, saved in self._copied:
+            if here.numel() and any(
+                stride == 0 and size > 1 for stride, size in zip(here.stride(), here.shape, strict=True)
+            ):
+                # An expanded tensor cannot be written to as it is; its memory can.
+                index = tuple(0 if stride == 0 else slice(None) for stride in here.stride())
+                here[index].copy_(saved[index])
+            elif here.is_conj() or here.is_neg():
+                here.copy_(saved)
+            elif here.is_cpu and saved.is_cpu:
+                in_memory.append((here.detach(), saved))
+            else:
+                elsewhere.append((here.detach(), saved))
+        copy_in_memory([here for here, _ in in_memory], [saved for _, saved in in_memory], self._moves)
+        torch.autograd.graph.increment_version([*self._moved, *(here for here, _ in in_memory)])
+        if elsewhere:
+            torch._foreach_copy_([here for here, _ in elsewhere], [saved for _, saved in elsewhere])
+
+
+@dataclass
 class Restore:
     """One restore into a program's state: what differs, and what is to be done.
 
@@ -305,7 +358,7 @@ class Restore:
     """
 
     differences: list[str] = field(default_factory=list)
-    _copies: list[tuple[torch.Tensor, torch.Tensor | Stored]] = field(default_factory=list)
+    _copies: Copies = field(default_factory=Copies)
     _objects: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     _fill: Fill = lambda: None
@@ -329,7 +382,7 @@ class Restore:
             return set()
         copies = _copies_alike(keys, leaves, part)
         if copies is not None:
-            self._copies += copies
+            self._copies.take(copies)
             return {*keys}
         if len(keys) == 1:
             return set()
@@ -445,7 +498,7 @@ class Restore:
     def _match_tensor(self, path: str, here: torch.Tensor, saved: Any) -> Fill:
         if isinstance(saved, torch.Tensor):  # made of parts, such as a sparse one
             if self._compare(path, here, saved.shape, saved.dtype):
-                self._copies.append((here, saved))
+                self._copies.add(here, saved)
             return lambda: here
         if not isinstance(saved, Stored):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
@@ -458,11 +511,11 @@ class Restore:
         """Note that a tensor is to be copied."""
         is_part = hasattr(here, "to_local")
         if saved.address is not None and not is_part:
-            self._copies.append((here, saved))
+            self._copies.add(here, saved)
             return
         values = self._read(path, here, saved)
         if values is not None:
-            self._copies.append((here.to_local() if is_part else here, values))  # type: ignore[attr-defined]
+            self._copies.add(here.to_local() if is_part else here, values)  # type: ignore[attr-defined]
 
     def _read(self, path: str, here: torch.Tensor, saved: Stored) -> torch.Tensor | None:
         try:
@@ -585,14 +638,11 @@ class Restore:
                 for one, before in reversed(backups):
                     one.load_state_dict(before)
                 raise StateMismatch(f"{path} refused its state: {error}. Nothing was restored") from error
-        with torch.no_grad():
-            _copy_all(self._copies)
+        self._copies.run()
         self._fill()
 
 
-def _copies_alike(
-    keys: list[str], leaves: Leaves, part: Part
-) -> list[tuple[torch.Tensor, torch.Tensor | Stored]] | None:
+def _copies_alike(keys: list[str], leaves: Leaves, part: Part) -> Copies | None:
     """The copies below some top-level keys; None if they are not alike, or not as simple as that."""
     texts = [msgspec.json.encode([tree[key] for key in keys]) for tree in (leaves.tree, part.record.tree)]
     numbers = [number for key in keys for number in leaves.plain[key]]
@@ -600,18 +650,23 @@ def _copies_alike(
     # Equal texts hold equal numbers.
     if texts[0] != texts[1] or (numbers and max(numbers) >= len(refs)):
         return None
-    copies: list[tuple[torch.Tensor, torch.Tensor | Stored]] = []
+    here = leaves.signature
+    copies = Copies()
     for number in numbers:
-        here, ref = leaves.tensors[number], refs[number]
+        tensor, ref = leaves.tensors[number], refs[number]
         entry = entries[ref.entry] if ref.entry < len(entries) else None
         if entry is None or not is_whole(ref) or ref.shard is not None:
             return None
-        if ref.kind in _NOT_TENSORS or leaves.kinds[number] in _NOT_TENSORS:
+        if ref.kind in _NOT_TENSORS or here.kinds[number] in _NOT_TENSORS:
             return None
-        dtype = here.dtype
-        if here.shape != entry.shape or dtype != DTYPES.get(entry.dtype):
+        dtype = here.dtypes[number]
+        if here.shapes[number] != entry.shape or dtype != DTYPES.get(entry.dtype):
             return None
-        copies.append((here, Stored(ref, part.stock, entry.shape, dtype, begin + entry.offset)))
+        address = begin + entry.offset
+        if here.are_contiguous[number] and not here.are_lazy[number] and here.devices[number] == _MAIN_MEMORY:
+            copies.add_move(tensor, (here.addresses[number], address, entry.num_bytes))
+        else:
+            copies.add(tensor, Stored(ref, part.stock, entry.shape, dtype, address))
     return copies
 
 
@@ -669,35 +724,9 @@ def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
         yield getattr(module, name, None)
 
 
-def _copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor | Stored]]) -> None:
-    moves: list[Move] = []
-    moved: list[torch.Tensor] = []
-    in_memory: list[tuple[torch.Tensor, torch.Tensor]] = []
-    elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for here, saved in copies:
-        is_plain = here.is_cpu and here.is_contiguous() and not here.is_conj() and not here.is_neg()
-        if isinstance(saved, Stored):
-            if is_plain and saved.address is not None:
-                moves.append((here.data_ptr(), saved.address, here.nbytes))
-                moved.append(here)
-                continue
-            saved = saved.view
-        if here.numel() and any(
-            stride == 0 and size > 1 for stride, size in zip(here.stride(), here.shape, strict=True)
-        ):
-            # An expanded tensor cannot be written to as it is; its memory can.
-            index = tuple(0 if stride == 0 else slice(None) for stride in here.stride())
-            here[index].copy_(saved[index])
-        elif here.is_conj() or here.is_neg():
-            here.copy_(saved)
-        elif here.is_cpu and saved.is_cpu:
-            in_memory.append((here.detach(), saved))
-        else:
-            elsewhere.append((here.detach(), saved))
-    copy_in_memory([here for here, _ in in_memory], [saved for _, saved in in_memory], moves)
-    torch.autograd.graph.increment_version([*moved, *(here for here, _ in in_memory)])
-    if elsewhere:
-        torch._foreach_copy_([here for here, _ in elsewhere], [saved for _, saved in elsewhere])
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its values lie in main memory as they are, row-major and without holes."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _kind(value: Any) -> str:

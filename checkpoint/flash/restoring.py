@@ -36,10 +36,23 @@ class Loaded:
     notes: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What became of a restore.
+
+    Attributes:
+        step: of training; None: there was nothing to restore.
+        keeps_leaves: whether the state has the tensors that it had before, with other values.
+    """
+
+    step: int | None = None
+    keeps_leaves: bool = True
+
+
 def restore_newest(
     newest: Newest, state: MutableMapping[str, Any], leaves: Leaves, rank: int, *, strict: bool, allow_pickle: bool
-) -> int | None:
-    """Bring the newest generation into a state, in place, and set the generators; its step, None if there is none.
+) -> Restored:
+    """Bring the newest generation into a state, in place, and set the generators.
 
     Args:
         newest: finds it.
@@ -53,7 +66,7 @@ def restore_newest(
         StateMismatch: the layout of the state has changed. Nothing is restored.
         NoCheckpoint: there are checkpoints on disk, and none of them can be used.
     """
-    done: list[Choice] = []
+    done: list[tuple[Choice, bool]] = []
 
     def use(parts: list[Part], choice: Choice) -> Iterator[None]:
         task = Restore()
@@ -73,13 +86,15 @@ def restore_newest(
         for difference in task.differences:
             _log.warning("not restored: %s", difference)
         _restore_generators(generators, choice, rank)
-        done.append(choice)
+        done.append((choice, all_alike == {*state}))
 
     newest.use(use)
-    if not done or done[0].generation is None:
-        return None
-    _log.info("restored %s from %s", done[0].generation, ", ".join(sorted({*done[0].sources})))
-    return done[0].generation.step
+    if not done:
+        return Restored()
+    choice, keeps_leaves = done[0]
+    assert choice.generation is not None
+    _log.info("restored %s from %s", choice.generation, ", ".join(sorted({*choice.sources})))
+    return Restored(choice.generation.step, keeps_leaves)
 
 
 def load_newest(newest: Newest, *, allow_pickle: bool) -> Loaded | None:

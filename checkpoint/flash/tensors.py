@@ -106,6 +106,23 @@ class Leaves:
     plain: dict[str, range] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
 
+    @functools.cached_property
+    def signature(self) -> Signature:
+        """Of the tensors, as they are when it is first asked for."""
+        tensors = self.tensors
+        return Signature(
+            self.names,
+            self.kinds,
+            self.shards,
+            [tensor.dtype for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+            [tensor.stride() for tensor in tensors],
+            [tensor.device for tensor in tensors],
+            [tensor.is_neg() or tensor.is_conj() for tensor in tensors],
+            [tensor.is_contiguous() for tensor in tensors],
+            [tensor.data_ptr() for tensor in tensors],
+        )
+
 
 class Flattener:
     """Takes states apart.
@@ -326,23 +343,6 @@ class Signature:
     are_contiguous: list[bool] = field(compare=False)
     addresses: list[int] = field(compare=False)
 
-    @staticmethod
-    def of(leaves: Leaves) -> Signature:
-        """Of the leaves of a state."""
-        tensors = leaves.tensors
-        return Signature(
-            leaves.names,
-            leaves.kinds,
-            leaves.shards,
-            [tensor.dtype for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
-            [tensor.device for tensor in tensors],
-            [tensor.is_neg() or tensor.is_conj() for tensor in tensors],
-            [tensor.is_contiguous() for tensor in tensors],
-            [tensor.data_ptr() for tensor in tensors],
-        )
-
     def memory_bytes(self, number: int) -> int:
         """How much memory a tensor spans, from its first element to behind the last."""
         dtype, shape = self.dtypes[number], self.shapes[number]
@@ -456,14 +456,13 @@ class Plan:
         return copied
 
 
-def make_plan(leaves: Leaves, shared: Iterable[str] = (), signature: Signature | None = None) -> Plan:
-    """Decide which entries a state needs.
+def make_plan(leaves: Leaves, shared: Iterable[str] = ()) -> Plan:
+    """Decide which entries a state needs; what counts is its signature, not what its tensors may have become since.
 
     Args:
         shared: top-level keys whose tensors come last, so that a rank's own lie together.
-        signature: of the leaves, if it is known: the plan is made for what the tensors were then.
     """
-    seen = signature or Signature.of(leaves)
+    seen = leaves.signature
     shared = set(shared)
     groups = sorted(_group(leaves, seen), key=lambda group: _place(group, seen.names[group.named_after], shared))
     specs: list[TensorSpec] = []

@@ -34,7 +34,7 @@ def pack(state: Mapping[str, Any], *, allow_pickle: bool = False) -> tuple[Plan,
     copied = plan.tensors_to_copy(leaves.tensors)
     memory = bytes_as_tensor(payload)
     others = np.flatnonzero(~plan.are_plain).tolist()
-    moves = plan.moves(Signature.of(leaves).addresses, memory.data_ptr(), np.flatnonzero(plan.are_plain))
+    moves = plan.moves(leaves.signature.addresses, memory.data_ptr(), np.flatnonzero(plan.are_plain))
     with torch.no_grad():
         copy_in_memory([plan.destination(one, memory) for one in others], [copied[one] for one in others], moves)
     structure = Record.write_with(plan.encoded_refs, tree=leaves.tree)
@@ -295,7 +295,7 @@ def test_a_plan_holds_as_long_as_nothing_that_matters_changes() -> None:
     weight, step = torch.rand(3, 4), torch.tensor(1.0)
 
     def signature(**state: Any) -> Signature:
-        return Signature.of(flattener.flatten(state))
+        return flattener.flatten(state).signature
 
     first = signature(w=weight, step=step, epoch=1)
     assert signature(w=weight.zero_(), step=step, epoch=2) == first
@@ -368,9 +368,9 @@ def test_a_plan_fits_where_the_same_is_shared(views: list[torch.Tensor], separat
     plan = make_plan(leaves)
     moved = torch.arange(64).to(views[0].dtype)
     same = [moved.as_strided(one.shape, one.stride(), one.storage_offset()) for one in views]
-    signature = Signature.of(Flattener().flatten({"views": [one.clone() if separates else one for one in same]}))
+    signature = Flattener().flatten({"views": [one.clone() if separates else one for one in same]}).signature
     remade = make_plan(Flattener().flatten({"views": [one.clone() if separates else one for one in same]}))
-    if signature == Signature.of(leaves) and plan.fits(signature.addresses):
+    if signature == leaves.signature and plan.fits(signature.addresses):
         assert plan.is_like(remade)
 
 

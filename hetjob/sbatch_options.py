@@ -18,13 +18,14 @@ from hetjob.errors import UsageError
 # Long names by how they take a value: `--name value` and `--name=value`, only `--name=value`, or none.
 _WITH_VALUE = """
     account acctg-freq array batch bb bbf begin chdir cluster cluster-constraint clusters comment constraint container
-    container-id context core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
-    distribution error exclude export export-file extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node
-    gpus-per-socket gpus-per-task gres gres-flags hint input job-name kill-on-invalid-dep licenses mail-type mail-user
-    mcs-label mem mem-bind mem-per-cpu mem-per-gpu mem-update mincpus network nodefile nodelist nodes ntasks
-    ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket ntasks-per-tres open-mode output partition power
-    prefer priority profile qos reservation resources runtime segment signal sockets-per-node switches tasks-per-node
-    thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey wrap
+    container-id container-type context core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline
+    delay-boot dependency distribution error exclude export export-file extra extra-node-info gid gpu-bind gpu-freq
+    gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input job-name kill-on-invalid-dep licenses
+    mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mem-update mincpus network nodefile nodelist
+    nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket ntasks-per-tres open-mode output
+    partition power prefer priority profile qos reservation resources runtime segment signal sockets-per-node switches
+    tasks-per-node thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey
+    wrap
 """
 _WITH_OPTIONAL_VALUE = "exclusive get-user-env nice no-kill oom-kill-step propagate requeue resv-ports"
 _WITHOUT_VALUE = """
@@ -72,10 +73,10 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 
 _OF_ONE_COMPONENT = """
-    comment container container-id contiguous cores-per-socket cpus-per-task distribution exclude extra-node-info
-    gpus-per-socket hint licenses mem-bind mincpus nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu
-    ntasks-per-node ntasks-per-socket overcommit oversubscribe prefer reservation sockets-per-node spread-job switches
-    threads-per-core tmp use-min-nodes
+    comment container container-id container-type contiguous cores-per-socket cpus-per-task distribution exclude
+    extra-node-info gpus-per-socket hint licenses mem-bind mincpus nodefile nodelist nodes ntasks ntasks-per-core
+    ntasks-per-gpu ntasks-per-node ntasks-per-socket overcommit oversubscribe prefer reservation sockets-per-node
+    spread-job switches threads-per-core tmp use-min-nodes
 """
 # What one component consists of. sbatch applies its command line to *every* component, also over a component's own
 # lines (seen on 22.05 and 26.05): `-p gpu` would take the data workers there, too.

@@ -26,6 +26,9 @@ from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_progra
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from slurm_plugin.devcluster.teardown import tear_down
 
+# Slurm's releases that a test marked `every_release` runs on: the host's, and beside the slow tests the newer ones.
+RELEASES = (HOST, *(pytest.param(release, marks=pytest.mark.slow) for release in ("24.11", "26.05")))
+
 # Threads and processes that were told to stop may need this long to be gone.
 LEAK_GRACE_S = 3.0
 POLL_INTERVAL_S = 0.02
@@ -34,6 +37,12 @@ WaitUntil = Callable[..., None]
 
 # A shell that runs this in the background has it ignore SIGINT, and so would every program that is started here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that is marked `every_release` on each."""
+    if metafunc.definition.get_closest_marker("every_release"):
+        metafunc.parametrize("release", RELEASES, indirect=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -122,10 +131,16 @@ def devclusters() -> Iterator[Callable[[str], Devcluster]]:
         yield cluster
 
 
-@pytest.fixture(scope="session")
-def devcluster(devclusters: Callable[[str], Devcluster]) -> Devcluster:
-    """The session's cluster of the host's Slurm: 2 GPU nodes with 4 fake GPUs, 4 CPU nodes, partitions gpu and cpu."""
-    return devclusters(HOST)
+@pytest.fixture(scope="module")
+def release(request: pytest.FixtureRequest) -> str:
+    """The Slurm that the test runs on: the host's, unless it is marked `every_release`."""
+    return str(getattr(request, "param", HOST))
+
+
+@pytest.fixture(scope="module")
+def devcluster(devclusters: Callable[[str], Devcluster], release: str) -> Devcluster:
+    """The session's cluster of `release`: 2 GPU nodes with 4 fake GPUs, 4 CPU nodes, partitions gpu and cpu."""
+    return devclusters(release)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, 
 from checkpoint.directory import CheckpointDirectory
 
 MakeJob = Callable[..., CheckpointJob]
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.clients.elastic_job import ElasticJob
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 WaitUntil = Callable[..., None]
 
 

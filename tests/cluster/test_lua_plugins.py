@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.devcluster.boot import BootRequest, boot
+from slurm_plugin.devcluster.boot import BootRequest
 from slurm_plugin.devcluster.record import ClusterRecord
 from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from slurm_plugin.devcluster.teardown import tear_down
 from slurm_plugin.installation import LUA_DIR, hook_text
 from slurm_plugin.program import own_program
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 DIRECTIVE = "#HETSTREAM --data-workers=1 --data-worker-cpus=1 --data-worker-partition=cpu\n"
 TRAIN = f"""#!/bin/bash
@@ -33,7 +32,6 @@ srun {sys.executable} {PROGRAM} ledger
 exit 7
 """
 SHORT = f'#!/bin/bash\n#SBATCH --output=short.out\n{DIRECTIVE}\necho "service=$HETSTREAM_SERVICE"\nexit 3\n'
-RELEASES = ["host", pytest.param("24.11", marks=pytest.mark.slow), pytest.param("26.05", marks=pytest.mark.slow)]
 OWNER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 
 
@@ -78,32 +76,15 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def clusters() -> Iterator[Callable[[str], Cluster]]:
-    """A function from a release to this module's cluster of it."""
-    booted: dict[str, Cluster] = {}
-
-    def cluster(release: str) -> Cluster:
-        if release not in booted:
-            name = f"pytest-{os.getpid()}-lua-{release.replace('.', '')}"
-            request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 1), lua_plugins=True)
-            record = boot(request, choose_programs(release, DEFAULT_CACHE_DIR, print), print)
-            out_dir = Path("/tmp") / f"hetstream-{name}"
-            out_dir.mkdir()
-            out_dir.chmod(0o777)
-            booted[release] = Cluster(record, out_dir)
-        return booted[release]
-
-    yield cluster
-    for entry in booted.values():
-        tear_down(entry.state_dir)
-        subprocess.run(["rm", "-rf", entry.out_dir], check=True)
+def cluster(release: str, running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
+    """This module's cluster of a release."""
+    name = f"pytest-{os.getpid()}-lua-{release.replace('.', '')}"
+    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(1, 2, 1), lua_plugins=True)
+    with running_cluster(request, choose_programs(release, DEFAULT_CACHE_DIR, print)) as devcluster:
+        yield Cluster(devcluster.record, devcluster.out_dir)
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_plain_sbatch_becomes_a_streaming_job(
-    release: str, clusters: Callable[[str], Cluster], wait_until: Any
-) -> None:
-    cluster = clusters(release)
+def test_plain_sbatch_becomes_a_streaming_job(cluster: Cluster, wait_until: Any) -> None:
     cluster.load()
     directory = cluster.directory("train", train=TRAIN)
     done = cluster.run(directory, "sbatch", "--parsable", "train.sbatch", "one", "two words")
@@ -123,11 +104,7 @@ def test_plain_sbatch_becomes_a_streaming_job(
     assert not list(Path("/tmp").glob("hetstream-*/train.sbatch")), "the converted script is left"
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_without_a_converter_the_plain_job_goes_on(
-    release: str, clusters: Callable[[str], Cluster], tmp_path: Path
-) -> None:
-    cluster = clusters(release)
+def test_without_a_converter_the_plain_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     directory = cluster.directory("plain", short=SHORT)
     tools = {name: tmp_path / name for name in ("slow", "broken", "silent", "missing")}
     tools["slow"].write_text("#!/bin/sh\nexec sleep 60\n")
@@ -157,11 +134,7 @@ def test_without_a_converter_the_plain_job_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", RELEASES)
-def test_ctrl_c_while_it_plans_submits_nothing(
-    release: str, clusters: Callable[[str], Cluster], tmp_path: Path, wait_until: Any
-) -> None:
-    cluster = clusters(release)
+def test_ctrl_c_while_it_plans_submits_nothing(cluster: Cluster, tmp_path: Path, wait_until: Any) -> None:
     directory = cluster.directory("interrupted", short=SHORT)
     (tmp_path / "slow").write_text(f"#!/bin/sh\ntouch {tmp_path}/planning\nexec sleep 60\n")
     (tmp_path / "slow").chmod(0o755)
@@ -179,9 +152,7 @@ def test_ctrl_c_while_it_plans_submits_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", RELEASES)
-def test_what_is_not_to_be_converted_passes_unchanged(release: str, clusters: Callable[[str], Cluster]) -> None:
-    cluster = clusters(release)
+def test_what_is_not_to_be_converted_passes_unchanged(cluster: Cluster) -> None:
     cluster.load()
     plain = "#!/bin/bash\nexit 4\n"
     pair = SHORT.replace(DIRECTIVE, f"#SBATCH hetjob\n#SBATCH --partition=cpu\n{DIRECTIVE}")
@@ -220,9 +191,7 @@ def test_what_is_not_to_be_converted_passes_unchanged(release: str, clusters: Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", RELEASES)
-def test_words_arrive_as_they_were(release: str, clusters: Callable[[str], Cluster]) -> None:
-    cluster = clusters(release)
+def test_words_arrive_as_they_were(cluster: Cluster) -> None:
     cluster.load()
     says = 'echo "$SLURM_JOB_NAME|$SLURM_JOB_PARTITION|$*|${HETSTREAM_SERVICE:0:6}"\n'
     other = SHORT.replace("exit 3", "exit 9")
@@ -243,9 +212,7 @@ def test_words_arrive_as_they_were(release: str, clusters: Callable[[str], Clust
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", RELEASES)
-def test_a_site_may_ask_for_data_workers_where_scripts_do_not(release: str, clusters: Callable[[str], Cluster]) -> None:
-    cluster = clusters(release)
+def test_a_site_may_ask_for_data_workers_where_scripts_do_not(cluster: Cluster) -> None:
     cluster.load('{eligible = function(options) return "--data-workers=0-1 --data-worker-partition=cpu" end}')
     directory = cluster.directory("policy", short=SHORT.replace(DIRECTIVE, ""))
     assert cluster.run(directory, "sbatch", "--wait", "short.sbatch").returncode == 3
@@ -254,9 +221,7 @@ def test_a_site_may_ask_for_data_workers_where_scripts_do_not(release: str, clus
     assert (done.returncode, done.stderr) == (5, "")
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_guard_right_sizes_and_refuses(release: str, clusters: Callable[[str], Cluster]) -> None:
-    cluster = clusters(release)
+def test_the_guard_right_sizes_and_refuses(cluster: Cluster) -> None:
     directory = cluster.directory("guard")
     asks = ["--gpus=2", "--gres=gpu:2", "--gpus-per-node=2", "--gpus-per-task=2"]
     cluster.load("{cpus_per_gpu = {max = {gpu = 4}}}")
@@ -277,9 +242,7 @@ def test_the_guard_right_sizes_and_refuses(release: str, clusters: Callable[[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", RELEASES)
-def test_an_opportunistic_job_belongs_to_the_site(release: str, clusters: Callable[[str], Cluster]) -> None:
-    cluster = clusters(release)
+def test_an_opportunistic_job_belongs_to_the_site(release: str, cluster: Cluster) -> None:
     cluster.load('{opportunistic = {partitions = {"cpu"}, hold = true}}')
     directory = cluster.directory("opportunistic")
     greedy = cluster.run(directory, *OWNER, "sbatch", "-pcpu", "--gres=gpu:1", "--wrap=true")
@@ -302,11 +265,7 @@ def test_an_opportunistic_job_belongs_to_the_site(release: str, clusters: Callab
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", RELEASES)
-def test_a_hook_that_fails_lets_every_job_through(
-    release: str, clusters: Callable[[str], Cluster], wait_until: Any
-) -> None:
-    cluster = clusters(release)
+def test_a_hook_that_fails_lets_every_job_through(cluster: Cluster, wait_until: Any) -> None:
     directory = cluster.directory("failing")
     log = cluster.state_dir / "log" / "slurmctld.log"
     for policy in ("{cpus_per_gpu = 7, opportunistic = 8}", "{", "{cpus_per_gpu = {max = {gpu = {}}}}"):

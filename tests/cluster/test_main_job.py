@@ -35,7 +35,6 @@ echo "cpus=$SLURM_CPUS_PER_TASK arguments=$*"
 srun {sys.executable} {PROGRAM} ledger
 exit 7
 """
-RELEASES = ["host", pytest.param("24.11", marks=pytest.mark.slow), pytest.param("26.05", marks=pytest.mark.slow)]
 
 
 def processes(*words: str) -> dict[int, list[str]]:
@@ -57,13 +56,13 @@ def parent(pid: int) -> int:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.every_release
 def test_an_unmodified_job_streams_and_survives_a_killed_data_worker(
-    release: str, devclusters: Callable[[str], Any], wait_until: Callable[..., None]
+    release: str, devcluster: Any, wait_until: Callable[..., None]
 ) -> None:
     # A login shell resets PATH, and the newer releases' commands are nowhere but there.
     script = SCRIPT if release == "host" else SCRIPT.replace("bash -l", "bash")
-    stream_and_survive(devclusters(release), script, wait_until)
+    stream_and_survive(devcluster, script, wait_until)
 
 
 @pytest.mark.slow

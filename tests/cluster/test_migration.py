@@ -10,7 +10,7 @@ import pytest
 from benchmarks.ckpt_migrate import MIGRATE, measure
 from checkpoint.ownership import history
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 
 
 @pytest.mark.timeout(400)

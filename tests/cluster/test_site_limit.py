@@ -15,7 +15,7 @@ from hetjob.site.address import SiteSettings, UnixAddress
 from hetjob.site.client import ask
 from hetjob.site.messages import AskStatus, JobStatus, ShowStatus
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 
 
 def test_a_starving_job_grows_as_far_as_its_share(

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from slurm_plugin.client.slurm import CommandSlurm
+
 HETSTREAM = Path(sys.executable).with_name("hetstream")
 DIRECTIVE = "#HETSTREAM --data-workers=1-2 --data-worker-cpus=1 --data-worker-partition=cpu\n"
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 
 
 def submit(devcluster: Any, directory: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -60,12 +62,12 @@ def test_the_command_lines_partition_is_the_trainers(devcluster: Any) -> None:
     done = submit(devcluster, devcluster.out_dir / "partition", f"#!/bin/bash\n{DIRECTIVE}hostname\n", *options)
     job_id = done.stdout.strip()
     try:
-        rows = devcluster.run(
-            ["squeue", "--noheader", "-j", job_id, "-O", "HetJobOffset,Partition,tres-per-node"]
-        ).stdout
+        jobs = CommandSlurm(devcluster.env).snapshot().jobs
     finally:
         devcluster.run(["scancel", job_id])
-    assert [row.split()[1:] for row in sorted(rows.splitlines())] == [["gpu", "gres:gpu:1"], ["cpu", "N/A"]]
+    components = {job.het.offset: job for job in jobs if job.het and str(job.het.het_job_id) == job_id}
+    found = [(job.partitions, job.count("gpu")) for _, job in sorted(components.items())]
+    assert found == [(("gpu",), 1), (("cpu",), 0)]
 
 
 def paste(devcluster: Any, directory: Path, done: subprocess.CompletedProcess[str]) -> str:

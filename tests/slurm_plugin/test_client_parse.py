@@ -223,7 +223,9 @@ def test_an_old_slurm_is_one_line(tmp_path: Path) -> None:
         CommandReader({"PATH": str(tmp_path)}).snapshot()
 
 
-def _compare_text_and_json(devcluster: Any, wait_until: Callable[..., None]) -> None:
+@pytest.mark.slurm
+@pytest.mark.every_release
+def test_text_and_json_of_a_real_cluster_agree(devcluster: Any, wait_until: Callable[..., None]) -> None:
     """What users can write is read alike in text and JSON, while jobs run and wait."""
     slurm = CommandSlurm({**devcluster.env, "SQUEUE_FORMAT": "%i", "SLURM_TIME_FORMAT": "relative"})
     quiet = ["--output=/dev/null"]
@@ -269,17 +271,3 @@ def _compare_text_and_json(devcluster: Any, wait_until: Callable[..., None]) -> 
 
 def _by_id(slurm: CommandSlurm, job_id: str) -> Job:
     return next(job for job in slurm.snapshot().jobs if job_id in (str(job.job_id), str(job.array_job_id)))
-
-
-@pytest.mark.slurm
-def test_text_and_json_of_a_real_cluster_agree(devcluster: Any, wait_until: Callable[..., None]) -> None:
-    _compare_text_and_json(devcluster, wait_until)
-
-
-@pytest.mark.slurm
-@pytest.mark.slow
-@pytest.mark.parametrize("release", ["24.11", "26.05"])
-def test_text_and_json_of_newer_clusters_agree(
-    devclusters: Callable[[str], Any], wait_until: Callable[..., None], release: str
-) -> None:
-    _compare_text_and_json(devclusters(release), wait_until)

@@ -126,6 +126,7 @@ def test_the_fake_keeps_keys_too(tmp_path: Path, wait_until: Callable[..., None]
 
 
 @pytest.mark.slurm
+@pytest.mark.every_release
 def test_a_real_submission_whose_answer_is_lost(devcluster: Any, tmp_path: Path) -> None:
     """sbatch submits, and its user is told that the connection timed out."""
     real = next(Path(place, "sbatch") for place in devcluster.env["PATH"].split(":") if Path(place, "sbatch").exists())

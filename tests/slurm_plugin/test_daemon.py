@@ -42,7 +42,7 @@ from slurm_plugin.client.run import run_slurm
 from slurm_plugin.daemon.store import remembered_jobs
 from slurm_plugin.devcluster.boot import BootRequest, boot
 from slurm_plugin.devcluster.record import ClusterRecord, read_daemons
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from slurm_plugin.devcluster.teardown import tear_down
 from slurm_plugin.history import History
@@ -312,10 +312,10 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(release: str) -> Iterator[Cluster]:
     name = f"daemon-{os.getpid()}"
     request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape())
-    record = boot(request, choose_programs(HOST, DEFAULT_CACHE_DIR, print), print)
+    record = boot(request, choose_programs(release, DEFAULT_CACHE_DIR, print), print)
     try:
         yield Cluster(record, record.environment(os.environ))
     finally:
@@ -346,6 +346,7 @@ def rpcs_of(cluster: Cluster, user: str) -> int:
 
 
 @pytest.mark.slurm
+@pytest.mark.every_release
 def test_a_real_cluster_divided_by_an_ordinary_user(
     cluster: Cluster, site: RunningDaemon, wait_until: WaitUntil
 ) -> None:
@@ -396,6 +397,7 @@ def test_a_real_cluster_divided_by_an_ordinary_user(
 
 
 @pytest.mark.slurm
+@pytest.mark.every_release
 @pytest.mark.slow
 def test_slurmctld_dies_and_comes_back(cluster: Cluster, site: RunningDaemon, wait_until: WaitUntil) -> None:
     job_id = cluster.submit("--gres=gpu:1", "--mem=100")

@@ -139,6 +139,7 @@ def test_the_worst_comes_first() -> None:
 
 
 @pytest.mark.slurm
+@pytest.mark.every_release
 def test_a_real_cluster_has_no_problem_that_is_none(devcluster: Any) -> None:
     command = [sys.executable, "-m", "slurm_plugin.cli", "doctor", "--json"]
     env = {**os.environ, **devcluster.env}

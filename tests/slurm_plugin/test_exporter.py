@@ -215,6 +215,7 @@ def test_the_dashboard_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slurm
+@pytest.mark.every_release
 def test_exporter_report_and_page_on_a_real_cluster(
     devcluster: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
@@ -271,6 +272,7 @@ def test_exporter_report_and_page_on_a_real_cluster(
 
 
 @pytest.mark.slurm
+@pytest.mark.every_release
 def test_serve_on_a_real_cluster(devcluster: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:
     log = tmp_path / "log"
     with log.open("w") as stderr:

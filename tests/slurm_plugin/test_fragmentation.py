@@ -155,6 +155,7 @@ def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slurm
+@pytest.mark.every_release
 def test_a_known_layout_gives_the_table_made_by_hand(devcluster: Any, wait_until: Callable[..., None]) -> None:
     """Nodes: 2 with 16 CPUs, 4 GPUs and 64,000 MB, 4 with 16 CPUs. Four jobs, one of them pending, one node drained."""
     slurm = CommandSlurm(devcluster.env)

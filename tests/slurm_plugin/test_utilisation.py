@@ -122,6 +122,7 @@ def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slurm
+@pytest.mark.every_release
 def test_util_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> None:
     slurm = CommandSlurm(devcluster.env)
     wait_until(lambda: not slurm.snapshot().jobs, 60)

@@ -200,6 +200,7 @@ def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slurm
+@pytest.mark.every_release
 def test_why_and_jobs_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> None:
     """Nodes: 2 with 16 CPUs and 4 GPUs, 4 with 16 CPUs."""
     slurm = CommandSlurm(devcluster.env)
@@ -230,6 +231,8 @@ def test_why_and_jobs_on_a_real_cluster(devcluster: Any, wait_until: Callable[..
         assert "room now  cpu[0-3]" in run(devcluster.env, "why", f"{het}+1").stdout
         assert "it does not wait" in run(devcluster.env, "why", first).stdout
 
+        advice = json.loads(run(devcluster.env, "advise", "--json").stdout)["advice"]
+        assert {row["job"]: row["basis"] for row in advice}[cpus] == "free now"
         rows = {row["job"]: row for row in json.loads(run(devcluster.env, "jobs", "--json").stdout)["jobs"]}
         assert (rows[first]["cpus"], rows[first]["gpus"], rows[first]["nodes"]) == (28, 2, ["gpu0", "gpu1"])
         waits = {name: rows[name]["waits_for"] for name in (first, cpus, gpus, held, f"{het}+0")}

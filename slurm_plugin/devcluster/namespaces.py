@@ -23,7 +23,7 @@ NETNS_DIR = Path("/run/netns")
 _TIMEOUT_S = 30.0
 # <sched.h> and <sys/mount.h>; Python has setns and unshare from 3.12 on, and no mount.
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-_MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 4096, 16384, 1 << 19
 
 
 def free_subnet() -> str:
@@ -83,9 +83,9 @@ def left_of(network: ClusterNetwork) -> list[tuple[str, str]]:
 
 
 def enter(namespace: str, host_name: str, hosts_file: str) -> None:
-    """Move this process to a host: its network, its host name, and an /etc/hosts that knows all hosts.
+    """Move this process to a host: its network, host name, shared memory, and an /etc/hosts that knows all hosts.
 
-    Everything else stays the machine's: files, process ids, users, shared memory.
+    Everything else stays the machine's: files, process ids, users. The shared memory goes with the last process there.
 
     Raises:
         OSError: the kernel refuses.
@@ -99,6 +99,7 @@ def enter(namespace: str, host_name: str, hosts_file: str) -> None:
     # Mounts of the machine still arrive here; none of these goes back.
     _check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
     _check(libc.mount(hosts_file.encode(), b"/etc/hosts", None, _MS_BIND, None), f"mount --bind {hosts_file}")
+    _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=1777"), "mount /dev/shm")
 
 
 def _check(result: int, what: str) -> None:

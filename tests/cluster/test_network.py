@@ -11,12 +11,10 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -29,13 +27,12 @@ from hetjob.site.address import SiteSettings, TcpAddress
 from hetjob.site.client import ask
 from hetjob.site.messages import AskStatus, ShowStatus
 from slurm_plugin.client.run import run_slurm
-from slurm_plugin.devcluster.boot import BootRequest
-from slurm_plugin.devcluster.network import CONTROLLER, VirtualHost
-from slurm_plugin.devcluster.programs import host_programs
-from slurm_plugin.devcluster.record import ClusterRecord, read_daemons
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from slurm_plugin.devcluster.network import CONTROLLER
+from slurm_plugin.devcluster.record import read_daemons
+from slurm_plugin.devcluster.spec import ClusterShape
+from tests.cluster.networked import Cluster, networked_cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 
 PROGRAM = Path(__file__).parent / "programs" / "train_gated.py"
 HETSTREAM = Path(sys.executable).with_name("hetstream")
@@ -56,63 +53,10 @@ exit 7
 WaitUntil = Callable[..., None]
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster whose links can be cut."""
-
-    record: ClusterRecord
-    out_dir: Path
-
-    @property
-    def state_dir(self) -> Path:
-        return Path(self.record.state_dir)
-
-    @property
-    def env(self) -> dict[str, str]:
-        return self.record.environment(os.environ)
-
-    def run(self, *argv: str) -> str:
-        return run_slurm(argv, env=self.env).stdout
-
-    def host(self, name: str) -> VirtualHost:
-        assert self.record.network is not None
-        return self.record.network.host(name)
-
-    def cut(self, name: str) -> None:
-        """Cut a host off: from now on nobody reaches it."""
-        subprocess.run(["ip", "link", "set", self.host(name).link, "down"], check=True)
-
-    def restore(self, name: str) -> None:
-        subprocess.run(["ip", "link", "set", self.host(name).link, "up"], check=True)
-
-    @contextmanager
-    def no_way_between(self, one: str, other: str) -> Iterator[None]:
-        """Lose every frame between two hosts, both ways; each of them reaches everybody else."""
-        ways = [(self.host(one), self.host(other)), (self.host(other), self.host(one))]
-        for source, goal in ways:
-            neighbour = ["ip", "-netns", source.namespace, "neigh", "replace", goal.address, "dev", "eth0"]
-            subprocess.run([*neighbour, "lladdr", "02:00:00:00:00:01", "nud", "permanent"], check=True)
-        try:
-            yield
-        finally:
-            for source, goal in ways:
-                neighbour = ["ip", "-netns", source.namespace, "neigh", "del", goal.address, "dev", "eth0"]
-                subprocess.run(neighbour, check=True)
-
-    def state(self, node: str) -> str:
-        return self.run("sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T").strip()
-
-
 @pytest.fixture(scope="module")
-def cluster(running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need the program ip: apt-get install iproute2")
-    if subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True).returncode != 0:
-        pytest.skip("network namespaces are not allowed here")
-    name = f"pytest-{os.getpid()}-net"
-    request = BootRequest(name, DEFAULT_STATE_ROOT / name, SHAPE, network=True)
-    with running_cluster(request, host_programs()) as devcluster:
-        yield Cluster(devcluster.record, devcluster.out_dir)
+def cluster(release: str, running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
+    with networked_cluster(release, SHAPE, running_cluster) as networked:
+        yield networked
 
 
 @pytest.fixture(scope="module")

@@ -174,8 +174,8 @@ def hetstream(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 SHOW = """\
-import socket
-print(socket.gethostname(), socket.gethostbyname("cpu0"), socket.gethostbyname("ctl"))
+import os, socket
+print(socket.gethostname(), os.listdir("/dev/shm"), socket.gethostbyname("cpu0"), socket.gethostbyname("ctl"))
 probe = socket.create_connection((socket.gethostbyname("cpu0"), %d), 10)
 print(probe.getsockname()[0])
 """
@@ -194,10 +194,14 @@ def test_hosts_have_addresses_and_nothing_is_left(place: str) -> None:
     record = read_record(DEFAULT_STATE_ROOT / place)
     assert record is not None
     port = int((DEFAULT_STATE_ROOT / place / "slurm.conf").read_text().split("SlurmctldPort=")[1].split()[0]) + 2
+    note = f"/dev/shm/{place}"
+    argv = ["srun", "--nodelist=cpu0", "--partition=cpu", "touch", note]
+    assert hetstream("exec", "--name", place, "--", *argv).returncode == 0
+    assert not Path(note).exists()
     argv = ["srun", "--nodelist=cpu1", "--partition=cpu", sys.executable, "-c", SHOW % port]
     shown = hetstream("exec", "--name", place, "--", *argv)
     addresses = [hosts[name]["address"] for name in ("cpu0", "ctl", "cpu1")]
-    assert shown.stdout == f"cpu1 {addresses[0]} {addresses[1]}\n{addresses[2]}\n", shown.stderr
+    assert shown.stdout == f"cpu1 [] {addresses[0]} {addresses[1]}\n{addresses[2]}\n", shown.stderr
     status = hetstream("status", "--name", place)
     assert status.returncode == 0
     assert all(host["address"] in status.stdout and host["link"] in status.stdout for host in hosts.values())

@@ -6,6 +6,7 @@ HetstreamError
 │   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
 ├── MasterError              the job master did not start
 ├── SaversError              the checkpoint savers of a job did not start
+├── ServiceNotFound          no service of the job that was named
 ├── SiteError                the site daemon does not answer, or says what cannot be trusted
 ├── ProgramNotFound          the user's program, or hetstream's own command, is not there
 └── SlurmCommandError        a Slurm command failed: argv, exit code, stdout, stderr
@@ -24,6 +25,7 @@ __all__ = [
     "MasterError",
     "ProgramNotFound",
     "SaversError",
+    "ServiceNotFound",
     "SiteError",
     "SlurmCommandError",
     "UsageError",
@@ -44,6 +46,10 @@ class MasterError(HetstreamError):
 
 class SaversError(HetstreamError):
     """The job's checkpoint savers did not come up."""
+
+
+class ServiceNotFound(HetstreamError):
+    """The job that was named has no service that this user can see, or Slurm could not say where it would be."""
 
 
 class SiteError(HetstreamError):

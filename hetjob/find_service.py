@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hetjob.errors import SlurmCommandError, UsageError
+from hetjob.errors import ServiceNotFound, SlurmCommandError, UsageError
 from mpi_dataworkers.address import parse_service
 
 _ADDRESS = "address"
@@ -35,7 +35,8 @@ def find_address_file(
         ask_slurm: from a job id to the directory that it was submitted from; raises if Slurm does not know it.
 
     Raises:
-        UsageError: there is none, or there are several.
+        UsageError: no job is named where there is no service, or several; what is named is no job.
+        ServiceNotFound: the named job has none, or Slurm does not say where it would be.
     """
     if job is not None and service is not None:
         raise UsageError("name a job, or --service, not both")
@@ -60,7 +61,7 @@ def _asked(ask_slurm: Callable[[str], Path], job_id: str) -> Path | None:
     try:
         return job_directory(ask_slurm(job_id), job_id)
     except SlurmCommandError as error:
-        raise UsageError(
+        raise ServiceNotFound(
             f"no directory .hetstream/job-{job_id} here, and Slurm does not say where job {job_id} was submitted "
             f"({error.argv[0]}: {error.reason}): run this there, or give the path of that directory"
         ) from error
@@ -72,7 +73,7 @@ def _restarts(path: Path, job_id: str) -> int:
 
 
 def _no_job(job_id: str) -> Path:
-    raise UsageError(
+    raise ServiceNotFound(
         f"no directory .hetstream/job-{job_id} here or where the job was submitted: give the path of that directory, "
         "or is this a job without data workers?"
     )

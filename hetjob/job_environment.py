@@ -23,6 +23,7 @@ class JobEnvironment:
         het_size: number of components; 1 for an ordinary job.
         restarts: how often Slurm has requeued the job.
         num_nodes: of component 0.
+        cpus_per_task: of component 0, as its batch script sees it; None if the script asks for none.
     """
 
     job_id: str
@@ -32,6 +33,7 @@ class JobEnvironment:
     het_size: int
     restarts: int
     num_nodes: int = 1
+    cpus_per_task: int | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> JobEnvironment:
@@ -46,6 +48,7 @@ class JobEnvironment:
                 f"{', '.join(missing)} is not set: the job master runs inside a batch job. "
                 "Submit the script with: hetstream sbatch SCRIPT"
             )
+        plain = {**environ, **plain_variables(environ)}
         return cls(
             job_id=environ["SLURM_JOB_ID"],
             job_name=environ.get("SLURM_JOB_NAME", "job"),
@@ -54,6 +57,7 @@ class JobEnvironment:
             het_size=int(environ.get("SLURM_HET_SIZE") or 1),
             restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
             num_nodes=int(environ.get("SLURM_JOB_NUM_NODES_HET_GROUP_0") or environ.get("SLURM_JOB_NUM_NODES") or 1),
+            cpus_per_task=int(cpus) if (cpus := plain.get("SLURM_CPUS_PER_TASK", "")).isdigit() else None,
         )
 
     @property
@@ -71,6 +75,11 @@ class JobEnvironment:
     def work_dir(self) -> Path:
         """The dispatcher's journal; removed at the end."""
         return self.directory / "dispatcher"
+
+    @property
+    def notebook(self) -> Path:
+        """What the elastic controller knows, for a job master that is started again; removed at the end."""
+        return self.directory / "elastic.json"
 
     @property
     def savers(self) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from hetjob.ended_job import EndedJob
 from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
 from slurm_plugin.client.accounting import Usage
 from slurm_plugin.client.model import Job, Node, Snapshot
@@ -46,17 +47,21 @@ class Advice:
     step: str
 
 
-def advise(snapshot: Snapshot, waits: Mapping[str, float], usages: Iterable[Usage] = ()) -> tuple[Advice, ...]:
+def advise(
+    snapshot: Snapshot, waits: Mapping[str, float], usages: Iterable[Usage] = (), ended: Iterable[EndedJob] = ()
+) -> tuple[Advice, ...]:
     """All advice, firm first, then by what would be gained.
 
     Args:
         snapshot: the cluster.
         waits: label of a hetstream job -> share of time that its trainers wait for data.
         usages: recent jobs with what accounting measured.
+        ended: recent jobs with data workers that have left a record.
     """
     found = [
         *(_starving(job, waits[job.label]) for job in snapshot.jobs if waits.get(job.label, 0) > MUCH_WAITING),
         *(advice for usage in usages if (advice := _idle(usage))),
+        *(_oversized(one) for one in ended if one.advice),
         *_pending(snapshot),
         *_running(snapshot, waits),
     ]
@@ -86,6 +91,15 @@ def _idle(usage: Usage) -> Advice | None:
         usage.job, usage.user, "ended", "measured", 0, 0, usage.gpus * (1 - usage.gpu_share) * 24,
         f"its GPUs were busy {usage.gpu_share:.0%} of the time, its CPUs {min(1.0, busy):.0%}",
         "#HETSTREAM --data-workers=MIN-MAX",
+    )  # fmt: skip
+
+
+def _oversized(one: EndedJob) -> Advice:
+    """A job whose trainers needed fewer CPUs than they had, as its elastic controller saw."""
+    freed = 0 if one.trainer_cpus is None else (one.trainer_cpus - one.needed_cpus) * one.num_ranks
+    return Advice(
+        one.job, one.user, "ended", "measured", freed, 0, None,
+        one.advice, f"next time: #HETSTREAM --trainer-cpus={one.needed_cpus}",
     )  # fmt: skip
 
 

@@ -7,7 +7,9 @@ use one file. It holds no names of users or jobs.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shlex
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,25 @@ _SCHEMA_VERSION = 1
 _BUSY_TIMEOUT_S = 30.0
 
 
+def create_private(path: Path) -> None:
+    """Make sure that there is a file for a database which this user may use; a new one has mode 0600.
+
+    SQLite itself says of whatever it may not open that it is unable to. A file that is there is not opened to find out:
+    closing it would drop the locks of other connections of this process (https://sqlite.org/howtocorrupt.html, 2.2).
+
+    Raises:
+        OSError: it cannot be made, is a directory, or it or its directory is not this user's to read and write.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    # SQLite makes its journal beside the file.
+    for place, mode in ((path.parent, os.W_OK | os.X_OK), (path, os.R_OK | os.W_OK)):
+        if not os.access(place, mode, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+
+
 class History:
     """The file, made with mode 0600 where it does not exist.
 
@@ -38,8 +59,7 @@ class History:
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._named():
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            create_private(path)
             self._database = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         try:
             with self._named():
@@ -89,7 +109,10 @@ class History:
         try:
             yield
         except OSError as exc:
-            raise HistoryError(f"history {self.path} cannot be opened: {exc.strerror}") from exc
+            raise HistoryError(
+                f"history {self.path} cannot be opened: {exc.strerror}. Give another file, or check: namei -l "
+                f"{shlex.quote(str(self.path))}"
+            ) from exc
         except (sqlite3.Error, msgspec.MsgspecError) as exc:
             raise HistoryError(
                 f"history {self.path} cannot be used: {exc}. If it is damaged, move it away: a new one is begun."

@@ -26,7 +26,7 @@ _REASONS = (
     ("JobHoldMaxRequeue", "held", "it was requeued too often", "look at its output, then: scontrol release {id}"),
     ("launch_failed_requeued_held", "held", "its launch failed", "look at slurmd's log, then: scontrol release {id}"),
     ("DependencyNeverSatisfied", "dependency", "it waits for {dependency}, which cannot come true", "scancel {id}"),
-    ("Dependency", "dependency", "it waits for {dependency}", "squeue --me"),
+    ("Dependency", "dependency", "it waits for {dependency}", "hetstream jobs"),
     ("BeginTime", "time", "its --begin time has not come", "scontrol update JobId={id} StartTime=now"),
     (
         "JobArrayTaskLimit",

@@ -15,8 +15,8 @@ load that alternates keeps what it needs at its worst. Companions that wait in S
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum
 
+from hetjob.elastic.memory import Memory, Stage
 from hetjob.elastic.policy import capacity_per_s, needed, slowest
 from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
@@ -37,6 +37,8 @@ _BUSY_SHARE = 0.7
 _CALM_COOLDOWNS = 3
 # Python and torch from a busy file system; and what a step may take that a leaving data worker is at.
 _START_LIMIT_S, _DRAIN_LIMIT_S = 60.0, 60.0
+# What the trainer's own CPUs do is looked at over this long: work comes in bursts.
+_TRAINER_S = 60.0
 # Without any loader for so long, the program does something else.
 _IDLE_S = 300.0
 # What did not pay is tried again after this long, then twice as long, and so on.
@@ -45,20 +47,12 @@ _RETRY_S, _LONGEST_RETRY_S = 600.0, 7200.0
 _BACKOFF_S, _LONGEST_BACKOFF_S = 10.0, 600.0
 
 
-class Stage(Enum):
-    """What the controller is finding out."""
-
-    BASELINE = "measuring local loading"
-    LOCAL = "loading locally"
-    SIZE = "finding the size of a data worker"
-    COUNT = "finding the number of data workers"
-
-
 class Controller:
     """The elastic controller of one job.
 
     Args:
         limits: of the script.
+        memory: of a controller of before; None at the beginning of a job.
 
     Attributes:
         stage: see the module's drawing.
@@ -67,21 +61,23 @@ class Controller:
         trainer_cpus: CPUs that the trainer needs besides its data workers; None while that is not known.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, memory: Memory | None = None) -> None:
+        known = memory or Memory()
         self.limits = limits
-        self.stage = Stage.BASELINE
-        self.local: LocalLoading | None = None
+        self.stage = known.stage
+        self.local = known.local
         self.trainer_cpus: int | None = None
-        self._size = SizeSearch(limits.smallest_cpus, limits.largest_cpus)
-        self._changed_at = float("-inf")
+        self._size = SizeSearch(limits.smallest_cpus, limits.largest_cpus, known.size)
+        self._changed_at = known.changed_at
+        self._retry_at = known.retry_at
+        self._ceiling = known.ceiling
+        self._num_disappointments = known.num_disappointments
         self._seen: tuple[bool, frozenset[str]] = (False, frozenset())
         self._steady_since = 0.0
         self._moving_since: float | None = None  # when the first step of these readers was seen
         self._needs: deque[tuple[float, int]] = deque()
+        self._trainer_used: deque[tuple[float, float]] = deque()
         self._grown_from: tuple[int, float] | None = None
-        self._ceiling: int | None = None
-        self._num_disappointments = 0
-        self._retry_at = float("-inf")
         self._num_refusals = 0
         self._grow_at = float("-inf")
 
@@ -89,6 +85,13 @@ class Controller:
     def cpus(self) -> int:
         """CPUs of the next companion."""
         return self._size.probing or self._size.best
+
+    def memory(self) -> Memory:
+        """What the controller of the next job master needs to know, should this one be killed."""
+        return Memory(
+            self.stage, self.local, self._size.progress,
+            self._changed_at, self._retry_at, self._ceiling, self._num_disappointments,
+        )  # fmt: skip
 
     def decide(self, snapshot: Snapshot, now: float) -> Decision:
         """What to do now. The caller does it, and says so with `refused` if Slurm does not let it."""
@@ -131,7 +134,7 @@ class Controller:
         overdue = [one for one in snapshot.of(CompanionState.DRAINING) if now - one.since > _DRAIN_LIMIT_S]
         if overdue:
             return _cancel(overdue, f"told to leave more than {_DRAIN_LIMIT_S:g} s ago")
-        if now - self._changed_at < self.limits.cooldown_s:
+        if self._changed_at is not None and now - self._changed_at < self.limits.cooldown_s:
             return _hold(f"cooldown of {self.limits.cooldown_s:g} s after the last change")
         maximum = self._maximum(snapshot)
         if snapshot.num_data_workers > maximum and snapshot.num_companions:
@@ -216,7 +219,7 @@ class Controller:
         pending = snapshot.of(CompanionState.PENDING)
         waits = f"the trainer waits {snapshot.wait_share:.0%} of the time"
         if snapshot.trainer_cpus is not None and not starving:
-            self.trainer_cpus = trainer_cpus_needed(snapshot.trainer_cpus)
+            self._note_trainer(snapshot.trainer_cpus, now)
         if have == 0:
             self.stage = Stage.BASELINE
             return _hold("all data workers are gone")
@@ -251,6 +254,13 @@ class Controller:
         if starving and idle:
             return _hold(f"{waits}, but not for data workers: those that are there have time left")
         return _hold(waits + (", and no more data workers are allowed" if starving and room <= 0 else ""))
+
+    def _note_trainer(self, used: float, now: float) -> None:
+        """Remember what a trainer that was fed used; its greatest use of the last time counts, so that none is lost."""
+        self._trainer_used.append((now, used))
+        while self._trainer_used[0][0] <= now - _TRAINER_S:
+            self._trainer_used.popleft()
+        self.trainer_cpus = trainer_cpus_needed(max(used for _, used in self._trainer_used))
 
     def _note_need(self, snapshot: Snapshot, now: float, *, stuck: bool) -> None:
         """Remember what was needed: none if local loading is as fast; all that are there while the trainer starves."""

@@ -7,7 +7,7 @@ speed grows with the CPUs; then the number (`policy.py`); then what the trainer'
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetjob.elastic.snapshot import Snapshot
 
@@ -42,22 +42,43 @@ class LocalLoading:
         return 1 / (busy_s + self.wait_s) if busy_s + self.wait_s > 0 else math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class SizeProgress:
+    """How far the search for a data worker's size is.
+
+    Attributes:
+        best: the size so far.
+        best_rate_per_s: steps that one of this size makes per second; 0 while that was not measured.
+        probing: the size that is to be measured next; None when the search is over.
+    """
+
+    best: int
+    best_rate_per_s: float
+    probing: int | None
+
+
 class SizeSearch:
     """Finds the CPUs of one data worker.
 
     Args:
         smallest, largest: of them.
+        progress: of a search that goes on.
 
     Attributes:
-        best: the size so far.
-        probing: the size that is to be measured next; None when the search is over.
+        progress: how far it is.
     """
 
-    def __init__(self, smallest: int, largest: int) -> None:
+    def __init__(self, smallest: int, largest: int, progress: SizeProgress | None = None) -> None:
         self._largest = largest
-        self._best_rate = 0.0
-        self.best = smallest
-        self.probing: int | None = smallest if smallest < largest else None
+        self.progress = progress or SizeProgress(smallest, 0.0, smallest if smallest < largest else None)
+
+    @property
+    def best(self) -> int:
+        return self.progress.best
+
+    @property
+    def probing(self) -> int | None:
+        return self.progress.probing
 
     def measured(self, rate_per_s: float) -> str:
         """Take in the rate of one data worker of the size `probing`; returns what follows from it, in words.
@@ -67,18 +88,18 @@ class SizeSearch:
         """
         if self.probing is None:
             raise ValueError("the search for a data worker's size is over")
-        size, ratio = self.probing, self.probing / self.best
-        gain = rate_per_s / self._best_rate if self._best_rate > 0 else ratio
+        best, best_rate_per_s = self.best, self.progress.best_rate_per_s
+        size, ratio = self.probing, self.probing / best
+        gain = rate_per_s / best_rate_per_s if best_rate_per_s > 0 else ratio
         if gain < LINEAR_SHARE * ratio:
-            self.probing = None
-            return f"{size} CPUs make {gain:.1f} times what {self.best} make: {self.best} CPUs it is"
-        self.best, self._best_rate = size, rate_per_s
-        self.probing = min(2 * size, self._largest) if size < self._largest else None
+            self.stop()
+            return f"{size} CPUs make {gain:.1f} times what {best} make: {best} CPUs it is"
+        self.progress = SizeProgress(size, rate_per_s, min(2 * size, self._largest) if size < self._largest else None)
         return f"{size} CPUs make {rate_per_s:.1f} steps/s, in proportion"
 
     def stop(self) -> None:
         """Be content with the best so far."""
-        self.probing = None
+        self.progress = replace(self.progress, probing=None)
 
 
 def growth_paid(before_per_s: float, after_per_s: float, num_before: int, num_after: int) -> bool:

@@ -6,6 +6,7 @@ is, so a job master that was started again finds those of before. It never cance
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Sequence
 
@@ -51,6 +52,9 @@ class CompanionJobs:
             SlurmCommandError: Slurm refused, or was busy for too long.
         """
         number, self._next = self._next, self._next + 1
+        log_file = self._job.directory / f"companion-{number}.log"
+        with contextlib.suppress(OSError):
+            log_file.touch(0o600)  # the number is taken, also when this process is killed before the companion starts
         job_id = self._job.job_id
         options = [
             *self._options,
@@ -63,7 +67,7 @@ class CompanionJobs:
             f"--comment=hets:trainer={job_id} {self.mark}",
             f"--job-name={self._job.job_name}-data-worker",
             f"--chdir={self._job.submit_dir}",
-            f"--output={self._job.directory}/companion-{number}.log",
+            f"--output={log_file}",
             "--open-mode=append",
         ]
         # One that starts when the job is over, because its job master was killed, ends at once.

@@ -21,6 +21,7 @@ from hetjob.elastic.controller import Controller
 from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
 from hetjob.errors import SlurmCommandError
 from hetjob.master.companions import CompanionJobs
+from hetjob.master.notebook import Notebook
 from hetjob.ports import SiteLimit
 from mpi_dataworkers.errors import HetstreamError
 from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
@@ -28,8 +29,9 @@ from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, Ste
 log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
-# squeue is asked this often while companions start or leave, and otherwise only to find those that Slurm has ended.
-_LOOK_S, _LOOK_SELDOM_S = 2.0, 20.0
+# squeue is asked this often while companions start or leave, and otherwise only to find those that Slurm has ended. One
+# that waits in the queue for longer than a minute may wait for days; when it works, the dispatcher says so first.
+_LOOK_S, _LOOK_SELDOM_S, _LOOK_OFTEN_FOR_S = 2.0, 20.0, 60.0
 # A data worker that was idle for nearly all of the time says little of how fast it is.
 _LEAST_BUSY_SHARE = 0.02
 _STOPPED_WITHIN_S = 20.0
@@ -63,6 +65,7 @@ class Elastic:
         companions: acts.
         fixed: data workers of component 1.
         connect: to the dispatcher.
+        notebook: keeps what the controller knows.
         site: what the site allows; None without a site daemon.
         clock: seconds, never going back.
     """
@@ -73,6 +76,7 @@ class Elastic:
         companions: CompanionJobs,
         fixed: int,
         connect: Callable[[], Steering],
+        notebook: Notebook,
         site: SiteLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,6 +84,7 @@ class Elastic:
         self._companions = companions
         self._fixed = fixed
         self._connect = connect
+        self._notebook = notebook
         self._site = site
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
@@ -87,7 +92,6 @@ class Elastic:
         self._looked_at = float("-inf")
         self._trainer = TrainerCpus()
         self._said = ""
-        self._decisions: list[dict[str, Any]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic")
 
@@ -111,7 +115,8 @@ class Elastic:
             "stage": controller.stage.value,
             "data_worker_cpus": controller.cpus,
             "trainer_cpus_recommended": controller.trainer_cpus,
-            "decisions": list(self._decisions),
+            "local_wait_s": controller.local.wait_s if controller.local else None,
+            "decisions": list(self._notebook.changes),
         }
 
     def _run(self) -> None:
@@ -149,11 +154,13 @@ class Elastic:
         if decision.is_change:
             log.info("data_workers=%d %s %d: %s", snapshot.num_data_workers, decision.action.value, decision.count,
                      decision.reason)  # fmt: skip
-            self._decisions.append(
+            self._notebook.changes.append(
                 {"time": round(time.time(), 3), "action": decision.action.value, "count": decision.count}
                 | {"reason": decision.reason, "data_workers_before": snapshot.num_data_workers}
             )
-            # Said first: acting may take seconds.
+        self._notebook.write(self._controller.memory())
+        if decision.is_change:
+            # Written down and said first: acting may take seconds.
             self._carry_out(decision, now, lambda: client.steer(self._order(decision)))
 
     # --- looking ----------------------------------------------------------------------------------------------------
@@ -172,7 +179,9 @@ class Elastic:
                 one.state, one.since = CompanionState.STARTING, now
 
     def _look_at_slurm(self, now: float) -> None:
-        settled = all(one.state is CompanionState.WORKING for one in self._tracked.values())
+        settled = all(
+            one.state is CompanionState.WORKING or now - one.since > _LOOK_OFTEN_FOR_S for one in self._tracked.values()
+        )
         if now - self._looked_at < (_LOOK_SELDOM_S if settled else _LOOK_S):
             return
         listed = {one.job_id: one for one in self._companions.listed() if one.job_id not in self._given_up}

@@ -15,19 +15,23 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetjob.elastic.controller import Controller
 from hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
+from hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetjob.errors import MasterError
 from hetjob.job_environment import JobEnvironment, export_variables
 from hetjob.master.companions import CompanionJobs
 from hetjob.master.elastic import Elastic
+from hetjob.master.notebook import Notebook
 from hetjob.master.state import MasterState, Phase
 from hetjob.ports import Child, SiteLimit, SlurmClient
 from hetjob.processes import signals_held, start_child
 from hetjob.service import Service, make_private, read_summary, summary_line
 from mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
+from mpi_dataworkers.dispatcher.journal import remove_leftovers
+from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.status_client import StatusClient, running_service
 
 log = logging.getLogger(__name__)
@@ -51,6 +55,7 @@ class MasterConfig:
         data_worker_threads: threads of each process of a data worker, which has so many times fewer of them than CPUs.
         smallest_cpus: CPUs of the smallest companion that is tried; the largest has `data_worker_cpus`.
         cooldown_s: from one change of the number of companions to the next at the least.
+        trainer_cpus: CPUs of each trainer task; None where that is not known.
     """
 
     program: tuple[str, ...]
@@ -61,6 +66,7 @@ class MasterConfig:
     data_worker_threads: int = 1
     smallest_cpus: int | None = None
     cooldown_s: float = DEFAULT_COOLDOWN_S
+    trainer_cpus: int | None = None
 
     def words(self) -> list[str]:
         """The same as arguments of `hetstream master keep` and `serve`."""
@@ -68,6 +74,8 @@ class MasterConfig:
         words += [f"--data-worker-threads={self.data_worker_threads}", f"--companions={self.companions}"]
         if self.smallest_cpus is not None:
             words.append(f"--smallest-cpus={self.smallest_cpus}")
+        if self.trainer_cpus is not None:
+            words.append(f"--trainer-cpus={self.trainer_cpus}")
         return [*words, f"--cooldown={self.cooldown_s:g}", "--", *self.companion_options]
 
     @property
@@ -104,6 +112,12 @@ def start(
     job = JobEnvironment.read(environ)
     try:
         make_private(job.directory)
+        # A job of the same number whose job master was killed with its keeper: its keys and addresses are nobody's.
+        remove_leftovers(job.work_dir)
+        for left in (job.address_file, job.notebook):
+            left.unlink(missing_ok=True)
+    except ServiceError as error:
+        raise MasterError(f"the job master of job {job.job_id} runs already: {error}") from error
     except OSError as error:
         raise MasterError(
             f"the job's directory {job.directory} cannot be made: {error.strerror}. Submit from a directory that you "
@@ -112,6 +126,7 @@ def start(
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
     options += ["--gres=none", "--job-name=hetstream"]
+    config = replace(config, trainer_cpus=job.cpus_per_task)  # a step sees those of its own
     step = client.start_step(
         options, [*config.program, "master", "keep", *config.words()], job.master_log, in_background=True
     )
@@ -144,11 +159,13 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
     elastic = None
     if config.companions:
         companions = CompanionJobs(client, job, config.companion_options, launcher.worker_words)
+        notebook = Notebook(job.notebook)
         elastic = Elastic(
-            Controller(config.limits),
+            Controller(config.limits, notebook.memory),
             companions,
             config.data_workers,
             lambda: StatusClient(running_service(job.address_file)),
+            notebook,
             site,
         )
         launcher.elastic = elastic
@@ -165,21 +182,26 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
                 service.finish("the job master fails")
             if elastic is not None:
                 elastic.join()
-            _tidy(job, elastic)
+            _tidy(config, job, elastic)
     return 0
 
 
-def _tidy(job: JobEnvironment, elastic: Elastic | None) -> None:
-    """Keep the summary, the events and the logs; remove the address file and the journal, which hold the job's keys."""
+def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) -> None:
+    """Keep the summary, the events and the logs; remove the rest: the address file and the journal hold keys."""
     work_dir = job.work_dir
     summary = read_summary(work_dir)
     if elastic is not None:
-        summary["elastic"] = elastic.summary()
+        summary["elastic"] = {**elastic.summary(), "trainer_cpus": config.trainer_cpus}
     if summary:
-        (job.directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        summary["job_name"] = job.job_name
+        (job.directory / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n")
     log.info("job=%s summary: %s", job.job_id, summary_line(summary))
+    ended = ended_of(summary, job.job_id, "", time.time())
+    if ended and ended.advice:
+        log.info("job=%s %s: next time --trainer-cpus=%d", job.job_id, ended.advice, ended.needed_cpus)
     for events in sorted(work_dir.glob(f"{EVENTS_FILE}*")):
         events.replace(job.directory / events.name)
+    job.notebook.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
     shutil.rmtree(work_dir, ignore_errors=True)
 

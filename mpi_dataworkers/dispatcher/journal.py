@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -37,6 +38,36 @@ create table if not exists workers (peer text primary key);
 """
 
 
+def remove_leftovers(work_dir: Path) -> None:
+    """Remove the directory of a dispatcher that was killed, so that the next one there begins anew.
+
+    Raises:
+        ServiceError: the dispatcher lives.
+    """
+    if not work_dir.is_dir():
+        return
+    lock = _locked(work_dir)
+    try:
+        shutil.rmtree(work_dir)
+    finally:
+        os.close(lock)
+
+
+def _locked(work_dir: Path) -> int:
+    """The descriptor whose lock says that this process has the directory."""
+    lock = os.open(work_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise ServiceError(
+            f"work directory {work_dir} is in use by the dispatcher with process id {holder}. One dispatcher a "
+            "directory: stop that one, or give another --work-dir."
+        ) from error
+    return lock
+
+
 class Journal:
     """The dispatcher's memory in `work_dir`; one process at a time.
 
@@ -50,16 +81,7 @@ class Journal:
     def __init__(self, work_dir: Path) -> None:
         work_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = work_dir / "journal.sqlite"
-        self._lock = os.open(work_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._lock)
-            raise ServiceError(
-                f"work directory {work_dir} is in use by the dispatcher with process id {holder}. One dispatcher a "
-                "directory: stop that one, or give another --work-dir."
-            ) from error
+        self._lock = _locked(work_dir)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         try:

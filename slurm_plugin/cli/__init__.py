@@ -11,6 +11,7 @@ import argparse
 import importlib
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -92,7 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A path that the user gave cannot be read or written; an error without a path is a fault of ours.
         if error.filename is None or args.verbose:
             raise
-        print(f"hetstream {verb}: {type(error).__name__}: {error.filename}: {error.strerror}", file=sys.stderr)
+        path = str(error.filename)
+        print(
+            f"hetstream {verb}: {type(error).__name__}: {path}: {error.strerror}. Check: namei -l {shlex.quote(path)}",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         return 130

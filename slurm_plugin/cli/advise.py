@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
+from pathlib import Path
 
 from slurm_plugin.advise import Advice, advise
 from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from slurm_plugin.client.accounting import has_accounting
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.client.users import names_of
+from slurm_plugin.ended_jobs import ended_jobs
 from slurm_plugin.report import Column, Report, Section
 from slurm_plugin.wait_shares import wait_shares
 
@@ -17,7 +21,8 @@ EPILOG = f"""\
 BASIS says how firm a line is: measured (trainers waited for data, by hetstream's or Slurm's count), free now (a pending
 job would start with its data loading elsewhere), shape (a running job holds CPUs beside free GPUs that nobody can use
 for want of CPUs; whether it loads data with them is for its user to say). GPU HOURS are those gained in a day, as an
-estimate.
+estimate. Of your jobs that ended in the last 24 hours, submitted from this directory or from where others of yours are
+pending or running, it says how many CPUs their trainers needed beside data workers.
 
 examples:
   hetstream advise
@@ -46,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
     snapshot = slurm.snapshot()
     now_s = snapshot.taken_s
     usages = slurm.usages(snapshot, now_s - RECENT_S, now_s) if has_accounting(snapshot) else ()
-    emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages), snapshot))
+    mine = names_of(os.geteuid())
+    places = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.user in mine and job.work_dir)]
+    ended = ended_jobs(places, now_s - RECENT_S)
+    emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot))
     return 0
 
 
@@ -56,7 +64,12 @@ def report_of(found: tuple[Advice, ...], snapshot: Snapshot) -> Report:
     summary = {"num_jobs": len(found), "gpu_hours_per_day": round(hours, 1)}
     lines = [f"{len(found):,} job(s) would gain, about {hours:,.0f} GPU hours a day" if found else "no job would gain"]
     rows = [asdict(one) for one in found]
-    notes = [] if has_accounting(snapshot) else ["there is no slurmdbd: nothing is known of jobs that have ended"]
+    notes = []
+    if not has_accounting(snapshot):
+        notes.append(
+            "there is no slurmdbd: of ended jobs only those are known that hetstream kept a record of, here or where "
+            "other jobs of yours were submitted"
+        )
     return Report(meta_of("advise", snapshot), summary, lines, (Section("advice", _COLUMNS, rows),), notes)
 
 

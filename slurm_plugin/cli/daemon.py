@@ -130,7 +130,10 @@ def run(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     """Print what the daemon knows."""
     settings = settings_of(args)
-    status = ask(settings, AskStatus())
+    try:
+        status = ask(settings, AskStatus())
+    except SiteError as error:
+        raise SiteError(f"{error}. Does it run there? --address or {ADDRESS_VARIABLE} names another place") from error
     if not isinstance(status, ShowStatus):
         raise SiteError(f"the daemon at {settings.address} answers {status!r} to a question for its status")
     emit(args, status_report(status))

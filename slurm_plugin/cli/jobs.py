@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 
+from hetjob.errors import UsageError
 from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
 from slurm_plugin.cli.why import named_jobs
 from slurm_plugin.client.hostlist import compress
 from slurm_plugin.client.model import Gres, Job, Snapshot
 from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.client.users import names_of, uid_of
 from slurm_plugin.report import Column, Report, Row, Section, duration, gib
 from slurm_plugin.why import Explainer
 
@@ -23,6 +26,12 @@ examples:
   hetstream jobs 8123 --details          which GPUs it holds, on which nodes
 
 {EXIT_CODES}"""
+# Of jobs that are not over: https://slurm.schedmd.com/squeue.html, JOB STATE CODES.
+STATES = {
+    "PD": "PENDING", "R": "RUNNING", "CF": "CONFIGURING", "CG": "COMPLETING", "S": "SUSPENDED", "ST": "STOPPED",
+    "RS": "RESIZING", "SI": "SIGNALING", "SO": "STAGE_OUT", "RQ": "REQUEUED", "RH": "REQUEUE_HOLD",
+    "RD": "RESV_DEL_HOLD", "SE": "SPECIAL_EXIT", "RV": "REVOKED",
+}  # fmt: skip
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
@@ -50,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     snapshot = CommandSlurm().snapshot(details=args.details)
     partitions = chosen_partitions(args, snapshot)
     jobs = [job for name in args.jobs for job in named_jobs(name, snapshot)] if args.jobs else list(snapshot.jobs)
-    users = None if args.user is None else set(args.user.split(","))
-    states = None if args.state is None else {word.upper() for word in args.state.split(",")}
+    users = None if args.user is None else chosen_users(args.user, {job.user for job in snapshot.jobs})
+    states = None if args.state is None else chosen_states(args.state)
     chosen = [
         job
         for job in jobs
@@ -61,6 +70,36 @@ def run(args: argparse.Namespace) -> int:
     ]
     emit(args, report_of(chosen, snapshot, args.details))
     return 0
+
+
+def chosen_users(names: str, seen: Collection[str]) -> set[str]:
+    """The users that `-u` names, in both ways in which Slurm may name each.
+
+    Raises:
+        UsageError: neither the queue nor this host knows one.
+    """
+    found: set[str] = set()
+    for name in names.split(","):
+        uid = uid_of(name)
+        if uid is None and name not in seen:
+            raise UsageError(f"--user={names}: there is no user {name!r} here. Check: getent passwd, or hetstream jobs")
+        found |= {name} if uid is None else names_of(uid)
+    return found
+
+
+def chosen_states(words: str) -> set[str]:
+    """The states that `-t` names, in full or as squeue shortens them.
+
+    Raises:
+        UsageError: one that no job in the queue can have.
+    """
+    given = [word.upper() for word in words.split(",")]
+    unknown = [word for word in given if word not in STATES and word not in STATES.values()]
+    if unknown:
+        raise UsageError(
+            f"--state={words}: no job in the queue can be {', '.join(unknown)}. There are: {', '.join(STATES.values())}"
+        )
+    return {STATES.get(word, word) for word in given}
 
 
 def report_of(jobs: list[Job], snapshot: Snapshot, details: bool) -> Report:

@@ -33,6 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p.add_argument("--companions", type=int, default=0, metavar="N", help="data workers that may join as jobs")
         p.add_argument("--smallest-cpus", type=int, metavar="N", help="CPUs of the smallest of those that is tried")
         p.add_argument("--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="between two changes")
+        p.add_argument("--trainer-cpus", type=int, metavar="N", help="CPUs of each trainer task")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
         p.set_defaults(run=run)
 
@@ -47,6 +48,7 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         companion_options=tuple(args.companion_options),
         smallest_cpus=args.smallest_cpus,
         cooldown_s=args.cooldown,
+        trainer_cpus=args.trainer_cpus,
     )
 
 

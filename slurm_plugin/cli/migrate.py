@@ -24,6 +24,7 @@ from hetjob.spec import OPTIONS
 from slurm_plugin.cli.why import named_jobs
 from slurm_plugin.client.model import Job
 from slurm_plugin.client.slurm import CommandSlurm, submit_script
+from slurm_plugin.client.users import names_of
 from slurm_plugin.conversion import Conversion, convert_script
 from slurm_plugin.migration import Sight, Stage, arguments_of, export_option, stage
 from slurm_plugin.program import own_program
@@ -94,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     old = str(job.het.het_job_id if job.het else job.job_id)
     if job.state not in ("RUNNING", "SUSPENDED"):
         raise UsageError(f"job {old} is {job.state}: only a running job can hand over. Check: squeue --jobs={old}")
+    if job.user not in names_of(os.geteuid()):
+        raise UsageError(f"job {old} is {job.user}'s, and only they can move it. Your own: hetstream jobs -u $USER")
     command = client.command(old)
     words = command.split(" ")
     beginnings = [" ".join(words[:count]) for count in range(1, len(words) + 1)]
@@ -136,7 +139,7 @@ def _parse(words: Sequence[str]) -> _Request | None:
     if given.has("help"):
         return None
     if not rest:
-        raise UsageError("which job? Write: hetstream migrate JOBID; see: squeue --me")
+        raise UsageError("which job? Write: hetstream migrate JOBID; see: hetstream jobs -u $USER")
     for name in ("wrap", "array", "wait", "test-only"):
         if given.has(name):
             raise UsageError(f"--{name} makes no sense with migrate: it submits the script of job {rest[0]} once")

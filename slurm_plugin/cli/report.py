@@ -107,14 +107,17 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file so that readers see the old text or the new one; its mode is as the umask has it."""
     umask = os.umask(0)
     os.umask(umask)
-    with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
-        try:
-            file.write(text)
-            os.fchmod(file.fileno(), 0o666 & ~umask)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    try:
+        with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
+            try:
+                file.write(text)
+                os.fchmod(file.fileno(), 0o666 & ~umask)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the temporary name
 
 
 _COLUMNS = (

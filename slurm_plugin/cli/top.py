@@ -26,6 +26,11 @@ examples:
   hetstream top                         the only service of this directory or host
   hetstream top 8123                    a Slurm job, from where it was submitted or where squeue knows it
   hetstream top --once --json 8123      for scripts
+
+exit codes:
+  0  done
+  1  the job has no service that answers, or Slurm could not say where it would be
+  2  the command line is wrong, or names no job where there are several services or none
 """
 # https://invisible-island.net/xterm/ctlseqs/ctlseqs.html: CUP, EL, ED and DECAWM.
 _HOME, _CLEAR_LINE, _CLEAR_BELOW, _CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"

@@ -173,14 +173,18 @@ def _job(row: _Job) -> Job:
     tasks = row.array_task_string or ("" if task_id is None else str(int(task_id)))
     array_job_id = _whole(row.array_job_id)
     limit_min = _number(row.time_limit)
+    time_limit_s = None if limit_min in (None, NO_LIMIT_S / 60) else float(limit_min or 0) * 60
     nodes = int(asked.get("node") or _whole(row.node_count, 1))
+    state = words[0] if words else ""
+    # Of a running job without a time limit Slurm's text names no end, and its JSON one far away.
+    has_no_end = state == "PENDING" or (time_limit_s is None and state in ("RUNNING", "SUSPENDED"))
     try:
         return Job(
             job_id=row.job_id,
             name=row.name or "",
             user=row.user_name or "",
             partitions=tuple(row.partition.split(",")),
-            state=words[0] if words else "",
+            state=state,
             reason="" if row.state_reason in (None, "None") else str(row.state_reason),
             num_nodes=nodes,
             num_cpus=_whole(row.cpus, 1),
@@ -201,8 +205,8 @@ def _job(row: _Job) -> Job:
             submit_s=_number(row.submit_time) or None,
             eligible_s=_number(row.eligible_time) or None,
             start_s=_number(row.start_time) or None,
-            end_s=None if "PENDING" in words else _number(row.end_time) or None,
-            time_limit_s=None if limit_min in (None, NO_LIMIT_S / 60) else float(limit_min or 0) * 60,
+            end_s=None if has_no_end else _number(row.end_time) or None,
+            time_limit_s=time_limit_s,
             priority=_whole(row.priority),
             dependency=row.dependency or "",
             required_nodes=expand(row.required_nodes or ""),

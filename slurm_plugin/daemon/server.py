@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import pwd
 import signal
 import socket
 import struct
@@ -36,6 +35,7 @@ from hetjob.site.munge import Munge
 from mpi_dataworkers.errors import ConfigError
 from mpi_dataworkers.faults import reach
 from slurm_plugin.client.model import Job
+from slurm_plugin.client.users import names_of
 from slurm_plugin.daemon.options import DaemonOptions
 from slurm_plugin.daemon.registry import Change, Registry
 from slurm_plugin.daemon.store import HISTORY_FILE, Store
@@ -169,7 +169,7 @@ class Daemon:
         uid, text = await self._authenticate(writer, data)
         request = decode_request(text)
         # A directory service may take its time over a name: not in the event loop.
-        names = await asyncio.get_running_loop().run_in_executor(self._decoders, _names, uid)
+        names = await asyncio.get_running_loop().run_in_executor(self._decoders, names_of, uid)
         reach("daemon.received")
         answer = encode_answer(self._answer(uid, names, request), request.reply_key)
         writer.transport.set_write_buffer_limits(0)  # so that `drain` means that the kernel has all of it
@@ -273,14 +273,6 @@ class Daemon:
         }
 
 
-def _names(uid: int) -> set[str]:
-    """How Slurm may name a user."""
-    try:
-        return {str(uid), pwd.getpwuid(uid).pw_name}
-    except KeyError:
-        return {str(uid)}
-
-
 def _refuse_taken(address: UnixAddress) -> None:
     """A socket that nobody listens at is a dead daemon's, and is replaced."""
     with socket.socket(socket.AF_UNIX) as probe:
@@ -288,4 +280,4 @@ def _refuse_taken(address: UnixAddress) -> None:
             probe.connect(str(address.path))
         except (FileNotFoundError, ConnectionRefusedError):
             return
-    raise ServeError(f"{address} is in use by another daemon. Stop that one, or give another --listen")
+    raise ServeError(f"{address} is in use by another daemon. Stop that one, or give another --address")

@@ -20,6 +20,7 @@ from hetjob.site.messages import ReportDemand
 from mpi_dataworkers.faults import reach
 from slurm_plugin.daemon.registry import Registered
 from slurm_plugin.errors import DaemonStateError
+from slurm_plugin.history import create_private
 
 STATE_FILE = "daemon.sqlite"
 HISTORY_FILE = "history.sqlite"
@@ -47,8 +48,7 @@ class Store:
         try:
             self._take_lock(directory)
             with self._named():
-                with contextlib.suppress(FileExistsError):
-                    os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+                create_private(self.path)
                 self._database = sqlite3.connect(self.path, isolation_level=None)
         except BaseException:
             os.close(self._lock)

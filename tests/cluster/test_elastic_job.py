@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -72,6 +73,42 @@ def test_a_starving_job_grows_by_itself_also_beyond_a_killed_job_master(
     end(job, wait_until)
     assert not job.companions("PD", "R")
     assert job.ledger_problems(240) == []
+    elastic = json.loads((job.home / "summary.json").read_text())["elastic"]
+    assert [(one["action"], one["count"]) for one in elastic["decisions"]][:2] == [(first, one), (second, more)]
+    assert elastic["local_wait_s"] > 0.05, "the baseline of before"
+    assert not (job.home / "elastic.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grows", "cpus"), [(True, 2), (False, 1)], ids=["in proportion", "one sample at a time"])
+def test_the_size_of_a_data_worker_is_tried_before_the_number(
+    submit: Callable[..., ElasticJob], wait_until: WaitUntil, devcluster: Any, grows: bool, cpus: int
+) -> None:
+    """One of 1 CPU, then one of 2, each CPU with a process of its own; the other size leaves, and more of it come."""
+    directives = "--data-workers=0-4 --data-worker-cpus=1-2 --data-worker-cooldown=2"
+    lock = [] if grows else [f"--lock={devcluster.out_dir}/size-lock"]
+    job = submit(f"elastic-size-{cpus}", directives, "--make-s=0.1", "--step-s=0.01", "--num-steps=100", *lock)
+    wait_until(lambda: len(job.changes()) >= 3, timeout_s=180, what="two sizes and the verdict")
+    assert job.changes()[:3] == [("grow", 1), ("grow", 1), ("drain", 1)]
+    _, second, verdict = (one["cause"] for one in job.events("DataWorkersChanged")[:3])
+    assert re.match(r"1 CPUs make \d+\.\d steps/s, in proportion", second)
+    assert re.match(
+        r"2 CPUs make .*in proportion" if grows else r"2 CPUs make .* times what 1 make: 1 CPUs it is", verdict
+    )
+    if grows:  # with the lock, more of them are of no use either
+        wait_until(lambda: job.changes()[-1][0] == "grow" and len(job.companions("R")) > 1, 90, "more of that size")
+
+    def processes() -> list[int]:
+        """Data worker processes of each companion."""
+        return [*Counter(one["slurm_job"] for one in job.status()["data_workers"]).values()]
+
+    wait_until(
+        lambda: processes() and set(processes()) == {cpus}, timeout_s=90, what=f"companions of {cpus} CPUs alone"
+    )
+    end(job, wait_until)
+    summary = json.loads((job.home / "summary.json").read_text())
+    assert summary["elastic"]["data_worker_cpus"] == cpus
+    assert job.ledger_problems(400) == []
 
 
 @pytest.mark.slow
@@ -145,3 +182,10 @@ def test_load_that_goes_gives_the_cpus_back_within_one_drain(
     assert all(later - earlier >= 3 for earlier, later in pairwise(times))
     end(job, wait_until)
     assert job.ledger_problems(400) == []
+    # The trainer sleeps: one of its two CPUs would have been enough, which its user hears of at the end and later.
+    assert (
+        "needs 1 of its 2 CPUs besides data workers: next time --trainer-cpus=1"
+        in (job.home / "master.log").read_text()
+    )
+    advice = json.loads(job.hetstream("advise", "--json"))["advice"]
+    assert [one["step"] for one in advice if one["job"] == job.job_id] == ["next time: #HETSTREAM --trainer-cpus=1"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -11,15 +13,19 @@ from typing import ClassVar
 import pytest
 
 from hetjob.elastic.controller import Controller
+from hetjob.elastic.memory import Memory
 from hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
+from hetjob.elastic.tuning import LocalLoading
 from hetjob.job_environment import JobEnvironment
 from hetjob.master.companions import CompanionJobs
 from hetjob.master.elastic import Elastic, TrainerCpus
+from hetjob.master.notebook import MOST_CHANGES, Notebook
 from mpi_dataworkers.errors import ServiceUnavailable
 from mpi_dataworkers.messages import DataWorkerStatus, LoaderStats, LoaderStatus, Status, SteerDataWorkers
 from slurm_plugin.client.fake import FakeSlurm
 
 WaitUntil = Callable[..., None]
+LOOK = ("marked_jobs", ("hets:start=7.0",))
 
 
 def loader(wait_share: float, pid: int = 1) -> LoaderStatus:
@@ -33,6 +39,7 @@ class Dispatcher:
         self.slurm = slurm
         self.orders: list[SteerDataWorkers] = []
         self.away = False
+        self.deaf = False
         self.drained: set[str] = set()
 
     def steer(self, order: SteerDataWorkers) -> Status:
@@ -46,7 +53,7 @@ class Dispatcher:
         workers = [
             DataWorkerStatus(0, "h", 1, "working", 1, 9, 2.0, 0.5, 0, 9.0, 0.1, job_id)
             for job_id in self.slurm.jobs
-            if job_id not in self.drained
+            if job_id not in self.drained and not self.deaf
         ]
         return Status(1, 9.0, workers, [loader(0.5)], len(workers), 0, 1, 0, 1.0)
 
@@ -84,9 +91,11 @@ class World:
         self.companions = CompanionJobs(self.slurm, self.job, ["--partition=cpu"], lambda cpus: ["sleep", f"60{cpus}"])
         self.elastic: Elastic | None = None
 
-    def run(self, controller: Controller, site: object = None) -> Elastic:
+    def run(self, controller: Controller, site: object = None, clock: Callable[[], float] = time.monotonic) -> Elastic:
         controller.go_on.set() if isinstance(controller, Script) else None
-        self.elastic = Elastic(controller, self.companions, 0, lambda: self.dispatcher, site)  # type: ignore[arg-type]
+        notebook = Notebook(self.job.notebook)
+        connect = lambda: self.dispatcher  # noqa: E731
+        self.elastic = Elastic(controller, self.companions, 0, connect, notebook, site, clock)  # type: ignore[arg-type]
         self.elastic.begin()
         return self.elastic
 
@@ -151,12 +160,60 @@ def test_a_refused_submission_is_the_controllers_to_know(world: World, wait_unti
 
 def test_companions_of_a_job_master_of_before_are_taken_over(world: World, wait_until: WaitUntil) -> None:
     world.companions.submit(1)
-    (world.job.directory / "companion-0.log").touch()
     world.companions = CompanionJobs(world.slurm, world.job, [], lambda cpus: ["sleep", f"60{cpus}"])
     script = Script(grow(1))
     world.run(script)
     wait_until(lambda: script.seen and script.seen[-1].num_companions == 2, what="both companions")
     assert list(world.slurm.keys) == ["7.0.companion-0", "7.0.companion-1"]
+
+
+def test_slurm_is_asked_seldom_about_companions_that_wait_for_long(world: World, wait_until: WaitUntil) -> None:
+    now = [0.0]
+    world.dispatcher.deaf = True
+    world.run(Script(grow(1)), clock=lambda: now[0])
+
+    def asked_in_20_turns() -> int:
+        before, turns = world.slurm.calls.count(LOOK), len(world.dispatcher.orders)
+        wait_until(lambda: len(world.dispatcher.orders) > turns + 20, what="20 turns")
+        return world.slurm.calls.count(LOOK) - before
+
+    wait_until(world.alive, what="a companion")
+    assert asked_in_20_turns() >= 20
+    now[0] = 61.0
+    asked_in_20_turns()
+    assert asked_in_20_turns() == 0
+    now[0] = 82.0
+    assert asked_in_20_turns() == 1
+
+
+def test_what_is_known_outlives_the_job_master(world: World, wait_until: WaitUntil) -> None:
+    script = Script(grow(1))
+    script.local = LocalLoading(0.25)
+    world.run(script)
+    wait_until(world.job.notebook.exists, what="the notebook")
+    assert stat.S_IMODE(world.job.notebook.stat().st_mode) == 0o600
+    wait_until(lambda: len(script.seen) > 2, what="turns")
+    found = Notebook(world.job.notebook)
+    assert found.memory is not None
+    assert found.memory.local == LocalLoading(0.25)
+    assert [change["reason"] for change in found.changes] == ["it starves"]
+    assert Controller(Limits(0, 4), found.memory).memory() == found.memory
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"memory": {"stage": "dancing"}, "changes": []}', "\xff"])
+def test_a_notebook_that_says_nothing_is_no_reason_to_fail(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "elastic.json"
+    path.write_bytes(text.encode("latin-1"))
+    assert Notebook(path).memory is None
+    assert "the elastic controller begins anew" in caplog.text
+    notebook = Notebook(tmp_path / "nowhere" / "elastic.json")
+    notebook.changes.extend({"count": number} for number in range(MOST_CHANGES + 1))
+    for _ in range(2):
+        notebook.write(Memory())
+    assert caplog.text.count("cannot be written") == 1
+    assert notebook.changes[0] == {"count": 1}
 
 
 def test_a_dispatcher_that_is_away_and_a_slurm_that_does_not_answer_end_nothing(
@@ -166,9 +223,9 @@ def test_a_dispatcher_that_is_away_and_a_slurm_that_does_not_answer_end_nothing(
     world.dispatcher.away = True
     world.slurm.refuse.add("marked_jobs")
     world.run(script)
-    wait_until(lambda: ("marked_jobs", ("hets:start=7.0",)) not in world.slurm.calls, what="nothing")
+    wait_until(lambda: LOOK not in world.slurm.calls, what="nothing")
     world.dispatcher.away = False
-    wait_until(lambda: ("marked_jobs", ("hets:start=7.0",)) in world.slurm.calls, what="a question to Slurm")
+    wait_until(lambda: LOOK in world.slurm.calls, what="a question to Slurm")
     world.slurm.refuse.clear()
     wait_until(lambda: len(world.alive()) == 1, what="a companion")
 

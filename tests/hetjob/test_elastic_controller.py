@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjob.elastic.controller import MEASURE_S, STARVING_SHARE, Controller, Stage
+from hetjob.elastic.controller import MEASURE_S, STARVING_SHARE, Controller
+from hetjob.elastic.memory import Stage
 from hetjob.elastic.policy import demand_per_s, needed, slowest
 from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot
 from hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
@@ -102,9 +103,14 @@ class History:
         return self.job.fixed + sum(one.state is WORKING for one in self.job.companions)
 
 
-def run(job: Job, limits: Limits, for_s: float, site_limit: Callable[[float], int | None] = lambda _: None) -> History:
+def run(
+    job: Job, limits: Limits, for_s: float, site_limit: Callable[[float], int | None] = lambda _: None,
+    killed_at: float = math.inf, forgets: bool = False,
+) -> History:  # fmt: skip
     controller, changes, counts, now = Controller(limits), [], [], 0.0
     while now < for_s:
+        if now == killed_at:
+            controller = Controller(limits, None if forgets else controller.memory())
         job.pass_time(now)
         snapshot = job.snapshot(now, site_limit(now))
         decision = controller.decide(snapshot, now)
@@ -139,6 +145,37 @@ def test_data_workers_that_do_not_pay_go_and_are_not_tried_again_soon() -> None:
     assert history.controller.stage is Stage.LOCAL
     assert [decision.action for _, decision in history.changes] == [GROW, GROW, DRAIN, DRAIN]
     assert "as many as with local loading" in history.changes[-1][1].reason
+
+
+def test_a_controller_that_was_killed_still_knows_what_local_loading_costs() -> None:
+    def gains_nothing() -> Job:
+        return Job(receive_s=0.1, make_s=0.02)
+
+    for killed_at in (10.0, 20.0, 40.0, 60.0):
+        history = run(gains_nothing(), Limits(0, 16), 200, killed_at=killed_at)
+        assert (history.working, history.controller.stage) == (0, Stage.LOCAL)
+        assert len(history.changes) == 2, "it is not tried again before its time"
+    # What happens without: companions that it finds keep it from measuring local loading.
+    assert run(gains_nothing(), Limits(0, 16), 200, killed_at=20.0, forgets=True).working == 1
+    assert len(run(gains_nothing(), Limits(0, 16), 200, killed_at=60.0, forgets=True).changes) == 4
+
+
+def test_a_controller_that_was_killed_goes_on_with_the_size_that_it_had_found() -> None:
+    for killed_at in range(5, 60, 5):
+        history = run(Job(), Limits(0, 8, 1, 4), 200, killed_at=float(killed_at))
+        assert history.controller.cpus == 4
+    assert run(Job(), Limits(0, 8, 1, 4), 200, killed_at=60.0, forgets=True).controller.cpus == 1
+
+
+def test_what_the_trainer_uses_is_its_peak_of_the_last_minute() -> None:
+    controller, companion = Controller(Limits(0, 4)), Companion("7", 1, WORKING, 0.0, 10)
+    uses = {range(0, 20): 7.9, range(20, 100): 1.1, range(100, 101): 2.3, range(101, 155): 0.5}
+    needed_cpus = []
+    for second in range(155):
+        used = next(used for seconds, used in uses.items() if second in seconds)
+        controller.decide(Snapshot(True, 9, 0.0, (companion,), trainer_cpus=used), second)
+        needed_cpus.append(controller.trainer_cpus)
+    assert (needed_cpus[15], needed_cpus[60], needed_cpus[99], needed_cpus[-1]) == (10, 10, 2, 3)
 
 
 def test_a_trainer_that_is_held_up_elsewhere_gets_no_more_and_gives_back_what_does_not_pay() -> None:
@@ -282,10 +319,11 @@ loads = st.lists(st.tuples(st.integers(3, 60), st.sampled_from([0.005, 0.01, 0.0
     cpus=st.sampled_from([(1, 1), (1, 4), (2, 2)]),
     cooldown_s=st.sampled_from([1.0, 5.0, 10.0, 30.0]),
     site=st.none() | st.integers(0, 10),
+    killed_at=st.sampled_from([math.inf, 7.0, 33.0, 120.0]),
 )
 def test_any_load_stays_within_the_limits_and_changes_once_a_cooldown(
     load: list[tuple[int, float]], make_s: float, local_s: float, most_per_s: float, room: int, fixed: int, more: int,
-    cpus: tuple[int, int], cooldown_s: float, site: int | None,
+    cpus: tuple[int, int], cooldown_s: float, site: int | None, killed_at: float,
 ) -> None:  # fmt: skip
     period = sum(duration for duration, _ in load)
 
@@ -299,7 +337,7 @@ def test_any_load_stays_within_the_limits_and_changes_once_a_cooldown(
 
     maximum = max(1, fixed + more)
     job = Job(step_s, make_s, local_s, most_per_s, room=room, fixed=fixed)
-    history = run(job, Limits(fixed, maximum, *cpus, cooldown_s), 400, lambda _: site)
+    history = run(job, Limits(fixed, maximum, *cpus, cooldown_s), 400, lambda _: site, killed_at)
     assert max(history.counts) <= max(fixed, min(maximum, site if site is not None else maximum))
     assert min(history.counts) >= fixed
     times = [time for time, _ in history.changes]

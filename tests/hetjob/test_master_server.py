@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -126,6 +127,31 @@ def test_nothing_outlives_a_killed_keeper(job: Job, wait_until: WaitUntil) -> No
         lambda: not any(is_alive(pid) for verb in ("dispatcher", "worker") for pid in job.started(verb)),
         what="the end of every child",
     )
+
+
+def test_what_a_killed_job_master_left_is_not_taken_for_a_running_one(job: Job) -> None:
+    """Of a job of the same number, as on a cluster that was set up anew."""
+    left = [
+        job.directory / name for name in ("address", "elastic.json", "dispatcher/journal.sqlite", "dispatcher/lock")
+    ]
+    (job.directory / "dispatcher").mkdir(parents=True)
+    for path in left:
+        path.write_text("of before")
+    with left[-1].open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(MasterError, match=r"the job master of job 7 runs already.*process id of before"):
+            job.start(1)
+    assert not job.started("master")
+    job.start(1)
+    assert (job.directory / "address").read_text() != "of before"
+    assert not any(path.exists() for path in left[1:])
+
+
+def test_the_job_master_knows_how_many_cpus_trainers_have(job: Job) -> None:
+    job.environ["SLURM_CPUS_PER_TASK_HET_GROUP_0"] = "6"
+    job.start(1)
+    step = next(words for method, words in job.slurm.calls if method == "start_step")
+    assert "--trainer-cpus=6" in step
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hetjob.errors import UsageError
+from hetjob.errors import ServiceNotFound, UsageError
 from hetjob.find_service import find_address_file
 from hetjob.top import render
 from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStats, LoaderStatus, PastDecision, Status
@@ -100,5 +100,5 @@ def test_a_service_is_found_by_name_number_directory_or_alone(tmp_path: Path, mo
         find("x")
     with pytest.raises(UsageError, match="Slurm does not know 99"):
         find("99")
-    with pytest.raises(UsageError, match="job-99"):
+    with pytest.raises(ServiceNotFound, match="job-99"):
         find_address_file("99", None, {}, tmp_path, lambda _: tmp_path)

@@ -115,7 +115,7 @@ def test_there_is_one_clear_error_where_there_is_no_service(tmp_path: Path) -> N
                 (tmp_path / "squeue").write_text(squeue)
                 (tmp_path / "squeue").chmod(0o755)
             unknown = hetstream(verb, "8123", cwd=tmp_path, env=os.environ | {"PATH": str(tmp_path)})
-            assert unknown.returncode == 2
+            assert unknown.returncode == 1
             assert unknown.stderr.count("\n") == 1
             assert "no directory .hetstream/job-8123 here, and Slurm does not say where job 8123" in unknown.stderr
             assert says in unknown.stderr

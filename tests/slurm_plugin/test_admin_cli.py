@@ -17,6 +17,7 @@ from recorded import Recorded, hours_ago, job
 FIXTURES = Path(__file__).with_name("fixtures")
 VERSIONS = ("22.05", "24.11", "26.05")
 READING = ("frag", "jobs", "why 41", "util", "advise", "doctor")
+ASKING = (*READING, "report", "migrate 41", "daemon --dry-run")
 TABLES = {
     "frag": "nodes", "jobs": "jobs", "why": "blockers", "util": "groups", "advise": "advice", "doctor": "findings",
 }  # fmt: skip
@@ -52,7 +53,7 @@ def test_table_json_and_csv_agree_on_every_version(tmp_path: Path, version: str,
     assert "\x1b" not in table.stdout
 
 
-@pytest.mark.parametrize("line", READING)
+@pytest.mark.parametrize("line", ASKING)
 def test_missing_commands(tmp_path: Path, line: str) -> None:
     cluster = Recorded(tmp_path)
     (tmp_path / "scontrol").unlink()
@@ -60,7 +61,7 @@ def test_missing_commands(tmp_path: Path, line: str) -> None:
     assert "Run this where Slurm's commands are installed" in fails(done, 1)
 
 
-@pytest.mark.parametrize("line", READING)
+@pytest.mark.parametrize("line", ASKING)
 @pytest.mark.parametrize(
     "said",
     [
@@ -78,7 +79,7 @@ def test_a_controller_that_does_not_answer(tmp_path: Path, line: str, said: str)
     assert "Check: scontrol ping" in text
 
 
-@pytest.mark.parametrize("line", READING)
+@pytest.mark.parametrize("line", ASKING)
 def test_an_old_slurm(tmp_path: Path, line: str) -> None:
     cluster = Recorded(tmp_path)
     cluster.write("config", "SLURM_VERSION = 20.11.9\n")
@@ -97,6 +98,9 @@ def test_an_answer_of_another_form(tmp_path: Path, line: str) -> None:
     [
         ("frag -p nope", "no partition nope. There are: cpu, gpu, opp"),
         ("jobs -p gpu,nope", "no partition nope"),
+        ("jobs --user root,no-such-user", "there is no user 'no-such-user' here. Check: getent passwd"),
+        ("migrate 42", "job 42 is alice's, and only they can move it. Your own: hetstream jobs -u $USER"),
+        ("jobs -t PD,nope", "no job in the queue can be NOPE. There are: PENDING, RUNNING"),
         ("frag -w g[0-9]", "no node g4, g5"),
         ("frag -w g[0-", "brackets do not match"),
         ("util --start yesterday", "--start=yesterday: must be 2026-11-20T16:00:00"),
@@ -119,6 +123,27 @@ def test_unknown_jobs(tmp_path: Path, line: str) -> None:
     config = (tmp_path / "config").read_text().replace("PrivateData             = none", "PrivateData = jobs,usage")
     cluster.write("config", config)
     assert "PrivateData=jobs,usage may hide it from you" in fails(cluster.run(line), 1)
+
+
+def test_jobs_of_users_and_states_as_squeue_takes_them(tmp_path: Path) -> None:
+    cluster = Recorded(tmp_path)
+    everybody = json.loads(cluster.run("jobs --json").stdout)["jobs"]
+    (user,) = {row["user"] for row in everybody}
+
+    def ids(line: str) -> list[str]:
+        return [row["job"] for row in json.loads(cluster.run(f"jobs {line} --json").stdout)["jobs"]]
+
+    assert ids(f"-u {user}") == ids("-t PD,R") == ids("-t pending,running") == [row["job"] for row in everybody]
+    assert ids("-u nobody") == []
+    assert ids("-t PD") == [row["job"] for row in everybody if row["state"] == "PENDING"]
+
+
+def test_a_page_that_cannot_be_written_is_told_by_its_own_name(tmp_path: Path) -> None:
+    said = fails(Recorded(tmp_path).run("report --html /proc/page.html"), 1)
+    assert said == (
+        "hetstream report: FileNotFoundError: /proc/page.html: No such file or directory. "
+        "Check: namei -l /proc/page.html\n"
+    )
 
 
 def test_a_cluster_without_gpus_jobs_and_usable_nodes(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def test_squeue_in_json(version: str, first: int) -> None:
     assert one.shares == (NodeShare("g1", 2, 50, (Gres("gpu", "h200", 1, (0,)),)),)
     assert two.shares[0].gres == (Gres("gpu", "h200", 1, (1,)),)
     assert (one.time_limit_s, leader.time_limit_s) == (None, 300)
+    assert (one.state, one.end_s, leader.state) == ("RUNNING", None, "RUNNING")
+    assert leader.end_s is not None
     assert (leader.label, component.label) == (f"{first + 2}+0", f"{first + 2}+1")
     assert component.het == HetComponent(first + 2, 1)
     assert (array.label, array.num_records, array.reason) == (f"{first + 4}_[1-3]", 3, "JobHeldUser")

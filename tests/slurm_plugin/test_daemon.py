@@ -264,7 +264,11 @@ def test_what_the_command_says(
     assert "would allocate as user id" in done.stdout
     assert "would divide 88 CPUs of cpu among 0 job(s), and tell them" in done.stdout
     assert not state.exists(), "a dry run leaves nothing"
-    assert slurm.run(f"daemon status --address {local.address}").returncode == 1
+    alone = slurm.run(f"daemon status --address {local.address}")
+    assert alone.returncode == 1
+    assert (
+        "does not answer: No such file or directory. Does it run there? --address or HETSTREAM_DAEMON" in alone.stderr
+    )
     local.start(wait_until)
     local.wait_for_reading(wait_until)
     wait_until(lambda: limit_of(local, demand(1, wanted=20)) == 11)
@@ -277,7 +281,10 @@ def test_what_the_command_says(
     assert json.loads(done.stdout)["jobs"][0]["limit"] == 11
     for line, text in (
         (f"daemon --state-dir {state} --address unix:/tmp/other", "is in use by the daemon with process id"),
-        (f"daemon --state-dir {local.directory}/two --address {local.address}", "is in use by another daemon"),
+        (
+            f"daemon --state-dir {local.directory}/two --address {local.address}",
+            "is in use by another daemon. Stop that one, or give another --address",
+        ),
         (f"daemon --state-dir {local.directory}/two --address tcp://12345@127.0.0.1:0", "is for user 12345 alone"),
         (f"daemon --state-dir {local.directory}/two --address here", "must be unix:/PATH"),
         (f"daemon --dry-run --pool gone --state-dir {state}", "--pool: no partition gone"),

@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -176,8 +177,10 @@ def test_a_history_keeps_what_it_is_given(tmp_path: Path) -> None:
 
 
 def test_a_history_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(HistoryError, match="cannot be opened: No such file or directory"):
+    with pytest.raises(HistoryError, match=r"cannot be opened: No such file or directory\. .* check: namei -l /"):
         History(tmp_path / "nowhere" / "history.sqlite")
+    with pytest.raises(HistoryError, match="cannot be opened: Is a directory"):
+        History(tmp_path)
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"no database at all, but long enough to be looked at" * 100)
     with pytest.raises(HistoryError, match=r"not a database\. If it is damaged, move it away"):
@@ -188,6 +191,25 @@ def test_a_history_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> Non
     database.close()
     with pytest.raises(HistoryError, match=r"is another program's, or another version's\. Give another file"):
         History(foreign)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(("directory_mode", "mode"), [(0o755, 0o666), (0o777, 0o600), (0o777, 0o644)])
+def test_a_history_of_somebody_else_is_told_as_that(tmp_path: Path, directory_mode: int, mode: int) -> None:
+    """The directory cannot be written to, or the file cannot be read, or only be read."""
+    place = Path(tempfile.mkdtemp(dir="/var/tmp"))  # others cannot enter pytest's own
+    try:
+        History(place / "history.sqlite").close()
+        (place / "history.sqlite").chmod(mode)
+        place.chmod(directory_mode)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(HistoryError, match=r"cannot be opened: Permission denied\. Give another file"):
+                History(place / "history.sqlite")
+        finally:
+            os.seteuid(0)
+    finally:
+        shutil.rmtree(place)
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,10 @@ def test_bad_input_is_one_line(machine: Machine, capsys: pytest.CaptureFixture[s
     assert "--slurm-dir=/none: no such directory" in capsys.readouterr().err
     assert main(["install", "--prefix", '/tmp/a"b', "--slurm-dir", str(machine.slurm)]) == 2
     assert "cannot stand in the paths of Lua files" in capsys.readouterr().err
+    assert main(["install", "--prefix", "/dev/null/x"]) == 1
+    said = capsys.readouterr().err
+    assert "Not a directory. Check: namei -l /dev/null/x" in said
+    assert said.count("\n") == 1
     machine.install()
     (machine.prefix / RECORD).write_text("{}")
     capsys.readouterr()

@@ -128,7 +128,7 @@ def test_there_is_room_but_others_go_first() -> None:
     [
         ("JobHeldUser", "held", "scontrol release 7"),
         ("JobHeldAdmin", "held", "ask an operator"),
-        ("Dependency", "dependency", "squeue --me"),
+        ("Dependency", "dependency", "hetstream jobs"),
         ("DependencyNeverSatisfied", "dependency", "scancel 7"),
         ("BeginTime", "time", "StartTime=now"),
         ("PartitionTimeLimit", "limit", "TimeLimit=T"),

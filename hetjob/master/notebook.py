@@ -1,0 +1,73 @@
+"""The file in which the elastic controller's memory and changes outlive a killed job master. Called by `elastic.py`.
+
+It lies beside the address file and goes with it when the job ends. What cannot be read or written costs the memory,
+never the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetjob.elastic.memory import Memory
+
+log = logging.getLogger(__name__)
+
+# As many changes as a day has at a cooldown of 86 s; the service's events have all.
+MOST_CHANGES = 1000
+
+
+class _Page(msgspec.Struct, forbid_unknown_fields=True):
+    memory: Memory
+    changes: list[dict[str, Any]]
+
+
+class Notebook:
+    """The file.
+
+    Args:
+        path: where; what a job master of before has written there is read now.
+
+    Attributes:
+        memory: of the job master of before; None without one.
+        changes: the last ones, oldest first, also those of before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written = b""
+        self._problem = ""
+        self.memory: Memory | None = None
+        self.changes: deque[Mapping[str, Any]] = deque(maxlen=MOST_CHANGES)
+        try:
+            page = msgspec.json.decode(path.read_bytes(), type=_Page)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.warning("%s cannot be read, the elastic controller begins anew: %s", path, error)
+            return
+        self.memory = page.memory
+        self.changes.extend(page.changes)
+
+    def write(self, memory: Memory) -> None:
+        """Write down what is known now, if anything is new: the old page or the new one is there, whole."""
+        page = msgspec.json.encode(_Page(memory, [dict(change) for change in self.changes]))
+        if page == self._written:
+            return
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(page)
+            partial.replace(self._path)
+        except OSError as error:
+            if str(error) != self._problem:
+                log.warning("%s cannot be written: a job master that is killed forgets this: %s", self._path, error)
+            self._problem = str(error)
+            return
+        self._written = page

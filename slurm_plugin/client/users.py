@@ -1,0 +1,23 @@
+"""Users, as Slurm names them: by name, and by number where a host knows no name. Called by the daemon and commands."""
+
+from __future__ import annotations
+
+import pwd
+
+
+def names_of(uid: int) -> set[str]:
+    """How Slurm may name a user."""
+    try:
+        return {str(uid), pwd.getpwuid(uid).pw_name}
+    except KeyError:
+        return {str(uid)}
+
+
+def uid_of(name: str) -> int | None:
+    """The user id of a name or number; None of a name that this host does not know."""
+    if name.isdecimal():
+        return int(name)
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None

@@ -216,9 +216,8 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     if not loaders:
         reason = "the program made no DataLoader, or they stayed local, as a warning of the program says"
         return f"no loader connected ({reason}), {processes}"
-    # Waits count at once, the time of a pass at its end: a pass that never ended leaves waits without their time.
     wait_s = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders)
-    waited = f"trainer waited {wait_s / elapsed_s:.0%} of the time" if elapsed_s else "no pass over the data has ended"
+    waited = f"trainer waited {wait_s / elapsed_s:.0%} of the time" if elapsed_s else "it took no step"
     made = "all of them" if 0 < local == steps else f"{local} steps"
     return (
         f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}, {processes}"

@@ -181,7 +181,12 @@ class StepList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a loader has delivered to its training loop since it was made."""
+    """What a loader has delivered to its training loop since it was made.
+
+    Attributes:
+        wait_s: time that the loop waited for steps.
+        elapsed_s: time inside passes, with the waits; of the open one, up to its last step.
+    """
 
     epochs: int = 0
     steps: int = 0

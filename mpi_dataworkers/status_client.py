@@ -31,7 +31,10 @@ def running_service(path: Path) -> ServiceAddress:
             "from this host"
         ) from error
     except OSError as error:
-        raise ServiceError(f"the address file {path} cannot be read: {error.strerror}") from error
+        raise ServiceError(
+            f"the address file {path} cannot be read: {error.strerror}. It holds the job's keys: only the job's "
+            "user and root may look at the job"
+        ) from error
 
 
 class StatusClient:

@@ -47,4 +47,4 @@ def _ask(path: Path) -> float | None:
     except HetstreamError:
         return None  # it is ending, or on a host that this one does not reach: then nothing is known of it
     elapsed_s = sum(loader.totals.elapsed_s for loader in loaders)
-    return sum(loader.totals.wait_s for loader in loaders) / elapsed_s if elapsed_s > 0 else None
+    return min(1.0, sum(loader.totals.wait_s for loader in loaders) / elapsed_s) if elapsed_s > 0 else None

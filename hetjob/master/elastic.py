@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ _EVERY_S = 1.0
 # squeue is asked this often while companions start or leave, and otherwise only to find those that Slurm has ended. One
 # that waits in the queue for longer than a minute may wait for days; when it works, the dispatcher says so first.
 _LOOK_S, _LOOK_SELDOM_S, _LOOK_OFTEN_FOR_S = 2.0, 20.0, 60.0
-# A data worker that was idle for nearly all of the time says little of how fast it is.
+# A process that was idle for nearly all of the last seconds says little of how fast it is: what it was before counts.
 _LEAST_BUSY_SHARE = 0.02
 _STOPPED_WITHIN_S = 20.0
 
@@ -91,6 +91,7 @@ class Elastic:
         self._given_up: set[str] = set()
         self._looked_at = float("-inf")
         self._trainer = TrainerCpus()
+        self._rates = WorkerRates()
         self._said = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic")
@@ -143,8 +144,9 @@ class Elastic:
     def _turn(self, client: Steering) -> None:
         status = client.steer(self._order(None))
         now = self._clock()
-        self._take_in(status, now)
-        snapshot = self._snapshot(status, now)
+        rates = self._rates.by_job(status.data_workers)
+        self._take_in(rates, now)
+        snapshot = self._snapshot(status, rates, now)
         decision = self._controller.decide(snapshot, now)
         if self._site is not None:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
@@ -165,10 +167,9 @@ class Elastic:
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
-    def _take_in(self, status: Status, now: float) -> None:
+    def _take_in(self, rates: Mapping[str, float], now: float) -> None:
         """Bring the states of the companions up to date."""
         self._look_at_slurm(now)
-        rates = _rates(status.data_workers)
         for job_id, one in self._tracked.items():
             one.rate_per_s = rates.get(job_id, 0.0)
             if one.state is CompanionState.DRAINING:
@@ -197,8 +198,7 @@ class Elastic:
             elif self._tracked[job_id].state is CompanionState.PENDING and state is CompanionState.STARTING:
                 self._tracked[job_id].state, self._tracked[job_id].since = state, now
 
-    def _snapshot(self, status: Status, now: float) -> Snapshot:
-        rates = _rates(one for one in status.data_workers if one.slurm_job not in self._tracked)
+    def _snapshot(self, status: Status, rates: Mapping[str, float], now: float) -> Snapshot:
         # Between two passes a loader is in none for a moment.
         reading = [row for row in status.loaders if row.epoch >= 0 or row.steps_per_s > 0]
         return Snapshot(
@@ -210,7 +210,7 @@ class Elastic:
                 for job_id, one in self._tracked.items()
             ),
             fixed=self._fixed,
-            fixed_rate_per_s=sum(rates.values()),
+            fixed_rate_per_s=sum(rate for job_id, rate in rates.items() if job_id not in self._tracked),
             site_limit=self._site.data_workers() if self._site is not None else None,
             trainer_cpus=self._trainer.used(status.loaders, now),
         )
@@ -286,13 +286,23 @@ def _wait_share(row: LoaderStatus) -> float:
     return 1.0 if row.steps_per_s <= 0 and row.buffered == 0 and row.epoch >= 0 else row.wait_share
 
 
-def _rates(workers: Iterable[DataWorkerStatus]) -> dict[str, float]:
-    """For each Slurm job with data worker processes: steps per second that they would make if they were never idle."""
-    rates: dict[str, float] = {}
-    for one in workers:
-        rate = one.steps_per_s / one.busy_share if one.busy_share > _LEAST_BUSY_SHARE else 0.0
-        rates[one.slurm_job] = rates.get(one.slurm_job, 0.0) + rate
-    return rates
+class WorkerRates:
+    """Steps per second that data workers would make if never idle: as they were seen when they last worked."""
+
+    def __init__(self) -> None:
+        self._of_processes: dict[tuple[str, int], float] = {}
+
+    def by_job(self, workers: Iterable[DataWorkerStatus]) -> dict[str, float]:
+        """For each Slurm job with data worker processes what they make together; 0 while nothing was seen of them."""
+        known, self._of_processes = self._of_processes, {}
+        rates: dict[str, float] = {}
+        for one in workers:
+            process = (one.host, one.pid)
+            is_busy = one.busy_share > _LEAST_BUSY_SHARE
+            rate = one.steps_per_s / one.busy_share if is_busy else known.get(process, 0.0)
+            self._of_processes[process] = rate
+            rates[one.slurm_job] = rates.get(one.slurm_job, 0.0) + rate
+        return rates
 
 
 class TrainerCpus:

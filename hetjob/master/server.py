@@ -56,6 +56,7 @@ class MasterConfig:
         smallest_cpus: CPUs of the smallest companion that is tried; the largest has `data_worker_cpus`.
         cooldown_s: from one change of the number of companions to the next at the least.
         trainer_cpus: CPUs of each trainer task; None where that is not known.
+        job_name: of the job; None where that is not known.
     """
 
     program: tuple[str, ...]
@@ -67,6 +68,7 @@ class MasterConfig:
     smallest_cpus: int | None = None
     cooldown_s: float = DEFAULT_COOLDOWN_S
     trainer_cpus: int | None = None
+    job_name: str | None = None
 
     def words(self) -> list[str]:
         """The same as arguments of `hetstream master keep` and `serve`."""
@@ -76,6 +78,8 @@ class MasterConfig:
             words.append(f"--smallest-cpus={self.smallest_cpus}")
         if self.trainer_cpus is not None:
             words.append(f"--trainer-cpus={self.trainer_cpus}")
+        if self.job_name is not None:
+            words.append(f"--job-name={self.job_name}")
         return [*words, f"--cooldown={self.cooldown_s:g}", "--", *self.companion_options]
 
     @property
@@ -126,7 +130,8 @@ def start(
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
     options += ["--gres=none", "--job-name=hetstream"]
-    config = replace(config, trainer_cpus=job.cpus_per_task)  # a step sees those of its own
+    # In the environment of a step these are the step's own.
+    config = replace(config, trainer_cpus=job.cpus_per_task, job_name=job.job_name)
     step = client.start_step(
         options, [*config.program, "master", "keep", *config.words()], job.master_log, in_background=True
     )
@@ -155,6 +160,7 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
         0: how the service ended is in the log, and no reason to fail a job.
     """
     job = JobEnvironment.read(environ)
+    job = replace(job, job_name=config.job_name or job.job_name)
     launcher = SlurmLauncher(config, client, job, _reachable_address(client, job))
     elastic = None
     if config.companions:

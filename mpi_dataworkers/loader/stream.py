@@ -121,7 +121,8 @@ class Stream:
         elif "elapsed_s" in changes:
             self._pass_began = None
         if self._client is not None:
-            self._client.stats = self._stats
+            # What others see counts the pass that is open, too: it may be the only one, and take weeks.
+            self._client.stats = msgspec.structs.replace(self._stats, elapsed_s=self.elapsed_s())
 
     def rates(self) -> dict[str, float]:
         """Steps and bytes per second, the training loop's share of waiting and own time for a step lately."""

@@ -62,7 +62,8 @@ def report_of(found: tuple[Advice, ...], snapshot: Snapshot) -> Report:
     """Put the advice into a table."""
     hours = sum(one.gpu_hours_per_day or 0.0 for one in found)
     summary = {"num_jobs": len(found), "gpu_hours_per_day": round(hours, 1)}
-    lines = [f"{len(found):,} job(s) would gain, about {hours:,.0f} GPU hours a day" if found else "no job would gain"]
+    about = f", about {hours:,.0f} GPU hours a day" if hours else ""
+    lines = [f"{len(found):,} job(s) would gain{about}" if found else "no job would gain"]
     rows = [asdict(one) for one in found]
     notes = []
     if not has_accounting(snapshot):

@@ -34,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p.add_argument("--smallest-cpus", type=int, metavar="N", help="CPUs of the smallest of those that is tried")
         p.add_argument("--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="between two changes")
         p.add_argument("--trainer-cpus", type=int, metavar="N", help="CPUs of each trainer task")
+        p.add_argument("--job-name", metavar="NAME", help="of the job")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
         p.set_defaults(run=run)
 
@@ -49,6 +50,7 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         smallest_cpus=args.smallest_cpus,
         cooldown_s=args.cooldown,
         trainer_cpus=args.trainer_cpus,
+        job_name=args.job_name,
     )
 
 

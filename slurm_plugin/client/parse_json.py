@@ -13,7 +13,7 @@ import msgspec
 from slurm_plugin.client.gres import parse_gres
 from slurm_plugin.client.hostlist import expand
 from slurm_plugin.client.model import HetComponent, Job, Node, NodeShare
-from slurm_plugin.client.parse_text import NO_LIMIT_S, in_use, node_states
+from slurm_plugin.client.parse_text import NO_LIMIT_S, has_no_end, in_use, node_states
 from slurm_plugin.client.values import megabytes, tres
 from slurm_plugin.errors import UnreadableAnswer
 
@@ -176,8 +176,6 @@ def _job(row: _Job) -> Job:
     time_limit_s = None if limit_min in (None, NO_LIMIT_S / 60) else float(limit_min or 0) * 60
     nodes = int(asked.get("node") or _whole(row.node_count, 1))
     state = words[0] if words else ""
-    # Of a running job without a time limit Slurm's text names no end, and its JSON one far away.
-    has_no_end = state == "PENDING" or (time_limit_s is None and state in ("RUNNING", "SUSPENDED"))
     try:
         return Job(
             job_id=row.job_id,
@@ -205,7 +203,7 @@ def _job(row: _Job) -> Job:
             submit_s=_number(row.submit_time) or None,
             eligible_s=_number(row.eligible_time) or None,
             start_s=_number(row.start_time) or None,
-            end_s=None if has_no_end else _number(row.end_time) or None,
+            end_s=None if has_no_end(state, time_limit_s) else _number(row.end_time) or None,
             time_limit_s=time_limit_s,
             priority=_whole(row.priority),
             dependency=row.dependency or "",

@@ -63,6 +63,7 @@ def _job(row: Mapping[str, str]) -> Job:
     job_id = int(row["JobID"])
     tasks = text_or_empty(row.get("ArrayTaskID", ""))
     het_job_id = whole(row.get("HetJobID", ""))
+    time_limit_s = _limit(seconds(row["TimeLimit"]))
     return Job(
         job_id=job_id,
         name=row.get("Name", ""),
@@ -88,8 +89,8 @@ def _job(row: Mapping[str, str]) -> Job:
         submit_s=moment(row.get("SubmitTime", "")),
         eligible_s=moment(row.get("EligibleTime", "")),
         start_s=moment(row["StartTime"]),
-        end_s=None if row["State"] == "PENDING" else moment(row.get("EndTime", "")),
-        time_limit_s=_limit(seconds(row["TimeLimit"])),
+        end_s=None if has_no_end(row["State"], time_limit_s) else moment(row.get("EndTime", "")),
+        time_limit_s=time_limit_s,
         priority=whole(row["PriorityLong"]),
         dependency=text_or_empty(row.get("Dependency", "")),
         required_nodes=expand(row.get("ReqNodes", "")),
@@ -106,6 +107,11 @@ def _per_cpu(row: Mapping[str, str], asked: Mapping[str, str]) -> int | None:
     least, whole_mb = megabytes(row.get("MinMemory", "")), megabytes(asked.get("mem", ""))
     cpus, nodes = whole(asked.get("cpu", "")), whole(asked.get("node", ""), 1)
     return least if least and least * cpus == whole_mb and cpus > nodes else None
+
+
+def has_no_end(state: str, time_limit_s: float | None) -> bool:
+    """Whether the end that Slurm names means nothing: of a running job without a time limit it is a year away."""
+    return state == "PENDING" or (time_limit_s is None and state in ("RUNNING", "SUSPENDED"))
 
 
 def _limit(time_s: float | None) -> float | None:

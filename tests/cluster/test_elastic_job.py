@@ -59,6 +59,7 @@ def test_a_starving_job_grows_by_itself_also_beyond_a_killed_job_master(
     assert job.wait_share(last_s=3) < 0.5  # the machine is loaded by other tests; the figure is the benchmark's
 
     companions = job.companions()
+    names = {*job.run("squeue", "--noheader", f"--jobs={','.join(companions)}", "--format=%j").split()}
     (master,) = job.master_pids("serve")
     os.kill(master, signal.SIGKILL)
     log = job.home / "master.log"
@@ -76,6 +77,7 @@ def test_a_starving_job_grows_by_itself_also_beyond_a_killed_job_master(
     elastic = json.loads((job.home / "summary.json").read_text())["elastic"]
     assert [(one["action"], one["count"]) for one in elastic["decisions"]][:2] == [(first, one), (second, more)]
     assert elastic["local_wait_s"] > 0.05, "the baseline of before"
+    assert names == {"job.sbatch-data-worker"}
     assert not (job.home / "elastic.json").exists()
 
 

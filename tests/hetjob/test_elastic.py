@@ -18,7 +18,7 @@ from hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
 from hetjob.elastic.tuning import LocalLoading
 from hetjob.job_environment import JobEnvironment
 from hetjob.master.companions import CompanionJobs
-from hetjob.master.elastic import Elastic, TrainerCpus
+from hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
 from hetjob.master.notebook import MOST_CHANGES, Notebook
 from mpi_dataworkers.errors import ServiceUnavailable
 from mpi_dataworkers.messages import DataWorkerStatus, LoaderStats, LoaderStatus, Status, SteerDataWorkers
@@ -253,6 +253,20 @@ def test_a_companion_that_starts_when_the_job_is_over_ends_at_once(world: World,
     world.job.address_file.unlink()
     job_id = world.companions.submit(1)
     wait_until(lambda: world.slurm.jobs[job_id][0].poll() == 0, what="its end")
+
+
+def test_a_data_worker_that_is_idle_is_as_fast_as_it_was() -> None:
+    """With a deep buffer it makes an epoch in a burst, and nothing while the trainer takes its steps."""
+
+    def process(pid: int, steps_per_s: float, busy_share: float, job: str = "8") -> DataWorkerStatus:
+        return DataWorkerStatus(0, "h", pid, "working", 1, 9, steps_per_s, busy_share, 0, 9.0, 0.1, job)
+
+    rates = WorkerRates()
+    assert rates.by_job([process(1, 0, 0), process(2, 6, 1.0)]) == {"8": 6.0}
+    assert rates.by_job([process(1, 2, 0.5), process(2, 6, 1.0)]) == {"8": 10.0}
+    assert rates.by_job([process(1, 0, 0), process(2, 3, 0.5), process(3, 1, 1.0, "9")]) == {"8": 10.0, "9": 1.0}
+    assert rates.by_job([process(1, 0, 0)]) == {"8": 4.0}
+    assert rates.by_job([process(2, 0, 0)]) == {"8": 0.0}, "it has gone, and another one has its number"
 
 
 def test_cpus_of_a_trainer_on_this_host() -> None:

@@ -147,11 +147,11 @@ def test_what_a_killed_job_master_left_is_not_taken_for_a_running_one(job: Job) 
     assert not any(path.exists() for path in left[1:])
 
 
-def test_the_job_master_knows_how_many_cpus_trainers_have(job: Job) -> None:
-    job.environ["SLURM_CPUS_PER_TASK_HET_GROUP_0"] = "6"
+def test_the_job_master_knows_what_its_own_step_does_not_say(job: Job) -> None:
+    job.environ |= {"SLURM_CPUS_PER_TASK_HET_GROUP_0": "6", "SLURM_JOB_NAME": "a run"}
     job.start(1)
     step = next(words for method, words in job.slurm.calls if method == "start_step")
-    assert "--trainer-cpus=6" in step
+    assert {"--trainer-cpus=6", "--job-name=a run"} <= {*step}
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -8,12 +8,15 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import sample_datasets as datasets
 
 from mpi_dataworkers import DataLoader
+from mpi_dataworkers.messages import LoaderStats
+from mpi_dataworkers.status_client import StatusClient, running_service
 from slurm_plugin.client.model import Job
 from slurm_plugin.wait_shares import wait_shares
 
@@ -48,18 +51,33 @@ def test_top_and_events_show_a_running_service(service: Any) -> None:
     assert len(lines) == len(told.stdout.splitlines())
 
 
-def test_a_running_job_tells_how_long_its_trainers_wait(service: Any, tmp_path: Path) -> None:
+def told_by(service: Any) -> list[LoaderStats]:
+    """What the loaders have told their dispatcher."""
+    with StatusClient(running_service(service.address_file)) as client:
+        return [row.totals for row in client.fetch().loaders]
+
+
+def test_a_running_job_tells_how_long_its_trainers_wait(service: Any, tmp_path: Path, wait_until: Any) -> None:
     (tmp_path / ".hetstream").mkdir()
     (tmp_path / ".hetstream" / "job-7").symlink_to(service.address_file.parent)
     job = Job(7, "train", "alice", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, work_dir=str(tmp_path))
     service.start_workers()
     assert wait_shares([job]) == {}, "no loader has told anything"
     with DataLoader(datasets.Augmented(64), batch_size=4, service=service.name) as loader:
-        for _ in loader:
+        began = time.monotonic()
+        batches = iter(loader)
+        next(batches)  # of a pass that goes on: it may be the only one, and take weeks
+        wait_until(lambda: "7" in wait_shares([job]), what="the first step to be told")
+        for _ in batches:
+            pass
+        for _ in zip(loader, range(4), strict=False):  # another that does not end
             pass
         shares = wait_shares([job])
+        (told,) = told_by(service)
+        lasted_s = time.monotonic() - began
     assert set(shares) == {"7"}
     assert 0 < shares["7"] <= 1
+    assert 0 < told.wait_s <= told.elapsed_s <= lasted_s
 
 
 def test_top_on_a_terminal_draws_until_ctrl_c(service: Any) -> None:

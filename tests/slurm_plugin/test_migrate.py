@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,7 +154,7 @@ class FakeSlurm:
     work_dir = ""
 
     def snapshot(self) -> Any:
-        job = Job(31, "train", "me", ("gpu",), self.state, "", 1, 4, 1, 4, 4096, work_dir=self.work_dir)
+        job = Job(31, "train", str(os.geteuid()), ("gpu",), self.state, "", 1, 4, 1, 4, 4096, work_dir=self.work_dir)
         return SimpleNamespace(jobs=[job], config={})
 
     def command(self, job_id: str) -> str:

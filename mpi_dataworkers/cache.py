@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.messages import Ranges
+from mpi_dataworkers.reorder import as_ranges
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,4 @@ class BatchCache:
         if not self._dropped:
             return {}
         dropped, self._dropped = self._dropped, defaultdict(list)
-        return {key: _ranges(sorted(positions)) for key, positions in dropped.items()}
-
-
-def _ranges(positions: list[int]) -> Ranges:
-    ranges: Ranges = []
-    for position in positions:
-        if ranges and ranges[-1][1] == position:
-            ranges[-1] = (ranges[-1][0], position + 1)
-        else:
-            ranges.append((position, position + 1))
-    return ranges
+        return {key: as_ranges(sorted(positions)) for key, positions in dropped.items()}

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -88,6 +88,8 @@ _REGISTER_AGAIN_S = 1.0
 _CLOSE_S = 5.0
 # The training thread looks at the clock this often while it waits.
 _LOOK_AGAIN_S = 0.1
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -397,21 +399,11 @@ class ServiceClient:
             TimeoutError: the deadline passed.
             HetstreamError: the service failed for good.
         """
-        started = time.monotonic()
-        while True:
-            with self._lock:
-                if one.buffer.has_next():
-                    item: Delivered | BatchFailed = self._pop(one)
-                    return item
-                if self._failure is not None:
-                    raise self._failure
-                now = time.monotonic()
-                reason = self._reason_to_work_locally(now, started)
-                if reason:
-                    return MakeItYourself(one.buffer.position, reason)
-            if deadline is not None and now >= deadline:
-                raise TimeoutError
-            self._news.wait(_LOOK_AGAIN_S if deadline is None else min(_LOOK_AGAIN_S, deadline - now))
+
+        def look() -> Delivered | BatchFailed | None:
+            return self._pop(one) if one.buffer.has_next() else None
+
+        return self._wait_for(look, one, deadline)
 
     def take_of(
         self, passes: Sequence[Pass], deadline: float | None
@@ -429,21 +421,33 @@ class ServiceClient:
             TimeoutError: the deadline passed.
             HetstreamError: the service failed for good.
         """
+
+        def look() -> tuple[int, Delivered | BatchFailed | Ended] | None:
+            for number, one in enumerate(passes):
+                one.pass_over_lost()
+                if 0 <= one.num_steps <= one.buffer.position:
+                    return number, Ended.LOST if one.rest_lost else Ended.ENDED
+                if one.buffer.has_next():
+                    return number, self._pop(one)
+            return None
+
+        found = self._wait_for(look, passes[0], deadline)
+        return (0, found) if isinstance(found, MakeItYourself) else found
+
+    def _wait_for(self, look: Callable[[], _Found | None], one: Pass, deadline: float | None) -> _Found | MakeItYourself:
+        """Wait until `look`, which is called with the lock, finds something, or a step of the pass is to be made here."""
         started = time.monotonic()
         while True:
             with self._lock:
-                for number, one in enumerate(passes):
-                    one.pass_over_lost()
-                    if 0 <= one.num_steps <= one.buffer.position:
-                        return number, Ended.LOST if one.rest_lost else Ended.ENDED
-                    if one.buffer.has_next():
-                        return number, self._pop(one)
+                found = look()
+                if found is not None:
+                    return found
                 if self._failure is not None:
                     raise self._failure
                 now = time.monotonic()
                 reason = self._reason_to_work_locally(now, started)
                 if reason:
-                    return 0, MakeItYourself(passes[0].buffer.position, reason)
+                    return MakeItYourself(one.buffer.position, reason)
             if deadline is not None and now >= deadline:
                 raise TimeoutError
             self._news.wait(_LOOK_AGAIN_S if deadline is None else min(_LOOK_AGAIN_S, deadline - now))

@@ -18,7 +18,16 @@ from mpi_dataworkers.client import Delivered, Ended, MakeItYourself, Pass
 from mpi_dataworkers.errors import StateError
 from mpi_dataworkers.interleave import Interleave, Place, deal
 from mpi_dataworkers.loader.order import PlannedPass
-from mpi_dataworkers.loader.stream import FailedStep, LocalFailure, Stream, early_end, rebuild_error, torch_iter
+from mpi_dataworkers.loader.stream import (
+    FailedStep,
+    LocalFailure,
+    LocalPass,
+    Stream,
+    early_end,
+    no_collate,
+    rebuild_error,
+    torch_iter,
+)
 from mpi_dataworkers.messages import BatchFailed, ErrorPolicy, ShardOrder
 from mpi_dataworkers.ops.iterable import ShardReader
 from mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
@@ -409,11 +418,7 @@ def _skip_ahead(order: Interleave, ahead: set[int]) -> None:
         order.taken(order.turn)
 
 
-def _no_collate(batch: Any) -> Any:
-    return batch
-
-
-class LocalShardedIterator(Iterator[Any]):
+class LocalShardedIterator(LocalPass):
     """One pass over several streams in process: in the training thread, or with `num_workers` in one process beside it.
 
     One, because the order of the steps is that of the shards, whoever makes them.
@@ -428,7 +433,6 @@ class LocalShardedIterator(Iterator[Any]):
         state: dict[str, Any] | None,
         torch_options: dict[str, Any],
     ) -> None:
-        self._stream = stream
         self._division = division
         self._epoch = epoch
         self._num_copies = int(state["copies"]) if state else 1
@@ -440,14 +444,13 @@ class LocalShardedIterator(Iterator[Any]):
         loader = torch.utils.data.DataLoader(
             _WholePass(stream.pipeline, division, seed, epoch, state, stream.skipped.policy),
             batch_size=None,
-            collate_fn=_no_collate,
+            collate_fn=no_collate,
             generator=torch.Generator(),  # its own, so that the program's generators are not advanced
             # Of an IterableDataset each shard calls it, as a data worker of torch would.
             **(options | {"worker_init_fn": None} if iterable else options),
         )
         self._iterator = torch_iter(loader)
-        self._started = time.monotonic()
-        self._open = True
+        super().__init__(stream)
 
     def shard_state(self) -> dict[str, Any]:
         """Position in each stream that is being read, as plain values."""
@@ -481,17 +484,4 @@ class LocalShardedIterator(Iterator[Any]):
         self._iterator = iter(())  # ends torch's processes
         if self._interleave.places:
             raise early_end(self.position)
-        if self._open:
-            self._stream.count(epochs=1)
-        self.close()
-        raise StopIteration
-
-    def close(self) -> None:
-        """Note how long the pass took; safe to call twice."""
-        if self._open:
-            self._open = False
-            self._stream.count(elapsed_s=time.monotonic() - self._started)
-
-    def __del__(self) -> None:
-        if getattr(self, "_open", False):
-            self.close()
+        self._end()

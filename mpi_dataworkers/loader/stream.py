@@ -12,7 +12,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -404,7 +404,8 @@ class _StepDataset(torch.utils.data.Dataset[Any]):
         return made
 
 
-def _no_collate(batch: Any) -> Any:
+def no_collate(batch: Any) -> Any:
+    """The batch as it is: torch's own DataLoader gets whole ones."""
     return batch
 
 
@@ -433,7 +434,7 @@ class LocalPasses:
             _StepDataset(pipeline),
             batch_size=None,
             sampler=self._steps,
-            collate_fn=_no_collate,
+            collate_fn=no_collate,
             generator=torch.Generator(),  # its own, so that the program's generators are not advanced
             **torch_options,
         )
@@ -448,29 +449,54 @@ class LocalPasses:
         return self._current is not None and self._current() is owner
 
 
-class LocalIterator(Iterator[Any]):
+class LocalPass(Iterator[Any]):
+    """A pass in process, which counts how long it took."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._started = time.monotonic()
+        self._open = True
+
+    def _end(self) -> NoReturn:
+        """Count the pass as a whole one, and say that it is over."""
+        if self._open:
+            self._stream.count(epochs=1)
+        self.close()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Note how long the pass took; safe to call twice."""
+        if self._open:
+            self._open = False
+            self._stream.count(elapsed_s=time.monotonic() - self._started)
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.close()
+
+
+class LocalIterator(LocalPass):
     """One pass in process, through torch's own DataLoader with the user's `num_workers`."""
 
     def __init__(
         self, stream: Stream, order: Order, seed: int, epoch: int, first_step: int, torch_options: dict[str, Any]
     ) -> None:
-        self._stream = stream
         self._epoch = epoch
         self._order = order
         self.position = first_step
         self._passes = stream.local_passes or LocalPasses(stream.pipeline, torch_options)
         if torch_options.get("persistent_workers"):
             stream.local_passes = self._passes
-        self._iterator = self._passes.begin(self, self._steps(order, seed, epoch, first_step))
-        self._started = time.monotonic()
-        self._open = True
+        self._iterator = self._passes.begin(self, self._steps(stream, order, seed, epoch, first_step))
+        super().__init__(stream)
 
-    def _steps(self, order: Order, seed: int, epoch: int, first_step: int) -> Iterator[Any]:
+    @staticmethod
+    def _steps(stream: Stream, order: Order, seed: int, epoch: int, first_step: int) -> Iterator[Any]:
         for step in itertools.count(first_step):
             indices = order.indices(step)
             if indices is None:
                 return
-            yield indices, order.seeds(step, indices, seed, epoch), self._stream.skipped.policy
+            yield indices, order.seeds(step, indices, seed, epoch), stream.skipped.policy
 
     def __next__(self) -> Any:
         while (made := self._next_made()).num_samples == 0:
@@ -488,10 +514,7 @@ class LocalIterator(Iterator[Any]):
             self._iterator = iter(())  # ends torch's processes
             if self._order.indices(self.position) is not None:
                 raise early_end(self.position)
-            if self._open:
-                self._stream.count(epochs=1)
-            self.close()
-            raise StopIteration
+            self._end()
         step = self.position
         self._order.forget(step)
         self.position = step + 1
@@ -503,16 +526,6 @@ class LocalIterator(Iterator[Any]):
         if made.num_samples > 0:
             self._stream.count(steps=1, samples=made.num_samples, local_steps=1, wait_s=time.monotonic() - started)
         return made
-
-    def close(self) -> None:
-        """Note how long the pass took; safe to call twice."""
-        if self._open:
-            self._open = False
-            self._stream.count(elapsed_s=time.monotonic() - self._started)
-
-    def __del__(self) -> None:
-        if getattr(self, "_open", False):
-            self.close()
 
 
 def early_end(step: int) -> RuntimeError:

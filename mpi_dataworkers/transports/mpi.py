@@ -35,6 +35,7 @@ from mpi_dataworkers.codec import Leaf, decode, encode, in_one_piece
 from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.messages import Delivery, Hello, Message
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
+from mpi_dataworkers.transports.channels import ChannelSender
 from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 
 try:
@@ -327,22 +328,27 @@ def _take(comm: MPI.Comm, rank: int, tag: int) -> tuple[int, bytearray] | None:
 # --- data worker ----------------------------------------------------------------------------------------------------
 
 
-class MpiBatchSender:
-    """See `base.BatchSender`. `send` returns when the loader has the batch.
+class _Channel:
+    """A data worker's way to one loader, proven in both directions. `send` returns when the loader has the batch.
 
-    Args:
-        batch_key: the job's batch key in hex.
-        worker_id: this worker's id.
+    Raises:
+        PeerUnreachable: there is none.
     """
 
-    def __init__(self, batch_key: str, worker_id: str) -> None:
-        self._key = bytes.fromhex(batch_key)
-        self._worker_id = worker_id
+    def __init__(self, key: bytes, worker_id: str, receiver: str) -> None:
         self._comm = MPI.COMM_WORLD
-        self._connections: dict[str, tuple[int, int]] = {}  # rank and first tag of each receiver
+        world, self._rank, self._tag = _parse(receiver)
+        if world != world_id() or self._rank >= self._comm.Get_size():
+            raise PeerUnreachable(f"{receiver} is not in this data worker's MPI world, {world_id()}")
+        self._shake_hands(WorkerHandshake(key, worker_id, receiver), receiver)
 
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
-        rank, tag = self._connections.get(receiver) or self._connect(receiver)
+    def send(self, header: Delivery, frames: Sequence[Leaf]) -> None:
+        """Hand one message to the loader.
+
+        Raises:
+            OSError: the loader is gone, or takes nothing.
+        """
+        rank, tag = self._rank, self._tag
         views = [memoryview(in_one_piece(frame)) for frame in frames]
         envelope = msgspec.msgpack.encode(_Envelope(encode(header), [view.nbytes for view in views]))
         requests = [self._comm.Isend(envelope, rank, tag + _TO_RECEIVER)]
@@ -354,20 +360,16 @@ class MpiBatchSender:
             gone = self._comm.Iprobe(rank, tag + _TO_SENDER)
             if gone or waited_s > limit_s:
                 _given_up.append((requests, envelope, views))
-                self.drop(receiver)
-                raise PeerUnreachable(f"the loader at {receiver} {'left' if gone else 'takes nothing off MPI'}")
+                raise ConnectionResetError("it left" if gone else "it takes nothing off MPI")
             time.sleep(0 if waited_s < _PRESSING_S else pause.next_s())
 
-    def _connect(self, receiver: str) -> tuple[int, int]:
-        world, rank, tag = _parse(receiver)
-        if world != world_id() or rank >= self._comm.Get_size():
-            raise PeerUnreachable(f"{receiver} is not in this data worker's MPI world, {world_id()}")
-        while _take(self._comm, rank, tag + _TO_SENDER) is not None:
+    def _shake_hands(self, handshake: WorkerHandshake, receiver: str) -> None:
+        answers = self._comm, self._rank, self._tag + _TO_SENDER
+        while _take(*answers) is not None:
             pass  # answers to an earlier connection
-        handshake = WorkerHandshake(self._key, self._worker_id, receiver)
-        self._say(rank, tag, handshake.hello)
+        self._say(handshake.hello)
         deadline, pause = time.monotonic() + _HANDSHAKE_TIMEOUT_S, _Pause()
-        while (answer := _take(self._comm, rank, tag + _TO_SENDER)) is None:
+        while (answer := _take(*answers)) is None:
             if time.monotonic() > deadline:
                 raise PeerUnreachable(f"the loader at {receiver} did not answer within {_HANDSHAKE_TIMEOUT_S:g} s")
             time.sleep(pause.next_s())
@@ -375,19 +377,20 @@ class MpiBatchSender:
             proof = handshake.answer(decode(answer[1]))
         except ProtocolError as error:
             raise PeerUnreachable(f"no batch connection to the loader at {receiver}: {error}") from error
-        self._say(rank, tag, proof)
-        self._connections[receiver] = rank, tag
-        return rank, tag
+        self._say(proof)
 
-    def _say(self, rank: int, tag: int, message: Message) -> None:
+    def _say(self, message: Message) -> None:
         text = msgspec.msgpack.encode(_Envelope(encode(message), []))
-        _send_short(text, rank, tag + _TO_RECEIVER)
+        _send_short(text, self._rank, self._tag + _TO_RECEIVER)
 
-    def drop(self, receiver: str) -> None:
-        self._connections.pop(receiver, None)
+    def close(self, linger_s: float) -> None:
+        """Nothing to do: what was sent has arrived."""
 
-    def close(self, linger_s: float) -> None:  # noqa: ARG002, what was sent has arrived
-        self._connections.clear()
+
+class MpiBatchSender(ChannelSender):
+    """See `base.BatchSender`."""
+
+    open_channel = _Channel
 
 
 def _parse(receiver: str) -> tuple[str, int, int]:

@@ -36,6 +36,7 @@ from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.memory import available_bytes
 from mpi_dataworkers.messages import Delivery
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
+from mpi_dataworkers.transports.channels import ChannelSender
 from mpi_dataworkers.transports.extents import Extents, find_frames, lay_out
 from mpi_dataworkers.transports.peer import is_own_user
 from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
@@ -57,7 +58,6 @@ _ROOM_S = 0.05
 _BURST = 256
 # Connections that have not proved the key; past this the oldest go. They are of the same user.
 _MAX_UNPROVEN = 64
-_MAX_CONNECTIONS = 64
 # Growing takes what it needs and leaves this share of the memory that is available to others.
 _MEMORY_SHARE = 0.5
 
@@ -340,12 +340,14 @@ class _Channel:
             raise ProtocolError("it refused this data worker's proof of the key")
         return descriptors[0]
 
-    def send(self, frames: Sequence[Leaf]) -> None:
+    def send(self, header: Delivery, frames: Sequence[Leaf]) -> None:
         """Hand one message to the loader.
 
         Raises:
             OSError: the loader is gone, or takes nothing.
+            ProtocolError: it gives back what it does not have.
         """
+        frames = [encode(header), *frames]
         sizes = [size_of(frame) for frame in frames]
         table, offsets, total = lay_out(sizes)
         offset = self._room_for(total) if total > _INLINE_BYTES else None
@@ -426,43 +428,13 @@ class _Channel:
         self._reserved = end
         return True
 
-    def close(self) -> None:
-        # What was sent stays readable for the loader, and so does the pool.
+    def close(self, linger_s: float) -> None:  # noqa: ARG002, what was sent is with the loader already
+        # It stays readable there, and so does the pool.
         self._socket.close()
         os.close(self._descriptor)
 
 
-class ShmBatchSender:
-    """See `base.BatchSender`.
+class ShmBatchSender(ChannelSender):
+    """See `base.BatchSender`."""
 
-    Args:
-        batch_key: the job's batch key in hex.
-        worker_id: this worker's id.
-    """
-
-    def __init__(self, batch_key: str, worker_id: str) -> None:
-        self._key = bytes.fromhex(batch_key)
-        self._worker_id = worker_id
-        self._channels: dict[str, _Channel] = {}
-
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
-        channel = self._channels.pop(receiver, None)
-        if channel is None:
-            if len(self._channels) >= _MAX_CONNECTIONS:
-                self.drop(next(iter(self._channels)))
-            channel = _Channel(self._key, self._worker_id, receiver)
-        self._channels[receiver] = channel  # in order of use
-        try:
-            channel.send([encode(header), *frames])
-        except (OSError, ProtocolError) as error:
-            self.drop(receiver)
-            raise PeerUnreachable(f"the connection to the loader at {receiver} is gone: {error}") from error
-
-    def drop(self, receiver: str) -> None:
-        channel = self._channels.pop(receiver, None)
-        if channel is not None:
-            channel.close()
-
-    def close(self, linger_s: float) -> None:  # noqa: ARG002, what was sent is with the loader already
-        for receiver in list(self._channels):
-            self.drop(receiver)
+    open_channel = _Channel

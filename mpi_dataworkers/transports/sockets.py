@@ -29,6 +29,7 @@ from mpi_dataworkers.codec import Buffer, Leaf, decode, encode, in_one_piece, si
 from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.messages import Compressed, Delivery, Message
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, rail_of
+from mpi_dataworkers.transports.channels import ChannelSender
 from mpi_dataworkers.transports.compression import compress, decompress
 from mpi_dataworkers.transports.extents import find_frames, lay_out
 from mpi_dataworkers.transports.peer import is_own_user
@@ -49,8 +50,6 @@ _WAKE_BYTES = 1 << 20
 _BURST_BYTES = 32 << 20
 # Connections that have not proved the key; the oldest make room. Data workers come in by the hundreds at most.
 _MAX_UNPROVEN = 1024
-# Loaders come and go, and what a data worker has no more use for is closed late.
-_MAX_CONNECTIONS = 64
 # Memory that is kept for later messages although messages of other sizes come now.
 _KEEP_BYTES = 128 << 20
 # Tensors start on cache lines, so that vector loads stay aligned.
@@ -485,39 +484,7 @@ class _Channel:
         self._socket.close()
 
 
-class SocketBatchSender:
-    """See `base.BatchSender`.
+class SocketBatchSender(ChannelSender):
+    """See `base.BatchSender`."""
 
-    Args:
-        batch_key: the job's batch key in hex.
-        worker_id: this worker's id.
-    """
-
-    def __init__(self, batch_key: str, worker_id: str) -> None:
-        self._key = bytes.fromhex(batch_key)
-        self._worker_id = worker_id
-        self._channels: dict[str, _Channel] = {}
-
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
-        channel = self._channels.pop(receiver, None)
-        if channel is None:
-            if len(self._channels) >= _MAX_CONNECTIONS:
-                self.drop(next(iter(self._channels)))
-            channel = _Channel(self._key, self._worker_id, receiver)
-        self._channels[receiver] = channel  # in order of use
-        try:
-            channel.send(header, frames)
-        except OSError as error:
-            self.drop(receiver)
-            raise PeerUnreachable(f"the connection to the loader at {receiver} is gone: {error}") from error
-
-    def drop(self, receiver: str) -> None:
-        channel = self._channels.pop(receiver, None)
-        if channel is not None:
-            channel.close(0.0)
-
-    def close(self, linger_s: float) -> None:
-        deadline = time.monotonic() + linger_s
-        for channel in self._channels.values():
-            channel.close(max(0.0, deadline - time.monotonic()))
-        self._channels.clear()
+    open_channel = _Channel

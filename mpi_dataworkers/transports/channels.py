@@ -1,0 +1,80 @@
+"""A data worker's connections to loaders on one rail: opened when a batch goes to a new one, closed when it fails.
+
+What a connection is and how a batch goes over it is the rail's own business, a `Channel` of `shm.py`, `sockets.py` or
+`mpi.py`; which there are, and what their failures mean, is here. Knows no socket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
+
+from mpi_dataworkers.codec import Leaf
+from mpi_dataworkers.errors import ProtocolError
+from mpi_dataworkers.messages import Delivery
+from mpi_dataworkers.transports.base import PeerUnreachable
+
+# A guard for descriptors, 1024 of a process in most places, of which a connection has two at most: data workers close
+# those to loaders that read no more.
+MAX_CHANNELS = 256
+# What is queued for the one that makes room may leave for so long.
+_EVICTED_LINGER_S = 1.0
+
+
+class Channel(Protocol):
+    """A data worker's connection to one loader, proven in both directions."""
+
+    def send(self, header: Delivery, frames: Sequence[Leaf]) -> None:
+        """Queue one batch, without copying large frames.
+
+        Raises:
+            OSError, ProtocolError: the connection is of no use any more.
+        """
+
+    def close(self, linger_s: float) -> None:
+        """Give what is queued so long to leave, then close."""
+
+
+class ChannelSender:
+    """See `base.BatchSender`.
+
+    Args:
+        batch_key: the job's batch key in hex.
+        worker_id: this worker's id.
+
+    Attributes:
+        open_channel: the rail's way to connect, given the key, the worker's id and the loader's address; raises
+            `PeerUnreachable` when it cannot.
+    """
+
+    open_channel: ClassVar[Callable[[bytes, str, str], Channel]]
+
+    def __init__(self, batch_key: str, worker_id: str) -> None:
+        self._key = bytes.fromhex(batch_key)
+        self._worker_id = worker_id
+        self._channels: dict[str, Channel] = {}  # in order of use
+
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
+        channel = self._channels.pop(receiver, None)
+        if channel is None:
+            if len(self._channels) >= MAX_CHANNELS:
+                self._channels.pop(next(iter(self._channels))).close(_EVICTED_LINGER_S)
+            channel = type(self).open_channel(self._key, self._worker_id, receiver)
+        self._channels[receiver] = channel
+        try:
+            channel.send(header, frames)
+        except (OSError, ProtocolError) as error:
+            self.drop(receiver)
+            raise PeerUnreachable(f"the connection to the loader at {receiver} is gone: {error}") from error
+
+    def drop(self, receiver: str) -> None:
+        channel = self._channels.pop(receiver, None)
+        if channel is not None:
+            channel.close(0.0)
+
+    def close(self, linger_s: float) -> None:
+        deadline = time.monotonic() + linger_s
+        for channel in self._channels.values():
+            channel.close(max(0.0, deadline - time.monotonic()))
+        self._channels.clear()

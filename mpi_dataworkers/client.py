@@ -434,8 +434,10 @@ class ServiceClient:
         found = self._wait_for(look, passes[0], deadline)
         return (0, found) if isinstance(found, MakeItYourself) else found
 
-    def _wait_for(self, look: Callable[[], _Found | None], one: Pass, deadline: float | None) -> _Found | MakeItYourself:
-        """Wait until `look`, which is called with the lock, finds something, or a step of the pass is to be made here."""
+    def _wait_for(
+        self, look: Callable[[], _Found | None], one: Pass, deadline: float | None
+    ) -> _Found | MakeItYourself:
+        """Wait until `look`, called with the lock, finds something, or the pass's next step is to be made here."""
         started = time.monotonic()
         while True:
             with self._lock:

@@ -278,7 +278,7 @@ class DataWorker:
                     if step >= held.stop_step:
                         break
                     self._at = (lease.token, step)
-                begun = now
+                begun = time.monotonic()  # without what sending took: that may have waited for the network
                 reach("worker.before_make")
                 self._page.begin(lease.session.session_id, lease.token, step, lease.session.errors.sample_timeout_s)
                 try:

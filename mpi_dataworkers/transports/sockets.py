@@ -50,6 +50,12 @@ _WAKE_BYTES = 1 << 20
 _BURST_BYTES = 32 << 20
 # Connections that have not proved the key; the oldest make room. Data workers come in by the hundreds at most.
 _MAX_UNPROVEN = 1024
+# How far a data worker goes ahead of a connection that takes less than it makes: one message like the next one, and so
+# much more, may not have left when that is put together. So it is made while the one before leaves, and in memory that
+# was used a moment ago.
+_AHEAD_BYTES = 4 << 20
+# How long it waits for that. Where a message takes longer, memory is not what costs, and other loaders are not to wait.
+_HOLD_S = 0.5
 # Memory that is kept for later messages although messages of other sizes come now.
 _KEEP_BYTES = 128 << 20
 # Tensors start on cache lines, so that vector loads stay aligned.
@@ -379,10 +385,12 @@ class _Channel:
         except (OSError, ProtocolError) as error:
             self._socket.close()
             raise PeerUnreachable(f"no batch connection to the loader at {receiver}: {error}") from error
+        self._waited_in_vain = False
         self._changed = threading.Condition()
-        # Guarded by _changed: what the thread is to send, whether it has taken some of that, how it failed.
+        # Guarded by _changed: what the thread is to send, how much of that and of what it took has not left, how it
+        # failed.
         self._waiting: collections.deque[Buffer] = collections.deque()
-        self._is_sending = False
+        self._waiting_bytes = 0
         self._error: OSError | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -415,22 +423,27 @@ class _Channel:
     def send(self, header: Delivery, frames: Sequence[Leaf]) -> None:
         """Hand one message to the kernel, and what it does not take at once to the thread.
 
+        Waits for a moment when much of earlier messages has not left yet.
+
         Raises:
             OSError: the loader is gone, or takes nothing.
         """
-        whole: list[Buffer] = [encode(header), *map(in_one_piece, frames)]
+        self._look_whether_closed()
+        first = encode(header)
+        self._hold_back(sum(map(size_of, frames), len(first)))
+        whole: list[Buffer] = [first, *map(in_one_piece, frames)]
         if self._compresses:
             smaller, sizes = compress(whole)
             whole = [encode(Compressed(sizes)), *smaller] if max(sizes) >= 0 else whole
         pieces = _pieces_of(whole)
-        self._look_whether_closed()
         with self._changed:
             if self._error is not None:
                 raise self._error
-            if not self._waiting and not self._is_sending:
+            if not self._waiting_bytes:
                 pieces = self._send_at_once(pieces)
             if pieces:
                 self._waiting.extend(pieces)
+                self._waiting_bytes += sum(map(len, pieces))
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="hetstream-sender", daemon=True)
                     self._thread.start()
@@ -442,6 +455,16 @@ class _Channel:
             self._socket.recv(1, socket.MSG_DONTWAIT)
             raise ConnectionResetError("the loader has closed the connection")
 
+    def _hold_back(self, num_bytes: int) -> None:
+        """Wait until there is room for a message of so many bytes; not at each for a loader that takes nothing."""
+        limit = num_bytes + _AHEAD_BYTES
+
+        def has_room() -> bool:
+            return self._waiting_bytes <= limit or self._error is not None
+
+        with self._changed:
+            self._waited_in_vain = not self._changed.wait_for(has_room, 0.0 if self._waited_in_vain else _HOLD_S)
+
     def _send_at_once(self, pieces: list[Buffer]) -> list[Buffer]:
         """Send what goes without waiting; the rest."""
         try:
@@ -451,22 +474,26 @@ class _Channel:
 
     def _run(self) -> None:
         pieces: list[Buffer] = []
+        num_sent = 0
         while True:
             with self._changed:
-                self._is_sending = bool(pieces)
+                self._waiting_bytes -= num_sent
+                # Only one of the two threads can be waiting: this one when nothing waits, the other when much does.
+                self._changed.notify()
                 while not (pieces or self._waiting):
                     if self._closing:
                         return
                     self._changed.wait()
                 while self._waiting and len(pieces) < _MAX_PIECES:
                     pieces.append(self._waiting.popleft())
-                self._is_sending = True
             try:
-                pieces = _rest(pieces, self._socket.sendmsg(pieces))
+                num_sent = self._socket.sendmsg(pieces)
             except OSError as error:
                 with self._changed:
                     self._error = error
+                    self._changed.notify()
                 return
+            pieces = _rest(pieces, num_sent)
 
     def close(self, linger_s: float) -> None:
         """Give what waits so long to leave. What the kernel has taken leaves in any case."""

@@ -1,7 +1,8 @@
-"""What only the rail over plain sockets does: it hands over without waiting, uses memory again, and notices silence."""
+"""What only the rail over plain sockets does: it goes ahead within a bound, uses memory again, and notices silence."""
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mpi_dataworkers.codec import Scattered
 from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.messages import Batch
 from mpi_dataworkers.transports import sockets
@@ -69,9 +72,48 @@ def test_golden_bytes_of_a_message_on_the_wire() -> None:
     )
 
 
-def test_a_data_worker_never_waits_for_a_loader_that_is_busy(
-    receiver: SocketReceiver, sender: SocketBatchSender
+def joined_frames(num_bytes: int, count: int, each: Callable[[int], None]) -> list[Scattered]:
+    """Frames that have to be put together; `each` hears how many of them there are in memory when the next one is."""
+    alive: list[weakref.ref[Any]] = []
+
+    def join(number: int) -> memoryview:
+        each(sum(one() is not None for one in alive))
+        whole = np.full(num_bytes, number, dtype=np.uint8)
+        alive.append(weakref.ref(whole))
+        return whole.data
+
+    return [Scattered(num_bytes, lambda _: None, functools.partial(join, number)) for number in range(count)]
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(1 << 20, 6), (3 << 20, 3), (9 << 20, 2), (20 << 20, 2)])
+def test_a_data_worker_goes_no_further_ahead_of_a_slow_network_than_its_bound(
+    receiver: SocketReceiver,
+    sender: SocketBatchSender,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: Any,
+    num_bytes: int,
+    most: int,
 ) -> None:
+    monkeypatch.setattr(sockets, "_HOLD_S", 60.0)
+    address, in_memory = receiver.addresses[0], []
+    frames = joined_frames(num_bytes, (48 << 20) // num_bytes + 2, in_memory.append)
+    channel: Any = sender._channels[address]
+    sending = threading.Thread(
+        target=lambda: [sender.send(address, header(step), [frame]) for step, frame in enumerate(frames)]
+    )
+    sending.start()
+    wait_until(lambda: channel._waiting_bytes > num_bytes + sockets._AHEAD_BYTES, what="more than may wait")
+    for step, batch in enumerate(take(receiver, len(frames))):
+        assert (batch.header.step, batch.frames[0].nbytes, batch.frames[0][-1]) == (step, num_bytes, step)
+    sending.join()
+    assert max(in_memory) <= most, "messages that lie in memory when the next one is put together"
+    wait_until(lambda: channel._waiting_bytes == 0, what="nothing that waits")
+
+
+def test_a_loader_that_takes_nothing_is_waited_for_once(
+    receiver: SocketReceiver, sender: SocketBatchSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_HOLD_S", 0.01)
     frames = [np.full(3 << 20, step, dtype=np.uint8) for step in range(30)]
     for step, frame in enumerate(frames):
         sender.send(receiver.addresses[0], header(step), [frame.data, b"small"])
@@ -83,8 +125,9 @@ def test_a_data_worker_never_waits_for_a_loader_that_is_busy(
 
 @pytest.mark.parametrize("linger_s", [20.0, 0.0])
 def test_what_is_queued_leaves_before_the_end_or_is_dropped_whole(
-    receiver: SocketReceiver, sender: SocketBatchSender, linger_s: float
+    receiver: SocketReceiver, sender: SocketBatchSender, monkeypatch: pytest.MonkeyPatch, linger_s: float
 ) -> None:
+    monkeypatch.setattr(sockets, "_HOLD_S", 0.01)
     for step in range(30):
         sender.send(receiver.addresses[0], header(step), [bytes(3 << 20)])
     closing = threading.Thread(target=sender.close, args=(linger_s,))

@@ -1,4 +1,9 @@
-"""Batches of one or many tensors: `tensors tcp|shm|torch|in-process NUMBER_OF_TENSORS`, the first two by hetstream."""
+"""Batches of one or many tensors: `tensors tcp|shm|torch|in-process NUMBER_OF_TENSORS`, the first two by hetstream.
+
+`tensors least NUMBER` measures what no loader can leave out, of one tensor and of so many in turns, in one process and
+by the cheapest calls that torch has: the program makes its tensors, their bytes are copied once, and tensors are made
+over the copy.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +22,9 @@ from benchmarks.clients.prebuilt import BATCH_SIZE, LENGTH, hand_over
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.window import Meter, Request, read_request
 from mpi_dataworkers import DataLoader
+
+COPIED_BYTES = 64 << 20
+ROUNDS = 5
 
 
 class Features(Dataset[Any]):
@@ -36,15 +44,60 @@ class Features(Dataset[Any]):
         return {f"feature{number}": torch.from_numpy(array) for number, array in enumerate(self.made)}
 
 
+def spent_ms(work: Callable[[], object], times: int = 100) -> float:
+    """CPU-ms of some work, and of dropping what it returns."""
+    began = time.thread_time()
+    for _ in range(times):
+        work()
+    return (time.thread_time() - began) / times * 1e3
+
+
 def making_ms(dataset: Features) -> float:
     """CPU-ms that the program itself spends on a batch: its objects are made and dropped; smallest of some rounds."""
-    rounds = []
-    for _ in range(5):
-        began = time.thread_time()
-        for _ in range(100):
-            dataset.__getitems__([0])
-        rounds.append((time.thread_time() - began) * 10)
-    return min(rounds)
+    return min(spent_ms(lambda: dataset.__getitems__([0])) for _ in range(ROUNDS))
+
+
+class Least:
+    """The least work for a batch of so many tensors.
+
+    Attributes:
+        objects_ms: to make the program's tensors and those over the copy, round by round.
+        copy_ms: to copy their bytes, round by round.
+    """
+
+    def __init__(self, num_bytes: int, count: int) -> None:
+        self._dataset = Features(num_bytes, count)
+        self._tensors = list(self._dataset.__getitems__([0]).values())
+        length = self._tensors[0].numel()
+        # As much memory as a loader's buffer in use, so that the copy meets memory as it does there.
+        goals = torch.zeros(COPIED_BYTES // (4 * length * count), length * count)
+        self._goals = itertools.cycle(goals.unbind())
+        self._times = len(goals)
+        flat, sizes = goals[0], [length] * count
+        self._views: list[Callable[[], object]] = [
+            lambda: torch.unsafe_split_with_sizes(flat, sizes),
+            lambda: torch.split_with_sizes(flat, sizes),
+            lambda: flat.view(count, length).unbind(),
+        ]
+        self.objects_ms: list[float] = []
+        self.copy_ms: list[float] = []
+
+    def measure(self) -> None:
+        """One round."""
+        self.objects_ms.append(making_ms(self._dataset) + min(map(spent_ms, self._views)))
+        self.copy_ms.append(spent_ms(lambda: torch.cat(self._tensors, out=next(self._goals)), 4 * self._times))
+
+
+def measure_least(case: str, num_bytes: int, count: int) -> None:
+    """Print the samples of one tensor and of many."""
+    both = {f"{number} tensor{'s' * (number > 1)}": Least(num_bytes, number) for number in (1, count)}
+    for _ in range(ROUNDS):
+        for one in both.values():
+            one.measure()
+    for name, one in both.items():
+        objects_ms = min(one.objects_ms)
+        sample = {"cpu_ms_per_batch": objects_ms + min(one.copy_ms), "objects_cpu_ms_per_batch": objects_ms}
+        print(json.dumps({"case": f"{case}|, {name}", **sample}), flush=True)
 
 
 def measure(
@@ -91,6 +144,9 @@ def main() -> None:
             "batch_size": BATCH_SIZE,
             "collate_fn": hand_over,
         }
+        if by == "least":
+            measure_least(case, options["num_bytes"], count)
+            continue
         program_ms = making_ms(Features(options["num_bytes"], count))
         if by == "in-process":
             measure(case, count, map(arguments["dataset"].__getitems__, itertools.repeat([0])), request, program_ms)

@@ -6,9 +6,10 @@ What a connection is and how a batch goes over it is the rail's own business, a 
 
 from __future__ import annotations
 
+import abc
 import time
-from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from mpi_dataworkers.codec import Leaf
 from mpi_dataworkers.errors import ProtocolError
@@ -36,31 +37,33 @@ class Channel(Protocol):
         """Give what is queued so long to leave, then close."""
 
 
-class ChannelSender:
+class ChannelSender(abc.ABC):
     """See `base.BatchSender`.
 
     Args:
         batch_key: the job's batch key in hex.
         worker_id: this worker's id.
-
-    Attributes:
-        open_channel: the rail's way to connect, given the key, the worker's id and the loader's address; raises
-            `PeerUnreachable` when it cannot.
     """
-
-    open_channel: ClassVar[Callable[[bytes, str, str], Channel]]
 
     def __init__(self, batch_key: str, worker_id: str) -> None:
         self._key = bytes.fromhex(batch_key)
         self._worker_id = worker_id
         self._channels: dict[str, Channel] = {}  # in order of use
 
+    @abc.abstractmethod
+    def _open(self, receiver: str) -> Channel:
+        """Connect to a loader.
+
+        Raises:
+            PeerUnreachable: that cannot be done.
+        """
+
     def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
         channel = self._channels.pop(receiver, None)
         if channel is None:
             if len(self._channels) >= MAX_CHANNELS:
                 self._channels.pop(next(iter(self._channels))).close(_EVICTED_LINGER_S)
-            channel = type(self).open_channel(self._key, self._worker_id, receiver)
+            channel = self._open(receiver)
         self._channels[receiver] = channel
         try:
             channel.send(header, frames)

@@ -390,7 +390,8 @@ class _Channel:
 class MpiBatchSender(ChannelSender):
     """See `base.BatchSender`."""
 
-    open_channel = _Channel
+    def _open(self, receiver: str) -> _Channel:
+        return _Channel(self._key, self._worker_id, receiver)
 
 
 def _parse(receiver: str) -> tuple[str, int, int]:

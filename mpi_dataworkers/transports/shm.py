@@ -437,4 +437,5 @@ class _Channel:
 class ShmBatchSender(ChannelSender):
     """See `base.BatchSender`."""
 
-    open_channel = _Channel
+    def _open(self, receiver: str) -> _Channel:
+        return _Channel(self._key, self._worker_id, receiver)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import select
 import socket
@@ -46,6 +47,11 @@ _SILENCE_S = 5
 _STAGE_BYTES = 64 << 10
 # Of a large message, the loader's thread is woken for this much and not for each segment.
 _WAKE_BYTES = 1 << 20
+# How long more of a large message is waited for where the last bytes of it came: the way back to whoever waits for all
+# connections costs more than to wait here. On a network of 10 Gb/s so much more comes in this time.
+_INSIDE_S = 0.001
+# Then the dispatcher's messages have their turn again.
+_BURST_S = 0.01
 # Bytes taken off one connection in one go: others have their turn, and so have the dispatcher's messages.
 _BURST_BYTES = 32 << 20
 # Connections that have not proved the key; the oldest make room. Data workers come in by the hundreds at most.
@@ -54,8 +60,12 @@ _MAX_UNPROVEN = 1024
 # much more, may not have left when that is put together. So it is made while the one before leaves, and in memory that
 # was used a moment ago.
 _AHEAD_BYTES = 4 << 20
-# How long it waits for that. Where a message takes longer, memory is not what costs, and other loaders are not to wait.
+# It waits for that for as long as something leaves: what it says to have sent is to arrive soon. Where nothing leaves
+# for so long, the loader is held up, and others are not to wait for it.
 _HOLD_S = 0.5
+# The thread says this often how much of a message has left.
+_SAY_S = 0.1
+_TIMEVAL = struct.Struct("@ll")  # s, us
 # Memory that is kept for later messages although messages of other sizes come now.
 _KEEP_BYTES = 128 << 20
 # Tensors start on cache lines, so that vector loads stay aligned.
@@ -244,11 +254,19 @@ class SocketReceiver:
 
     def receive(self) -> list[ReceivedBatch | ProtocolError]:
         batches: list[ReceivedBatch | ProtocolError] = []
-        for descriptor, _ in self._epoll.poll(0):
-            if descriptor in self._listeners:
-                self._accept(*self._listeners[descriptor])
-            elif descriptor in self._connections:
-                self._read(self._connections[descriptor], batches)
+        ready = self._epoll.poll(0)
+        until = time.monotonic() + _BURST_S
+        while ready:
+            is_inside = False
+            for descriptor, _ in ready:
+                if descriptor in self._listeners:
+                    self._accept(*self._listeners[descriptor])
+                elif descriptor in self._connections:
+                    one = self._connections[descriptor]
+                    self._read(one, batches)
+                    is_inside = is_inside or (one.whole is not None and one.handshake.proven)
+            goes_on = is_inside and not batches and time.monotonic() < until
+            ready = self._epoll.poll(_INSIDE_S) if goes_on else []
         now = time.monotonic() if self._unproven else 0.0
         for one in [one for one in self._unproven.values() if one.prove_by < now]:
             self._drop(one)
@@ -278,11 +296,14 @@ class SocketReceiver:
         left = _BURST_BYTES
         try:
             while left > 0:
-                count = self._go_on(one, batches) if one.whole is not None else self._begin(one, batches)
+                count, asked = self._go_on(one, batches) if one.whole is not None else self._begin(one, batches)
                 if not count:
                     self._drop(one)
                     return
                 left -= count
+                if count < asked:  # nothing more is there: no call is needed to hear that
+                    one.wait_for_more()
+                    return
         except BlockingIOError:
             one.wait_for_more()
         except OSError:
@@ -293,21 +314,31 @@ class SocketReceiver:
                 batches.append(error)
             self._drop(one)
 
-    def _go_on(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
-        """Read more of a message that has begun."""
+    def _go_on(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> tuple[int, int]:
+        """Read more of a message that has begun.
+
+        Returns:
+            Bytes that came, and bytes that were asked for.
+        """
         assert one.whole is not None
+        asked = one.whole.nbytes - one.filled
         count = one.socket.recv_into(one.whole[one.filled :])
         one.filled += count
         if one.filled == one.whole.nbytes:
             whole, one.whole = one.whole, None
             self._take(one, whole, batches)
-        return count
+        return count, asked
 
-    def _begin(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
-        """Read what comes: small messages, and the beginning of one."""
+    def _begin(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> tuple[int, int]:
+        """Read what comes: small messages, and the beginning of one.
+
+        Returns:
+            As `_go_on`.
+        """
         limit = _STAGE_BYTES if one.handshake.proven else _HANDSHAKE_BYTES
         at, end = 0, len(one.head)
         self._stage[:end] = one.head
+        asked = limit - end
         count = one.socket.recv_into(self._stage[end:limit])
         end += count
         while end - at >= _LENGTH.size:
@@ -324,7 +355,7 @@ class SocketReceiver:
             else:
                 self._take(one, whole, batches)
         one.head = bytes(self._stage[at:end])
-        return count
+        return count, asked
 
     def _take(self, one: _Connection, whole: memoryview, batches: list[ReceivedBatch | ProtocolError]) -> None:
         """Take in a message: a batch, or a step of the handshake."""
@@ -382,15 +413,17 @@ class _Channel:
             _watch(self._socket)
             self._compresses = self._shake_hands(WorkerHandshake(key, worker_id, receiver))
             self._socket.settimeout(None)
+            say_us = int(_SAY_S * 1e6)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, say_us))
         except (OSError, ProtocolError) as error:
             self._socket.close()
             raise PeerUnreachable(f"no batch connection to the loader at {receiver}: {error}") from error
-        self._waited_in_vain = False
         self._changed = threading.Condition()
-        # Guarded by _changed: what the thread is to send, how much of that and of what it took has not left, how it
-        # failed.
+        # Guarded by _changed: what the thread is to send; bytes that it was handed, that have left, and that had left
+        # when they were waited for in vain; how it failed.
         self._waiting: collections.deque[Buffer] = collections.deque()
-        self._waiting_bytes = 0
+        self._num_handed = self._num_left = 0
+        self._stuck_at = -1
         self._error: OSError | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -439,11 +472,11 @@ class _Channel:
         with self._changed:
             if self._error is not None:
                 raise self._error
-            if not self._waiting_bytes:
+            if self._num_handed == self._num_left:
                 pieces = self._send_at_once(pieces)
             if pieces:
                 self._waiting.extend(pieces)
-                self._waiting_bytes += sum(map(len, pieces))
+                self._num_handed += sum(map(len, pieces))
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="hetstream-sender", daemon=True)
                     self._thread.start()
@@ -458,12 +491,16 @@ class _Channel:
     def _hold_back(self, num_bytes: int) -> None:
         """Wait until there is room for a message of so many bytes; not at each for a loader that takes nothing."""
         limit = num_bytes + _AHEAD_BYTES
-
-        def has_room() -> bool:
-            return self._waiting_bytes <= limit or self._error is not None
-
         with self._changed:
-            self._waited_in_vain = not self._changed.wait_for(has_room, 0.0 if self._waited_in_vain else _HOLD_S)
+            while self._num_handed - self._num_left > limit and self._error is None:
+                before = self._num_left
+                goes_on = functools.partial(self._goes_on, before)
+                if before == self._stuck_at or not self._changed.wait_for(goes_on, _HOLD_S):
+                    self._stuck_at = before
+                    return
+
+    def _goes_on(self, num_left: int) -> bool:
+        return self._num_left > num_left or self._error is not None
 
     def _send_at_once(self, pieces: list[Buffer]) -> list[Buffer]:
         """Send what goes without waiting; the rest."""
@@ -477,7 +514,7 @@ class _Channel:
         num_sent = 0
         while True:
             with self._changed:
-                self._waiting_bytes -= num_sent
+                self._num_left += num_sent
                 # Only one of the two threads can be waiting: this one when nothing waits, the other when much does.
                 self._changed.notify()
                 while not (pieces or self._waiting):
@@ -488,6 +525,8 @@ class _Channel:
                     pieces.append(self._waiting.popleft())
             try:
                 num_sent = self._socket.sendmsg(pieces)
+            except BlockingIOError:
+                num_sent = 0
             except OSError as error:
                 with self._changed:
                     self._error = error
@@ -514,4 +553,5 @@ class _Channel:
 class SocketBatchSender(ChannelSender):
     """See `base.BatchSender`."""
 
-    open_channel = _Channel
+    def _open(self, receiver: str) -> _Channel:
+        return _Channel(self._key, self._worker_id, receiver)

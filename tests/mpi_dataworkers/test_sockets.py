@@ -102,12 +102,50 @@ def test_a_data_worker_goes_no_further_ahead_of_a_slow_network_than_its_bound(
         target=lambda: [sender.send(address, header(step), [frame]) for step, frame in enumerate(frames)]
     )
     sending.start()
-    wait_until(lambda: channel._waiting_bytes > num_bytes + sockets._AHEAD_BYTES, what="more than may wait")
+    waiting_bytes = lambda: channel._num_handed - channel._num_left  # noqa: E731
+    wait_until(lambda: waiting_bytes() > num_bytes + sockets._AHEAD_BYTES, what="more than may wait")
     for step, batch in enumerate(take(receiver, len(frames))):
         assert (batch.header.step, batch.frames[0].nbytes, batch.frames[0][-1]) == (step, num_bytes, step)
     sending.join()
     assert max(in_memory) <= most, "messages that lie in memory when the next one is put together"
-    wait_until(lambda: channel._waiting_bytes == 0, what="nothing that waits")
+    wait_until(lambda: waiting_bytes() == 0, what="nothing that waits")
+
+
+class Script:
+    """In the place of a channel's condition: in each wait so many bytes leave, as if the time for it were over."""
+
+    def __init__(self, channel: Any, leaving: list[int]) -> None:
+        self.channel, self.leaving = channel, leaving
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify(self) -> None:
+        pass
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        assert timeout_s == sockets._HOLD_S
+        self.channel._num_left += self.leaving.pop(0)
+        return predicate()
+
+
+def test_what_leaves_is_waited_for_and_a_loader_that_takes_nothing_once() -> None:
+    channel: Any = sockets._Channel.__new__(sockets._Channel)
+    channel._num_handed, channel._num_left, channel._stuck_at, channel._error = 50 << 20, 0, -1, None
+    channel._changed = script = Script(channel, [1 << 20] * 36 + [0])
+    channel._hold_back(10 << 20)
+    assert len(script.leaving) == 1, "however long it takes, until 14 MiB are left"
+    channel._hold_back(9 << 20)
+    assert not script.leaving, "nothing has left"
+    channel._hold_back(9 << 20)  # would find nothing to pop
+    channel._num_left += 1
+    script.leaving = [2 << 20]
+    channel._hold_back(9 << 20)
+    assert not script.leaving, "it takes some again"
+    assert channel._num_handed - channel._num_left < 13 << 20
 
 
 def test_a_loader_that_takes_nothing_is_waited_for_once(

@@ -382,7 +382,7 @@ class FinishLease(Message, frozen=True, omit_defaults=True):
     """All steps of the lease were sent; `busy_s` is the time it took to make them.
 
     `dropped` are the positions that left this worker's cache since it last said so, by share key; `snapshot` is that of
-    the last batch, and `snapshot_step` the step after it.
+    the last batch, and `snapshot_step` the step after it. `waited_s` was spent waiting for the loader or the network.
     """
 
     token: int
@@ -390,6 +390,7 @@ class FinishLease(Message, frozen=True, omit_defaults=True):
     dropped: dict[str, Ranges] = {}
     snapshot: bytes = b""
     snapshot_step: int = 0
+    waited_s: float = 0.0
 
 
 class FailLease(Message, frozen=True):

@@ -265,7 +265,7 @@ class DataWorker:
             self._doubted.discard(receivers)
         if doubted:
             self._sender.drop(receivers)
-        started = now = time.monotonic()
+        started, waited_s = time.monotonic(), 0.0
         gathered = Gatherer()
         try:
             for step in range(lease.first_step, lease.stop_step):
@@ -292,30 +292,33 @@ class DataWorker:
                     self._page.rest()
                 reach("worker.after_make")
                 now = time.monotonic()
-                self._send(receivers, gathered.due(now, now - begun))
+                waited_s += self._send(receivers, gathered.due(now, now - begun))
                 if not goes_on:
                     break
-            self._send(receivers, gathered.rest())
+            waited_s += self._send(receivers, gathered.rest())
         except PeerUnreachable as error:
             self._settle(lease.token, FailLease(lease.token, str(error)))
         except _LeaseGone:
             return
         else:
             reach("worker.before_finish")
-            self._settle(lease.token, self._finished(lease, now - started))
+            self._settle(lease.token, self._finished(lease, time.monotonic() - started - waited_s, waited_s))
             reach("worker.after_finish")
 
-    def _finished(self, lease: GrantLease, busy_s: float) -> FinishLease:
+    def _finished(self, lease: GrantLease, busy_s: float, waited_s: float) -> FinishLease:
         reader = self._readers.get(lease.session.session_id)
         dropped = self._cache.take_dropped()
         if reader is None:
-            return FinishLease(lease.token, busy_s, dropped)
-        return FinishLease(lease.token, busy_s, dropped, reader.snapshot, reader.snapshot_step)
+            return FinishLease(lease.token, busy_s, dropped, waited_s=waited_s)
+        return FinishLease(lease.token, busy_s, dropped, reader.snapshot, reader.snapshot_step, waited_s)
 
-    def _send(self, receivers: Receivers, deliveries: Sequence[tuple[Delivery, Sequence[Leaf]]]) -> None:
+    def _send(self, receivers: Receivers, deliveries: Sequence[tuple[Delivery, Sequence[Leaf]]]) -> float:
+        """Send what is ready; how long that waited for the loader or the network."""
+        waited_s = 0.0
         for header, frames in deliveries:
-            self._sender.send(receivers, header, frames)
+            waited_s += self._sender.send(receivers, header, frames)
             reach("worker.batch_sent")
+        return waited_s
 
     def _settle(self, token: int, report: Message) -> None:
         with self._lock:

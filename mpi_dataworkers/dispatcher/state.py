@@ -471,7 +471,8 @@ class DispatcherState(Leasing):
             return []
         record.keep_snapshot(message.snapshot_step, message.snapshot)
         if not lease.cached and not lease.trimmed:
-            step_s = message.busy_s / (lease.stop - lease.first)
+            # With what it waits for a slow network: there a step comes no sooner, however fast it is made.
+            step_s = (message.busy_s + message.waited_s) / (lease.stop - lease.first)
             record.step_s = _smooth(record.step_s, step_s)
             worker.step_s[lease.session_id] = _smooth(worker.step_s.get(lease.session_id, 0.0), step_s)
         if record.has_all(lease.first, lease.stop):

@@ -129,8 +129,11 @@ class BatchReceiver(Protocol):
 class BatchSender(Protocol):
     """A data worker's connections to loaders, by the rails of one transport."""
 
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> float:
         """Queue one batch, without copying large frames.
+
+        Returns:
+            Seconds that it waited for the loader or the network to take what was sent before, or this one.
 
         Raises:
             PeerUnreachable: no authenticated connection within the deadline.

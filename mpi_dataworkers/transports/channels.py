@@ -26,8 +26,11 @@ _EVICTED_LINGER_S = 1.0
 class Channel(Protocol):
     """A data worker's connection to one loader, proven in both directions."""
 
-    def send(self, header: Delivery, frames: Sequence[Leaf]) -> None:
+    def send(self, header: Delivery, frames: Sequence[Leaf]) -> float:
         """Queue one batch, without copying large frames.
+
+        Returns:
+            As `base.BatchSender.send`.
 
         Raises:
             OSError, ProtocolError: the connection is of no use any more.
@@ -58,7 +61,7 @@ class ChannelSender(abc.ABC):
             PeerUnreachable: that cannot be done.
         """
 
-    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> None:
+    def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> float:
         channel = self._channels.pop(receiver, None)
         if channel is None:
             if len(self._channels) >= MAX_CHANNELS:
@@ -66,7 +69,7 @@ class ChannelSender(abc.ABC):
             channel = self._open(receiver)
         self._channels[receiver] = channel
         try:
-            channel.send(header, frames)
+            return channel.send(header, frames)
         except (OSError, ProtocolError) as error:
             self.drop(receiver)
             raise PeerUnreachable(f"the connection to the loader at {receiver} is gone: {error}") from error

@@ -342,8 +342,11 @@ class _Channel:
             raise PeerUnreachable(f"{receiver} is not in this data worker's MPI world, {world_id()}")
         self._shake_hands(WorkerHandshake(key, worker_id, receiver), receiver)
 
-    def send(self, header: Delivery, frames: Sequence[Leaf]) -> None:
+    def send(self, header: Delivery, frames: Sequence[Leaf]) -> float:
         """Hand one message to the loader.
+
+        Returns:
+            Seconds that it waited for the loader to take it.
 
         Raises:
             OSError: the loader is gone, or takes nothing.
@@ -362,6 +365,7 @@ class _Channel:
                 _given_up.append((requests, envelope, views))
                 raise ConnectionResetError("it left" if gone else "it takes nothing off MPI")
             time.sleep(0 if waited_s < _PRESSING_S else pause.next_s())
+        return time.monotonic() - begun
 
     def _shake_hands(self, handshake: WorkerHandshake, receiver: str) -> None:
         answers = self._comm, self._rank, self._tag + _TO_SENDER

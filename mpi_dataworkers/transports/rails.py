@@ -96,8 +96,11 @@ class RailSender:
             self._senders["mpi"] = MpiBatchSender(batch_key, worker_id)
         self._chosen: dict[Receivers, int] = {}
 
-    def send(self, receivers: Receivers, header: Delivery, frames: Sequence[Leaf]) -> None:
+    def send(self, receivers: Receivers, header: Delivery, frames: Sequence[Leaf]) -> float:
         """Send a batch over the rail in use, or over the first behind it that works.
+
+        Returns:
+            As `BatchSender.send`.
 
         Raises:
             PeerUnreachable: none works; the next call begins with the best again.
@@ -110,7 +113,7 @@ class RailSender:
                 failures.append(f"{address} is of no rail that this data worker knows")
                 continue
             try:
-                sender.send(address, header, frames)
+                waited_s = sender.send(address, header, frames)
             except PeerUnreachable as error:
                 failures.append(str(error))
                 continue
@@ -118,7 +121,7 @@ class RailSender:
                 self._chosen[receivers] = number
                 because = f" ({'; '.join(failures)})" if failures else ""
                 _log.info("batches to the loader go by %s%s", address, because)
-            return
+            return waited_s
         self._chosen.pop(receivers, None)
         raise PeerUnreachable("; ".join(failures) or "the loader offers no rail")
 

@@ -309,6 +309,7 @@ class _Channel:
     def __init__(self, key: bytes, worker_id: str, receiver: str) -> None:
         self._receiver = receiver
         self._said = False
+        self._waited_s = 0.0  # since the last message
         self._waits_in_vain = False
         self._ready = select.poll()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -340,8 +341,11 @@ class _Channel:
             raise ProtocolError("it refused this data worker's proof of the key")
         return descriptors[0]
 
-    def send(self, header: Delivery, frames: Sequence[Leaf]) -> None:
+    def send(self, header: Delivery, frames: Sequence[Leaf]) -> float:
         """Hand one message to the loader.
+
+        Returns:
+            Seconds that it waited for room, in the pool or the socket.
 
         Raises:
             OSError: the loader is gone, or takes nothing.
@@ -366,6 +370,8 @@ class _Channel:
             self._send(_PIECES + _TOTAL.pack(total))
             for start in range(0, total, _PIECE_BYTES):
                 self._send(whole[start : start + _PIECE_BYTES].data)
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     def _send(self, text: Buffer) -> None:
         while True:
@@ -378,7 +384,10 @@ class _Channel:
 
     def _wait(self, event: int, timeout_s: float) -> bool:
         self._ready.register(self._socket, event)
-        return bool(self._ready.poll(timeout_s * 1000))
+        begun = time.monotonic()
+        is_ready = bool(self._ready.poll(timeout_s * 1000))
+        self._waited_s += time.monotonic() - begun
+        return is_ready
 
     def _room_for(self, num_bytes: int) -> int | None:
         """Offset of an extent with memory behind it, or None when there will be none soon."""

@@ -453,17 +453,18 @@ class _Channel:
             text += more
         return text
 
-    def send(self, header: Delivery, frames: Sequence[Leaf]) -> None:
+    def send(self, header: Delivery, frames: Sequence[Leaf]) -> float:
         """Hand one message to the kernel, and what it does not take at once to the thread.
 
-        Waits for a moment when much of earlier messages has not left yet.
+        Returns:
+            Seconds that it waited because too much of earlier messages had not left.
 
         Raises:
             OSError: the loader is gone, or takes nothing.
         """
         self._look_whether_closed()
         first = encode(header)
-        self._hold_back(sum(map(size_of, frames), len(first)))
+        waited_s = self._hold_back(sum(map(size_of, frames), len(first)))
         whole: list[Buffer] = [first, *map(in_one_piece, frames)]
         if self._compresses:
             smaller, sizes = compress(whole)
@@ -481,6 +482,7 @@ class _Channel:
                     self._thread = threading.Thread(target=self._run, name="hetstream-sender", daemon=True)
                     self._thread.start()
                 self._changed.notify()
+        return waited_s
 
     def _look_whether_closed(self) -> None:
         # After its challenge a loader says nothing: what can be read is the end.
@@ -488,16 +490,24 @@ class _Channel:
             self._socket.recv(1, socket.MSG_DONTWAIT)
             raise ConnectionResetError("the loader has closed the connection")
 
-    def _hold_back(self, num_bytes: int) -> None:
-        """Wait until there is room for a message of so many bytes; not at each for a loader that takes nothing."""
+    def _hold_back(self, num_bytes: int) -> float:
+        """Wait until there is room for a message of so many bytes; not at each for a loader that takes nothing.
+
+        Returns:
+            How long, s.
+        """
         limit = num_bytes + _AHEAD_BYTES
+        begun = time.monotonic()
         with self._changed:
+            if self._num_handed - self._num_left <= limit:
+                return 0.0
             while self._num_handed - self._num_left > limit and self._error is None:
                 before = self._num_left
                 goes_on = functools.partial(self._goes_on, before)
                 if before == self._stuck_at or not self._changed.wait_for(goes_on, _HOLD_S):
                     self._stuck_at = before
-                    return
+                    break
+        return time.monotonic() - begun
 
     def _goes_on(self, num_left: int) -> bool:
         return self._num_left > num_left or self._error is not None

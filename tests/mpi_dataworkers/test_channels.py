@@ -26,10 +26,11 @@ class Written:
         self.receiver = receiver
         self.story.append(("open", key, worker_id, receiver))
 
-    def send(self, header: Delivery, frames: Sequence[Any]) -> None:
+    def send(self, header: Delivery, frames: Sequence[Any]) -> float:
         if self.failure is not None:
             raise self.failure
         self.story.append(("send", self.receiver, header, frames))
+        return 0.25
 
     def close(self, linger_s: float) -> None:
         self.story.append(("close", self.receiver, linger_s))
@@ -48,7 +49,7 @@ def sender(monkeypatch: pytest.MonkeyPatch) -> Sender:
 
 def test_a_connection_is_opened_once_and_used_again(sender: Sender) -> None:
     for _ in range(2):
-        sender.send("a", END, [b"x"])
+        assert sender.send("a", END, [b"x"]) == 0.25, "how long it waited"
     assert Written.story == [("open", b"\x5a" * 32, "w", "a"), *[("send", "a", END, [b"x"])] * 2]
 
 

@@ -204,6 +204,18 @@ def test_lease_size_follows_the_measured_time_of_a_step() -> None:
     assert max(sizes) == leasing.MAX_LEASE_STEPS
 
 
+def test_steps_that_wait_for_the_network_are_leased_in_small_lots_and_do_not_keep_a_data_worker_busy() -> None:
+    state = ready_state(steps=4000, window=1024)
+    for _ in range(3):
+        lease = next(one for one in state.leases.values() if one.status is LeaseStatus.ACTIVE)
+        num_steps = lease.stop - lease.first
+        state.handle("w0", FinishLease(lease.token, 0.0001 * num_steps, waited_s=0.0099 * num_steps), 1.0)
+    sizes = [lease.stop - lease.first for lease in state.leases.values() if lease.status is LeaseStatus.ACTIVE]
+    assert min(sizes) == leasing.TARGET_LEASE_S / 0.01
+    work = state.workers["w0"].work
+    assert work.busy_s == pytest.approx(0.0001 * work.steps)
+
+
 def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
     state = DispatcherState(1, 0.0)
     state.handle(LOADER, consumer(), 0.0)

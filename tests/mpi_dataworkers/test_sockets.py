@@ -98,8 +98,9 @@ def test_a_data_worker_goes_no_further_ahead_of_a_slow_network_than_its_bound(
     address, in_memory = receiver.addresses[0], []
     frames = joined_frames(num_bytes, (48 << 20) // num_bytes + 2, in_memory.append)
     channel: Any = sender._channels[address]
+    waited_s: list[float] = []
     sending = threading.Thread(
-        target=lambda: [sender.send(address, header(step), [frame]) for step, frame in enumerate(frames)]
+        target=lambda: waited_s.extend(sender.send(address, header(step), [one]) for step, one in enumerate(frames))
     )
     sending.start()
     waiting_bytes = lambda: channel._num_handed - channel._num_left  # noqa: E731
@@ -109,6 +110,7 @@ def test_a_data_worker_goes_no_further_ahead_of_a_slow_network_than_its_bound(
     sending.join()
     assert max(in_memory) <= most, "messages that lie in memory when the next one is put together"
     wait_until(lambda: waiting_bytes() == 0, what="nothing that waits")
+    assert waited_s[0] == 0 < max(waited_s), "and says that it waited"
 
 
 class Script:

@@ -2,7 +2,8 @@
 
 Called by every benchmark in this folder. One system is one client program (`benchmarks/clients/`) that runs in its own
 process group, measures one or more cases and prints one JSON object a case. The harness never measures a time itself
-and knows no target in seconds: a target is a ratio between two systems of the same repeat.
+and knows no target in seconds: a target is a ratio between two systems of the same repeat, or a count or rate that an
+issue names (`Goal`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,29 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Goal:
+    """A number for one row of one system, which holds on every machine: a count that must be 0, a rate by contract.
+
+    With `at_least` the median must reach it; with `at_most` no repeat may exceed it. Exactly one of them is given.
+    """
+
+    case: str
+    system: str
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def judge(self, row: Row) -> Row:
+        """The row with this goal, if it is the one that is meant."""
+        if (row.case, row.system, row.unit) != (self.case, self.system, self.unit) or row.value is None:
+            return row
+        if self.at_least is not None:
+            return replace(row, target=f">= {self.at_least:,g}", met=row.value >= self.at_least)
+        most = self.at_most or 0.0
+        return replace(row, target=f"<= {most:,g}", met=max(row.samples) <= most)
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the table and one entry of `rows` in the JSON file.
 
@@ -103,7 +127,7 @@ class Row:
         value: the median over the repeats, or None when there is none (`note` says why).
         unit: of value and spread; `x` for a ratio.
         spread: the smallest and the largest repeat.
-        target: the goal as text, only on ratios.
+        target: the goal as text.
         met: whether the median reaches the goal; None without a goal.
         note: why a value is missing, or what else a reader must know.
         samples: every repeat, in order.
@@ -511,7 +535,7 @@ def finish(
     for system, reason in failures.items():
         print(f"FAILED: {system}: {reason}")
     for row in lost:
-        print(f"LOST: {row.case}: {row.system} is {_figure(row.value or 0.0)} x, target {row.target}")
+        print(f"LOST: {row.case}: {row.system} is {_figure(row.value or 0.0)} {row.unit}, target {row.target}")
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     print(f"wrote {shown}")
     return 1 if failures else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import harness, peers
-from benchmarks.harness import Metric, System, Target
+from benchmarks.harness import Goal, Metric, System, Target
 
 CASE = "SIGKILL of 1 of 2 data workers"
 HETSTREAM, TORCH, TF, GOAL = "hetstream", "torch DataLoader", "tf.data service", "goal"
@@ -54,6 +54,8 @@ def main() -> int:
         ],
         [Target(CASE, HETSTREAM, GOAL, "stall_s", at_most=1.0)],
     )
+    for unit in ("batches lost", "batches twice"):
+        rows = [Goal(CASE, HETSTREAM, unit, at_most=0).judge(row) for row in rows]
     context = {
         "machine": harness.machine(),
         "versions": harness.versions("torch", "pyzmq") | found.versions,

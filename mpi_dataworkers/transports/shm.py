@@ -38,7 +38,7 @@ from mpi_dataworkers.messages import Delivery
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
 from mpi_dataworkers.transports.channels import ChannelSender
 from mpi_dataworkers.transports.extents import Extents, find_frames, lay_out
-from mpi_dataworkers.transports.peer import is_own_user
+from mpi_dataworkers.transports.peer import accept_own_user, is_own_user
 from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 
 _log = logging.getLogger(__name__)
@@ -199,17 +199,14 @@ class ShmReceiver:
         return batches
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            accepted, _ = self._listener.accept()
-            accepted.setblocking(False)
-            if not is_own_user(accepted):
-                accepted.close()
-                return
-            unproven = [one for one in self._connections.values() if one.pool is None]
-            if len(unproven) >= _MAX_UNPROVEN:
-                self._drop(unproven[0])
-            self._connections[accepted.fileno()] = _Connection(accepted, LoaderHandshake(self._key, self._address))
-            self._epoll.register(accepted, select.EPOLLIN)
+        accepted = accept_own_user(self._listener)
+        if accepted is None:
+            return
+        unproven = [one for one in self._connections.values() if one.pool is None]
+        if len(unproven) >= _MAX_UNPROVEN:
+            self._drop(unproven[0])
+        self._connections[accepted.fileno()] = _Connection(accepted, LoaderHandshake(self._key, self._address))
+        self._epoll.register(accepted, select.EPOLLIN)
 
     def _read(self, connection: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> None:
         try:

@@ -33,7 +33,7 @@ from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, rail
 from mpi_dataworkers.transports.channels import ChannelSender
 from mpi_dataworkers.transports.compression import compress, decompress
 from mpi_dataworkers.transports.extents import find_frames, lay_out
-from mpi_dataworkers.transports.peer import is_own_user
+from mpi_dataworkers.transports.peer import accept_own_user
 from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 
 _LENGTH = struct.Struct("<Q")
@@ -273,15 +273,10 @@ class SocketReceiver:
         return batches
 
     def _accept(self, listener: socket.socket, address: str) -> None:
+        accepted = accept_own_user(listener)
+        if accepted is None:
+            return
         try:
-            accepted, _ = listener.accept()
-        except OSError:
-            return  # it has ended already, or this process has too many files open
-        accepted.setblocking(False)
-        try:
-            if accepted.family == socket.AF_UNIX and not is_own_user(accepted):
-                accepted.close()
-                return
             _watch(accepted)
         except OSError:
             accepted.close()

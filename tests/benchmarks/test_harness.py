@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness, peers
-from benchmarks.harness import ClientFailed, Metric, Results, System, Target
+from benchmarks.harness import ClientFailed, Goal, Metric, Results, System, Target
 
 ECHO = "import json, sys; [print(json.dumps({'case': c, **v})) for c, v in json.loads(sys.argv[-1])['cases'].items()]"
 SPEED = Metric("gb_per_s", "GB/s", ("large",))
@@ -199,3 +199,24 @@ def test_a_run_beside_other_load_is_repeated_and_the_calmest_kept(tmp_path: Path
     assert kept == {"large": {"gb_per_s": 1.0, "other_load": 0.2}}
     results = Results({("large", "one", 0): kept["large"]})
     assert harness.disturbance(results).startswith("Other processes used 20% of the pinned cores")
+
+
+@pytest.mark.parametrize(
+    ("goal", "target", "met"),
+    [
+        (Goal("large", "ours", "GB/s", at_least=2), ">= 2", True),  # the median
+        (Goal("large", "ours", "GB/s", at_most=2), "<= 2", False),  # every repeat
+        (Goal("large", "ours", "GB/s", at_most=3), "<= 3", True),
+        (Goal("large", "theirs", "GB/s", at_most=3), None, None),
+        (Goal("large", "ours", "batches/s", at_most=3), None, None),
+    ],
+)
+def test_a_goal_judges_its_own_row_alone(goal: Goal, target: str | None, met: bool | None) -> None:
+    (row,) = harness.rows_of(results_of(ours=[1.0, 2.0, 3.0]), [System("ours")], [SPEED], [])
+    judged = goal.judge(row)
+    assert (judged.target, judged.met, judged.value) == (target, met, 2.0)
+
+
+def test_a_goal_of_a_system_that_did_not_run_is_not_judged() -> None:
+    (row,) = harness.rows_of(Results(), [System("ours", missing="no compiler")], [SPEED], [])
+    assert Goal("large", "ours", "GB/s", at_least=1).judge(row).met is None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import queue
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +96,9 @@ class Loader:
         except queue.Empty:
             return True
         return False
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         if not self._stop.is_set():
@@ -335,6 +340,33 @@ def test_closing_leaves_no_name_behind(loader: Loader, sender: BatchSender, wait
     wait_until(lambda: name not in Path("/proc/net/unix").read_text(), what="the end of the socket's name")
 
 
+def test_a_loader_with_too_many_files_open_goes_on_and_takes_connections_later(rail: Rail, loader: Loader) -> None:
+    if rail.name == "mpi":
+        pytest.skip("MPI opens no file for a connection")
+    start, begin = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(start, 1)
+            rail.sender(KEY).send(loader.address, header(0), [b"late"])
+        finally:
+            os._exit(0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(start)
+    start = os.dup(0)
+    os.close(start)  # the number that a connection would get
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (start, limits[1]))
+        os.write(begin, b".")
+        assert loader.is_quiet()
+        assert loader.is_alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(begin)
+        os.waitpid(child, 0)
+    assert frames_of(loader.take()) == [b"late"]
+
+
 # --- the choice between rails ---------------------------------------------------------------------------------------
 
 
@@ -360,6 +392,26 @@ def test_a_data_worker_takes_the_best_rail_that_it_reaches(caplog: pytest.LogCap
             sender.send(elsewhere, header(0), [])
         with pytest.raises(PeerUnreachable, match="no rail"):
             sender.send((), header(0), [])
+    finally:
+        sender.close(0.0)
+        over_tcp.stop()
+        over_shm.stop()
+
+
+def test_a_loader_without_address_space_for_a_pool_gets_its_batches_another_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    over_shm, over_tcp = Loader(RAILS[2].receiver(KEY)), Loader(RAILS[0].receiver(KEY))
+    sender = RailSender(KEY, "w")
+    monkeypatch.setattr(shm_module.mmap, "mmap", refused)
+    try:
+        for step in range(2):
+            sender.send((over_shm.address, over_tcp.address), header(step), [])
+            assert over_tcp.take().rail == "tcp"
+        assert over_shm.is_alive()
     finally:
         sender.close(0.0)
         over_tcp.stop()

@@ -193,13 +193,14 @@ class _Connection:
         self.head = b""
         self.whole: memoryview | None = None
         self.filled = 0
+        self._is_tcp = accepted.family == socket.AF_INET
         self._wake_bytes = 1
 
     def wait_for_more(self) -> None:
         """Be readable when a good part of what is missing has come (SO_RCVLOWAT, socket(7))."""
         missing = self.whole.nbytes - self.filled if self.whole is not None else 1
         wake_bytes = min(missing, _WAKE_BYTES)
-        if wake_bytes != self._wake_bytes and self.socket.family == socket.AF_INET:
+        if wake_bytes != self._wake_bytes and self._is_tcp:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
             self._wake_bytes = wake_bytes
 
@@ -291,14 +292,11 @@ class SocketReceiver:
         left = _BURST_BYTES
         try:
             while left > 0:
-                count, asked = self._go_on(one, batches) if one.whole is not None else self._begin(one, batches)
+                count = self._go_on(one, batches) if one.whole is not None else self._begin(one, batches)
                 if not count:
                     self._drop(one)
                     return
                 left -= count
-                if count < asked:  # nothing more is there: no call is needed to hear that
-                    one.wait_for_more()
-                    return
         except BlockingIOError:
             one.wait_for_more()
         except OSError:
@@ -309,31 +307,21 @@ class SocketReceiver:
                 batches.append(error)
             self._drop(one)
 
-    def _go_on(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> tuple[int, int]:
-        """Read more of a message that has begun.
-
-        Returns:
-            Bytes that came, and bytes that were asked for.
-        """
+    def _go_on(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
+        """Read more of a message that has begun."""
         assert one.whole is not None
-        asked = one.whole.nbytes - one.filled
         count = one.socket.recv_into(one.whole[one.filled :])
         one.filled += count
         if one.filled == one.whole.nbytes:
             whole, one.whole = one.whole, None
             self._take(one, whole, batches)
-        return count, asked
+        return count
 
-    def _begin(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> tuple[int, int]:
-        """Read what comes: small messages, and the beginning of one.
-
-        Returns:
-            As `_go_on`.
-        """
+    def _begin(self, one: _Connection, batches: list[ReceivedBatch | ProtocolError]) -> int:
+        """Read what comes: small messages, and the beginning of one."""
         limit = _STAGE_BYTES if one.handshake.proven else _HANDSHAKE_BYTES
         at, end = 0, len(one.head)
         self._stage[:end] = one.head
-        asked = limit - end
         count = one.socket.recv_into(self._stage[end:limit])
         end += count
         while end - at >= _LENGTH.size:
@@ -350,7 +338,7 @@ class SocketReceiver:
             else:
                 self._take(one, whole, batches)
         one.head = bytes(self._stage[at:end])
-        return count, asked
+        return count
 
     def _take(self, one: _Connection, whole: memoryview, batches: list[ReceivedBatch | ProtocolError]) -> None:
         """Take in a message: a batch, or a step of the handshake."""

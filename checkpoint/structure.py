@@ -1,37 +1,24 @@
-"""The tree of a state without its tensors, as compact JSON and back; and where each tensor lies.
+"""What a state's checkpoint says beside its tensors: the tree, what each tensor of it is, and whose it is.
 
-The flash side encodes a tree when it saves and decodes it when it loads; the saver and the formats read the `Record`
-alone. Pure: no torch, no files, and nothing is imported, called or unpickled because a file says so.
-
-A record is one JSON object: the tree, in which a tensor is a number; a table that says for each number which entry of
-the layout it is a view of; and the top-level keys that are equal on every rank. Entries come in the order in which they
-lie in the payload, so that they have the same numbers in memory and in a file that holds all of them.
+The flash side writes a `Record` when it saves and decodes it when it loads; the saver and the formats read it and never
+decode it. A record is one JSON object: the tree (see `tree.py`), in which a tensor is a number; a table that says for
+each number which entry of the layout it is a view of; and the top-level keys that are equal on every rank. Entries come
+in the order in which they lie in the payload, so that they have the same numbers in memory and in a file that holds all
+of them. Pure: no torch, no files.
 """
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 import itertools
-import math
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from checkpoint.errors import DamagedCheckpoint, UnsupportedState
+from checkpoint.errors import DamagedCheckpoint
+from checkpoint.tree import Foreign, MakeForeign, Node, decode, numbers_in, renumbered
 
 VERSION = 1
-# Larger arrays and byte strings are payload, not structure.
-MAX_INLINE_BYTES = 4096
-# Deeper trees are refused on both sides: JSON readers recurse.
-MAX_DEPTH = 200
-
-Node = Any  # what JSON can hold
-TENSOR = "$tensor"
 
 
 class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,16 +60,6 @@ class TensorRef(msgspec.Struct, frozen=True, omit_defaults=True):
     offset_bytes: int = 0
     is_permuted: bool = False
     shard: Shard | None = None
-
-
-class Foreign(msgspec.Struct, frozen=True):
-    """A value that needs torch (or pickle) to be made again, for readers without: its tag and its JSON."""
-
-    tag: str
-    body: Node
-
-
-MakeForeign = Callable[[str, Node, Callable[[Node], Any]], Any]
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -155,7 +132,7 @@ class Record(msgspec.Struct, frozen=True):
         place = {entry: index for index, entry in enumerate(indices)}
         tensors = [msgspec.structs.replace(self.tensors[n], entry=place[self.tensors[n].entry]) for n in numbers]
         renumber = {number: index for index, number in enumerate(numbers)}
-        part = {key: _renumbered(node, renumber) for key, node in tree.items()}
+        part = {key: renumbered(node, renumber) for key, node in tree.items()}
         shared = [key for key in self.shared if key in tree]
         return msgspec.structs.replace(self, tree=part, tensors=tensors, shared=shared), indices
 
@@ -208,353 +185,3 @@ def read_origin(data: bytes | memoryview) -> Origin:
         return msgspec.json.decode(data, type=Origin)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedCheckpoint(f"the structure of the state cannot be read: {error}") from error
-
-
-def numbers_in(node: Node) -> Iterable[int]:
-    """The numbers of the tensors below a node, in its order."""
-    stack = [node]
-    while stack:
-        here = stack.pop()
-        if isinstance(here, dict):
-            number = here.get(TENSOR)
-            if number is not None and len(here) == 1:
-                yield _checked_number(number)
-            else:
-                stack.extend(reversed(here.values()))
-        elif isinstance(here, list):
-            stack.extend(reversed(here))
-
-
-def _renumbered(node: Node, places: Mapping[int, int]) -> Node:
-    if isinstance(node, dict):
-        if TENSOR in node:
-            return {TENSOR: places[node[TENSOR]]}
-        return {key: _renumbered(item, places) for key, item in node.items()}
-    if isinstance(node, list):
-        return [_renumbered(item, places) for item in node]
-    return node
-
-
-def _checked_number(number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise DamagedCheckpoint(f"the structure names a tensor by {number!r}, not by a number")
-    return number
-
-
-# Encoding
-
-
-class Encoder:
-    """Turns values into nodes. Made once and used for every save.
-
-    Args:
-        handlers: exact type to a function (path, value) -> node, for the types of torch.
-        foreign: called with (path, value) for a value whose exact type is unknown; gives a node or NotImplemented.
-    """
-
-    def __init__(
-        self,
-        handlers: Mapping[type, Callable[[str, Any], Node]] | None = None,
-        foreign: Callable[[str, Any], Node] = lambda _path, _value: NotImplemented,
-    ) -> None:
-        self._foreign = foreign
-        self._handlers: dict[type, Callable[[str, Any], Node]] = {
-            type(None): _itself,
-            bool: _itself,
-            int: _int,
-            float: _float,
-            str: _str,
-            complex: _complex,
-            bytes: inline_bytes,
-            bytearray: _bytearray,
-            range: lambda _path, value: {"$range": [value.start, value.stop, value.step]},
-            slice: lambda path, value: {"$slice": self.items(path, (value.start, value.stop, value.step))},
-            list: self.items,
-            tuple: lambda path, value: {"$tuple": self.items(path, value)},
-            set: lambda path, value: {"$set": self.items(path, _in_order(value))},
-            frozenset: lambda path, value: {"$frozenset": self.items(path, _in_order(value))},
-            dict: self.mapping,
-            OrderedDict: self._ordered,
-            Counter: lambda path, value: {"$counter": self._pairs(path, value)},
-            defaultdict: self._defaultdict,
-            deque: lambda path, value: {"$deque": [value.maxlen, self.items(path, value)]},
-            **(handlers or {}),
-        }
-
-    def encode(self, path: str, value: Any) -> Node:
-        """A value as JSON.
-
-        Args:
-            path: where it is in the state, for names and errors.
-
-        Raises:
-            UnsupportedState: something in it cannot be stored; the message names where and what to do.
-        """
-        try:
-            return self.item(path, value)
-        except RecursionError as error:
-            raise UnsupportedState(
-                f"{path} is nested too deeply or contains itself: a state is a tree of at most {MAX_DEPTH} levels"
-            ) from error
-
-    def item(self, path: str, value: Any) -> Node:
-        """As `encode`, for use inside handlers."""
-        handler = self._handlers.get(type(value))
-        if handler is not None:
-            return handler(path, value)
-        node = self._foreign(path, value)
-        return self.unusual(path, value) if node is NotImplemented else node
-
-    def items(self, path: str, values: Iterable[Any]) -> Node:
-        """Values in order, as a list."""
-        item = self.item
-        return [item(f"{path}.{index}", value) for index, value in enumerate(values)]
-
-    def mapping(self, path: str, value: Mapping[Any, Any]) -> Node:
-        """A dict of any keys."""
-        item = self.item
-        for key in value:
-            if type(key) is not str or key[:1] == "$" or not _is_text(key):
-                return {"$dict": self._pairs(path, value)}
-        return {key: item(f"{path}.{key}", one) for key, one in value.items()}
-
-    def _pairs(self, path: str, value: Mapping[Any, Any]) -> Node:
-        item = self.item
-        return [[item(f"{path}[key]", key), item(f"{path}.{key}", one)] for key, one in value.items()]
-
-    def _ordered(self, path: str, value: OrderedDict[Any, Any]) -> Node:
-        node = {"$ordered": self.mapping(path, value)}
-        # torch keeps the versions of modules as an attribute of their state_dict.
-        metadata = getattr(value, "_metadata", None)
-        if metadata is not None:
-            node["metadata"] = self.item(f"{path}._metadata", metadata)
-        return node
-
-    def _defaultdict(self, path: str, value: defaultdict[Any, Any]) -> Node:
-        factory = value.default_factory
-        if factory is not None and _FACTORIES.get(factory.__name__) is not factory:
-            raise UnsupportedState(
-                f"{path} is a defaultdict of {factory!r}: only those of {', '.join(_FACTORIES)} can be stored; "
-                "turn it into a dict"
-            )
-        return {"$default": [factory.__name__ if factory else None, self._pairs(path, value)]}
-
-    def unusual(self, path: str, value: Any) -> Node:
-        """Values known by what they are like, not by their type."""
-        kind = type(value)
-        if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            fields = {name: self.item(f"{path}.{name}", one) for name, one in zip(kind._fields, value, strict=True)}
-            return {"$named": [name_of(kind), fields]}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in dataclasses.fields(value)]
-            return {
-                "$data": [name_of(kind), {name: self.item(f"{path}.{name}", getattr(value, name)) for name in names}]
-            }
-        numpy = sys.modules.get("numpy")
-        if (
-            numpy is not None
-            and isinstance(value, numpy.ndarray)
-            and kind is numpy.ndarray
-            and not value.dtype.hasobject
-        ):
-            return {"$array": [_dtype_of(value.dtype), list(value.shape), _text(value.tobytes())]}
-        if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
-            return {"$scalar": [_dtype_of(value.dtype), _text(value.tobytes())]}
-        raise UnsupportedState(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold. Give the object "
-            "state_dict() and load_state_dict(), store plain values instead, or allow pickle with allow_pickle=True "
-            "(both to save and to load)"
-        )
-
-
-def _itself(_path: str, value: Any) -> Node:
-    return value
-
-
-def _int(_path: str, value: int) -> Node:
-    return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
-
-
-def _float(_path: str, value: float) -> Node:
-    return value if math.isfinite(value) else {"$float": repr(value)}
-
-
-def _str(_path: str, value: str) -> Node:
-    return value if _is_text(value) else {"$str": _text(value.encode("utf-8", "surrogatepass"))}
-
-
-def _complex(path: str, value: complex) -> Node:
-    return {"$complex": [_float(path, value.real), _float(path, value.imag)]}
-
-
-def inline_bytes(_path: str, value: bytes) -> Node:
-    """A short byte string."""
-    return {"$bytes": _text(value)}
-
-
-def _bytearray(_path: str, value: bytearray) -> Node:
-    return {"$bytearray": _text(value)}
-
-
-def _text(data: bytes | bytearray) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _is_text(value: str) -> bool:
-    """Whether JSON can hold a string: lone surrogates (from file names) it cannot."""
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _in_order(values: Iterable[Any]) -> list[Any]:
-    """A set in an order that does not depend on the process, so that equal sets are stored equally."""
-    return sorted(values, key=lambda value: (type(value).__name__, repr(value)))
-
-
-def name_of(kind: type) -> str:
-    """What a class is called in a structure; `loaded_class` finds it again."""
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _dtype_of(dtype: Any) -> Node:
-    return dtype.descr if dtype.names else dtype.str
-
-
-# Decoding
-
-_FACTORIES: dict[str, Callable[[], Any]] = {
-    kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, bytes)
-}
-
-
-def decode(
-    node: Node,
-    tensors: Sequence[Any],
-    foreign: MakeForeign = lambda tag, body, _again: Foreign(tag, body),
-) -> Any:
-    """A node as a Python value.
-
-    Args:
-        tensors: what to put where the tree names tensor 0, 1, ...
-        foreign: makes a value of a tag that is not known here, from its body; its third argument decodes nodes.
-
-    Raises:
-        DamagedCheckpoint: the node breaks the form.
-    """
-    try:
-        return _Decoder(tensors, foreign).value(node)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedCheckpoint(f"the structure of the state is damaged: {type(error).__name__}: {error}") from error
-
-
-class _Decoder:
-    def __init__(self, tensors: Sequence[Any], foreign: MakeForeign) -> None:
-        self._tensors = tensors
-        self._foreign = foreign
-
-    def value(self, node: Node) -> Any:
-        if type(node) is dict:
-            if len(node) == 1 or "$ordered" in node:
-                number = node.get(TENSOR)
-                if type(number) is int and number >= 0:  # nearly all of a large state
-                    return self._tensors[number]
-                tag = next(iter(node))
-                if tag[:1] == "$":
-                    return self._tagged(tag, node)
-            return {key: self.value(one) for key, one in node.items()}
-        if type(node) is list:
-            return [self.value(one) for one in node]
-        return node
-
-    def _tagged(self, tag: str, node: dict[str, Node]) -> Any:
-        body = node[tag]
-        if tag == TENSOR:
-            if _checked_number(body) < 0:
-                raise DamagedCheckpoint(f"the structure refers to tensor {body}")
-            return self._tensors[body]
-        if tag == "$ordered":
-            ordered = OrderedDict(self.value(body))
-            if "metadata" in node:
-                ordered._metadata = self.value(node["metadata"])  # type: ignore[attr-defined]
-            return ordered
-        maker = _MAKERS.get(tag)
-        return maker(self, body) if maker else self._foreign(tag, body, self.value)
-
-    def pairs(self, body: Node) -> list[tuple[Any, Any]]:
-        return [(self.value(key), self.value(one)) for key, one in body]
-
-    def fields(self, body: Node) -> tuple[str, dict[str, Any]]:
-        name, fields = body
-        return str(name), {str(key): self.value(one) for key, one in fields.items()}
-
-
-_MAKERS: dict[str, Callable[[_Decoder, Node], Any]] = {
-    "$tuple": lambda decoder, body: tuple(decoder.value(body)),
-    "$set": lambda decoder, body: set(decoder.value(body)),
-    "$frozenset": lambda decoder, body: frozenset(decoder.value(body)),
-    "$dict": lambda decoder, body: dict(decoder.pairs(body)),
-    "$counter": lambda decoder, body: Counter(dict(decoder.pairs(body))),
-    "$default": lambda decoder, body: defaultdict(_FACTORIES[body[0]] if body[0] else None, decoder.pairs(body[1])),
-    "$deque": lambda decoder, body: deque(decoder.value(body[1]), maxlen=body[0]),
-    "$range": lambda _decoder, body: range(*body),
-    "$slice": lambda decoder, body: slice(*decoder.value(body)),
-    "$int": lambda _decoder, body: int(body, 16),
-    "$float": lambda _decoder, body: float(body),
-    "$str": lambda _decoder, body: _data(body).decode("utf-8", "surrogatepass"),
-    "$complex": lambda decoder, body: complex(*decoder.value(body)),
-    "$bytes": lambda _decoder, body: _data(body),
-    "$bytearray": lambda _decoder, body: bytearray(_data(body)),
-    "$named": lambda decoder, body: _named(*decoder.fields(body)),
-    "$data": lambda decoder, body: _data_object(*decoder.fields(body)),
-    "$array": lambda _decoder, body: _array(*body),
-    "$scalar": lambda _decoder, body: _array(body[0], [1], body[1])[0],
-}
-
-
-def _data(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def loaded_class(name: str) -> Any:
-    """The class of a name if its module is loaded already: a file must not make a program import anything."""
-    module, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) else None
-
-
-def _named(name: str, fields: dict[str, Any]) -> Any:
-    kind = loaded_class(name)
-    if kind is None or not issubclass(kind, tuple) or getattr(kind, "_fields", None) != tuple(fields):
-        short = name.rpartition(":")[2].rpartition(".")[2]
-        return namedtuple(short, list(fields))(**fields)
-    return tuple.__new__(kind, fields.values())
-
-
-def _data_object(name: str, fields: dict[str, Any]) -> Any:
-    kind = loaded_class(name)
-    if (
-        not isinstance(kind, type)
-        or not dataclasses.is_dataclass(kind)
-        or {one.name for one in dataclasses.fields(kind)} != {*fields}
-    ):
-        return SimpleNamespace(**fields)
-    made = object.__new__(kind)
-    for field, value in fields.items():
-        object.__setattr__(made, field, value)
-    return made
-
-
-def _array(dtype: Node, shape: list[int], text: str) -> Any:
-    import numpy
-
-    form = numpy.dtype([tuple(field) for field in dtype] if isinstance(dtype, list) else dtype)
-    if form.hasobject:
-        raise DamagedCheckpoint(f"the structure holds an array of objects, dtype {dtype!r}")
-    return numpy.frombuffer(_data(text), form).reshape(shape).copy()

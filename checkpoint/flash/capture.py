@@ -14,8 +14,9 @@ import torch
 
 from checkpoint.errors import OptionsError
 from checkpoint.flash import rng
+from checkpoint.flash.copy_plan import Plan, make_plan
 from checkpoint.flash.options import Options
-from checkpoint.flash.tensors import Flattener, Leaves, Plan, Signature, make_plan
+from checkpoint.flash.tensors import Flattener, Leaves, Signature
 from checkpoint.segment import join_metadata
 from checkpoint.structure import Record
 

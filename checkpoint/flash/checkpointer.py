@@ -3,9 +3,9 @@
 A save takes the state apart, copies its tensors into a slot of the rank's store and publishes it; that is all that the
 program waits for. The saver, another process, brings it to disk. Ranks talk when they start, when they restore, and
 about once a second when they ask whether to save; never while they save. What is here is the order of things; what each
-module does: `capture.py` and `tensors.py` take apart, `saving.py`, `slots.py` and `device.py` copy, `saver_link.py`
-has a saver, `newest.py`, `restoring.py`, `source.py` and `restore.py` bring back, `timing.py` says when to save,
-`tenure.py`, `handover.py` and `watch.py` let another job go on.
+module does: `capture.py`, `tensors.py` and `copy_plan.py` take apart, `saving.py`, `slots.py` and `device.py` copy,
+`saver_link.py` has a saver, `newest.py`, `restoring.py`, `source.py` and `restore.py` bring back, `timing.py` says when
+to save, `tenure.py`, `handover.py` and `watch.py` let another job go on.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class FlashCheckpointer:
         """
         self._check_open()
         self._check_owner()
-        is_due = self._timing.is_due(step, self._saving.counts.blocked_s, self._store.status)
+        is_due = self._timing.is_due(step, self._saving.stats.blocked_s, self._store.status)
         is_due = self._watch.is_asked(step) or is_due
         if is_due:
             self._timing.note_due(step)
@@ -320,7 +320,7 @@ class FlashCheckpointer:
 
     def stats(self) -> Stats:
         """How it goes."""
-        return self._saving.counts.stats(
+        return self._saving.stats.told(
             self._store.status() if self._is_open else None,
             saver_alive=self._is_open and self._store.is_saver_alive(),
             interval=self._timing.reason,
@@ -334,7 +334,7 @@ class FlashCheckpointer:
         """
         self._check_open()
         self.fence()
-        wanted = self._saving.counts.saved
+        wanted = self._saving.stats.saved
         return wanted is None or self._saver.wait_for(wanted, timeout_s)
 
     def close(self, *, keep_memory: bool = False) -> None:
@@ -351,7 +351,7 @@ class FlashCheckpointer:
             _log.error("the last save_async is given up: %s", error)
         self._tenure.withdraw()
         is_owner = self._tenure.attempt > 0 and not self._watch.hands_over
-        saved, taker = self._saving.counts.saved, self._watch.taker
+        saved, taker = self._saving.stats.saved, self._watch.taker
         if taker and saved and not keep_memory:
             timeout_s = self._options.close_timeout_s or self._options.hand_over_timeout_s
             self._tenure.hand_over(taker, saved, self._last_step_s, timeout_s, self._saver.has_saver)

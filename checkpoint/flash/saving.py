@@ -21,10 +21,10 @@ from checkpoint.errors import CheckpointError, SharedMemoryFull
 from checkpoint.faults import reach
 from checkpoint.flash import collector
 from checkpoint.flash.capture import Capture
+from checkpoint.flash.copy_plan import Plan
 from checkpoint.flash.device import Copier
 from checkpoint.flash.slots import SlotViews
-from checkpoint.flash.stats import Counts
-from checkpoint.flash.tensors import Plan
+from checkpoint.flash.stats import Stats
 from checkpoint.generation import Generation
 from checkpoint.store import Store, WritableSlot
 
@@ -83,11 +83,11 @@ class Saving:
         check_async: compare tensors before and after each `save_async`.
 
     Attributes:
-        counts: how they went.
+        stats: how they went; what the saver says is not in it, see `Stats.told`.
     """
 
     def __init__(self, store: Store, capture: Capture, *, check_async: bool) -> None:
-        self.counts = Counts()
+        self.stats = Stats()
         self._store = store
         self._capture = capture
         self._check_async = check_async
@@ -105,7 +105,7 @@ class Saving:
                 with taken.slot:
                     self._copy(taken, range(len(taken.tensors)))
                     self._publish(taken)
-        self.counts.blocked_s = time.perf_counter() - began_s
+        self.stats.blocked_s = time.perf_counter() - began_s
         return taken is not None
 
     def save_async(self, generation: Generation, state: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
@@ -141,7 +141,7 @@ class Saving:
                     self._pending = None
                     taken.slot.abandon()
                 raise
-        self.counts.blocked_s = time.perf_counter() - began_s
+        self.stats.blocked_s = time.perf_counter() - began_s
         return taken is not None
 
     def fence(self) -> None:
@@ -152,7 +152,7 @@ class Saving:
             pending.is_done.wait()
             # Not before: Ctrl-C may end the waiting, and who comes next has to wait again.
             self._pending = None
-            self.counts.blocked_s += time.perf_counter() - began_s
+            self.stats.blocked_s += time.perf_counter() - began_s
             if pending.errors:
                 raise pending.errors[0]
 
@@ -174,11 +174,11 @@ class Saving:
         try:
             slot = self._store.begin(plan.layout.payload_bytes, len(metadata))
         except (SharedMemoryFull, OSError) as error:
-            self.counts.num_failed += 1
+            self.stats.num_failed += 1
             _log.error("step %d is not saved, training goes on: %s", generation.step, error)
             return None
-        self.counts.waited_s = slot.waited_s
-        self.counts.copied_s = 0.0
+        self.stats.waited_s = slot.waited_s
+        self.stats.copied_s = 0.0
         try:
             tensors = plan.tensors_to_copy(leaves.tensors)
             self._copier.begin(tensors)
@@ -198,14 +198,14 @@ class Saving:
             [taken.tensors[entry] for entry in others],
             plan.moves(taken.addresses, views.begin, chosen[are_plain]),
         )
-        self.counts.copied_s += time.perf_counter() - began_s
+        self.stats.copied_s += time.perf_counter() - began_s
 
     def _publish(self, taken: _Taken) -> None:
         reach("save.copied")
         taken.slot.publish(taken.generation, taken.metadata, taken.plan.layout.digest)
-        self.counts.num_saves += 1
-        self.counts.num_bytes = taken.plan.layout.payload_bytes
-        self.counts.saved = taken.generation
+        self.stats.num_saves += 1
+        self.stats.num_bytes = taken.plan.layout.payload_bytes
+        self.stats.saved = taken.generation
 
     def _checksums(self, taken: _Taken) -> list[int]:
         if not self._check_async:

@@ -9,8 +9,9 @@ import weakref
 
 import torch
 
+from checkpoint.flash.copy_plan import Plan
 from checkpoint.flash.device import pin
-from checkpoint.flash.tensors import Plan, bytes_as_tensor
+from checkpoint.flash.tensors import bytes_as_tensor
 from checkpoint.segment import Segment
 
 

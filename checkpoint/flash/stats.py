@@ -1,16 +1,16 @@
-"""How a program's saves go: what `FlashCheckpointer.stats` gives, and what is counted for it."""
+"""How a program's saves go: `saving.py` counts, `FlashCheckpointer.stats` gives a copy with what the saver says."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from checkpoint.generation import Generation
 from checkpoint.store_files import SaverStatus
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stats:
-    """How it goes; a copy.
+    """How it goes.
 
     Attributes:
         num_saves: generations that were taken in memory.
@@ -50,21 +50,8 @@ class Stats:
     replica_error: str = ""
     interval: str = ""
 
-
-@dataclass
-class Counts:
-    """What saves count, for `Stats`, whose attributes they are."""
-
-    num_saves: int = 0
-    num_failed: int = 0
-    blocked_s: float = 0.0
-    copied_s: float = 0.0
-    waited_s: float = 0.0
-    num_bytes: int = 0
-    saved: Generation | None = None
-
-    def stats(self, status: SaverStatus | None, *, saver_alive: bool, interval: str) -> Stats:
-        """With what the saver says.
+    def told(self, status: SaverStatus | None, *, saver_alive: bool, interval: str) -> Stats:
+        """A copy, with what the saver says.
 
         Args:
             status: None: it has said nothing yet.
@@ -72,9 +59,8 @@ class Counts:
             interval: see `Stats`.
         """
         status = status or SaverStatus(pid=0)
-        counts = asdict(self)
-        return Stats(
-            **{**counts, "saved": self.saved},
+        return replace(
+            self,
             persisted=status.persisted,
             num_persisted=status.num_persisted,
             num_skipped=status.num_skipped,

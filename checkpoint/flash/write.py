@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from checkpoint.commit import write_part
-from checkpoint.flash.tensors import Flattener, bytes_as_tensor, make_plan
+from checkpoint.flash.copy_plan import make_plan
+from checkpoint.flash.tensors import Flattener, bytes_as_tensor
 from checkpoint.formats.part import plan_part
 from checkpoint.formats.plan import FilePlan
 from checkpoint.manifest import Part

@@ -19,7 +19,8 @@ import numpy as np
 from checkpoint.errors import DamagedCheckpoint, DamagedLayout
 from checkpoint.generation import Generation
 from checkpoint.layout import TensorSpec, lay_out
-from checkpoint.structure import MAX_DEPTH, TENSOR, Node, Record, TensorRef
+from checkpoint.structure import Record, TensorRef
+from checkpoint.tree import MAX_DEPTH, TENSOR, Node
 
 try:
     import h5py

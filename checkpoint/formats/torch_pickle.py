@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 from checkpoint.errors import DamagedCheckpoint
 from checkpoint.layout import Entry
-from checkpoint.structure import TENSOR, Record, TensorRef
+from checkpoint.structure import Record, TensorRef
+from checkpoint.tree import TENSOR
 
 
 class _Dtype(NamedTuple):
@@ -222,7 +223,7 @@ class _Writer:
             self.plain(value)
         self.out += b"tR"
 
-    # Tags of `structure.py` and, at the end, of the flash side
+    # Tags of `tree.py` and, at the end, of the flash side
 
     def _tagged(self, tag: str, body: Any) -> None:
         if tag == TENSOR:

@@ -15,7 +15,8 @@ from checkpoint.layout import Layout, TensorSpec, lay_out
 from checkpoint.segment import join_metadata
 from checkpoint.store import Store
 from checkpoint.store_files import Identity
-from checkpoint.structure import TENSOR, Record, TensorRef
+from checkpoint.structure import Record, TensorRef
+from checkpoint.tree import TENSOR
 
 
 def layout_of(num_bytes: int) -> Layout:

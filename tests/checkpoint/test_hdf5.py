@@ -18,7 +18,8 @@ from checkpoint.errors import DamagedCheckpoint
 from checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
 from checkpoint.generation import Generation
 from checkpoint.layout import TensorSpec
-from checkpoint.structure import Encoder, Record, TensorRef
+from checkpoint.structure import Record, TensorRef
+from checkpoint.tree import Encoder
 
 LOADER = {
     "version": 2,

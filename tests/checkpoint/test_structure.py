@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.errors import DamagedCheckpoint, UnsupportedState
-from checkpoint.structure import Encoder, Foreign, Record, Shard, TensorRef, decode
+from checkpoint.structure import Record, Shard, TensorRef
+from checkpoint.tree import Encoder, Foreign, decode
 
 Point = namedtuple("Point", "x y")
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch.utils import _pytree
 
 from checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
+from checkpoint.flash.copy_plan import Plan, make_plan
 from checkpoint.flash.device import copy_in_memory
 from checkpoint.flash.payload import Payload
 from checkpoint.flash.restore import Part, Restore, Stock
-from checkpoint.flash.tensors import DTYPES, Flattener, Plan, Signature, bytes_as_tensor, make_plan, view_of
+from checkpoint.flash.tensors import DTYPES, Flattener, Signature, bytes_as_tensor, view_of
 from checkpoint.layout import Entry
 from checkpoint.structure import Record, TensorRef
 

@@ -26,7 +26,8 @@ from checkpoint.formats.stored_zip import Record as ZipRecord
 from checkpoint.formats.stored_zip import plan_zip
 from checkpoint.formats.torch_zip import plan_torch, read_torch
 from checkpoint.layout import Entry, TensorSpec, lay_out
-from checkpoint.structure import Encoder, Record, TensorRef
+from checkpoint.structure import Record, TensorRef
+from checkpoint.tree import Encoder
 
 Point = namedtuple("Point", ["x", "y"])
 WORDS = {

@@ -14,7 +14,7 @@ import msgspec
 from checkpoint.commit import commit, write_part
 from checkpoint.conversion import Source, attempt_on, choose
 from checkpoint.directory import Checkpoint, CheckpointDirectory
-from checkpoint.errors import NoCheckpoint
+from checkpoint.errors import NoCheckpoint, OptionsError
 from checkpoint.files import replacing
 from checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
 from checkpoint.formats.part import Format, plan_part
@@ -27,20 +27,18 @@ from checkpoint.rank_file import open_file
 DATA_KEYS = ("loader",)
 
 
-def export_hdf5(source: Source, target: Path, keys: Sequence[str] = DATA_KEYS, step: int | None = None) -> list[str]:
-    """Write data-side state and metadata of checkpoints to an HDF5 file.
+def saved_states(source: Source, keys: Sequence[str] | None = None, step: int | None = None) -> list[SavedState]:
+    """Data-side state and metadata of checkpoints, oldest first.
 
     Args:
         source: a directory of checkpoints.
-        target: the file; must not exist.
-        keys: top-level keys whose state goes along; those that a checkpoint lacks are left out.
+        keys: top-level keys whose state goes along; each is in one of the checkpoints at least. None: `DATA_KEYS`,
+            where they are.
         step: checkpoints of this step alone.
-
-    Returns:
-        Names of the checkpoints, oldest first.
 
     Raises:
         NoCheckpoint: there is none.
+        OptionsError: no checkpoint has one of the keys.
         DamagedCheckpoint: a file is not what was written.
     """
     directory = CheckpointDirectory(source.path)
@@ -51,20 +49,31 @@ def export_hdf5(source: Source, target: Path, keys: Sequence[str] = DATA_KEYS, s
     ]
     if not chosen:
         choose(source, step)
-    saved = [_saved_state(directory, one, keys) for one in chosen]
+    there: dict[str, None] = {}
+    saved = [_saved_state(directory, one, DATA_KEYS if keys is None else keys, there) for one in chosen]
+    unknown = [key for key in keys or () if key not in there]
+    if unknown:
+        raise OptionsError(f"{source.path} has no state under {', '.join(unknown)}; it has {', '.join(there)}")
+    return saved
+
+
+def export_hdf5(saved: Sequence[SavedState], source: Source, target: Path) -> None:
+    """Write what `saved_states` gave to a file, which must not exist; it appears whole or not at all."""
     with replacing(target) as temporary:
         write_hdf5(temporary, str(source.path), saved)
-    return [one.path.name for one in chosen]
 
 
-def _saved_state(directory: CheckpointDirectory, one: Checkpoint, keys: Sequence[str]) -> SavedState:
+def _saved_state(
+    directory: CheckpointDirectory, one: Checkpoint, keys: Sequence[str], there: dict[str, None]
+) -> SavedState:
     with directory.hold(one.generation):
-        ranks = [_rank_state(one.path, manifest, keys) for manifest in one.manifests]
+        ranks = [_rank_state(one.path, manifest, keys, there) for manifest in one.manifests]
     return SavedState(one.generation, one.world_size, one.num_bytes, one.time_s, one.metrics, ranks)
 
 
-def _rank_state(path: Path, manifest: Manifest, keys: Sequence[str]) -> RankState:
+def _rank_state(path: Path, manifest: Manifest, keys: Sequence[str], there: dict[str, None]) -> RankState:
     with open_file(path / manifest.part.file_name, manifest, tensors=False) as file:
+        there.update(dict.fromkeys(file.record.tree))
         table = [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
         record, indices = file.record.only([key for key in keys if key in file.record.tree])
         if indices:
@@ -73,30 +82,40 @@ def _rank_state(path: Path, manifest: Manifest, keys: Sequence[str]) -> RankStat
         return RankState(manifest.rank, table, record, [table[index] for index in indices], values)
 
 
-def import_hdf5(
-    source: Source, target: Path, form: Format = "safetensors", step: int | None = None, identity: str = "local"
-) -> Path:
-    """Make a checkpoint of what `export_hdf5` wrote: its data-side keys, for as many ranks as saved them.
+def read_state(source: Source, step: int | None = None) -> SavedState:
+    """One checkpoint of what `export_hdf5` wrote.
 
     Args:
         source: the file.
-        target: directory of checkpoints; made if it is missing.
-        form: of the ranks' files.
         step: which; None: the newest.
-        identity: job id, for the directory's history.
-
-    Returns:
-        The checkpoint's directory.
 
     Raises:
         NoCheckpoint: the file holds none of this step.
-        DirectoryInUse: a running job has the directory.
+        DamagedCheckpoint: it is no such file, or damaged.
     """
     found = sorted(read_hdf5(source.path), key=lambda one: one.generation, reverse=True)
     one = next((one for one in found if step in (None, one.generation.step)), None)
     if one is None:
         steps = ", ".join(str(one.generation.step) for one in found) or "none"
         raise NoCheckpoint(f"{source.path} holds no checkpoint" + (f" of step {step}; it has {steps}" if found else ""))
+    return one
+
+
+def import_hdf5(one: SavedState, target: Path, form: Format = "safetensors", identity: str = "local") -> Path:
+    """Make a checkpoint of what `read_state` gave: its data-side keys, for as many ranks as saved them.
+
+    Args:
+        one: the state.
+        target: directory of checkpoints; made if it is missing.
+        form: of the ranks' files.
+        identity: job id, for the directory's history.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        DirectoryInUse: a running job has the directory.
+    """
     with attempt_on(target, identity) as attempt:
         generation = Generation(attempt, one.generation.step)
         for rank in one.ranks:

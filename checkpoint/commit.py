@@ -252,6 +252,18 @@ def remove(directory: Path, name: str) -> bool:
     return True
 
 
+def problem_of_latest(directory: Path) -> str:
+    """Why `latest` does not name the newest checkpoint; "" if it does, or can."""
+    link = directory / LATEST
+    if link.is_symlink() or not os.path.lexists(link):
+        return ""
+    what = "directory" if link.is_dir() else "file"
+    return (
+        f"{link} is a {what} of somebody else's and no link: it stays, and does not name the newest checkpoint. "
+        "Checkpoints are written and restored all the same; move it away"
+    )
+
+
 @contextlib.contextmanager
 def holding(directory: Path, generation: Generation) -> Iterator[Path | None]:
     """Keep a committed checkpoint from being removed.
@@ -352,7 +364,9 @@ def _free_bytes(directory: Path) -> int:
 
 
 def _move_latest(directory: Path) -> None:
-    """Let `latest` name the newest committed checkpoint."""
+    """Let `latest` name the newest committed checkpoint; where something else has this name, nothing."""
+    if problem_of_latest(directory):
+        return
     newest = next(iter(committed(directory)), None)
     link = directory / LATEST
     try:

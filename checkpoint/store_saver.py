@@ -71,6 +71,7 @@ class StoreSaver:
         self._reporting = threading.Lock()
         self._replicas: ReplicaService | None = None
         self._no_replicas_before_s = 0.0
+        self._said_of_latest = ""
         self._report()
 
     def __str__(self) -> str:
@@ -266,6 +267,10 @@ class StoreSaver:
 
     def _clean_up(self) -> None:
         directory = CheckpointDirectory(self.directory)
+        problem = commit.problem_of_latest(self.directory)
+        if problem and not self._said_of_latest:
+            _log.error("%s", problem)
+        self._said_of_latest = problem
         try:
             commit.clean_up(self.directory)
             owner = directory.owner()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.errors import OptionsError
+from checkpoint.errors import OptionsError, UnsupportedState
 from checkpoint.flash import rng
 from checkpoint.flash.copy_plan import Plan, make_plan
 from checkpoint.flash.options import Options
@@ -79,6 +79,11 @@ class Capture:
             OptionsError: it is no state.
         """
         leaves = self.flatten(state, finds_stepped=finds_stepped)
+        if leaves.shapeless:
+            raise UnsupportedState(
+                f"{leaves.shapeless[0]} has no shape yet, so there is nothing to save: lazy modules get shapes in "
+                "their first forward pass, or when they are restored"
+            )
         self._await_plan()
         plan = self._plan_of(leaves)
         return Captured(plan, self._metadata(leaves, plan, metrics), leaves, leaves.signature.addresses)

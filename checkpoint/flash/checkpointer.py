@@ -200,14 +200,15 @@ class FlashCheckpointer:
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Allocate the memory for a state in the background, so that the first save is as fast as the others.
 
-        `restore` does so by itself.
+        `restore` does so by itself. For lazy modules without shapes nothing is allocated.
         """
         self._check_open()
         with collector.held_off():
             self._prepare(state, self._capture.flatten(state))
 
     def _prepare(self, state: Mapping[str, Any], leaves: Leaves) -> None:
-        self._in_background(self._store.prepare, self._capture.prepare(state, leaves))
+        if not leaves.shapeless:
+            self._in_background(self._store.prepare, self._capture.prepare(state, leaves))
 
     def _in_background(self, act: Callable[..., None], plan: Callable[[], tuple[int, ...]] = tuple) -> None:
         """Do something with the memory beside the program, after what was begun before; with what a plan gives."""

@@ -367,7 +367,8 @@ def write(content: Content, kind: Kind, target: Path, *, form: Format = "safeten
     if kind == "dcp":
         _write_dcp(content.state, target)
     elif kind == "flash":
-        return _write_checkpoint(content, target, form, content.step if step is None else step)
+        check_step(content, kind, step)
+        return _write_checkpoint(content, target, form, (content.step or 0) if step is None else step)
     elif kind == "hdf5":
         raise OptionsError("HDF5 holds data-side state of a directory of checkpoints, and no weights")
     else:
@@ -378,9 +379,17 @@ def write(content: Content, kind: Kind, target: Path, *, form: Format = "safeten
     return target
 
 
-def _write_checkpoint(content: Content, target: Path, form: Format, step: int | None) -> Path:
-    if step is None:
+def check_step(content: Content, kind: Kind, step: int | None) -> None:
+    """Refuse to make a checkpoint of no step; arguments as of `write`.
+
+    Raises:
+        OptionsError: neither the source nor the caller says which step it is of.
+    """
+    if kind == "flash" and step is None and content.step is None:
         raise OptionsError("the source does not say which step of training it is of: give it with --as-step N")
+
+
+def _write_checkpoint(content: Content, target: Path, form: Format, step: int) -> Path:
     with attempt_on(target, "local") as attempt:
         generation = Generation(attempt, step)
         # One rank that saved what all have alike: any number of ranks restores it.

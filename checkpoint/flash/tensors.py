@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree
 
 from checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
@@ -117,6 +118,8 @@ class Leaves:
             tensors.
         stepped: numbers of the tensors that only the step of an optimizer changes: parameters and optimizers' states,
             but not buffers, which a forward pass may change. Known where it was asked for.
+        shapeless: names of what has no shape yet: parameters of lazy modules before their first forward pass. They are
+            no tensors here, and None in the tree.
     """
 
     tree: dict[str, Node] = field(default_factory=dict)
@@ -126,6 +129,7 @@ class Leaves:
     shards: dict[int, Shard] = field(default_factory=dict)
     plain: dict[str, range] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
+    shapeless: list[str] = field(default_factory=list)
 
     @functools.cached_property
     def signature(self) -> Signature:
@@ -162,6 +166,8 @@ class Flattener:
                 torch.Tensor: self._tensor,
                 torch.nn.Parameter: self._parameter,
                 torch.nn.Buffer: self._tensor,
+                UninitializedParameter: self._shapeless,
+                UninitializedBuffer: _refuse_buffer,
                 np.ndarray: self._array,
                 bytes: self._bytes,
                 torch.Size: lambda _path, value: {"$size": list(value)},
@@ -213,6 +219,11 @@ class Flattener:
     def _parameter(self, path: str, tensor: torch.Tensor) -> Node:
         return self._add(path, tensor, "parameter" if tensor.requires_grad else "frozen_parameter")
 
+    def _shapeless(self, path: str, _tensor: torch.Tensor) -> Node:
+        self._is_plain = False
+        self._leaves.shapeless.append(path)
+        return None
+
     def _sparse(self, path: str, tensor: torch.Tensor) -> Node:
         self._is_plain = False
         if tensor.layout is not torch.sparse_coo:
@@ -250,7 +261,7 @@ class Flattener:
     def _object(self, path: str, value: Any) -> Node:
         begin = len(self._leaves.tensors)
         node = self._encoder.item(path, value.state_dict())
-        if self._finds_stepped:
+        if self._finds_stepped and not self._leaves.shapeless:
             mine = range(begin, len(self._leaves.tensors))
             if isinstance(value, torch.nn.Module):
                 parameters = {one.data_ptr() for one in value.parameters()}
@@ -294,6 +305,13 @@ def _has_form(value: Any) -> bool:
     is_named = isinstance(value, tuple) and hasattr(type(value), "_fields")
     is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return is_named or is_data or (isinstance(value, np.generic) and not value.dtype.hasobject)
+
+
+def _refuse_buffer(path: str, _value: Any) -> Node:
+    raise UnsupportedState(
+        f"{path} is a buffer without a shape, of which torch makes no copies: call a lazy module that has such ones "
+        "(torch.nn.LazyBatchNorm1d) once with a batch, before restore() and save()"
+    )
 
 
 def _word(_path: str, value: Any) -> Node:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checkpoint.conversion import KINDS, Source, check_target, choose, detect
+from checkpoint.conversion import KINDS, Source, check_target, detect
 from checkpoint.errors import OptionsError
 from checkpoint.formats.part import FORMATS
 from hetjob.errors import HetstreamError
@@ -50,11 +50,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument("source", type=Path, metavar="SRC", help="what to convert")
     parser.add_argument("target", type=Path, metavar="DST", help="what to make of it; must not exist, except for flash")
     parser.add_argument("--to", required=True, choices=KINDS, help="format of DST")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--step", type=int, metavar="N", help="of which step (default: the newest; to hdf5: all)")
     parser.add_argument("--as-step", type=int, metavar="N", help="flash: which step DST is of, if SRC does not say")
-    parser.add_argument("--under", default="", metavar="KEY", help="put all of SRC under this key, e.g. model")
-    parser.add_argument("--keys", default="loader", metavar="KEYS", help="hdf5: keys to export (default loader)")
-    parser.add_argument("--format", default="safetensors", choices=FORMATS, help="flash: of the rank files in DST")
+    parser.add_argument("--under", metavar="KEY", help="put all of SRC under this key, e.g. model")
+    parser.add_argument("--keys", metavar="KEYS", help="hdf5: keys to export, separated by commas (default: loader)")
+    parser.add_argument("--format", choices=FORMATS, help="flash: of the rank files in DST (default safetensors)")
     parser.add_argument("--dry-run", action="store_true", help="read SRC and say what would be written")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.set_defaults(run=run)
@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionsError(f"{args.source} is {source.kind}: HDF5 is made of directories of checkpoints alone")
     if source.kind == "hdf5" and args.to != "flash":
         raise OptionsError(f"{args.source} is HDF5, which holds no weights: it becomes a checkpoint, with --to flash")
-    if args.as_step is not None and (args.to != "flash" or args.as_step < 0):
-        raise OptionsError(f"--as-step {args.as_step}: a step from 0 up, and only with --to flash")
+    _check_options(args, source)
     check_target(args.target, args.to)
     without_torch = "hdf5" in (source.kind, args.to)
     done = _convert_data(source, args) if without_torch else _convert_weights(source, args)
@@ -83,35 +82,60 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_options(args: argparse.Namespace, source: Source) -> None:
+    """Refuse options that would change nothing, all at once."""
+    has_weights = "hdf5" not in (source.kind, args.to)
+    rules = (
+        ("step", source.kind in ("flash", "hdf5"), f"SRC is {source.kind}, which has no steps to choose from"),
+        ("as_step", args.to == "flash" and has_weights, "only for --to flash, of an SRC that is not hdf5"),
+        ("under", has_weights, "not to or from hdf5, which keeps the keys"),
+        ("keys", args.to == "hdf5", "only with --to hdf5"),
+        ("format", args.to == "flash", "only with --to flash"),
+    )
+    problems = [
+        f"--{name.replace('_', '-')}={getattr(args, name)}: {rule}"
+        for name, is_right, rule in rules
+        if getattr(args, name) is not None and not is_right
+    ]
+    if (args.as_step or 0) < 0:
+        problems.append(f"--as-step={args.as_step}: a step is 0 or more")
+    if args.under == "":
+        problems.append("--under: a key has at least one letter")
+    if problems:
+        raise OptionsError("; ".join(problems))
+
+
 def _convert_data(source: Source, args: argparse.Namespace) -> dict[str, Any]:
     try:
-        from checkpoint.analysis import export_hdf5, import_hdf5
+        from checkpoint.analysis import export_hdf5, import_hdf5, read_state, saved_states
     except ImportError as error:
         raise HetstreamError(str(error)) from error
     if args.to == "hdf5":
-        keys = [key for key in args.keys.split(",") if key]
-        if args.dry_run:
-            name = choose(source, args.step).path.name
-            return {"target": str(args.target), "what": f"{', '.join(keys)} of checkpoints up to {name}", "notes": []}
-        names = export_hdf5(source, args.target, keys, args.step)
-        return {"target": str(args.target), "what": f"{', '.join(keys)} of {len(names)} checkpoint(s)", "notes": []}
-    if args.dry_run:
-        return {"target": str(args.target), "what": "one more checkpoint", "notes": []}
-    path = import_hdf5(source, args.target, args.format, args.step)
-    return {"target": str(path), "what": "a checkpoint of data-side state", "notes": []}
+        keys = None if args.keys is None else [key for key in args.keys.split(",") if key]
+        saved = saved_states(source, keys, args.step)
+        if not args.dry_run:
+            export_hdf5(saved, source, args.target)
+        exported = dict.fromkeys(key for one in saved for rank in one.ranks for key in rank.record.tree)
+        what = f"{', '.join(['metadata', *exported])} of {len(saved)} checkpoint(s)"
+        return {"target": str(args.target), "what": what, "notes": []}
+    one = read_state(source, args.step)
+    target = args.target if args.dry_run else import_hdf5(one, args.target, args.format or FORMATS[0])
+    what = f"a checkpoint of step {one.generation.step}, with data-side state of {len(one.ranks)} rank(s)"
+    return {"target": str(target), "what": what, "notes": []}
 
 
 def _convert_weights(source: Source, args: argparse.Namespace) -> dict[str, Any]:
     try:
-        from checkpoint.flash.convert import reading, write
+        from checkpoint.flash.convert import check_step, reading, write
     except ImportError as error:
         raise HetstreamError(f"this conversion needs torch: pip install 'hetstream[torch]' ({error})") from error
-    with reading(source, args.step, args.under) as content:
+    with reading(source, args.step, args.under or "") as content:
+        check_step(content, args.to, args.as_step)
         tensors = content.tensors
         num_bytes = sum(one.numel() * one.element_size() for one in tensors)
         keys = ", ".join(content.state)
         what = f"{len(tensors)} tensor(s), {size_words(num_bytes)}, under {keys[:200]}"
         target = args.target
         if not args.dry_run:
-            target = write(content, args.to, target, form=args.format, step=args.as_step)
+            target = write(content, args.to, target, form=args.format or FORMATS[0], step=args.as_step)
         return {"target": str(target), "what": what, "num_tensors": len(tensors), "notes": content.notes}

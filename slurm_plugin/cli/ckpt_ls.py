@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoint.commit import problem_of_latest
 from checkpoint.directory import Checkpoint, CheckpointDirectory, Partial
 from checkpoint.errors import NoCheckpoint
 from checkpoint.generation import Generation
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if directory:
         print("\n".join(disk_table(directory.path, checkpoints, partials, now_s, color)))
-        print()
+        problem = problem_of_latest(directory.path)
+        print(f"note: {problem}\n" if problem else "")
     print("\n".join(memory_table(stores, color)))
     return 0
 

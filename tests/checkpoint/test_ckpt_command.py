@@ -90,6 +90,10 @@ def test_ls_shows_disk_and_memory(directory: Path, dead_store: Path, capsys: pyt
     assert "committed, latest" in text
     assert "partial: rank(s) 0 of 2 missing" in text
     assert "20.2, 10.2" in text
+    assert "note:" not in text
+    (directory / "latest").unlink()
+    (directory / "latest").mkdir()
+    assert f"note: {directory / 'latest'} is a directory of somebody else's" in ckpt(capsys, "ls", directory)
     assert "died" in text
 
 

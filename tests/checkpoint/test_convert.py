@@ -217,7 +217,7 @@ def test_tied_tensors_stay_tied_through_formats(tmp_path: Path) -> None:
 def test_hdf5_there_and_back_to_a_loaders_state(ckpt: Path, tmp_path: Path) -> None:
     save(ckpt, step=150)
     target = tmp_path / "run.h5"
-    assert convert(ckpt, target, "--to", "hdf5", "--keys", "loader,rng,nothing") == 0
+    assert convert(ckpt, target, "--to", "hdf5", "--keys", "loader,rng") == 0
     with h5py.File(target) as file:
         assert file["steps"]["step"].tolist() == [120, 150]
         np.testing.assert_allclose(file["metrics/loss"][()], [1 / 120, 1 / 150])
@@ -262,12 +262,54 @@ def test_what_is_wrong_with_the_command_is_said(ckpt: Path, tmp_path: Path, caps
     refused(capsys, 2, "writes over nothing", ckpt, tmp_path / "there.pt", "--to", "torch")
     refused(capsys, 2, "is no directory", ckpt, tmp_path / "no" / "a.pt", "--to", "torch")
     refused(capsys, 2, "becomes a checkpoint, with --to flash", tmp_path / "x.h5", tmp_path / "a.pt", "--to", "torch")
-    refused(capsys, 2, "only with --to flash", ckpt, tmp_path / "a.pt", "--to", "torch", "--as-step", "3")
     refused(capsys, 1, "has no good checkpoint of step 7", ckpt, tmp_path / "a.pt", "--to", "torch", "--step", "7")
     torch.save([1, 2], tmp_path / "list.pt")
     refused(capsys, 1, "holds a list", tmp_path / "list.pt", tmp_path / "a.pt", "--to", "torch")
     torch.save({"a": 1}, tmp_path / "a1.pt")
-    refused(capsys, 2, "--as-step N", tmp_path / "a1.pt", tmp_path / "new", "--to", "flash")
+    for dry in ((), ("--dry-run",)):
+        refused(capsys, 2, "--as-step N", tmp_path / "a1.pt", tmp_path / "new", "--to", "flash", *dry)
+
+
+def test_options_that_would_change_nothing_are_refused(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"a": 1}, tmp_path / "a.pt")
+    out = tmp_path / "out"
+    refused(capsys, 2, "--as-step=3: only for --to flash", ckpt, out, "--to", "torch", "--as-step", "3")
+    refused(capsys, 2, "--as-step=-3: a step is 0", tmp_path / "a.pt", out, "--to", "flash", "--as-step", "-3")
+    refused(capsys, 2, "--step=3: SRC is torch", tmp_path / "a.pt", out, "--to", "dcp", "--step", "3")
+    refused(capsys, 2, "--keys=loader: only with --to hdf5", ckpt, out, "--to", "torch", "--keys", "loader")
+    words = "--under=x: not to or from hdf5, which keeps the keys; --format=torch: only with --to flash"
+    refused(capsys, 2, words, ckpt, out, "--to", "hdf5", "--under", "x", "--format", "torch")
+    refused(capsys, 2, "--under: a key", ckpt, out, "--to", "torch", "--under", "")
+    assert not out.exists()
+
+
+def test_hdf5_of_keys_that_are_not_there_is_refused(
+    ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "has no state under lodaer, x; it has model, optimizer, loader, rng"
+    for dry in ((), ("--dry-run",)):
+        refused(capsys, 2, words, ckpt, tmp_path / "run.h5", "--to", "hdf5", "--keys", "lodaer,rng,x", *dry)
+    refused(capsys, 1, "has no good checkpoint of step 7", ckpt, tmp_path / "run.h5", "--to", "hdf5", "--step", "7")
+    assert not (tmp_path / "run.h5").exists()
+    # A key that only some of the checkpoints have is exported from those.
+    generation = Generation(1, 130)
+    write_state(ckpt, Part(generation, 0, 1), {"model": {"x": 1}}, shared=("model",))
+    assert commit(ckpt, generation, 1) == ()
+    assert convert(ckpt, tmp_path / "run.h5", "--to", "hdf5", "--keys", "loader") == 0
+    assert "metadata, loader of 2 checkpoint(s)" in capsys.readouterr().out
+    assert convert(ckpt, tmp_path / "newest.h5", "--to", "hdf5", "--step", "130") == 0
+    assert "metadata of 1 checkpoint(s)" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_an_import_reads_the_file(ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export, target = tmp_path / "run.h5", tmp_path / "again"
+    assert convert(ckpt, export, "--to", "hdf5") == 0
+    refused(capsys, 1, "it has 120", export, target, "--to", "flash", "--step", "7", "--dry-run")
+    assert convert(export, target, "--to", "flash", "--dry-run") == 0
+    assert "would write" in capsys.readouterr().out
+    assert not target.exists()
 
 
 def test_a_running_job_keeps_its_directory(ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

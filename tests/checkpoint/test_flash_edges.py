@@ -20,7 +20,7 @@ import torch
 
 from checkpoint import FlashCheckpointer, Loaded, Options, ownership, rank_file
 from checkpoint.config import environment_of_saver, job_and_component
-from checkpoint.errors import CheckpointError, DirectoryInUse, OptionsError
+from checkpoint.errors import CheckpointError, DirectoryInUse, OptionsError, UnsupportedState
 from checkpoint.flash.device import Copier
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
@@ -443,3 +443,45 @@ def test_odd_variables_of_slurm_and_paths() -> None:
     paths = environment_of_saver({"PYTHONPATH": "src:/abs:"})["PYTHONPATH"].split(":")
     assert paths == [str(ROOT), os.path.abspath("src"), "/abs"]
     assert not find_stores([Path("/nowhere")])
+
+
+# Lazy modules
+
+
+def lazy_state(*more: torch.nn.Module) -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(4), *more, torch.nn.Linear(4, 2))
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+
+def train(state: dict[str, Any]) -> None:
+    state["model"](torch.ones(5, 3)).square().sum().backward()
+    state["optimizer"].step()
+
+
+def test_a_lazy_module_gets_its_shapes_and_values_when_it_is_restored(make: Any) -> None:
+    saved = lazy_state()
+    with make(interval=1) as checkpointer:
+        assert checkpointer.restore(saved) is None
+        for save in (checkpointer.save, checkpointer.save_async):
+            with pytest.raises(UnsupportedState, match=r"model\.0\.weight has no shape yet"):
+                save(1, saved)
+        train(saved)
+        assert checkpointer.save(1, saved)
+    restored = lazy_state()
+    with make(interval=1) as checkpointer:
+        assert checkpointer.restore(restored) == 1
+        for state in (saved, restored):
+            state["optimizer"].zero_grad()
+            train(state)
+        assert checkpointer.save(2, restored)
+    assert all(map(torch.equal, saved["model"].parameters(), restored["model"].parameters()))
+
+
+def test_a_lazy_module_with_buffers_is_refused_until_it_has_been_called(make: Any) -> None:
+    state = lazy_state(torch.nn.LazyBatchNorm1d())
+    with make() as checkpointer:
+        with pytest.raises(UnsupportedState, match=r"model\.1\.running_mean is a buffer without a shape"):
+            checkpointer.restore(state)
+        state["model"](torch.ones(5, 3))
+        assert checkpointer.restore(state) is None
+        assert checkpointer.save(1, state)

@@ -226,6 +226,23 @@ def test_a_damaged_generation_in_memory_does_not_hide_an_older_one(bench: Bench)
     assert saver.wait(TIMEOUT_S) == 0
 
 
+def test_what_is_called_latest_and_is_no_link_is_said_once_and_holds_nothing_up(bench: Bench) -> None:
+    latest = bench.directory / "latest"
+    latest.write_text("a user's")
+    trainer = bench.trainer()
+    bench.saver(trainer.store)
+    for step in (10, 20):
+        trainer.say(f"save {step}")
+        bench.until(lambda step=step: bench.status(trainer.store).persisted == Generation(1, step), "the status")
+    assert latest.read_text() == "a user's"
+    assert bench.said().count(f"{latest} is a file of somebody else's and no link: it stays") == 1
+    assert bench.status(trainer.store).num_failed == 0
+    latest.unlink()
+    trainer.say("save 30")
+    bench.until(lambda: latest.is_symlink(), "the link")
+    assert os.readlink(latest) == "step-0000000030.1"
+
+
 def test_sigterm_brings_the_newest_to_disk(bench: Bench) -> None:
     trainer = bench.trainer()
     saver = bench.saver(trainer.store)

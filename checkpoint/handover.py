@@ -17,7 +17,7 @@ import msgspec
 from checkpoint.errors import CheckpointError, DirectoryInUse
 from checkpoint.faults import reach
 from checkpoint.files import write_whole
-from checkpoint.locks import FileLock
+from checkpoint.locks import FileLock, is_locked
 from checkpoint.ownership import Identity
 
 _REQUEST = "handover.json"
@@ -50,13 +50,7 @@ def read_request(path: Path) -> Request | None:
 
 def is_live(path: Path) -> bool:
     """Whether some living process asks for the directory."""
-    try:
-        lock = FileLock.try_shared(path / _LOCK)
-    except (OSError, CheckpointError):
-        return False
-    if lock:
-        lock.release()
-    return lock is None
+    return is_locked(path / _LOCK)
 
 
 def living_request(path: Path) -> Request | None:

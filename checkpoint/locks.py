@@ -115,6 +115,21 @@ class FileLock:
         self.release()
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock of a file alone; False if the file cannot be opened.
+
+    Raises:
+        CheckpointError: the file system has no locks.
+    """
+    try:
+        lock = FileLock.try_shared(path)
+    except OSError:
+        return False
+    if lock:
+        lock.release()
+    return lock is None
+
+
 def _forget_in_child() -> None:
     for lock in list(_held):
         lock._close()

@@ -30,7 +30,7 @@ import msgspec
 from checkpoint.errors import CheckpointError, DamagedSegment, ForeignOwner, OptionsError
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
-from checkpoint.locks import FileLock
+from checkpoint.locks import FileLock, is_locked
 from checkpoint.replica.peers import Order
 from checkpoint.segment import Header, Segment, State, read_header
 
@@ -205,10 +205,7 @@ class StoreFiles:
 
     def slots(self) -> list[Path]:
         """The slot files that are there, usable or not."""
-        try:
-            return [self.path / name for name in sorted(os.listdir(self.path)) if _SLOT.fullmatch(name)]
-        except FileNotFoundError:
-            return []
+        return self._called(_SLOT)
 
     def complete(self) -> list[SlotContent]:
         """The complete generations, newest first. Damaged slots are left out."""
@@ -220,10 +217,7 @@ class StoreFiles:
 
     def replicas(self) -> list[Path]:
         """The files for replicas that are there, usable or not."""
-        try:
-            return [self.path / name for name in sorted(os.listdir(self.path)) if _REPLICA.fullmatch(name)]
-        except FileNotFoundError:
-            return []
+        return self._called(_REPLICA)
 
     def replicas_of(self, rank: int) -> list[SlotContent]:
         """The complete generations of another rank that are kept here, newest first."""
@@ -235,6 +229,12 @@ class StoreFiles:
         match = _REPLICA.fullmatch(path.name)
         assert match is not None
         return int(match[1])
+
+    def _called(self, pattern: re.Pattern[str]) -> list[Path]:
+        try:
+            return [self.path / name for name in sorted(os.listdir(self.path)) if pattern.fullmatch(name)]
+        except FileNotFoundError:
+            return []
 
     def siblings(self) -> list[StoreFiles]:
         """The stores of the same job and checkpoint directory on this host, with this one."""
@@ -315,11 +315,11 @@ class StoreFiles:
 
     def is_trainer_alive(self) -> bool:
         """Whether a process holds the store as its trainer."""
-        return _is_locked(self.trainer_lock)
+        return is_locked(self.trainer_lock)
 
     def is_saver_alive(self) -> bool:
         """Whether a process holds the store as its saver."""
-        return _is_locked(self.saver_lock)
+        return is_locked(self.saver_lock)
 
     def num_bytes(self) -> int:
         """Memory that the slots and replicas take."""
@@ -370,13 +370,3 @@ def _training(name: str) -> tuple[str, ...]:
     """User, job and checkpoint directory in a store's name."""
     match = _NAME.fullmatch(name)
     return match.group(1, 2, 5) if match else ()
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        lock = FileLock.try_shared(path)
-    except OSError:
-        return False
-    if lock:
-        lock.release()
-    return lock is None

@@ -84,27 +84,15 @@ def _local_header(record: Record, at: int) -> bytes:
     name, size = record.name.encode(), record.num_bytes
     is_large = size >= _MAX32
     extra = struct.pack("<HHQQ", _ZIP64_ID, 16, size, size) if is_large else b""
-    shown = _MAX32 if is_large else size
     padding = b""
     if isinstance(record.content, Range) and size:
         unit = PAGE_BYTES if size >= _LARGE_BYTES else ALIGN_BYTES
         bare = at + _LOCAL.size + len(name) + len(extra) + 4
         num_padding = (record.content.offset - bare) % unit
         padding = struct.pack("<HH", _PADDING_ID, num_padding) + bytes(num_padding)
-    fixed = _LOCAL.pack(
-        _LOCAL_MAGIC,
-        _VERSION64 if is_large else _VERSION,
-        _UTF8_NAMES,
-        0,
-        0,
-        _DATE,
-        record.crc32,
-        shown,
-        shown,
-        len(name),
-        len(extra) + len(padding),
-    )
-    return fixed + name + extra + padding
+    extra += padding
+    fields = _shared_fields(record, _VERSION64 if is_large else _VERSION, name, extra)
+    return _LOCAL.pack(_LOCAL_MAGIC, *fields) + name + extra
 
 
 def _central_header(record: Record, at: int) -> bytes:
@@ -113,27 +101,15 @@ def _central_header(record: Record, at: int) -> bytes:
         [struct.pack("<QQ", size, size) if size >= _MAX32 else b"", struct.pack("<Q", at) if at >= _MAX32 else b""]
     )
     extra = struct.pack("<HH", _ZIP64_ID, len(large)) + large if large else b""
-    shown, version = min(size, _MAX32), _VERSION64 if large else _VERSION
-    fixed = _CENTRAL.pack(
-        _CENTRAL_MAGIC,
-        version,
-        version,
-        _UTF8_NAMES,
-        0,
-        0,
-        _DATE,
-        record.crc32,
-        shown,
-        shown,
-        len(name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        min(at, _MAX32),
-    )
-    return fixed + name + extra
+    version = _VERSION64 if large else _VERSION
+    fields = _shared_fields(record, version, name, extra)
+    return _CENTRAL.pack(_CENTRAL_MAGIC, version, *fields, 0, 0, 0, 0, min(at, _MAX32)) + name + extra
+
+
+def _shared_fields(record: Record, version: int, name: bytes, extra: bytes) -> tuple[int, ...]:
+    """What both headers of a record hold, in this order."""
+    shown = min(record.num_bytes, _MAX32)
+    return version, _UTF8_NAMES, 0, 0, _DATE, record.crc32, shown, shown, len(name), len(extra)
 
 
 def _end_of(count: int, num_bytes: int, at: int) -> bytes:

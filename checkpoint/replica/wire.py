@@ -20,6 +20,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from typing import Literal, TypeVar
 
 import msgspec
@@ -188,12 +189,10 @@ class Channel:
         if not is_same:
             raise ReplicaError(f"{header.generation} was overwritten before it was sent")
         digest = Checksum()
-        for part in (metadata, payload):
-            for begin in range(0, len(part), _CHUNK_BYTES):
-                chunk = part[begin : begin + _CHUNK_BYTES]
-                self.send(chunk)
-                digest.update(chunk)
-                reach("replica.sending")
+        for chunk in _chunks(metadata, payload):
+            self.send(chunk)
+            digest.update(chunk)
+            reach("replica.sending")
         try:
             is_same = segment.header == header
         except DamagedSegment:
@@ -212,12 +211,10 @@ class Channel:
             ReplicaError: it is not what was sent, or was overwritten while it was.
         """
         digest = Checksum()
-        for part in (metadata, payload):
-            for begin in range(0, len(part), _CHUNK_BYTES):
-                chunk = part[begin : begin + _CHUNK_BYTES]
-                self.receive_into(chunk)
-                digest.update(chunk)
-                reach("replica.receiving")
+        for chunk in _chunks(metadata, payload):
+            self.receive_into(chunk)
+            digest.update(chunk)
+            reach("replica.receiving")
         is_same, wanted = _TAIL.unpack(self.receive(_TAIL.size))
         if not is_same:
             raise ReplicaError("newer saves have overwritten it while it was sent: the network is slower than they are")
@@ -251,3 +248,9 @@ def _receiver(attempt: int, rank: int) -> bytes:
 def _prove(key: bytes, role: bytes, receiver: bytes, callers_nonce: bytes, savers_nonce: bytes) -> bytes:
     text = b"\0".join([b"hetstream replica", role, receiver, callers_nonce, savers_nonce])
     return hmac.new(key, text, hashlib.sha256).digest()
+
+
+def _chunks(*parts: memoryview) -> Iterator[memoryview]:
+    for part in parts:
+        for begin in range(0, len(part), _CHUNK_BYTES):
+            yield part[begin : begin + _CHUNK_BYTES]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from checkpoint import FlashCheckpointer, Options
+from tests.checkpoint.mounted import mounted_memory
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a file system")
 
@@ -19,17 +19,9 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """Shared memory of 128 KiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=128k,mode=1777", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.decode().strip()}")
-    yield place
-    left = os.listdir(place)
-    subprocess.run(["umount", str(place)], check=True)
-    assert left == ["filler"]
+    with mounted_memory(tmp_path / "small", "128k") as place:
+        yield place
+        assert os.listdir(place) == ["filler"]
 
 
 def fill(place: Path) -> None:

@@ -99,6 +99,15 @@ class Bench:
         self.savers.append(process)
         return process
 
+    def job_saver(self) -> subprocess.Popen[bytes]:
+        with open(self.log, "ab") as log:
+            argv = [sys.executable, "-c", JOB_SAVER, str(self.path / "stores")]
+            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
+        self.undo.callback(self._end, process)
+        assert process.stdout
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
     @property
     def log(self) -> Path:
         return self.path / "saver.log"
@@ -540,12 +549,7 @@ serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
 
 
 def test_a_jobs_saver_serves_all_stores_that_come_and_outlives_their_trainers(bench: Bench) -> None:
-    with open(bench.log, "ab") as log:
-        argv = [sys.executable, "-c", JOB_SAVER, str(bench.path / "stores")]
-        saver = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
-    bench.undo.callback(bench._end, saver)
-    assert saver.stdout
-    assert saver.stdout.readline() == b"ready\n"
+    saver = bench.job_saver()
     trainers = [bench.trainer(rank, 2) for rank in range(2)]
     for trainer in trainers:
         trainer.say("save 10")
@@ -570,12 +574,7 @@ def test_a_jobs_saver_serves_all_stores_that_come_and_outlives_their_trainers(be
 
 
 def test_a_jobs_saver_passes_a_warning_on_and_waits_for_the_last_save(bench: Bench) -> None:
-    with open(bench.log, "ab") as log:
-        argv = [sys.executable, "-c", JOB_SAVER, str(bench.path / "stores")]
-        saver = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
-    bench.undo.callback(bench._end, saver)
-    assert saver.stdout
-    assert saver.stdout.readline() == b"ready\n"
+    saver = bench.job_saver()
     trainer = bench.trainer()
     trainer.say("save 10")
     bench.until_committed((1, 10))

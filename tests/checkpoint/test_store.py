@@ -29,6 +29,7 @@ from checkpoint.generation import Generation
 from checkpoint.store import Store
 from checkpoint.store_files import Identity, SaverStatus
 from checkpoint.view import StoreView, find_stores
+from tests.checkpoint.mounted import mounted_memory
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, payload_of, save, size_at
 
@@ -60,17 +61,9 @@ def store(identity: Identity, shared_memory: Path) -> Iterator[Store]:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
     """Shared memory with room for two slots of SIZE and no third."""
-    place = tmp_path / "tiny"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=260k,mode=1777", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.decode().strip()}")
-    yield place
-    left = os.listdir(place)
-    subprocess.run(["umount", str(place)], check=True)
-    assert left == []
+    with mounted_memory(tmp_path / "tiny", "260k") as place:
+        yield place
+        assert os.listdir(place) == []
 
 
 def start(*words: object, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:

@@ -1,0 +1,29 @@
+"""A file system in memory of a test's own, as small as it likes."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def mounted_memory(place: Path, size: str) -> Iterator[Path]:
+    """Mount it; a test that may not is skipped.
+
+    Args:
+        place: where; it must not exist.
+        size: as mount(8) takes it, such as 128k.
+    """
+    place.mkdir()
+    options = f"size={size},mode=1777"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.decode().strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)

@@ -26,13 +26,12 @@ from pathlib import Path
 from checkpoint.config import environment_of_saver
 from checkpoint.errors import CheckpointError, SaverError, StoreInUse
 from checkpoint.faults import reach
-from checkpoint.store_files import list_stores, stores_prefix
+from checkpoint.store_files import SHARED_MEMORY, list_stores, stores_prefix
 from checkpoint.store_saver import StoreSaver
 from checkpoint.view import StoreView
 
 _log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 # The least weight there is: a loop on one of two cores loses 1 to 3 %, one on both 9 to 18 % (28 % at niceness 10).
 _NICENESS = 19
 _AUTOGROUP = Path("/proc/self/autogroup")

@@ -39,6 +39,9 @@ _JOB = re.compile(r"[\w.+]{1,64}", re.ASCII)
 _SLOT = re.compile(r"slot-\d+")
 _REPLICA = re.compile(r"replica-(\d{1,9})-\d", re.ASCII)
 _HASH_BYTES = 4
+SHARED_MEMORY = Path("/dev/shm")
+# In a checkpoint directory: generations, and whole stores, for which there was no shared memory.
+FALLBACK = ".memory"
 # Of a page, which a file system in memory gives or does not.
 STATUS_BYTES = 4096
 

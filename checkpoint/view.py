@@ -16,7 +16,16 @@ from pathlib import Path
 from checkpoint.errors import ForeignOwner, StoreInUse
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
-from checkpoint.store_files import Holder, SaverStatus, SlotContent, StoreFiles, list_stores, stores_prefix
+from checkpoint.store_files import (
+    FALLBACK,
+    SHARED_MEMORY,
+    Holder,
+    SaverStatus,
+    SlotContent,
+    StoreFiles,
+    list_stores,
+    stores_prefix,
+)
 
 _PIPE_BYTES = 1 << 16
 # Whoever looks whether a saver lives holds its lock for a moment.
@@ -173,7 +182,12 @@ class FoundStore:
     num_bytes: int
 
 
-def find_stores(roots: Iterable[Path] = (Path("/dev/shm"),)) -> list[FoundStore]:
+def places(directories: Iterable[Path]) -> list[Path]:
+    """Where stores of these checkpoint directories may be: in shared memory, or where none was to be had."""
+    return [SHARED_MEMORY, *(directory / FALLBACK for directory in directories)]
+
+
+def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
     """The stores of this user below some directories, with those that are half made or half deleted.
 
     `StoreView(found.path).remove()` deletes one that is nobody's.

@@ -46,7 +46,7 @@ from checkpoint.policy.interval import Adaptive, Every
 from checkpoint.policy.retention import Retention
 from checkpoint.replica.trainer import TrainerReplicas
 from checkpoint.store import Store
-from checkpoint.store_files import Identity
+from checkpoint.store_files import FALLBACK, Identity
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class FlashCheckpointer:
         self._options = options
         self._ranks = ranks or communicator()
         self._directory = CheckpointDirectory(path)
-        self._fallback = (options.fallback or self._directory.path / ".memory").absolute()
+        self._fallback = (options.fallback or self._directory.path / FALLBACK).absolute()
         self._is_open = True
         self._preparing: threading.Thread | None = None
         self._guards: list[Any] = []

@@ -11,7 +11,7 @@ from typing import Any
 from checkpoint.config import NO_JOB
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.policy.collection import reason_to_keep, reason_to_remove
-from checkpoint.view import FoundStore, StoreView, find_stores
+from checkpoint.view import FoundStore, StoreView, find_stores, places
 from hetjob.errors import SlurmCommandError
 from hetjob.table import size_words
 from slurm_plugin.cli.ckpt_ls import existing
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Collect, and say what was done with everything that was found."""
     directories = [existing(path) for path in args.directories]
-    stores = find_stores()
+    stores = find_stores(places(directory.path for directory in directories))
     jobs: dict[str, str] | None = {}
     if any(store.holder.job != NO_JOB for store in stores):
         try:

@@ -15,7 +15,7 @@ from checkpoint.commit import problem_of_latest
 from checkpoint.directory import Checkpoint, CheckpointDirectory, Partial
 from checkpoint.errors import NoCheckpoint
 from checkpoint.generation import Generation
-from checkpoint.view import FoundStore, find_stores
+from checkpoint.view import FoundStore, find_stores, places
 from hetjob.table import RED, YELLOW, Cell, duration_words, size_words, table
 
 EPILOG = """\
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     directory = existing(args.directory) if args.directory else None
     checkpoints = directory.scan() if directory else []
     partials = directory.partials() if directory else []
-    stores = find_stores()
+    stores = find_stores(places([directory.path] if directory else []))
     if directory:
         wanted = os.path.realpath(directory.path)
         stores = [store for store in stores if os.path.realpath(store.holder.directory) == wanted]

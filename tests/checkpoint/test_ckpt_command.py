@@ -61,6 +61,14 @@ def dead_store(directory: Path) -> Iterator[Path]:
             assert view.remove()
 
 
+def leave_as_killed(store: Store) -> None:
+    """Let go of a store, with what SIGKILL would leave of it."""
+    aside = store.path.with_name(f".{store.path.name}")
+    store.path.rename(aside)
+    store.close()  # it finds nothing to remove
+    aside.rename(store.path)
+
+
 def ckpt(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> str:
     assert main(["ckpt", *map(str, words)]) == code
     return capsys.readouterr().out
@@ -167,11 +175,20 @@ def test_gc_keeps_the_store_of_a_living_trainer(directory: Path, capsys: pytest.
         assert row["action"] == "kept"
         assert row["reason"].startswith(f"its trainer lives, pid {os.getpid()}")
     finally:
-        aside = store.path.with_name(f".{store.path.name}")
-        store.path.rename(aside)
-        store.close()  # it finds nothing to remove
-        aside.rename(store.path)  # so this is what SIGKILL leaves
+        leave_as_killed(store)
     assert found()["reason"] == "its program is gone and it holds nothing"
+    assert not store.path.exists()
+
+
+def test_a_store_that_found_no_shared_memory_is_seen_and_collected(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / ".memory").mkdir()
+    store = Store.open(Identity("local", 0, 5, directory), 2, tmp_path / "none", directory / ".memory")
+    leave_as_killed(store)
+    assert [one["path"] for one in ckpt_json(capsys, "ls", directory)["memory"]] == [str(store.path)]
+    rows = ckpt_json(capsys, "gc", directory)["found"]
+    assert (str(store.path), "removed") in [(row["path"], row["action"]) for row in rows]
     assert not store.path.exists()
 
 

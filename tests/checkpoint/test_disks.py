@@ -1,0 +1,96 @@
+"""Disks that are full, read-only or another user's: real file systems and real owners, nothing patched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import DirectoryNotWritable, ForeignOwner
+from checkpoint.generation import Generation
+from slurm_plugin.cli import main
+from tests.checkpoint.mounted import mounted_memory
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts file systems and changes owners")
+MIB = 1 << 20
+WaitUntil = Callable[..., None]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MiB, with the checkpoint directory of `make` on it."""
+    with mounted_memory(tmp_path / "disk", "4m") as place:
+        (tmp_path / "ckpt").symlink_to(place / "ckpt")
+        (place / "ckpt").mkdir(mode=0o700)
+        yield place
+
+
+def remount(place: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(place)], check=True)
+
+
+def state_of(value: int, num_bytes: int) -> dict[str, Any]:
+    return {"w": torch.full((num_bytes,), value, dtype=torch.uint8)}
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_training_goes_on(
+    disk: Path, make: Any, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make() as checkpointer:
+        assert checkpointer.save(1, state_of(1, MIB))
+        assert checkpointer.wait(60)
+        for step in (2, 3):
+            assert checkpointer.save(step, state_of(step, 8 * MIB))
+            wait_until(lambda: checkpointer.stats().saver_error, 60, "what the saver says")
+        assert "are free; nothing was written: hetstream ckpt ls" in checkpointer.stats().saver_error
+        assert "checkpoints do not get to disk, training goes on with those in memory" in caplog.text
+        found = CheckpointDirectory(disk / "ckpt")
+        assert [one.generation for one in found.checkpoints()] == [Generation(1, 1)]
+        assert found.verify(Generation(1, 1)) == []
+        assert checkpointer.load().step == 3
+        remount(disk, "size=64m")
+        assert checkpointer.wait(60), "the saver did not try again by itself"
+        assert checkpointer.stats().saver_error == ""
+    with make() as checkpointer:
+        loaded = checkpointer.load()
+        assert (loaded.step, loaded.sources) == (3, ("disk",))
+
+
+def test_a_read_only_disk_is_refused_and_can_be_looked_at(
+    disk: Path, make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1, MIB))
+    remount(disk, "ro")
+    with pytest.raises(DirectoryNotWritable, match="cannot be written to"):
+        make()
+    for words, code, said in (
+        (["ls"], 0, "committed, latest"),
+        (["verify"], 0, "step-0000000001.1  good"),
+        (["gc"], 1, "Read-only file system"),
+        (["convert", "--to", "torch", "--dry-run"], 0, "would write"),
+    ):
+        more = [str(disk / "m.pt")] if words[0] == "convert" else []
+        assert main(["ckpt", words[0], str(disk / "ckpt"), *more, *words[1:]]) == code
+        told = capsys.readouterr()
+        assert said in told.out + told.err
+        assert "Traceback" not in told.err
+    remount(disk, "rw")
+    with make() as checkpointer:
+        assert checkpointer.load().step == 1
+
+
+def test_another_users_directory_is_refused_and_stays_as_it_is(make: Any, tmp_path: Path) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1, MIB))
+    before = sorted(path.name for path in (tmp_path / "ckpt").iterdir())
+    os.chown(tmp_path / "ckpt", 12345, 12345)
+    with pytest.raises(ForeignOwner, match="belongs to user 12345, this is user 0"):
+        make()
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == before

@@ -30,7 +30,7 @@ from checkpoint.flash.capture import RNG, Capture
 from checkpoint.flash.distributed import Communicator, communicator, together
 from checkpoint.flash.handover import Entry
 from checkpoint.flash.newest import Newest
-from checkpoint.flash.options import Options
+from checkpoint.flash.options import Options, check_arguments
 from checkpoint.flash.restoring import Loaded, load_newest, restore_newest
 from checkpoint.flash.saver_link import SaverLink
 from checkpoint.flash.saving import Saving
@@ -83,8 +83,7 @@ class FlashCheckpointer:
         ranks: Communicator | None = None,
         options: Options = Options(),  # noqa: B008, it is frozen
     ) -> None:
-        if isinstance(shared, str) or RNG in shared:
-            raise OptionsError(f"shared={shared!r}: a collection of top-level keys, without {RNG!r}")
+        check_arguments(shared, interval, keep, ranks, options, RNG)
         path = directory_of_job() if directory is None else directory
         if path is None:
             raise OptionsError("no checkpoint directory: give one, or run in a job with #HETSTREAM --checkpoint=DIR")

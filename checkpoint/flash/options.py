@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpoint.errors import OptionsError
 from checkpoint.formats.part import FORMATS, Format
+from checkpoint.policy.interval import Adaptive, Every
+from checkpoint.policy.retention import Retention
 from checkpoint.store import MIN_SLOTS, SHARED_MEMORY
 
 
@@ -45,18 +50,61 @@ class Options:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.num_slots < MIN_SLOTS:
-            problems.append(f"num_slots={self.num_slots}: at least {MIN_SLOTS}, one beside the last good one")
-        unknown = [number for number in self.stop_signals if number not in signal.valid_signals()]
-        if unknown:
-            problems.append(f"stop_signals: {unknown} are no signals")
-        if {signal.SIGKILL, signal.SIGSTOP} & {*self.stop_signals}:
-            problems.append("stop_signals: nobody can listen to SIGKILL or SIGSTOP")
-        if self.close_timeout_s is not None and self.close_timeout_s < 0:
-            problems.append(f"close_timeout_s={self.close_timeout_s}: must not be negative")
-        if not self.hand_over_timeout_s > 0:
-            problems.append(f"hand_over_timeout_s={self.hand_over_timeout_s}: more than 0")
+        if not isinstance(self.num_slots, int) or self.num_slots < MIN_SLOTS:
+            problems.append(f"num_slots={self.num_slots!r}: at least {MIN_SLOTS}, one beside the last good one")
+        if not isinstance(self.stop_signals, Collection):
+            problems.append(f"stop_signals={self.stop_signals!r}: a tuple of signals, such as (signal.SIGTERM,)")
+        else:
+            unknown = [number for number in self.stop_signals if number not in signal.valid_signals()]
+            if unknown:
+                problems.append(f"stop_signals: {unknown} are no signals")
+            if {signal.SIGKILL, signal.SIGSTOP} & {*self.stop_signals}:
+                problems.append("stop_signals: nobody can listen to SIGKILL or SIGSTOP")
+        for name in ("shared_memory", "fallback"):
+            path = getattr(self, name)
+            if isinstance(path, str | os.PathLike):
+                object.__setattr__(self, name, Path(path))
+            elif path is not None or name == "shared_memory":
+                problems.append(f"{name}={path!r}: a directory")
+        if self.close_timeout_s is not None and not _is_number(self.close_timeout_s):
+            problems.append(f"close_timeout_s={self.close_timeout_s!r}: seconds, not negative")
+        if not _is_number(self.hand_over_timeout_s) or self.hand_over_timeout_s == 0:
+            problems.append(f"hand_over_timeout_s={self.hand_over_timeout_s!r}: seconds, more than 0")
         if self.format not in FORMATS:
             problems.append(f"format={self.format!r}: one of {', '.join(FORMATS)}")
         if problems:
             raise OptionsError("; ".join(problems))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 0
+
+
+def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: Any, taken: str) -> None:
+    """Refuse what a checkpointer cannot be made with, all at once; a wrong one would show only in the saver.
+
+    Args:
+        shared: of `FlashCheckpointer`.
+        interval: of `FlashCheckpointer`.
+        keep: of `FlashCheckpointer`.
+        ranks: of `FlashCheckpointer`.
+        options: of `FlashCheckpointer`.
+        taken: the key that no state has.
+
+    Raises:
+        OptionsError: one breaks its rule.
+    """
+    problems = []
+    are_keys = isinstance(shared, Collection) and all(isinstance(key, str) for key in shared)
+    if isinstance(shared, str) or not are_keys or taken in shared:
+        problems.append(f"shared={shared!r}: a collection of top-level keys, without {taken!r}")
+    if not isinstance(interval, int | Every | Adaptive | None) or isinstance(interval, bool):
+        problems.append(f"interval={interval!r}: a number of steps, Every(seconds=...), or Adaptive(...)")
+    if not isinstance(keep, Retention | None):
+        problems.append(f"keep={keep!r}: a rule, such as Retention(keep_last=3)")
+    if ranks is not None and not all(hasattr(ranks, name) for name in ("rank", "world_size", "all_gather")):
+        problems.append(f"ranks={ranks!r}: an object with rank, world_size and all_gather")
+    if not isinstance(options, Options):
+        problems.append(f"options={options!r}: Options(...), such as Options(num_slots=2)")
+    if problems:
+        raise OptionsError("; ".join(problems))

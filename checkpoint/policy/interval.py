@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from checkpoint.errors import OptionsError
+
 DEFAULT_MAX_OVERHEAD = 0.03
 # The belief before anything is known, worth one failure: preemption, time limits, wrong programs and hardware together.
 DEFAULT_MTBF_S = 24 * 3600.0
@@ -41,11 +43,11 @@ class Every:
 
     def __post_init__(self) -> None:
         if (self.num_steps is None) == (self.seconds is None):
-            raise ValueError("a fixed interval has either num_steps or seconds")
-        if self.num_steps is not None and self.num_steps < 1:
-            raise ValueError(f"num_steps={self.num_steps}: at least 1")
+            raise OptionsError("a fixed interval has either num_steps or seconds")
+        if self.num_steps is not None and (not isinstance(self.num_steps, int) or self.num_steps < 1):
+            raise OptionsError(f"num_steps={self.num_steps!r}: at least 1")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise ValueError(f"seconds={self.seconds}: more than 0")
+            raise OptionsError(f"seconds={self.seconds}: more than 0")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Adaptive:
         if not 0 < self.mtbf_s < math.inf:
             problems.append(f"mtbf_s={self.mtbf_s}: seconds, more than 0")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise OptionsError("; ".join(problems))
 
 
 @dataclass(frozen=True)

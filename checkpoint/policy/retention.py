@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from checkpoint.errors import OptionsError
+
 
 @dataclass(frozen=True)
 class Best:
@@ -33,10 +35,10 @@ class Best:
             problems.append("metric='': the name of a metric that save() is given")
         if self.mode not in ("min", "max"):
             problems.append(f"mode={self.mode!r}: 'min' or 'max'")
-        if self.num < 1:
-            problems.append(f"num={self.num}: at least 1")
+        if not isinstance(self.num, int) or self.num < 1:
+            problems.append(f"num={self.num!r}: at least 1")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise OptionsError("; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,15 @@ class Retention:
 
     def __post_init__(self) -> None:
         given = {"keep_last": self.keep_last, "keep_every": self.keep_every}
-        problems = [f"{name}={value}: at least 1" for name, value in given.items() if value is not None and value < 1]
+        problems = [
+            f"{name}={value!r}: at least 1"
+            for name, value in given.items()
+            if value is not None and (not isinstance(value, int) or value < 1)
+        ]
+        if not isinstance(self.keep_best, Best | None):
+            problems.append(f"keep_best={self.keep_best!r}: such as Best('loss')")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise OptionsError("; ".join(problems))
 
 
 @dataclass(frozen=True, order=True)

@@ -274,8 +274,18 @@ def test_what_a_forward_pass_changes_is_taken_at_once(make: Any, held_up: thread
 def test_misuse_is_an_error_at_once(make: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match=r"num_slots=1.*stop_signals.*close_timeout_s"):
         Options(num_slots=1, stop_signals=(signal.SIGKILL,), close_timeout_s=-1)
-    with pytest.raises(OptionsError, match="a collection of top-level keys"):
-        make(shared="model")
+    with pytest.raises(OptionsError, match=r"num_slots='3'.*stop_signals=15.*fallback=3.*close_timeout_s='1'"):
+        Options(num_slots="3", stop_signals=15, fallback=3, close_timeout_s="1")  # type: ignore[arg-type]
+    assert Options(shared_memory="/tmp").shared_memory == Path("/tmp")  # type: ignore[arg-type]
+    for wrong in ({"shared": "model"}, {"shared": ("model", 3)}, {"shared": 3}, {"interval": "5"}, {"keep": 3}):
+        with pytest.raises(OptionsError, match=rf"^{next(iter(wrong))}=.*: (a collection of|a number of|a rule)"):
+            make(**wrong)
+    words = r"interval=2\.5.*keep=Best.*ranks=7: an object with rank"
+    with pytest.raises(OptionsError, match=words):
+        make(interval=2.5, keep=checkpoint.Best("loss"), ranks=7)
+    with pytest.raises(OptionsError, match=r"options=\{\}: Options"):
+        FlashCheckpointer(tmp_path / "ckpt", options={})  # type: ignore[arg-type]
+    assert not (tmp_path / "ckpt").exists()
     with make(shared=("model",)) as checkpointer:
         for step, state, words in (
             (1, [], "a dict with names as keys"),

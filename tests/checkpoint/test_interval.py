@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint.errors import OptionsError
 from checkpoint.policy.interval import (
     Adaptive,
     Attempt,
@@ -144,10 +145,11 @@ def test_ranks_that_agree_save_at_the_same_steps(seed: int) -> None:
         (lambda: Every(), "either num_steps or seconds"),
         (lambda: Every(num_steps=1, seconds=1), "either num_steps or seconds"),
         (lambda: Every(num_steps=0), "num_steps=0: at least 1"),
+        (lambda: Every(num_steps=1.5), r"num_steps=1\.5: at least 1"),  # type: ignore[arg-type]
         (lambda: Every(seconds=float("inf")), "seconds=inf: more than 0"),
         (lambda: Adaptive(max_overhead=3, mtbf_s=0), r"max_overhead=3: .*; mtbf_s=0: seconds"),
     ],
 )
 def test_wrong_options(make: object, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(OptionsError, match=text):
         make()  # type: ignore[operator]

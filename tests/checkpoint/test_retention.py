@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint.errors import OptionsError
 from checkpoint.policy.retention import Best, Retention, Saved, judge
 
 rules = st.builds(
@@ -93,9 +94,10 @@ def test_damaged_ones_take_no_place_and_a_later_attempt_is_newer() -> None:
     ("make", "text"),
     [
         (lambda: Retention(keep_last=0, keep_every=-1), "keep_last=0: at least 1; keep_every=-1: at least 1"),
+        (lambda: Retention(keep_best="loss"), r"keep_best='loss': such as Best"),  # type: ignore[arg-type]
         (lambda: Best("", mode="least", num=0), "metric='': .*; mode='least': 'min' or 'max'; num=0: at least 1"),
     ],
 )
 def test_wrong_options(make: object, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(OptionsError, match=text):
         make()  # type: ignore[operator]

@@ -142,7 +142,10 @@ class Capture:
         return self._plan
 
     def _metadata(self, leaves: Leaves, plan: Plan, metrics: Mapping[str, float]) -> bytes:
-        numbers = {str(name): float(value) for name, value in metrics.items()}
+        try:
+            numbers = {str(name): float(value) for name, value in metrics.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise OptionsError(f"metrics={_short(metrics)}: a dict of names and numbers: {error}") from error
         structure = Record.write_with(
             plan.encoded_refs,
             tree=leaves.tree,

@@ -13,12 +13,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -185,10 +186,10 @@ class FlashCheckpointer:
         self._check_open()
         self._check_owner()
         self._last_step_s = time.time()
-        if not isinstance(step, int) or step < 0:
+        if not isinstance(step, SupportsIndex) or operator.index(step) < 0:
             raise OptionsError(f"step={step!r}: a number of steps, 0 or more")
         self._saver.tell_errors()
-        generation = Generation(self._tenure.attempt, step)
+        generation = Generation(self._tenure.attempt, operator.index(step))
         if self._last and self._last[:2] == generation[:2]:
             generation = self._last._replace(repeat=self._last.repeat + 1)
         self._last = generation

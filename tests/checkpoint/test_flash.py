@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -299,7 +300,10 @@ def test_misuse_is_an_error_at_once(make: Any, tmp_path: Path) -> None:
                 checkpointer.save(step, state)
         with pytest.raises(UnsupportedState, match=r"model\.f is a builtins\.function"):
             checkpointer.save(1, {"model": {"f": test_misuse_is_an_error_at_once}})
-        checkpointer.save(5, {"model": 1})
+        for metrics in ({"loss": "low"}, [1.0], {"loss": torch.zeros(2)}):
+            with pytest.raises(OptionsError, match="a dict of names and numbers"):
+                checkpointer.save(1, {"model": 1}, metrics=metrics)
+        assert checkpointer.save(np.int64(5), {"model": 1}, metrics={"loss": torch.ones(1)})
         with pytest.raises(OptionsError, match="step 4 of attempt 1"):
             checkpointer.save(4, {"model": 1})
     with pytest.raises(OptionsError, match="closed"):

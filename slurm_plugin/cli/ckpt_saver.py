@@ -98,7 +98,10 @@ def _persist_s(job_id: str) -> list[float]:
 
 def _write_left_over(dry_run: bool) -> int:
     failed = False
-    for store in filter(_is_left_over, find_stores()):
+    left_over = [*filter(_is_left_over, find_stores())]
+    if not left_over:
+        print("nothing to write: no dead trainer has left anything in this host's memory that is not on disk")
+    for store in left_over:
         name = f"{store.generations[0]} of rank {store.holder.rank}"
         if dry_run:
             print(f"would write  {name} to {store.holder.directory}")

@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 
 from checkpoint.commit import partial_path, write_part
+from checkpoint.directory import CheckpointDirectory
 from checkpoint.generation import Generation
 from checkpoint.manifest import Part
 from checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from checkpoint.segment import join_metadata
 from checkpoint.store import Store
 from checkpoint.store_files import Holder, Identity, SaverStatus
-from checkpoint.view import FoundStore, StoreView
+from checkpoint.view import FoundStore, StoreView, find_stores
 from hetjob.errors import SlurmCommandError
-from slurm_plugin.cli import main
+from slurm_plugin.cli import ckpt_saver, main
 from slurm_plugin.client.slurm import CommandSlurm
+from tests.checkpoint import fake_trainer
 from tests.checkpoint.parts import make_record, write_checkpoint
 
 JOB = f"90{os.getpid()}"
@@ -213,6 +215,25 @@ def test_gc_completes_what_dead_savers_left(directory: Path, capsys: pytest.Capt
     (row,) = found()
     assert (row["action"], row["reason"]) == ("committed", "all parts are there")
     assert (directory / "step-0000000030.2").is_dir()
+
+
+def test_what_a_dead_trainer_left_is_written_when_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, directory = tmp_path / "stores", tmp_path / "run"
+    for path in (stores, directory):
+        path.mkdir(mode=0o700)
+    monkeypatch.setattr(ckpt_saver, "find_stores", lambda: find_stores([stores]))
+    store = Store.open(Identity(JOB, 0, 0, directory), shared_memory=stores)
+    fake_trainer.save(store, Generation(1, 40), 0, 1, 10_000)
+    assert "nothing to write" in ckpt(capsys, "saver", "--once"), "its trainer lives"
+    store.close(keep=True)
+    assert "would write  step 40 of attempt 1 of rank 0" in ckpt(capsys, "saver", "--once", "--dry-run")
+    assert os.listdir(directory) == []
+    assert f"written  step 40 of attempt 1 of rank 0 to {directory}" in ckpt(capsys, "saver", "--once")
+    assert CheckpointDirectory(directory).verify(Generation(1, 40)) == []
+    assert "nothing to write" in ckpt(capsys, "saver", "--once")
+    assert main(["ckpt", "saver", "--dry-run"]) == 2
 
 
 def test_reasons_name_the_job() -> None:

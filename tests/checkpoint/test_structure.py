@@ -74,7 +74,8 @@ def test_values_come_back_with_their_types(value: Any) -> None:
     back = through(value)
     assert back == value
     assert type(back) is type(value)
-    assert repr(back) == repr(value)  # also the order of keys, and the sign of zero
+    if not isinstance(value, set | frozenset):  # their order depends on the process
+        assert repr(back) == repr(value)  # also the order of keys, and the sign of zero
 
 
 def test_nan_and_its_sisters_come_back() -> None:

@@ -123,7 +123,7 @@ def test_an_owner_that_does_not_answer_is_named_and_asked_no_more(make: Any, tmp
             checkpointer.should_save(1)
         with pytest.raises(OptionsError, match="restore"):
             checkpointer.save(1, {"w": torch.zeros(1)})
-        with pytest.raises(DirectoryInUse, match="job 41 on node1, process 1 was asked 0 s ago and still has it"):
+        with pytest.raises(DirectoryInUse, match=r"job 41 on node1, process 1 was asked .* s ago and still has it"):
             checkpointer.restore({"w": torch.zeros(1)})
         assert read_request(tmp_path / "ckpt") is None
 

@@ -22,11 +22,10 @@ from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
 from checkpoint.segment import MAX_METADATA_BYTES, PAGE_BYTES, Segment, State, check_memory, check_room, file_bytes
-from checkpoint.store_files import Identity, SaverStatus, SlotContent, StoreFiles
+from checkpoint.store_files import SHARED_MEMORY, Identity, SaverStatus, SlotContent, StoreFiles
 
 _log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 MIN_SLOTS = 2
 # Whoever looks whether a slot is what it was holds its lock for a moment.
 _GRACE_S = 5.0
@@ -172,6 +171,7 @@ class Store:
         # Read and write: it opens without a saver, and without one nothing is lost.
         self._pipe = os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_saving = False
+        self._has_said_full = False
         self._writing: WritableSlot | None = None
         self._changed = threading.Condition()
         self._slots = _take_slots(files, num_slots)
@@ -474,7 +474,11 @@ class Store:
             segment = Segment.create(target, payload_bytes, metadata_bytes)
         except (SharedMemoryFull, OSError) as error:
             raise SharedMemoryFull(f"{full}. The fallback does not help: {error}") from error
-        _log.warning("checkpoints leave shared memory: %s. A slot is now the file %s; saves are slower", full, target)
+        if not self._has_said_full:  # it holds for the next slots, too
+            self._has_said_full = True
+            _log.warning(
+                "checkpoints leave shared memory: %s. Slots are now files in %s; saves are slower", full, fallback
+            )
         return segment
 
     def _next_serial(self) -> int:

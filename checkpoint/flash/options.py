@@ -13,7 +13,8 @@ from checkpoint.errors import OptionsError
 from checkpoint.formats.part import FORMATS, Format
 from checkpoint.policy.interval import Adaptive, Every
 from checkpoint.policy.retention import Retention
-from checkpoint.store import MIN_SLOTS, SHARED_MEMORY
+from checkpoint.store import MIN_SLOTS
+from checkpoint.store_files import SHARED_MEMORY
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,10 @@ def read_request(path: Path) -> Request | None:
         return None
 
 
-def is_live(path: Path) -> bool:
-    """Whether some living process asks for the directory."""
-    return is_locked(path / _LOCK)
-
-
 def living_request(path: Path) -> Request | None:
     """The request of a living process."""
     request = read_request(path)
-    return request if request and is_live(path) else None
+    return request if request and is_locked(path / _LOCK) else None
 
 
 class Claim:

@@ -133,20 +133,32 @@ class Leaves:
 
     @functools.cached_property
     def signature(self) -> Signature:
-        """Of the tensors, as they are when it is first asked for."""
+        """Of the tensors, as they are when it is first asked for.
+
+        Raises:
+            UnsupportedState: one has no shape of its own.
+        """
         tensors = self.tensors
-        return Signature(
-            self.names,
-            self.kinds,
-            self.shards,
-            [tensor.dtype for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
-            [tensor.device for tensor in tensors],
-            [tensor.is_neg() or tensor.is_conj() for tensor in tensors],
-            [tensor.is_contiguous() for tensor in tensors],
-            [tensor.data_ptr() for tensor in tensors],
-        )
+        try:
+            return Signature(
+                self.names,
+                self.kinds,
+                self.shards,
+                [tensor.dtype for tensor in tensors],
+                [tensor.shape for tensor in tensors],
+                [tensor.stride() for tensor in tensors],
+                [tensor.device for tensor in tensors],
+                [tensor.is_neg() or tensor.is_conj() for tensor in tensors],
+                [tensor.is_contiguous() for tensor in tensors],
+                [tensor.data_ptr() for tensor in tensors],
+            )
+        except RuntimeError as error:
+            nested = [name for name, tensor in zip(self.names, tensors, strict=True) if tensor.is_nested]
+            if not nested:
+                raise
+            raise UnsupportedState(
+                f"{nested[0]} is a nested tensor, which a checkpoint cannot hold: store the list that unbind() gives"
+            ) from error
 
 
 class Flattener:

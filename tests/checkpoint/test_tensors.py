@@ -264,6 +264,11 @@ def test_other_objects_need_pickle_on_both_sides() -> None:
 def test_tensors_without_values_are_refused() -> None:
     with pytest.raises(UnsupportedState, match="meta device"):
         pack({"state": torch.empty(3, device="meta")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are young
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(UnsupportedState, match="state is a nested tensor"):
+        pack({"state": nested})
 
 
 def test_names_are_places_and_unique() -> None:

@@ -5,6 +5,7 @@ HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, f
 HETSTREAM_TAKES_OVER     the job whose training this one takes over while that one still runs (hetstream migrate)
 SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0, SLURM_HET_GROUP_ID   whose memory it is, see `job_and_component`
 HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name
+WORLD_SIZE, HOROVOD_SIZE how many ranks torchrun or horovodrun has started, see `several_ranks`
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
 """
 
@@ -44,6 +45,15 @@ def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int
     job = environ.get("SLURM_JOB_ID_HET_GROUP_0") or environ.get("SLURM_JOB_ID") or NO_JOB
     component = environ.get("SLURM_HET_GROUP_ID", "")
     return job, int(component) if component.isdecimal() else 0
+
+
+def several_ranks(environ: Mapping[str, str] = os.environ) -> str:
+    """Which setting says that this process is one of several ranks, as in "WORLD_SIZE=2"; "" if none does."""
+    for name in ("WORLD_SIZE", "HOROVOD_SIZE"):
+        size = environ.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            return f"{name}={size}"
+    return ""
 
 
 def host_of_this_process(environ: Mapping[str, str] = os.environ) -> str:

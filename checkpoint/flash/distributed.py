@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import errors
+from checkpoint.config import several_ranks
 
 T = TypeVar("T")
 
@@ -75,9 +76,21 @@ class TorchCommunicator:
 
 
 def communicator() -> Communicator:
-    """All ranks of torch.distributed where the program has initialised it, else this process alone."""
+    """All ranks of torch.distributed where the program has initialised it, else this process alone.
+
+    Raises:
+        OptionsError: it is not alone: every rank would take itself for the only one.
+    """
     if dist.is_available() and dist.is_initialized():
         return TorchCommunicator()
+    setting = several_ranks()
+    if setting:
+        raise errors.OptionsError(
+            f"{setting}, and torch.distributed is not initialised: every rank would take itself for the only one. Call "
+            "torch.distributed.init_process_group() first (TrainingArguments of the Hugging Face Trainer does), or say "
+            "who the ranks are: ranks=HorovodCommunicator() with Horovod, ranks=Alone() of "
+            "checkpoint.flash.distributed if each has a directory of its own"
+        )
     return Alone()
 
 

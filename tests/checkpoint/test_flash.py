@@ -32,6 +32,7 @@ from checkpoint.errors import (
     UnsupportedState,
 )
 from checkpoint.flash.device import Copier
+from checkpoint.flash.distributed import Alone
 from checkpoint.generation import Generation
 from checkpoint.segment import Segment
 from checkpoint.view import StoreView, find_stores
@@ -309,6 +310,21 @@ def test_misuse_is_an_error_at_once(make: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="closed"):
         checkpointer.save(6, {"model": 1})
     checkpointer.close()
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "HOROVOD_SIZE"])
+def test_ranks_that_do_not_know_each_other_are_refused(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(OptionsError, match=rf"{name}=2, and torch.distributed is not initialised"):
+        make()
+    assert not (tmp_path / "ckpt").exists()
+    with make(ranks=Alone()) as checkpointer:
+        assert checkpointer.save(1, state_of(1))
+    monkeypatch.setenv(name, "1")
+    with make() as checkpointer:
+        assert checkpointer.load().step == 1
 
 
 def test_two_programs_cannot_have_one_directory(make: Any) -> None:

@@ -74,6 +74,10 @@ class Least:
         self._goals = itertools.cycle(goals.unbind())
         self._times = len(goals)
         flat, sizes = goals[0], [length] * count
+        self._copies: list[Callable[[], object]] = [
+            lambda: torch.cat(self._tensors, out=next(self._goals)),
+            lambda: torch._foreach_copy_(list(torch.unsafe_split_with_sizes(next(self._goals), sizes)), self._tensors),
+        ]
         self._views: list[Callable[[], object]] = [
             lambda: torch.unsafe_split_with_sizes(flat, sizes),
             lambda: torch.split_with_sizes(flat, sizes),
@@ -85,7 +89,7 @@ class Least:
     def measure(self) -> None:
         """One round."""
         self.objects_ms.append(making_ms(self._dataset) + min(map(spent_ms, self._views)))
-        self.copy_ms.append(spent_ms(lambda: torch.cat(self._tensors, out=next(self._goals)), 4 * self._times))
+        self.copy_ms.append(min(spent_ms(copy, 4 * self._times) for copy in self._copies))
 
 
 def measure_least(case: str, num_bytes: int, count: int) -> None:

@@ -42,6 +42,11 @@ _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 # Views of one storage that autograd takes for tensors of their own: each may be changed in place, unlike those of
 # torch.split. Half the cost of torch's other ways.
 _part: Any = torch.unsafe_split_with_sizes
+# torch.cat copies with memcpy, which takes a third longer where the places are not on 32 bytes; this copies each tensor
+# by itself, which costs 0.5 us more. It is worth it for tensors of this size and more.
+_copy_each: Any = torch._foreach_copy_
+_CAT_ALIGN_BYTES = 32
+_COPY_EACH_FROM_BYTES = 48 << 10
 # What torch's own DistributedDataParallel parts gradients with, for parts of any shape.
 _part_by_template: Any = torch._utils._unflatten_dense_tensors
 _NUMPY_DTYPES = {
@@ -85,12 +90,20 @@ class _Pack:
         numbers: which they are.
         dtype: of all of them.
         rest: their dimensions after the first, if they have these in common; else None.
+        lengths: their first dimensions, if they have the `rest` in common; else how many numbers each has.
     """
 
     numbers: list[int]
     num_bytes: int
     dtype: torch.dtype
     rest: torch.Size | None
+    lengths: list[int]
+
+    @functools.cached_property
+    def _is_copied_singly(self) -> bool:
+        unit = self.num_bytes // sum(self.lengths)
+        is_aligned = all(length * unit % _CAT_ALIGN_BYTES == 0 for length in self.lengths)
+        return not is_aligned and self.num_bytes >= _COPY_EACH_FROM_BYTES * len(self.lengths)
 
     def of(self, tensors: list[torch.Tensor]) -> Scattered:
         """The buffer of a batch's tensors."""
@@ -103,13 +116,20 @@ class _Pack:
         return tensors if self.rest is not None else [tensor.reshape(-1) for tensor in tensors]
 
     @torch.no_grad()
-    def _write(self, tensors: list[torch.Tensor], memory: memoryview) -> None:
-        whole = torch.frombuffer(memory, dtype=self.dtype)
-        torch.cat(self._alike(tensors), out=whole.view(-1, *self.rest) if self.rest else whole)
+    def _fill(self, tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
+        whole = flat.view(-1, *self.rest) if self.rest else flat
+        if self._is_copied_singly:
+            _copy_each(_part(whole, self.lengths), self._alike(tensors))
+        else:
+            torch.cat(self._alike(tensors), out=whole)
 
-    @torch.no_grad()
+    def _write(self, tensors: list[torch.Tensor], memory: memoryview) -> None:
+        self._fill(tensors, torch.frombuffer(memory, dtype=self.dtype))
+
     def _join(self, tensors: list[torch.Tensor]) -> Buffer:
-        return _bytes_of_tensor(torch.cat(self._alike(tensors)))
+        flat = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype)
+        self._fill(tensors, flat)
+        return _bytes_of_tensor(flat)
 
 
 @dataclass(frozen=True)
@@ -141,7 +161,8 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
         if len(numbers) >= _PACK_FROM:
             rests = {shapes[number][1:] if shapes[number] else None for number in numbers}
             rest = rests.pop() if len(rests) == 1 else None
-            packs.append(_Pack(numbers, sum(sizes[number] for number in numbers), dtype, rest))
+            lengths = [shapes[number].numel() if rest is None else shapes[number][0] for number in numbers]
+            packs.append(_Pack(numbers, sum(sizes[number] for number in numbers), dtype, rest, lengths))
     packed = {number for pack in packs for number in pack.numbers}
     alone = [number for number in range(len(dtypes)) if number not in packed]
     table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]

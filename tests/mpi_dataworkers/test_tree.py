@@ -12,6 +12,7 @@ import torch
 
 from mpi_dataworkers.codec import fuse, split
 from mpi_dataworkers.errors import ProtocolError
+from mpi_dataworkers.ops import tree
 from mpi_dataworkers.ops.tree import flatten, unflatten
 
 Pair = namedtuple("Pair", "left right")
@@ -55,6 +56,29 @@ def test_arrays(array: Any) -> None:
     came = travel(array)
     assert (came.dtype, came.shape) == (array.dtype, array.shape)
     assert came.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shapes",
+    [[(60_001,)] * 9, [(50_003 + number,) for number in range(9)], [(3, 20_003), (), *[(60_001,)] * 9]],
+    ids=str,
+)
+def test_many_large_tensors_whose_ends_are_on_no_boundary(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shapes: list[tuple[int, ...]]
+) -> None:
+    calls: list[int] = []
+    copy_each = tree._copy_each
+    monkeypatch.setattr(tree, "_copy_each", lambda goals, of: (calls.append(len(of)), copy_each(goals, of)))
+    batch = {str(number): (torch.rand(shape) * 100).to(dtype) for number, shape in enumerate(shapes)}
+    if batch["0"].dim() == 2:
+        batch["0"].t_().requires_grad_(dtype.is_floating_point)
+    came = travel(batch)
+    assert list(came) == list(batch)
+    for name, tensor in batch.items():
+        assert (came[name].dtype, came[name].shape) == (dtype, tensor.shape)
+        assert torch.equal(came[name], tensor)
+    assert calls == [len(shapes)], "each is copied by itself"
 
 
 def test_views_come_as_what_they_show() -> None:

@@ -56,6 +56,10 @@ class Cluster:
         argv = ["ip", "netns", "pids", self.host(name).namespace]
         return [int(pid) for pid in subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()]
 
+    def shared_memory(self, name: str) -> Path:
+        """Of a host: /dev/shm as its processes see it."""
+        return Path(f"/proc/{self.processes(name)[0]}/root/dev/shm")
+
     def lose(self, name: str) -> None:
         """What a loss of power does: a host falls silent at once, with all that ran there and all of its memory."""
         self.cut(name)

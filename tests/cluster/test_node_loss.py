@@ -27,8 +27,8 @@ STEPS, GATE, RANKS = 40, 12, 2
 TIMEOUT_S = 240.0
 # The first node has the batch script, the last one is spare.
 NODES = ("gpu0", "gpu1", "gpu2")
-# From its second write on each saver's disk is full, and it tries again after 5, 10, 20, 40 and 60 s.
-FULL_DISK = ",".join(f"saver.chosen:{number}:full:/dev/shm/full-{number}" for number in range(2, 7))
+# From a saver's second write on the disk is full, unless the file of that write is there.
+FULL = {f"full-{number}": f"saver.chosen:{number}:full:/dev/shm/full-{number}" for number in range(2, 20)}
 SCRIPT = f"""#!/bin/bash
 #SBATCH --job-name=loss --output=out.txt --open-mode=append --gres=gpu:1 --cpus-per-task=2 --mem=2G --time=20
 #HETSTREAM --checkpoint=checkpoints --checkpoint-size=4M --checkpoint-replicas=1
@@ -79,6 +79,10 @@ class Job:
         assert restored == [f"{GATE} {digest}" for digest in self.texts(f"at-{GATE}.")]
         out = (self.directory / "out.txt").read_text()
         assert f"restored step {GATE} of attempt 1 from {sources}\n" in out, self.story()
+        # From now on the disk has room; else Slurm would end the savers before the last step is there.
+        for node in filter(self.cluster.processes, NODES):
+            for name in FULL:
+                (self.cluster.shared_memory(node) / name).touch()
 
     def ends_as(self, truth: list[str]) -> None:
         """See that the job ends as if nothing had happened."""
@@ -105,7 +109,7 @@ def submit(cluster: Cluster, wait_until: WaitUntil) -> Iterator[Callable[..., Jo
         directory = cluster.out_dir / "loss"
         directory.mkdir()
         (directory / "train.sbatch").write_text(SCRIPT)
-        environ = {**cluster.env, "HETSTREAM_CKPT_FAULT": FULL_DISK, "OMP_NUM_THREADS": "1"}
+        environ = {**cluster.env, "HETSTREAM_CKPT_FAULT": ",".join(FULL.values()), "OMP_NUM_THREADS": "1"}
         argv = [str(HETSTREAM), "sbatch", "--parsable", *options, "train.sbatch"]
         job = Job(cluster, directory, run_slurm(argv, env=environ, cwd=str(directory)).stdout.strip(), wait_until)
         jobs.append(job)

@@ -341,8 +341,8 @@ def site(cluster: Cluster, tmp_path: Path) -> Iterator[RunningDaemon]:
     daemon = RunningDaemon(directory, f"tcp://{NOBODY}@127.0.0.1:0", env, ("--allocate",), NOBODY, munge)
     yield daemon
     daemon.kill()
-    cluster.run("scancel", "--user=root")
-    cluster.run("scancel", "--user=nobody")
+    cluster.run("scancel", "--quiet", "--user=root")
+    cluster.run("scancel", "--quiet", "--user=nobody")
     shutil.rmtree(directory)
 
 

@@ -18,7 +18,7 @@ def is_own_user(connection: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
-def accept_own_user(listener: socket.socket) -> socket.socket | None:
+def accept_peer(listener: socket.socket) -> socket.socket | None:
     """Take a connection, not blocking; over a Unix socket only from this process's user.
 
     Returns:

@@ -38,7 +38,7 @@ from mpi_dataworkers.messages import Delivery
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
 from mpi_dataworkers.transports.channels import ChannelSender
 from mpi_dataworkers.transports.extents import Extents, find_frames, lay_out
-from mpi_dataworkers.transports.peer import accept_own_user, is_own_user
+from mpi_dataworkers.transports.peer import accept_peer, is_own_user
 from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 
 _log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class ShmReceiver:
         return batches
 
     def _accept(self) -> None:
-        accepted = accept_own_user(self._listener)
+        accepted = accept_peer(self._listener)
         if accepted is None:
             return
         unproven = [one for one in self._connections.values() if one.pool is None]

@@ -33,7 +33,7 @@ from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, rail
 from mpi_dataworkers.transports.channels import ChannelSender
 from mpi_dataworkers.transports.compression import compress, decompress
 from mpi_dataworkers.transports.extents import find_frames, lay_out
-from mpi_dataworkers.transports.peer import accept_own_user
+from mpi_dataworkers.transports.peer import accept_peer
 from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 
 _LENGTH = struct.Struct("<Q")
@@ -274,7 +274,7 @@ class SocketReceiver:
         return batches
 
     def _accept(self, listener: socket.socket, address: str) -> None:
-        accepted = accept_own_user(listener)
+        accepted = accept_peer(listener)
         if accepted is None:
             return
         try:

@@ -164,6 +164,34 @@ def test_a_job_that_local_loading_feeds_gets_no_data_worker(
 
 
 @pytest.mark.slow
+def test_companions_that_wait_in_the_queue_hold_nothing_up_and_are_taken_back(
+    submit: Callable[..., ElasticJob], wait_until: WaitUntil, devcluster: Any
+) -> None:
+    """Two CPUs are free, the rest is another job's; four data workers would feed the trainer, for its first 60 s."""
+    held = ["sbatch", "--parsable", "-p", "cpu", "-N4", "-n62", "--mem-per-cpu=1", "--output=/dev/null"]
+    other = devcluster.run([*held, "--wrap=sleep 600"]).stdout.strip()
+    try:
+        wait_until(lambda: devcluster.run(["squeue", "-hj", other, "-o", "%t"]).stdout.strip() == "R", 60)
+        directives = "--data-workers=0-6 --data-worker-cpus=1 --data-worker-cooldown=3"
+        costs = ("--make-s=0.1", "--step-s=0.03,0.3,0.3,0.3,0.3", "--period=60", "--num-steps=100")
+        job = submit("elastic-queue", directives, *costs)
+        wait_until(
+            lambda: len(job.companions("R")) == 2 and job.companions("PD"), 120, "two that run, and more that wait"
+        )
+        waiting = set(job.companions("PD"))
+        steps = len(job.steps())
+        wait_until(lambda: len(job.steps()) > steps + 40, 60, "steps meanwhile")
+        assert "wait in Slurm's queue" in job.status()["elastic"]
+        wait_until(lambda: ("cancel", len(waiting)) in job.changes(), 120, "those that waited to be taken back")
+        assert not waiting & set(job.companions())
+        assert job.companions("R"), "what works is another matter"
+    finally:
+        devcluster.run(["scancel", other])
+    end(job, wait_until)
+    assert job.ledger_problems(400) == []
+
+
+@pytest.mark.slow
 def test_load_that_goes_gives_the_cpus_back_within_one_drain(
     submit: Callable[..., ElasticJob], wait_until: WaitUntil
 ) -> None:

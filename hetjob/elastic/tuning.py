@@ -91,11 +91,14 @@ class SizeSearch:
         best, best_rate_per_s = self.best, self.progress.best_rate_per_s
         size, ratio = self.probing, self.probing / best
         gain = rate_per_s / best_rate_per_s if best_rate_per_s > 0 else ratio
+        made = f"{size} CPU(s) make {rate_per_s:.1f} steps/s"
+        if size != best:
+            made += f", {gain:.1f} times what {best} make"
         if gain < LINEAR_SHARE * ratio:
             self.stop()
-            return f"{size} CPUs make {gain:.1f} times what {best} make: {best} CPUs it is"
+            return f"{made}: {best} it is"
         self.progress = SizeProgress(size, rate_per_s, min(2 * size, self._largest) if size < self._largest else None)
-        return f"{size} CPUs make {rate_per_s:.1f} steps/s, in proportion"
+        return f"{made}: next {self.probing} are tried" if self.probing else f"{made}: {size} it is"
 
     def stop(self) -> None:
         """Be content with the best so far."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.errors import ForeignOwner, StoreInUse
+from checkpoint.errors import CheckpointError, StoreInUse
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
 from checkpoint.store_files import (
@@ -194,19 +194,21 @@ def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
     """
     found = []
     for files in (files for root in roots for files in list_stores(root, stores_prefix())):
-        with contextlib.suppress(ForeignOwner):
+        try:
             files.check_owner()
-            status = files.read_status()
-            found.append(
-                FoundStore(
-                    files.path,
-                    files.holder(),
-                    files.is_trainer_alive(),
-                    files.is_saver_alive(),
-                    files.closed.exists(),
-                    [content.header.generation for content in files.complete()],
-                    status.persisted if status else None,
-                    files.num_bytes(),
-                )
+        except CheckpointError:
+            continue  # it has just gone, or is a foreigner's
+        status = files.read_status()
+        found.append(
+            FoundStore(
+                files.path,
+                files.holder(),
+                files.is_trainer_alive(),
+                files.is_saver_alive(),
+                files.closed.exists(),
+                [content.header.generation for content in files.complete()],
+                status.persisted if status else None,
+                files.num_bytes(),
             )
+        )
     return found

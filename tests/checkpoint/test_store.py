@@ -27,7 +27,7 @@ from checkpoint.errors import (
 )
 from checkpoint.generation import Generation
 from checkpoint.store import Store
-from checkpoint.store_files import Identity, SaverStatus
+from checkpoint.store_files import Identity, SaverStatus, StoreFiles
 from checkpoint.view import StoreView, find_stores
 from tests.checkpoint.mounted import mounted_memory
 from tests.checkpoint.programs.store_reader import newest_unpersisted
@@ -615,6 +615,12 @@ def test_only_what_nobody_uses_is_removed(identity: Identity, shared_memory: Pat
             assert not other.remove()
         with pytest.raises(CheckpointError, match="no store"):
             StoreView(store.path)
+
+
+def test_a_store_that_goes_while_stores_are_listed_is_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = StoreFiles(store.path.with_name(store.path.name[:-8] + "00000000"))
+    monkeypatch.setattr("checkpoint.view.list_stores", lambda *_: [gone, StoreFiles(store.path)])
+    assert [one.path for one in find_stores()] == [store.path]
 
 
 def test_a_store_that_somebody_deleted_is_an_error_and_no_hang(store: Store) -> None:

@@ -3,17 +3,21 @@
     Trainer(callbacks=[FlashCheckpointCallback("ckpt")], enable_checkpointing=False).fit(module)
 
 Starting the program again goes on at the newest step. A loader with a `state_dict` (such as hetstream's) continues
-where it was; others are fast-forwarded by Lightning.
+where it was; others begin the epoch anew, and a warning says so: Lightning skips no batches.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils import _pytree
 
 from checkpoint.flash.checkpointer import FlashCheckpointer
+
+_log = logging.getLogger(__name__)
 
 _SHARED = ("model", "optimizers", "schedulers")
 
@@ -37,6 +41,15 @@ class FlashCheckpointCallback(Callback):
         """Restore the newest generation, if there is one: Lightning has made the optimizers, and no loader yet."""
         self._checkpointer = FlashCheckpointer(self._directory, **self._settings)
         self._checkpointer.restore(self._state(trainer, pl_module), strict=False)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say where the place in the data is not part of what is saved."""
+        loaders = _pytree.tree_leaves(trainer.train_dataloader)
+        if not all(hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loaders):
+            _log.warning(
+                "the loader of the training data has no state_dict: a start within an epoch takes its first batches "
+                "again, and not its last ones. mpi_dataworkers.DataLoader and torchdata's StatefulDataLoader have one"
+            )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Save when it is time to, and once more when the job is asked to end."""

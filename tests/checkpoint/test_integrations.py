@@ -40,20 +40,21 @@ class Framework:
     Attributes:
         saved: the step whose state SIGTERM after step 7 leaves. Lightning has a handler of its own, which ends the
             program at once.
+        said: what the last run said.
     """
 
     def __init__(self, name: str, starter: subprocess.Popen[str], said: Path) -> None:
         self.saved = 8 if name == "huggingface" else 7
         self._starter = starter
-        self._said = said
+        self.said = said
 
     def train(self, directory: Path, *arguments: str, code: int = 0) -> list[str]:
         """Run it to its end, with this exit code; what it came to: digest, step, batches."""
         assert self._starter.stdin
         assert self._starter.stdout
-        print(json.dumps([[str(directory), *arguments], str(self._said)]), file=self._starter.stdin, flush=True)
+        print(json.dumps([[str(directory), *arguments], str(self.said)]), file=self._starter.stdin, flush=True)
         ended = self._starter.stdout.readline()
-        said = self._said.read_text()
+        said = self.said.read_text()
         assert ended == f"{code}\n", said
         return next((line.split()[1:] for line in said.splitlines() if line.startswith("RESULT")), [])
 
@@ -90,6 +91,39 @@ def test_a_training_that_is_told_to_end_saves_and_ends(framework: Framework, tmp
     assert resumed[1] == "30"
     assert len(resumed) == 2 + 30 - framework.saved
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hetstream-")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS[:1], indirect=True)
+def test_lightning_with_a_loader_that_has_no_state_is_told_so(framework: Framework, tmp_path: Path) -> None:
+    words = "the loader of the training data has no state_dict"
+    framework.train(tmp_path / "stateful")
+    assert words not in framework.said.read_text()
+    framework.train(tmp_path / "plain", "--plain")
+    assert words in framework.said.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
+def test_two_ranks_of_the_hugging_face_trainer_go_on_from_the_step_they_were_killed_at(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+    def train(name: str, *arguments: str) -> list[list[str]]:
+        argv = [*launch, PROGRAMS / "train_huggingface.py", tmp_path / name, *arguments]
+        more = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        run = subprocess.run(argv, capture_output=True, text=True, timeout=280, env=environment | more)
+        assert (run.returncode == 0) == (not arguments), run.stdout + run.stderr
+        return sorted(line.split()[1:] for line in run.stdout.splitlines() if line.startswith("RESULT"))
+
+    whole = train("undisturbed")
+    assert train("killed", "--die-after", "7") == []
+    resumed = train("killed")
+    assert [words[:2] for words in resumed] == [words[:2] for words in whole] == [[whole[0][0], "15"]] * 2
+    # Each rank's batches behind step 7, or 6 if one was killed before the other had saved.
+    num_made = 15 + 2 - len(resumed[0])
+    assert num_made in (6, 7)
+    assert sorted(words[2:] for words in resumed) == sorted(words[2 + num_made :] for words in whole)
 
 
 class StandIn(ModuleType):

@@ -45,23 +45,21 @@ given = parser.parse_args()
 die_after, number = given.die_after, given.number
 torch.manual_seed(3)
 model = Model()
-flash = FlashCheckpointCallback(given.directory, interval=1)
-trainer = Trainer(
-    model=model,
-    args=TrainingArguments(
-        output_dir=given.directory + ".out",
-        per_device_train_batch_size=4,
-        num_train_epochs=3,
-        learning_rate=0.01,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        logging_steps=1000,
-    ),
-    train_dataset=Numbers(),
-    callbacks=[flash, Die()],
+# First of all: of several ranks it makes them known to each other.
+arguments = TrainingArguments(
+    output_dir=given.directory + ".out",
+    per_device_train_batch_size=4,
+    num_train_epochs=3,
+    learning_rate=0.01,
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+    use_cpu=True,
+    ddp_backend="gloo",
+    logging_steps=1000,
 )
+flash = FlashCheckpointCallback(given.directory, interval=1)
+trainer = Trainer(model=model, args=arguments, train_dataset=Numbers(), callbacks=[flash, Die()])
 trainer.train(resume_from_checkpoint=flash.resume_folder())
 weights = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())
 print("RESULT", hashlib.sha256(weights).hexdigest(), trainer.state.global_step, *model.seen)

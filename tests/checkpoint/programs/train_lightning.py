@@ -51,10 +51,14 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory")
 parser.add_argument("--die-after", type=int, default=-1)
 parser.add_argument("--number", type=int, default=signal.SIGKILL)
+parser.add_argument("--plain", action="store_true", help="torch's own loader")
 args = parser.parse_args()
 pl.seed_everything(3)
 module = Module()
 loader = DataLoader(Numbers(), batch_size=4, shuffle=True, seed=1)
+if args.plain:
+    loader.close()
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True)
 trainer = pl.Trainer(
     max_epochs=3,
     callbacks=[FlashCheckpointCallback(args.directory, interval=1), Die(args.die_after, args.number)],
@@ -68,7 +72,8 @@ trainer = pl.Trainer(
     devices=1,
 )
 trainer.fit(module, loader)
-loader.close()
+if not args.plain:
+    loader.close()
 weights = b"".join(one.detach().numpy().tobytes() for one in module.state_dict().values())
 print("RESULT", hashlib.sha256(weights).hexdigest(), trainer.global_step, *module.seen)
 sys.stdout.flush()

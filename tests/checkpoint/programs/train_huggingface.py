@@ -55,7 +55,7 @@ arguments = TrainingArguments(
     report_to="none",
     disable_tqdm=True,
     use_cpu=True,
-    ddp_backend="gloo",
+    ddp_backend="gloo" if "RANK" in os.environ else None,
     logging_steps=1000,
 )
 flash = FlashCheckpointCallback(given.directory, interval=1)

@@ -103,16 +103,24 @@ def test_lightning_with_a_loader_that_has_no_state_is_told_so(framework: Framewo
     assert words in framework.said.read_text()
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
-def test_two_ranks_of_the_hugging_face_trainer_go_on_from_the_step_they_were_killed_at(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("framework", "launcher", "options"), [("huggingface", TORCHRUN, []), ("lightning", [], ["--devices", "2"])]
+)
+def test_two_ranks_go_on_from_the_step_they_were_killed_at(
+    framework: str, launcher: list[str], options: list[str], tmp_path: Path
+) -> None:
+    if not importlib.util.find_spec(MODULES[framework].partition(".")[0]):
+        pytest.skip(f"{framework} is not installed")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    more = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def train(name: str, *arguments: str) -> list[list[str]]:
-        argv = [*launch, PROGRAMS / "train_huggingface.py", tmp_path / name, *arguments]
-        more = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        run = subprocess.run(argv, capture_output=True, text=True, timeout=280, env=environment | more)
+        argv = [sys.executable, *launcher, PROGRAMS / f"train_{framework}.py", tmp_path / name, *options, *arguments]
+        run = subprocess.run(argv, capture_output=True, text=True, timeout=140, env=environment | more)
         assert (run.returncode == 0) == (not arguments), run.stdout + run.stderr
         return sorted(line.split()[1:] for line in run.stdout.splitlines() if line.startswith("RESULT"))
 

@@ -51,6 +51,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory")
 parser.add_argument("--die-after", type=int, default=-1)
 parser.add_argument("--number", type=int, default=signal.SIGKILL)
+parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--plain", action="store_true", help="torch's own loader")
 args = parser.parse_args()
 pl.seed_everything(3)
@@ -69,7 +70,8 @@ trainer = pl.Trainer(
     # Else Lightning looks for MPI by initialising it, which a killed program leaves in /dev/shm.
     plugins=[LightningEnvironment()],
     accelerator="cpu",
-    devices=1,
+    devices=args.devices,
+    strategy="ddp" if args.devices > 1 else "auto",
 )
 trainer.fit(module, loader)
 if not args.plain:

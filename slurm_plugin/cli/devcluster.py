@@ -78,7 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     p.add_argument(
         "--network",
         action="store_true",
-        help="give each host a network namespace with an address of its own, so that links can be cut (needs ip)",
+        help="give each host a network namespace, an address and a /dev/shm of its own, to cut and lose it (needs ip)",
     )
     _add_slurm(p)
     p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")

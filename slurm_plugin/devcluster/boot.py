@@ -71,7 +71,7 @@ class BootRequest:
         shape: its nodes.
         tuned_scheduler: see ClusterSpec.
         lua_plugins: see ClusterSpec.
-        network: give each host a network namespace with an address of its own.
+        network: give each host a network namespace with an address of its own, and shared memory of its own.
     """
 
     name: str

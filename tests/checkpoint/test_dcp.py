@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,25 @@ def test_a_checkpoint_of_some_ranks_is_loaded_by_others(said: str, pair: str) ->
 def test_a_sharded_program_is_restored_on_other_ranks(said: str, pair: str) -> None:
     """A fresh FSDP2 model, an optimizer without state yet and a DTensor go on as those that were saved."""
     assert f"ok {pair}\n" in said, said
+
+
+@pytest.mark.slow
+def test_a_sharded_program_that_is_killed_goes_on(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "programs" / "train_sharded.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+
+    def train(name: str, die_at: int = -1) -> list[list[str]]:
+        argv = [*launch, str(tmp_path / name), str(die_at)]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=140, env=environment)
+        assert (done.returncode == 0) == (die_at < 0), done.stdout + done.stderr
+        return sorted(line.split(maxsplit=3)[1:] for line in done.stdout.splitlines() if line.startswith("RESULT"))
+
+    whole = train("whole")
+    assert train("killed", 7) == []
+    resumed = train("killed")
+    assert [words[:2] for words in resumed] == [["0", "6"], ["1", "6"]]
+    assert [words[2] for words in resumed] == [words[2] for words in whole]
 
 
 def write(directory: Path, state: dict[str, Any], **options: Any) -> Path:

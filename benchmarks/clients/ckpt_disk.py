@@ -13,24 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.clients.ckpt_systems import bytes_of, make_state, running
+from benchmarks.clients.ckpt_systems import bytes_of, make_state, running, write_raw
 from benchmarks.clients.window import Meter
-
-_CHUNK_BYTES = 64 << 20
-
-
-def write_raw(path: Path, buffer: memoryview, *, direct: bool) -> None:
-    """Write a new file from beginning to end, and fsync it."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        for at in range(0, len(buffer), _CHUNK_BYTES):
-            part = buffer[at : at + _CHUNK_BYTES]
-            if os.pwrite(descriptor, part, at) != len(part):
-                raise OSError(f"{path}: the disk took a part only")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def measure(case: str, options: dict[str, Any], request: dict[str, Any]) -> None:

@@ -22,8 +22,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from benchmarks.clients.ckpt_disk import write_raw
-from benchmarks.clients.ckpt_systems import Copy, State, bytes_of, drop_cached, make_state, wait_for_memory
+from benchmarks.clients.ckpt_systems import (
+    Copy,
+    State,
+    bytes_of,
+    drop_cached,
+    make_state,
+    wait_for_memory,
+    write_raw,
+)
 from benchmarks.clients.window import Meter
 from checkpoint import FlashCheckpointer
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.clients.ckpt_systems import end, make_state, running
+from benchmarks.clients.ckpt_systems import bytes_of, end, make_state, running
 from benchmarks.clients.window import Meter
 
 # To ask a system whether it is done is no part of training.
@@ -83,9 +83,11 @@ def measure(case: str, name: str, options: dict[str, Any], request: dict[str, An
             beside.run(lambda: not system.is_done())
             system.wait()
         other_load = meter.read().other_load
-    for suffix, loop in (("", beside), ("|, nothing to write", without)):
+    lost_s = beside.seconds - beside.steps * without.seconds / without.steps
+    lost = {"lost_ms_per_gb": 1e3 * lost_s / (request["saves"] * bytes_of(state) / 1e9)} if beside.steps else {}
+    for suffix, loop, more in (("", beside, lost), ("|, nothing to write", without, {})):
         if loop.steps:
-            sample = {"case": case + suffix, **loop.sample(), "other_load": other_load}
+            sample = {"case": case + suffix, **loop.sample(), **more, "other_load": other_load}
             print(json.dumps(sample), flush=True)
 
 

@@ -18,7 +18,7 @@ from checkpoint.store import Store
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 0.01
+_POLL_S = 0.005
 # A job's saver step starts with the job, and not always before its trainers.
 _JOB_SAVER_TIMEOUT_S = 30.0
 _WATCH_S = 0.5

@@ -39,6 +39,7 @@ def state_of(value: int, num_bytes: int) -> dict[str, Any]:
     return {"w": torch.full((num_bytes,), value, dtype=torch.uint8)}
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_checkpoint_and_training_goes_on(
     disk: Path, make: Any, wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
 ) -> None:

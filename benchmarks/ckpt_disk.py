@@ -31,7 +31,7 @@ def main() -> int:
         results = harness.collect(
             [client],
             {case: {"tensors": 8, "bytes": int(args.gigabytes * 1e9)}},
-            {"folder": folder, "saves": args.saves, "pause_s": 0.0 if args.quick else 0.5},
+            {"folder": folder, "saves": args.saves, "pause_s": 0.0 if args.quick else 1.0},
             1 if args.quick else args.repeats,
             600.0,
             lambda _case, sample: f"{sample['gb_per_s']:.2f} GB/s",

@@ -71,6 +71,7 @@ class StoreSaver:
         self._reporting = threading.Lock()
         self._replicas: ReplicaService | None = None
         self._no_replicas_before_s = 0.0
+        self._is_clean = True
         self._said_of_latest = ""
         self._report()
 
@@ -93,6 +94,7 @@ class StoreSaver:
             return False
         try:
             newest = self._commit_written(held)
+            self._clean_up()
             written = set(commit.written_by(self.directory, self.rank)) - self._damaged
             announced = set(commit.announced(self.directory)) - self._damaged
             turn = next_turn(held, written, announced, newest, last_chance=last_chance)
@@ -104,10 +106,11 @@ class StoreSaver:
             try:
                 with held[turn.generation].open() as segment:
                     self._persist(segment)
+                    reach("saver.written")
+                    self._commit_written(held)  # before all this memory is unmapped, which takes a while
             except DamagedSegment as error:
                 return self._pass_over(held[turn.generation], error)
-            reach("saver.written")
-            self._commit_written(held)
+            self._clean_up()
         except (OSError, CheckpointError) as error:
             self._fail(error)
             return False
@@ -209,8 +212,7 @@ class StoreSaver:
                 self._report(persisted=newest)
                 _log.info("%s generation=%s is committed", self, newest)
             self._mine = {generation for generation in self._mine if generation > newest}
-            if self.rank == 0:
-                self._clean_up()
+            self._is_clean = False
         return newest
 
     def _pass_over(self, content: SlotContent, error: DamagedSegment) -> bool:
@@ -266,6 +268,10 @@ class StoreSaver:
         return note
 
     def _clean_up(self) -> None:
+        """Remove what the newest checkpoint makes superfluous, once for each."""
+        if self.rank or self._is_clean:
+            return
+        self._is_clean = True
         directory = CheckpointDirectory(self.directory)
         problem = commit.problem_of_latest(self.directory)
         if problem and not self._said_of_latest:

@@ -47,10 +47,12 @@ def measure(case: str, options: dict[str, Any], request: dict[str, Any]) -> None
         persist(0)
         meter = Meter(os.sched_getaffinity(0))
         for step in range(1, request["saves"] + 1):
+            # Each removes what it wrote, or the checkpoint before; the disk has time to free that before the next.
+            time.sleep(request["pause_s"])
             seconds["hetstream"].append(persist(step))
-            # The saver removes the checkpoint before; that is not measured, for nobody.
             time.sleep(request["pause_s"])
             seconds["raw O_DIRECT"].append(write(direct=True))
+            time.sleep(request["pause_s"])
             seconds["raw buffered"].append(write(direct=False))
         other_load = meter.read().other_load
     for name, each in seconds.items():

@@ -32,7 +32,7 @@ from checkpoint.view import StoreView
 
 _log = logging.getLogger(__name__)
 
-# The least weight there is: a loop on one of two cores loses 1 to 3 %, one on both 9 to 18 % (28 % at niceness 10).
+# The least weight there is: a loop on one of two cores loses 1 to 4 %, one on both 8 to 18 % (28 % at niceness 10).
 _NICENESS = 19
 _AUTOGROUP = Path("/proc/self/autogroup")
 # Sent to all processes of a step (sbatch --signal, scancel --signal), and meant for trainers.

@@ -29,8 +29,8 @@ from checkpoint.structure import Record
 
 # What O_DIRECT wants of memory, offset and size; more than any disk asks for.
 _BLOCK_BYTES = 4096
-# One write: large enough for full bandwidth (between two of them the disk has nothing to do, and with 64 MiB that cost
-# 8 %), small enough to say how far it is.
+# One write: large enough for full bandwidth (between two of them the disk has nothing to do), small enough to say how
+# far it is.
 _WRITE_BYTES = 256 << 20
 # Small and unaligned pieces go through this buffer.
 _BUFFER_BYTES = 4 << 20

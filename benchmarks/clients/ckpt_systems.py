@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -182,11 +182,16 @@ class RawWriter:
         self._is_done = True
         self.process = os.fork()
         if self.process == 0:
-            here.close()
-            self._write_on(there, folder / "raw")
+            code = 1
+            try:
+                here.close()
+                self._write_on(there, folder / "raw")
+                code = 0
+            finally:
+                os._exit(code)  # whatever went wrong: the child never goes on in the program of its parent
         there.close()
 
-    def _write_on(self, channel: socket.socket, path: Path) -> NoReturn:
+    def _write_on(self, channel: socket.socket, path: Path) -> None:
         os.nice(19)
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text("19")
@@ -195,7 +200,6 @@ class RawWriter:
             write_raw(path, memoryview(self._memory), direct=True)
             path.unlink()
             channel.send(b"!")
-        os._exit(0)
 
     def save(self, step: int, state: State) -> None:  # noqa: ARG002
         """Copy and begin."""
@@ -216,7 +220,8 @@ class RawWriter:
     def wait(self) -> None:
         """Wait for it."""
         if not self._is_done:
-            self._channel.recv(1)
+            if not self._channel.recv(1):
+                raise RuntimeError("raw: the writer has ended")
             self._is_done = True
 
     def close(self) -> None:

@@ -507,11 +507,11 @@ def finish(
     failures: Mapping[str, str],
     context: Mapping[str, Any],
 ) -> int:
-    """Print the table and write `NAME.json`.
+    """Print the report and write it as `NAME.txt`, and with every repeat as `NAME.json`.
 
     Args:
         name: of the benchmark.
-        out: folder of the file.
+        out: folder of the files.
         rows: the table.
         failures: systems that failed while running, with the reason.
         context: `machine`, `versions` and `notes` of the file; the notes are printed too.
@@ -520,22 +520,40 @@ def finish(
         1 when a system failed; a lost target or a missing peer is a result, not a failure.
     """
     command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+    text = "\n".join([*provenance(command, context), table(rows), *_verdicts(rows, failures, context["notes"])])
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}.json"
-    document = {"command": command, **context, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(table(rows))
-    for note in context["notes"]:
-        print(f"  {note}")
+    path.write_text(json.dumps({"command": command, **context, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    path.with_suffix(".txt").write_text(text + "\n")
+    print(text)
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    print(f"wrote {shown} and .txt")
+    return 1 if failures else 0
+
+
+def provenance(command: str, context: Mapping[str, Any]) -> list[str]:
+    """What was run when, where and with what: the head of a report."""
+    where, used = context["machine"], context["versions"]
+    return [
+        f"{command}   {time.strftime('%Y-%m-%d')}",
+        f"{where['cores']} cores, {where['cpu']}, {where['memory_gib']} GiB, "
+        f"load average before {where['load_average_at_start']}",
+        ", ".join(f"{name} {number}" for name, number in used.items()),
+        "",
+    ]
+
+
+def _verdicts(rows: Sequence[Row], failures: Mapping[str, str], notes: Sequence[str]) -> list[str]:
     lost = [row for row in rows if row.met is False]
     goals = [row for row in rows if row.target is not None]
     not_compared = [row for row in goals if row.met is None]
-    print(f"{len(goals) - len(lost) - len(not_compared)} of {len(goals)} targets met", end="")
-    print(f", {len(not_compared)} not compared" if not_compared else "")
-    for system, reason in failures.items():
-        print(f"FAILED: {system}: {reason}")
-    for row in lost:
-        print(f"LOST: {row.case}: {row.system} is {_figure(row.value or 0.0)} {row.unit}, target {row.target}")
-    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    print(f"wrote {shown}")
-    return 1 if failures else 0
+    met = f"{len(goals) - len(lost) - len(not_compared)} of {len(goals)} targets met"
+    return [
+        *(f"  {note}" for note in notes),
+        met + (f", {len(not_compared)} not compared" if not_compared else ""),
+        *(f"FAILED: {system}: {reason}" for system, reason in failures.items()),
+        *(
+            f"LOST: {row.case}: {row.system} is {_figure(row.value or 0.0)} {row.unit}, target {row.target}"
+            for row in lost
+        ),
+    ]

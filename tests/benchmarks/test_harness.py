@@ -171,7 +171,12 @@ def test_the_file_holds_machine_command_versions_and_rows(tmp_path: Path, capsys
     assert set(written) == {"command", "machine", "versions", "notes", "rows"}
     assert {"case", "system", "value", "unit", "spread", "target", "met"} <= set(written["rows"][0])
     assert written["machine"]["pinned_cores"] == {"client": [0]}
-    assert "LOST: large: hetstream / raw is 0.500 x, target >= 0.75" in capsys.readouterr().out
+    report = (tmp_path / "example.txt").read_text()
+    assert report in capsys.readouterr().out
+    assert report.startswith("python -m benchmarks.example")
+    assert f"python {written['versions']['python']}" in report.splitlines()[2]
+    assert "LOST: large: hetstream / raw is 0.500 x, target >= 0.75" in report
+    assert "FAILED: peer: failed" in report
 
 
 def test_an_absent_peer_environment_is_a_reason_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

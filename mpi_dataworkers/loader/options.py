@@ -160,7 +160,8 @@ class LoaderOptions:
         try:
             both = isinstance(self.rank, int) and isinstance(self.world_size, int)  # else a rule has said what is wrong
             given = (self.rank, self.world_size) if both else known
-            identity = identity_from_environment(given, self.job_name if isinstance(self.job_name, str) else None)
+            is_name = not [*_printable("job_name", self.job_name)]  # likewise
+            identity = identity_from_environment(given, self.job_name if is_name else None)
             world_size = identity.world_size
             if isinstance(self.quarantine_dir, str | os.PathLike | None):
                 file = self.quarantine_file(identity)
@@ -203,9 +204,7 @@ def _value_rules(options: LoaderOptions) -> Iterator[str]:
         if value is not None and not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
             yield f"{name}={value!r}: must be something to iterate, or None"
     for name in ("job_name", "pipeline_name"):
-        value = getattr(options, name)
-        if value is not None and not (isinstance(value, str) and value and value.isprintable()):
-            yield f"{name}={value!r}: must be non-empty printable text or None"
+        yield from _printable(name, getattr(options, name))
     timeout_s = options.timeout
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= TIMEOUT_MAX:
         yield f"timeout={timeout_s!r}: must be a number of seconds of at least 0; 0 waits for ever"
@@ -368,6 +367,8 @@ def _dataset_rules(options: LoaderOptions) -> Iterator[str]:
             yield f"on_error={options.on_error!r} with length_of: all ranks must form the same rounds"
         if options.sharing is not None:
             yield f"sharing={options.sharing!r}: an IterableDataset is read by one job"
+    elif isinstance(options.dataset, type):
+        yield f"dataset={options.dataset!r} is a class: give an instance of it"
     elif not hasattr(options.dataset, "__getitem__"):
         yield f"dataset={options.dataset!r}: a map-style dataset has __getitem__"
     elif not hasattr(options.dataset, "__len__") and (options.sampler, options.batch_sampler) == (None, None):
@@ -392,6 +393,11 @@ def _whole(name: str, value: Any, least: int, most: int | None = None, or_none: 
     if not whole or value < least or (most is not None and value > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
         yield f"{name}={value!r}: must be a whole number {limits}{' or None' if or_none else ''}"
+
+
+def _printable(name: str, value: Any) -> Iterator[str]:
+    if value is not None and not (isinstance(value, str) and value and value.isprintable()):
+        yield f"{name}={value!r}: must be non-empty printable text or None"
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Iterator[str]:

@@ -74,6 +74,12 @@ def test_what_breaks_its_rule_is_refused_by_name(options: dict[str, Any], says: 
     assert isinstance(caught.value, ValueError), "as torch raises"
 
 
+@pytest.mark.parametrize("given", [torch.utils.data.TensorDataset, torch.utils.data.IterableDataset, list])
+def test_a_class_in_the_place_of_a_dataset_is_told_as_that(given: type) -> None:
+    with pytest.raises(OptionsError, match="is a class: give an instance of it"):
+        DataLoader(given)
+
+
 def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETSTREAM_BUFFER_BYTES", "none")
     monkeypatch.setenv("RANK", "x")
@@ -94,6 +100,7 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert [part for part in expected if part not in text] == []
     assert text.count(";") >= len(expected) - 1
+    assert text.count("non-empty printable text") == 1, "none of them twice"
     with pytest.raises(OptionsError, match=r"dataset=5: .*; batch_size=0"):
         DataLoader(5, batch_size=0, lengths=[1], bucket_boundaries=[3])
 

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from mpi_dataworkers.address import ServiceAddress, has_ended
+from mpi_dataworkers.ending import Ending
 from mpi_dataworkers.errors import HetstreamError, ServiceEnded
 from mpi_dataworkers.exchange import LOAD_IN_SUPERVISOR, Exchange, Renew
 from mpi_dataworkers.memory import keep_freed_memory
@@ -45,8 +46,6 @@ _WATCH_S = 0.25
 _MAX_PIPELINES = 4
 _STACK_S = 1.0
 _STACK_SIGNAL = signal.SIGRTMAX - 1
-# After SIGTERM or Ctrl-C user code has this long for the step that it is at: the data worker is to end within 2 s.
-_GRACE_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -78,6 +77,11 @@ def _ended_by_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _is_signalled() -> bool:
+    """Whether this process is to end, but holds the signal back."""
+    return not signal.sigpending().isdisjoint(_SIGNALS)
 
 
 def run_data_workers(address_file: Path, num_processes: int, cache_bytes: int, num_threads: int = 1) -> int:
@@ -115,7 +119,7 @@ class _Supervisor:
         self._cache_bytes = cache_bytes
         self._children: dict[int, _Child] = {}
         self._stopping = False
-        self._kill_at = float("inf")
+        self._ending = Ending()
         self._early_deaths = 0
         self._failed = False
         self._oom_kills = count_oom_kills()
@@ -131,24 +135,18 @@ class _Supervisor:
             self._start("", None)
         while self._children:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            signal.sigtimedwait([signal.SIGCHLD], self._next_look_s())
+            signal.sigtimedwait([signal.SIGCHLD], self._ending.next_look_s(time.monotonic(), _WATCH_S))
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-            if time.monotonic() >= self._kill_at:
-                for pid, child in self._children.items():
-                    if child.page.read() is not None:
-                        os.kill(pid, signal.SIGKILL)
-            elif not self._stopping:
-                for pid, child in self._children.items():
+            for pid, child in self._children.items():
+                if not self._stopping:
                     self._look_at(pid, child)
+                elif self._ending.is_overdue(time.monotonic(), child.page.read() is not None):
+                    os.kill(pid, signal.SIGKILL)
             while self._children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 self._reap(ended[0], os.waitstatus_to_exitcode(ended[1]))
         if self._exchange is not None:
             self._exchange.close()
         return 1 if self._failed else 0
-
-    def _next_look_s(self) -> float:
-        to_grace_s = self._kill_at - time.monotonic()
-        return min(_WATCH_S, to_grace_s) if to_grace_s > 0 else _WATCH_S
 
     def _load(self) -> None:
         """Load what a child left, and renew the others, so that all have it."""
@@ -172,9 +170,10 @@ class _Supervisor:
 
     def _on_signal(self, _: int, __: object) -> None:
         if not self._stopping:
-            self._kill_at = time.monotonic() + _GRACE_S
+            self._ending = Ending(time.monotonic())
         self._stopping = True
-        for pid in self._children:
+        for pid, child in self._children.items():
+            child.page.ending = self._ending
             os.kill(pid, signal.SIGTERM)
 
     def _look_at(self, pid: int, child: _Child) -> None:
@@ -187,7 +186,7 @@ class _Supervisor:
         os.kill(pid, _STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_S
         before = ""
-        while time.monotonic() < deadline and (not before or child.stacks.read() != before):
+        while time.monotonic() < deadline and not _is_signalled() and (not before or child.stacks.read() != before):
             before = child.stacks.read()
             time.sleep(0.02)
         if child.page.read() == work:

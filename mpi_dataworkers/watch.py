@@ -1,7 +1,8 @@
 """What a data worker process is doing, and how it ended: what its supervisor sees from outside.
 
 The process writes where it is into a page of shared memory, which outlives it; that costs a microsecond a sample, and a
-process that hangs with the GIL held, or is gone, need not answer. `supervisor.py` reads it.
+process that hangs with the GIL held, or is gone, need not answer. `supervisor.py` reads it, and writes there when the
+process is to end.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpi_dataworkers.ending import Ending
 from mpi_dataworkers.errors import DataWorkerDied
 from mpi_dataworkers.messages import Failure, Fate
 from mpi_dataworkers.threads import MAX_THREADS
 
-# Steps begun, limit, token, step, session id; then for each thread since when (0: no user code runs) and which sample.
+# Steps begun, limit, token, step, session id; for each thread since when (0: no user code runs) and which sample; when
+# it was told to end (0: it was not).
 _PAGE = struct.Struct("<qdqq64s")
 _THREAD = struct.Struct("<dq")
 _THREADS_BYTES = _THREAD.size * MAX_THREADS
-_SINCE = struct.Struct("<d")
+_SINCE = _TOLD = struct.Struct("<d")
+_TOLD_AT = _PAGE.size + _THREADS_BYTES
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,16 @@ class WorkPage:
     def rest(self, thread: int = 0) -> None:
         """No user code runs in a thread."""
         _SINCE.pack_into(self._page, _PAGE.size + thread * _THREAD.size, 0.0)
+
+    @property
+    def ending(self) -> Ending:
+        """Until when the process may do what; written by its supervisor before it signals it."""
+        (told_at,) = _TOLD.unpack_from(self._page, _TOLD_AT)
+        return Ending(told_at) if told_at else Ending()
+
+    @ending.setter
+    def ending(self, ending: Ending) -> None:
+        _TOLD.pack_into(self._page, _TOLD_AT, ending.told_at)
 
     @property
     def num_steps(self) -> int:

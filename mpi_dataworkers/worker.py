@@ -91,7 +91,7 @@ _QUIET_WAIT_S = 3.0
 GIVE_UP_S = 60.0
 # A silent dispatcher may have come to its end; the address file says so.
 _ASK_FILE_S = 2.0
-# Time for the last batches to leave at an orderly end.
+# Time for the last batches to leave at an orderly end; after a signal `ending.py` says until when.
 _LINGER_S = 2.0
 # A dispatcher that was restarted does not know who waits for a definition: ask again this often.
 _ASK_AGAIN_S = 1.0
@@ -229,12 +229,16 @@ class DataWorker:
             self._done = True
             self._endpoint.wake()
             self._control.join()
-            self._endpoint.close()
-            self._sender.close(_LINGER_S)
-            if self._team is not None:
-                self._team.close()
+            self._close()
         if self._failure is not None:
             raise self._failure
+
+    def _close(self) -> None:
+        ending = self._page.ending
+        self._sender.close(min(ending.batches_by, time.monotonic() + _LINGER_S))
+        self._endpoint.close(ending.messages_by)
+        if self._team is not None:
+            self._team.close()
 
     # --- main thread: user code -------------------------------------------------------------------------------------
 
@@ -476,8 +480,9 @@ class DataWorker:
         self._register()
         next_heartbeat = time.monotonic() + HEARTBEAT_S
         last_heard = time.monotonic()
-        while not self._done:
-            messages = self._endpoint.poll(max(0.0, next_heartbeat - time.monotonic()))
+        # The main thread may wait for a loader; the dispatcher is to know in any case that this data worker leaves.
+        while not self._done and (now := time.monotonic()) < (leave_by := self._page.ending.batches_by):
+            messages = self._endpoint.poll(max(0.0, min(next_heartbeat, leave_by) - now))
             now = time.monotonic()
             for message in messages:
                 last_heard = now

@@ -8,6 +8,7 @@ one thread, save `wake`, which any thread may call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ from typing import Any, Protocol
 from mpi_dataworkers.codec import Buffer, Leaf
 from mpi_dataworkers.errors import HetstreamError, ProtocolError
 from mpi_dataworkers.messages import Delivery, Message
+
+# For `close`: nothing that is queued is waited for.
+AT_ONCE = 0.0
 
 
 class PeerUnreachable(HetstreamError):
@@ -86,6 +90,9 @@ class ControlEndpoint(Protocol):
 class WorkerEndpoint(ControlEndpoint, Protocol):
     """A data worker's control connection."""
 
+    def close(self, until: float = math.inf) -> None:
+        """Send what is queued, within a second and until then on the monotonic clock, s; then close."""
+
     def poll(self, timeout_s: float) -> list[Message | Reconnected]:
         """Wait for messages of the dispatcher, for a `wake`, or for `timeout_s`."""
 
@@ -142,5 +149,5 @@ class BatchSender(Protocol):
     def drop(self, receiver: str) -> None:
         """Close the connection to a loader, with what is queued for it."""
 
-    def close(self, linger_s: float) -> None:
-        """Give queued batches `linger_s` to leave, then close."""
+    def close(self, until: float) -> None:
+        """Let queued batches leave until then, on the monotonic clock, s; then close."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from mpi_dataworkers.codec import Leaf
 from mpi_dataworkers.errors import ProtocolError
 from mpi_dataworkers.messages import Delivery
-from mpi_dataworkers.transports.base import PeerUnreachable
+from mpi_dataworkers.transports.base import AT_ONCE, PeerUnreachable
 
 # A guard for descriptors, 1024 of a process in most places, of which a connection has two at most: data workers close
 # those to loaders that read no more.
@@ -36,8 +36,8 @@ class Channel(Protocol):
             OSError, ProtocolError: the connection is of no use any more.
         """
 
-    def close(self, linger_s: float) -> None:
-        """Give what is queued so long to leave, then close."""
+    def close(self, until: float) -> None:
+        """Let what is queued leave until then, on the monotonic clock, s; then close. A time that is over: at once."""
 
 
 class ChannelSender(abc.ABC):
@@ -65,7 +65,7 @@ class ChannelSender(abc.ABC):
         channel = self._channels.pop(receiver, None)
         if channel is None:
             if len(self._channels) >= MAX_CHANNELS:
-                self._channels.pop(next(iter(self._channels))).close(_EVICTED_LINGER_S)
+                self._channels.pop(next(iter(self._channels))).close(time.monotonic() + _EVICTED_LINGER_S)
             channel = self._open(receiver)
         self._channels[receiver] = channel
         try:
@@ -77,10 +77,9 @@ class ChannelSender(abc.ABC):
     def drop(self, receiver: str) -> None:
         channel = self._channels.pop(receiver, None)
         if channel is not None:
-            channel.close(0.0)
+            channel.close(AT_ONCE)
 
-    def close(self, linger_s: float) -> None:
-        deadline = time.monotonic() + linger_s
+    def close(self, until: float) -> None:
         for channel in self._channels.values():
-            channel.close(max(0.0, deadline - time.monotonic()))
+            channel.close(until)
         self._channels.clear()

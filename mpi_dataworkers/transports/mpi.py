@@ -387,7 +387,7 @@ class _Channel:
         text = msgspec.msgpack.encode(_Envelope(encode(message), []))
         _send_short(text, self._rank, self._tag + _TO_RECEIVER)
 
-    def close(self, linger_s: float) -> None:
+    def close(self, until: float) -> None:
         """Nothing to do: what was sent has arrived."""
 
 

@@ -132,7 +132,7 @@ class RailSender:
             if (sender := self._senders.get(rail_of(address))) is not None:
                 sender.drop(address)
 
-    def close(self, linger_s: float) -> None:
-        """Give queued batches `linger_s` to leave, then close all connections."""
+    def close(self, until: float) -> None:
+        """Let queued batches leave until then, on the monotonic clock, s; then close all connections."""
         for sender in set(self._senders.values()):
-            sender.close(linger_s)
+            sender.close(until)

@@ -434,7 +434,7 @@ class _Channel:
         self._reserved = end
         return True
 
-    def close(self, linger_s: float) -> None:  # noqa: ARG002, what was sent is with the loader already
+    def close(self, until: float) -> None:  # noqa: ARG002, what was sent is with the loader already
         # It stays readable there, and so does the pool.
         self._socket.close()
         os.close(self._descriptor)

@@ -527,13 +527,13 @@ class _Channel:
                 return
             pieces = _rest(pieces, num_sent)
 
-    def close(self, linger_s: float) -> None:
-        """Give what waits so long to leave. What the kernel has taken leaves in any case."""
+    def close(self, until: float) -> None:
+        """Let what waits leave until then. What the kernel has taken leaves in any case."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread is not None and linger_s > 0:
-            self._thread.join(linger_s)
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
         with self._changed:
             self._waiting.clear()
         with contextlib.suppress(OSError):

@@ -322,6 +322,11 @@ class ZmqWorkerEndpoint(_ZmqControl):
         ready = self._poll_sockets(timeout_s)
         return self._read_control() if ready & {self._control, self._monitor} else []
 
+    def close(self, until: float = math.inf) -> None:
+        left_s = max(0.0, until - time.monotonic())
+        self._control.linger = int(min(left_s * 1000, _CLOSE_LINGER_MS))
+        self._close_control()
+
 
 class ZmqLoaderEndpoint(_ZmqControl):
     """See `base.LoaderEndpoint`; arguments and errors as `ZmqWorkerEndpoint`.

@@ -229,6 +229,78 @@ def test_a_data_worker_ends_in_every_phase(
     assert codes == {"absent": 130 if number == signal.SIGINT else -number, "idle": 0, "first": 0, "second": 0}
 
 
+FEEDING = """
+import logging, sys
+logging.basicConfig(level=logging.INFO)
+from mpi_dataworkers import DataLoader
+from sample_datasets import Heavy
+for batch in DataLoader(Heavy(4_000_000), batch_size=1, job_name=sys.argv[1]):
+    print("ready", flush=True)
+"""
+# The rule's time is proved in `test_ending.py`; here, that nothing of seconds is waited for on a busy machine.
+GENEROUS_S = 4.5
+
+
+@pytest.mark.parametrize(
+    ("rail", "point", "number"),
+    [
+        ("tcp", "held back", signal.SIGTERM),
+        *(
+            pytest.param(rail, point, number, marks=pytest.mark.slow)
+            for rail, point, number in (
+                ("tcp", "held back", signal.SIGINT),
+                ("ipc", "held back", signal.SIGTERM),
+                ("tcp", "handshake", signal.SIGTERM),
+                ("shm,ipc,tcp", "handshake", signal.SIGINT),
+            )
+        ),
+    ],
+)
+def test_a_data_worker_ends_while_its_trainer_is_stopped(
+    service: Any, start: Any, wait_until: Any, rail: str, point: str, number: signal.Signals
+) -> None:
+    """The trainer takes nothing off the connection, or has not even answered on it; the other one trains on."""
+    worker = service.start_workers(1)
+    (process,) = children_of(worker.pid)
+    variables = {
+        "HETSTREAM_SERVICE": service.name,
+        "HETSTREAM_TRANSPORT": rail,
+        "HETSTREAM_BUFFER_BYTES": str(64 << 20),
+    }
+    if point == "handshake":
+        os.kill(process, signal.SIGSTOP)
+    before = socket_inodes(process)
+    trainer = start([sys.executable, "-c", FEEDING, "stopped"], "stopped", **variables)
+    if point == "handshake":
+        # Nobody delivers, so it makes its own; its session is open then.
+        wait_until(trainer.says("ready"), 60, "a batch")
+        trainer.process.send_signal(signal.SIGSTOP)
+        os.kill(process, signal.SIGCONT)
+        wait_until(lambda: socket_inodes(process) - before, 60, "a connection to the trainer")
+    else:
+        wait_until(trainer.says("ready"), 60, "a batch")
+        trainer.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: waits(process), 60, "batches that wait")
+    started = time.monotonic()
+    worker.send_signal(number)
+    assert worker.wait(timeout=30) == 0
+    took_s = time.monotonic() - started
+    assert took_s < GENEROUS_S, f"it took {took_s:.2f} s to end"
+    assert state_of(process) == "Z"
+    wait_until(lambda: "left" in service.log("dispatcher"), 10, "the data worker's goodbye")
+
+
+def waits(pid: int) -> bool:
+    """Whether a process has begun nothing for a while."""
+    before = ticks_of(pid)
+    time.sleep(0.2)
+    return ticks_of(pid) == before
+
+
+def ticks_of(pid: int) -> int:
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+
 @TERMINATED
 def test_the_dispatcher_ends_while_its_peers_are_stopped(
     service: Any, start: Any, number: signal.Signals, wait_until: Any

@@ -170,7 +170,7 @@ def test_what_is_queued_leaves_before_the_end_or_is_dropped_whole(
     monkeypatch.setattr(sockets, "_HOLD_S", 0.01)
     for step in range(30):
         sender.send(receiver.addresses[0], header(step), [bytes(3 << 20)])
-    closing = threading.Thread(target=sender.close, args=(linger_s,))
+    closing = threading.Thread(target=sender.close, args=(time.monotonic() + linger_s,))
     closing.start()
     if linger_s:
         assert [batch.header.step for batch in take(receiver, 30)] == list(range(30))

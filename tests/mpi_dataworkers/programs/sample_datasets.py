@@ -81,6 +81,13 @@ class Large(Augmented):
         return torch.full((64, 1024), index % 251, dtype=torch.uint8)
 
 
+class Heavy(Augmented):
+    """Sample i is 2 MiB of the number i."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2, 1024, 1024), index % 251, dtype=torch.uint8)
+
+
 class UserError(Exception):
     """An exception class that only the user's module knows."""
 

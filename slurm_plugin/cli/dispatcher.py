@@ -18,11 +18,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         "and keeps its address.",
     )
     parser.add_argument("--bind", required=True, metavar="tcp://HOST:PORT", help="address to bind; port 0 finds one")
-    parser.add_argument("--work-dir", required=True, type=Path, metavar="DIR", help="directory of the journal")
+    parser.add_argument("--work-dir", required=True, metavar="DIR", help="directory of the journal")
     parser.add_argument(
         "--address-file",
         required=True,
-        type=Path,
         metavar="FILE",
         help="gets address and keys, mode 0600",
     )
@@ -48,6 +47,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--bind {args.bind!r}: name the address that trainers and data workers reach, not all of them"
         )
+    for option, path in (("--work-dir", args.work_dir), ("--address-file", args.address_file)):
+        if not path:
+            raise UsageError(f"{option} '': must name a path. Is a variable of the shell empty?")
+    if Path(args.address_file).is_dir():
+        raise UsageError(f"--address-file {args.address_file!r} is a directory: name a file in it")
     metrics = metrics_from_environment()
     if args.metrics_port is not None:
         metrics = metrics_address(args.metrics_port, "--metrics-port")
@@ -59,5 +63,5 @@ def run(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    serve(args.bind, args.work_dir, args.address_file, lambda: stopping, metrics)
+    serve(args.bind, Path(args.work_dir), Path(args.address_file), lambda: stopping, metrics)
     return 0

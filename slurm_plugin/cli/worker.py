@@ -6,6 +6,9 @@ import argparse
 
 from hetjob.errors import UsageError
 
+# More than the CPUs of any host: a slip of the finger is not to fork without end.
+_MAX_PROCESSES = 4096
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Declare the verb."""
@@ -52,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     from mpi_dataworkers.supervisor import run_data_workers
     from mpi_dataworkers.threads import MAX_THREADS
 
-    if args.processes < 1:
-        raise UsageError(f"--processes {args.processes}: at least 1")
+    if not 1 <= args.processes <= _MAX_PROCESSES:
+        raise UsageError(f"--processes {args.processes}: 1 to {_MAX_PROCESSES}")
     if not 1 <= args.threads <= MAX_THREADS:
         raise UsageError(f"--threads {args.threads}: 1 to {MAX_THREADS}")
     if args.mpi and args.processes > 1:

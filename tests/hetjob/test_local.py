@@ -101,6 +101,31 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pyt
     assert said == f"hetstream dispatcher: NotADirectoryError: {path}: Not a directory. Check: namei -l {path}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["dispatcher", "--work-dir", "", "--address-file", "a"], "--work-dir '': must name a path"),
+        (["dispatcher", "--work-dir", "w", "--address-file", ""], "--address-file '': must name a path"),
+        (["dispatcher", "--work-dir", "w", "--address-file", "."], "--address-file '.' is a directory: name a file in"),
+        (["worker", "--service", "file:a", "--processes", "0"], "--processes 0: 1 to 4096"),
+        (["worker", "--service", "file:a", "--processes", "100000"], "--processes 100000: 1 to 4096"),
+    ],
+)
+def test_options_of_the_service_that_cannot_be_meant_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    verb, *options = words
+    binds = ["--bind", "tcp://127.0.0.1:0"] if verb == "dispatcher" else []
+    assert main([verb, *binds, *options]) == 2
+    assert f"hetstream {verb}: UsageError: {says}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "nothing was made"
+
+
 def test_the_trainer_never_waited_longer_than_it_ran() -> None:
     loaders = [{"wait_s": 2.1, "elapsed_s": 2.0}, {"wait_s": 3.0, "elapsed_s": 3.0}]
     assert "trainer waited 100% of the time" in summary_line({"loaders": loaders})

@@ -233,7 +233,7 @@ class _Supervisor:
         if pid:
             self._children[pid] = child
             return
-        code = 1
+        code = 2  # of whatever leaves it without a word of its own: another process may do better
         try:
             code = self._child_main(child, replaces, fate, parent)
         finally:

@@ -66,6 +66,7 @@ from mpi_dataworkers.ops.iterable import ShardReader
 from mpi_dataworkers.ops.pipeline import (
     Definition,
     Pipeline,
+    SampleError,
     describe_failure,
     enter_data_worker,
     leave_out,
@@ -378,6 +379,14 @@ class DataWorker:
         except Exception as error:
             _log.info("session=%s step=%d failed: %r", session.session_id, step, error)
             raise _StepFailed(describe_failure(error)) from error
+        except BaseException as error:
+            # What passes `except Exception`, as sys.exit() does, is no reason to end: others are served here too.
+            _log.warning("session=%s step=%d: user code raised %s", session.session_id, step, type(error).__name__)
+            self._readers.pop(session.session_id, None)
+            work = self._page.read()
+            failed = SampleError(work.sample_index if work is not None else -1)
+            failed.__cause__ = error
+            raise _StepFailed(describe_failure(failed)) from error
         origin: Literal["made", "again"] = "again" if lease.again else "made"
         if key and not lacking:
             frames, places = fuse(buffers)

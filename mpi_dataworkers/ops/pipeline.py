@@ -62,6 +62,10 @@ class _Unwatched:
 _UNWATCHED = _Unwatched()
 
 
+# Of an exception's text and of its traceback; more says no more, and goes through the dispatcher.
+_MOST_TEXT = 64 << 10
+
+
 class SampleError(Exception):
     """User code raised for one sample; the cause is chained. Internal: it carries the index to where it is reported."""
 
@@ -230,9 +234,23 @@ def describe_failure(error: Exception, is_final: bool = False) -> Failure:
     if isinstance(error, SampleError):
         sample_index, cause = error.sample_index, error.user_error()
     kind = type(cause)
+    try:
+        text = str(cause)
+    except Exception as failed:  # noqa: BLE001, user code again: the class makes its own text
+        text = f"(its text cannot be made: {type(failed).__name__})"
     remote = "".join(traceback.format_exception(kind, cause, cause.__traceback__))
     name = (kind.__module__, kind.__qualname__)
-    return Failure(sample_index, name, str(cause), remote, os.uname().nodename, os.getpid(), is_final)
+    return Failure(sample_index, name, _sendable(text), _sendable(remote), os.uname().nodename, os.getpid(), is_final)
+
+
+def _sendable(text: str) -> str:
+    """Text in UTF-8, and without its middle where an exception carries, say, all of its data."""
+    text = text.encode(errors="backslashreplace").decode()
+    num_left_out = len(text) - _MOST_TEXT
+    if num_left_out <= 0:
+        return text
+    half = _MOST_TEXT // 2
+    return f"{text[:half]}\n[... {num_left_out:,} characters left out ...]\n{text[-half:]}"
 
 
 def without(policy: ErrorPolicy, left_out: Collection[Failure]) -> set[int]:
@@ -387,7 +405,7 @@ def load_pipeline(definition: Definition) -> Pipeline:
     try:
         pipeline: Pipeline = pickle.loads(definition.blob)
         here = len(pipeline.dataset) if pipeline.num_samples >= 0 else -1
-    except Exception as error:  # unpickling runs user code: any exception may come, and all of them are reported
+    except BaseException as error:  # unpickling runs user code: anything may come (a module that calls sys.exit, too)
         text = f"{type(error).__name__}: {error}"
         raise PipelineError(f"the dataset cannot be rebuilt in a data worker: {text}") from error
     if here != pipeline.num_samples:

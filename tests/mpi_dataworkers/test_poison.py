@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import sample_datasets as datasets
 
 from mpi_dataworkers import DataLoader, watch
 from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.errors import DataWorkerDied, OptionsError, PipelineError, StateError
+from mpi_dataworkers.errors import DataWorkerDied, OptionsError, PipelineError, RemoteError, StateError
 from mpi_dataworkers.failures import StepFailures, Verdict
 from mpi_dataworkers.loader import skipped
 from mpi_dataworkers.messages import (
@@ -352,6 +353,54 @@ def test_a_hung_transform_is_raised_with_its_stack_and_its_process_replaced(
     log = service.log("dispatcher")
     assert log.count("sample=11 failed on") == 2
     assert "in the place of a process that hung" in log
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "says"),
+    [
+        ("exit", RemoteError, r"builtins\.SystemExit: 3\b"),
+        ("interrupt", RemoteError, "builtins.KeyboardInterrupt: "),
+        ("cancelled", RemoteError, "CancelledError: by a library"),
+        ("no text", datasets.NoText, None),
+        ("no UTF-8", ValueError, r"file \\udc80\.jpg is bad"),
+        ("long", ValueError, "characters left out"),
+    ],
+)
+def test_whatever_user_code_raises_reaches_its_trainer_and_costs_no_data_worker(
+    three: Any, loaders: Any, how: str, kind: type[Exception], says: str | None
+) -> None:
+    before = three.log("dispatcher").count("lost")
+    loader = loaders(datasets.Surprising(24, 11, how), service=three.name, batch_size=4, job_name=how)
+    passing = iter(loader)
+    assert [next(passing)[1].tolist()[0] for _ in range(2)] == [0, 4]
+    with pytest.raises(kind) as caught:
+        next(passing)
+    if says is not None:
+        assert re.search(says, str(caught.value))
+        assert "in a data worker, sample 11" in str(caught.value)
+        assert len(str(caught.value)) < 200_000
+    assert [ids.tolist()[0] for _, ids in passing] == [12, 16, 20]
+    assert loader.stats()["local_steps"] == 0
+    assert three.log("dispatcher").count("lost") == before
+
+
+def test_a_stream_that_raises_what_ends_programs_is_told_and_costs_no_data_worker(three: Any, loaders: Any) -> None:
+    before = three.log("dispatcher").count("lost")
+    loader = loaders(datasets.SurprisingElements(), service=three.name, batch_size=4, sharding="off", job_name="odd")
+    with pytest.raises(RemoteError, match="SystemExit"):
+        list(loader)
+    assert three.log("dispatcher").count("lost") == before
+
+
+@pytest.mark.parametrize("num_bytes", [10, 2 << 20], ids=["small", "one copy for all"])
+def test_a_module_that_ends_the_program_when_it_is_imported_is_told_and_costs_no_data_worker(
+    three: Any, loaders: Any, num_bytes: int
+) -> None:
+    with pytest.raises(PipelineError, match="cannot be rebuilt in a data worker: SystemExit: 2"):
+        next(iter(loaders(datasets.ExitsElsewhere(num_bytes), service=three.name, job_name=f"exits-{num_bytes}")))
+    batches = loaders(datasets.Augmented(24), service=three.name, job_name=f"after-{num_bytes}")
+    assert [ids.tolist()[0] for _, ids in batches] == [0, 8, 16]
+    assert batches.stats()["local_steps"] == 0
 
 
 @pytest.mark.parametrize("how", ["segfault", "exit"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import functools
 import os
@@ -99,6 +100,62 @@ class Poisoned(Augmented):
         if index == 37:
             raise UserError(f"sample {index} is bad")
         return super().__getitem__(index)
+
+
+class NoText(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Surprising(Augmented):
+    """One sample raises what programs hardly expect."""
+
+    def __init__(self, length: int, index: int, how: str) -> None:
+        super().__init__(length)
+        self.index = index
+        self.how = how
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.index:
+            raise {
+                "exit": SystemExit(3),
+                "interrupt": KeyboardInterrupt(),
+                "cancelled": asyncio.CancelledError("by a library"),
+                "no text": NoText(),
+                "no UTF-8": ValueError("file \udc80.jpg is bad"),
+                "long": ValueError("x" * 5_000_000),
+            }[self.how]
+        return super().__getitem__(index)
+
+
+class SurprisingElements(IterableDataset[Any]):
+    """A stream whose element 5 raises SystemExit."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(12):
+            if index == 5:
+                raise SystemExit(3)
+            yield index
+
+
+class ExitsElsewhere(Augmented):
+    """Its module ends the program where it is imported anew, as one without a guard of `__main__` does."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(40)
+        self.num_bytes = num_bytes
+
+    def __reduce__(self) -> Any:
+        return exit_elsewhere, (os.getpid(), bytes(self.num_bytes))
+
+
+def exit_elsewhere(pid: int, table: bytes) -> ExitsElsewhere:
+    """Rebuild `ExitsElsewhere` in its own process."""
+    if pid != os.getpid():
+        raise SystemExit(2)
+    return ExitsElsewhere(len(table))
 
 
 class NoneCanBeMade(Augmented):

@@ -241,19 +241,15 @@ for batch in DataLoader(Heavy(4_000_000), batch_size=1, job_name=sys.argv[1]):
 GENEROUS_S = 4.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rail", "point", "number"),
     [
         ("tcp", "held back", signal.SIGTERM),
-        *(
-            pytest.param(rail, point, number, marks=pytest.mark.slow)
-            for rail, point, number in (
-                ("tcp", "held back", signal.SIGINT),
-                ("ipc", "held back", signal.SIGTERM),
-                ("tcp", "handshake", signal.SIGTERM),
-                ("shm,ipc,tcp", "handshake", signal.SIGINT),
-            )
-        ),
+        ("tcp", "held back", signal.SIGINT),
+        ("ipc", "held back", signal.SIGTERM),
+        ("tcp", "handshake", signal.SIGTERM),
+        ("shm,ipc,tcp", "handshake", signal.SIGINT),
     ],
 )
 def test_a_data_worker_ends_while_its_trainer_is_stopped(

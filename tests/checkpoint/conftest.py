@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,17 @@ from checkpoint import FlashCheckpointer, Options
 from checkpoint.view import StoreView, find_stores
 
 WaitUntil = Callable[..., None]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    """A process that forks trainers; see `programs/zygote.py`."""
+    argv = [sys.executable, "-m", "tests.checkpoint.programs.zygote"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HETSTREAM_"))}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes) as process:
+        yield process
 
 
 @pytest.fixture

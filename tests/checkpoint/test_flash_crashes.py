@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -16,8 +15,6 @@ import pytest
 
 from checkpoint.view import FoundStore, StoreView, find_stores
 
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 200.0
 SIGKILL = -9
 # What a trainer passes while it trains; the saver's points are `test_saver.py`'s.
 POINTS = ("save.copied",)
@@ -85,16 +82,6 @@ class Trainers:
                 step, samples = json.loads(line)
                 assert steps.setdefault(step, samples) == samples, f"step {step} had other samples before"
         return [steps[step] for step in sorted(steps)]
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-m", "tests.checkpoint.programs.zygote"]
-    with subprocess.Popen(argv, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        yield process
-        assert process.stdin
-        process.stdin.close()
-        process.wait(TIMEOUT_S)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from checkpoint.ownership import Identity, history
 from checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
 from checkpoint.view import find_stores
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
 STEP_S = 0.05
 WaitUntil = Callable[..., None]
@@ -218,18 +216,6 @@ class Jobs:
     @property
     def marker(self) -> Path:
         return self.directory / "marker"
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-m", "tests.checkpoint.programs.zygote"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HETSTREAM_"))}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes) as process:
-        yield process
-        assert process.stdin
-        process.stdin.close()
-        process.wait(60)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # what a rank would import at its first optimizer, half a second each
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ TRAIN = f"""#!/bin/bash
 #SBATCH --gres=gpu:1 --cpus-per-task=8 --time=10 --output=train.out
 {DIRECTIVE}
 echo "cpus=$SLURM_CPUS_PER_TASK arguments=$*"
-srun {sys.executable} {PROGRAM} ledger
+DECODE_S=0.002 srun {sys.executable} {PROGRAM} ledger
 exit 7
 """
 SHORT = f'#!/bin/bash\n#SBATCH --output=short.out\n{DIRECTIVE}\necho "service=$HETSTREAM_SERVICE"\nexit 3\n'
@@ -74,6 +75,9 @@ class Cluster:
     def show(self, job_id: str) -> str:
         return self.run(self.out_dir, "scontrol", "show", "job", job_id.strip()).stdout
 
+    def has_ended(self, job_id: str) -> bool:
+        return bool(re.search("JobState=(COMPLETED|FAILED)", self.show(job_id)))
+
 
 @pytest.fixture(scope="module")
 def cluster(release: str, running_cluster: Callable[..., Any]) -> Iterator[Cluster]:
@@ -90,7 +94,7 @@ def test_plain_sbatch_becomes_a_streaming_job(cluster: Cluster, wait_until: Any)
     done = cluster.run(directory, "sbatch", "--parsable", "train.sbatch", "one", "two words")
     assert (done.returncode, done.stderr) == (0, "")
     job_id = done.stdout.strip()
-    # Not with --wait, which the next test has: it asks again only after 2, 4, 8, 16 s.
+    # Not with --wait, which the next test has once: it asks only after 2 s, and again after 4, 8, 16 s.
     wait_until(lambda: cluster.show(job_id).count("ExitCode=7:0") == 2, timeout_s=120, what="the end of the job")
     assert done.stdout == f"{job_id}\n"
     assert job_id.isdigit()
@@ -104,7 +108,7 @@ def test_plain_sbatch_becomes_a_streaming_job(cluster: Cluster, wait_until: Any)
     assert not list(Path("/tmp").glob("hetstream-*/train.sbatch")), "the converted script is left"
 
 
-def test_without_a_converter_the_plain_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_without_a_converter_the_plain_job_goes_on(cluster: Cluster, tmp_path: Path, wait_until: Any) -> None:
     directory = cluster.directory("plain", short=SHORT)
     tools = {name: tmp_path / name for name in ("slow", "broken", "silent", "missing")}
     tools["slow"].write_text("#!/bin/sh\nexec sleep 60\n")
@@ -120,13 +124,17 @@ def test_without_a_converter_the_plain_job_goes_on(cluster: Cluster, tmp_path: P
     }
     for name, problem in told.items():
         cluster.load("{timeout_s = 1}", str(tools[name]))
-        done = cluster.run(directory, "sbatch", "--wait", "short.sbatch")
-        assert done.returncode == 3, name
+        done = cluster.run(directory, "sbatch", "short.sbatch")
+        assert done.returncode == 0, name
         assert done.stdout.startswith("Submitted batch job ")
         assert done.stderr.startswith("hetstream: submitted without data workers: "), name
         assert done.stderr.endswith(problem), name
+        job_id = done.stdout.split()[-1]
+        wait_until(lambda job_id=job_id: cluster.has_ended(job_id), timeout_s=60, what=f"the end of the job: {name}")
+        assert "ExitCode=3:0" in cluster.show(job_id), name
         assert (directory / "short.out").read_text() == "service=\n"
-        assert "HetJobOffset" not in cluster.show(done.stdout.split()[-1])
+        assert "HetJobOffset" not in cluster.show(job_id)
+        (directory / "short.out").unlink()
     cluster.load(modules=tmp_path)  # the modules themselves are gone
     done = cluster.run(directory, "sbatch", "--parsable", "--wait", "short.sbatch")
     assert done.returncode == 3
@@ -221,7 +229,7 @@ def test_a_site_may_ask_for_data_workers_where_scripts_do_not(cluster: Cluster) 
     assert (done.returncode, done.stderr) == (5, "")
 
 
-def test_the_guard_right_sizes_and_refuses(cluster: Cluster) -> None:
+def test_the_guard_right_sizes_and_refuses(cluster: Cluster, wait_until: Any) -> None:
     directory = cluster.directory("guard")
     asks = ["--gpus=2", "--gres=gpu:2", "--gpus-per-node=2", "--gpus-per-task=2"]
     cluster.load("{cpus_per_gpu = {max = {gpu = 4}}}")
@@ -235,10 +243,13 @@ def test_the_guard_right_sizes_and_refuses(cluster: Cluster) -> None:
     cluster.load('{cpus_per_gpu = {max = {gpu = 4}, action = "shrink"}}')
     for ask in asks:
         script = "--wrap=echo $SLURM_CPUS_PER_TASK $SLURM_JOB_CPUS_PER_NODE; srun true"
-        done = cluster.run(directory, "sbatch", "-n1", "-c10", ask, "--output=shrunk.out", "--wait", script)
+        done = cluster.run(directory, "sbatch", "--parsable", "-n1", "-c10", ask, "--output=%j.out", script)
         assert done.returncode == 0, ask
         assert "--cpus-per-task=10 became 8" in done.stderr
-        assert (directory / "shrunk.out").read_text() == "8 8\n", ask
+        job_id = done.stdout.strip()
+        wait_until(lambda job_id=job_id: cluster.has_ended(job_id), timeout_s=60, what=f"the end of the job: {ask}")
+        assert "ExitCode=0:0" in cluster.show(job_id), ask
+        assert (directory / f"{job_id}.out").read_text() == "8 8\n", ask
 
 
 @pytest.mark.slow

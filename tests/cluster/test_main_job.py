@@ -139,7 +139,7 @@ def stream_and_survive(cluster: Any, script: str, wait_until: Callable[..., None
         assert max(ids.values()) == 1, "duplicated samples"
     subprocess.run(
         [HETSTREAM, "run", "--data-workers", "0", "--", sys.executable, PROGRAM, "local"],
-        cwd=directory, check=True, timeout=120, capture_output=True,
+        cwd=directory, env=os.environ | {"DECODE_S": "0"}, check=True, timeout=120, capture_output=True,
     )  # fmt: skip
     assert lines == (directory / "local").read_text().splitlines(), "another order, or other bytes"
 

@@ -90,6 +90,7 @@ def test_templates_run_on_real_slurm(
     shutil.copy(ROOT / "sbatch_templates" / f"{name}.sbatch", directory)
     environ = dict(devcluster.env) | {
         "TRAIN_PY": str(PROGRAM),
+        "DECODE_S": "0.002",
         "MASTER_ADDR": "127.0.0.1",  # this cluster's node names do not resolve
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{devcluster.env['PATH']}",
     }

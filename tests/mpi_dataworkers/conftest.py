@@ -1,14 +1,20 @@
-"""A real service for tests: the dispatcher and data workers as the commands that a user runs."""
+"""A real service for tests: dispatcher and data workers, forked from a process that has loaded what they import.
+
+With the fixture `commands` they are the commands that a user runs; tests of their start, end and memory have that.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,14 +24,74 @@ if str(PROGRAMS) not in sys.path:
     sys.path.append(str(PROGRAMS))
 
 
+class Zygote:
+    """A process that has loaded torch and forks the processes of services; see `programs/zygote.py`."""
+
+    def __init__(self) -> None:
+        argv = [sys.executable, str(PROGRAMS / "zygote.py")]
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, *question: Any) -> int:
+        assert self.process.stdin
+        assert self.process.stdout
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def children(self) -> set[str]:
+        pid = self.process.pid
+        return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+class Forked:
+    """What a zygote has forked, with what tests ask of a `Popen`."""
+
+    def __init__(self, zygote: Zygote, words: tuple[str, ...], log: Path) -> None:
+        self.returncode: int | None = None
+        self.verb = words[0]
+        self._zygote = zygote
+        self.pid = zygote.ask("start", words, str(log), dict(os.environ), os.getcwd())
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            # Nobody else gets its process id before the zygote has taken its exit code.
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                ended, _, _ = select.select([descriptor], [], [], timeout)
+            finally:
+                os.close(descriptor)
+            if not ended:
+                raise subprocess.TimeoutExpired(f"hetstream {self.verb}", timeout or 0)
+            self.returncode = self._zygote.ask("reap", self.pid)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class Service:
-    """A dispatcher and its data workers, started and hurt by tests."""
+    """A dispatcher and its data workers, started and hurt by tests.
+
+    Attributes:
+        zygote: that forks its processes; None to start commands.
+    """
+
+    zygote: Zygote | None = None
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.address_file = directory / "work" / "address"
-        self.dispatcher: subprocess.Popen[bytes] | None = None
-        self.workers: list[subprocess.Popen[bytes]] = []
+        self.dispatcher: subprocess.Popen[bytes] | Forked | None = None
+        self.workers: list[subprocess.Popen[bytes] | Forked] = []
 
     @property
     def name(self) -> str:
@@ -35,20 +101,24 @@ class Service:
         with (self.directory / log).open("ab") as stream:
             return subprocess.Popen([HETSTREAM, *words], stderr=stream, stdout=stream, stdin=subprocess.DEVNULL)
 
+    def _begin(self, log: str, *words: str) -> subprocess.Popen[bytes] | Forked:
+        return self._start(log, *words) if self.zygote is None else Forked(self.zygote, words, self.directory / log)
+
     def start_dispatcher(self) -> None:
         work = str(self.directory / "work")
         arguments = ("--bind", "tcp://127.0.0.1:0", "--work-dir", work, "--address-file", str(self.address_file))
-        self.dispatcher = self._start("dispatcher.log", "dispatcher", *arguments)
+        self.dispatcher = self._begin("dispatcher.log", "dispatcher", *arguments)
 
     def kill_dispatcher(self) -> None:
         assert self.dispatcher is not None
         self.dispatcher.kill()
         self.dispatcher.wait()
 
-    def start_workers(self, processes: int = 1, *options: str) -> subprocess.Popen[bytes]:
-        worker = self._start("worker.log", "worker", "--service", self.name, "--processes", str(processes), *options)
-        self.workers.append(worker)
+    def start_workers(self, processes: int = 1, *options: str) -> subprocess.Popen[bytes] | Forked:
+        words = ("worker", "--service", self.name, "--processes", str(processes), *options)
         registered = self.log("dispatcher").count("registered") + processes
+        worker = self._begin("worker.log", *words)
+        self.workers.append(worker)
         deadline = time.monotonic() + 30
         while self.log("dispatcher").count("registered") < registered:
             assert time.monotonic() < deadline, f"data workers did not register: {self.log('worker')}"
@@ -75,8 +145,31 @@ class Service:
                 one.wait()
 
 
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """The zygote of all services, from the first one on."""
+    Service.zygote = one = Zygote()
+    with one.process:
+        yield one
+        Service.zygote = None
+
+
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
+def commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dispatcher and data workers are the commands that a user starts, not forks of the zygote."""
+    monkeypatch.setattr(Service, "zygote", None)
+
+
+@pytest.fixture
+def _nothing_left(zygote: Zygote) -> Iterator[None]:
+    """As `_no_leaks`, for the children of the zygote."""
+    before = zygote.children()
+    yield
+    assert zygote.children() - before == set(), "the test left processes of a service behind"
+
+
+@pytest.fixture
+def service(tmp_path: Path, _nothing_left: None) -> Iterator[Service]:
     """A running dispatcher without data workers; ended, with its data workers, after the test."""
     running = Service(tmp_path)
     running.start_dispatcher()
@@ -88,7 +181,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def three(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with three data workers, for a module's tests that hurt none of them."""
     running = Service(tmp_path_factory.mktemp("three"))
     running.start_dispatcher()
@@ -114,7 +207,7 @@ def run_program(source: str, directory: Path, *arguments: str, **variables: str)
     )
 
 
-@pytest.fixture(name="run_program")
+@pytest.fixture(name="run_program", scope="session")
 def run_program_fixture() -> object:
     """See `run_program`."""
     return run_program

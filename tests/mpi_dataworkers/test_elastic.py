@@ -101,7 +101,7 @@ def test_growing_to_eight_and_shrinking_to_one_changes_no_byte(
 
 
 def test_the_first_batch_of_a_data_worker_that_joins(service: Any, loaders: Any, tmp_path: Path) -> None:
-    """Bound: a second from its registration; before that, its command imports torch."""
+    """Bound: a second from its registration; before that, its command imports torch, which the zygote has done."""
     service.start_workers(1)
     loader = loaders(datasets.Counted(1_000_000, tmp_path, 0.01), service=service.name, batch_size=1)
     passing = iter(loader)

@@ -30,6 +30,7 @@ def pss_of_all(pid: int) -> int:
     return sum(pss_bytes(one) for one in (pid, *children_of(pid)))
 
 
+@pytest.mark.usefixtures("commands")
 def test_four_processes_hold_one_copy_of_a_large_array(service: Any, wait_until: Any) -> None:
     worker = service.start_workers(4)
     empty = pss_of_all(worker.pid)

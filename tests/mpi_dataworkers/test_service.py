@@ -58,6 +58,7 @@ def loaders() -> Iterator[Callable[..., DataLoader]]:
         loader.close()
 
 
+@pytest.mark.usefixtures("commands")
 @pytest.mark.parametrize("processes", [1, 3])
 def test_streamed_epochs_equal_local_epochs_byte_for_byte(service: Any, loaders: Any, processes: int) -> None:
     service.start_workers(processes)

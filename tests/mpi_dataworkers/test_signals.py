@@ -209,6 +209,7 @@ for batch in DataLoader(HangingWithFlag(100, 40, how, Path(flag)), batch_size=4,
 
 
 @TERMINATED
+@pytest.mark.usefixtures("commands")
 def test_a_data_worker_ends_in_every_phase(
     service: Any, start: Any, number: signal.Signals, tmp_path: Path, wait_until: Any
 ) -> None:
@@ -242,6 +243,7 @@ GENEROUS_S = 4.5
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("commands")
 @pytest.mark.parametrize(
     ("rail", "point", "number"),
     [

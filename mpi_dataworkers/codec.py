@@ -21,17 +21,18 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """A buffer whose bytes lie in several places: they are put together where they leave from, in one copy.
+    """A buffer whose bytes lie in several places: they are put together where they leave from, in one copy, or leave
+    from where they lie.
 
     Attributes:
         nbytes: of all of them.
         write: puts them, in order, into memory of just that size.
-        join: puts them into memory of their own.
+        pieces: the places, in order, as bytes; None where they are so small that the copy costs less.
     """
 
     nbytes: int
     write: Callable[[memoryview], None]
-    join: Callable[[], Buffer]
+    pieces: Callable[[], list[Buffer]] | None = None
 
 
 Leaf = Buffer | Scattered
@@ -77,7 +78,18 @@ def decode(frame: Buffer) -> AnyMessage:
 
 def in_one_piece(frame: Leaf) -> Buffer:
     """The frame in one piece; only a scattered one is copied."""
-    return frame.join() if isinstance(frame, Scattered) else frame
+    if not isinstance(frame, Scattered):
+        return frame
+    whole = np.empty(frame.nbytes, dtype=np.uint8).data
+    frame.write(whole)
+    return whole
+
+
+def in_pieces(frame: Leaf) -> list[Buffer]:
+    """The frame for whoever can send from many places at once, as bytes; only small places are copied together."""
+    if isinstance(frame, Scattered) and frame.pieces is not None:
+        return frame.pieces()
+    return [memoryview(in_one_piece(frame)).cast("B")]
 
 
 def fuse(buffers: Sequence[Leaf]) -> tuple[list[Buffer], list[tuple[int, int, int]]]:

@@ -47,6 +47,9 @@ _part: Any = torch.unsafe_split_with_sizes
 _copy_each: Any = torch._foreach_copy_
 _CAT_ALIGN_BYTES = 32
 _COPY_EACH_FROM_BYTES = 48 << 10
+# Tensors of this size, on average, leave from where they lie if the rail can do that: a piece more costs less than the
+# copy does.
+_IN_PIECES_FROM_BYTES = 64 << 10
 # What torch's own DistributedDataParallel parts gradients with, for parts of any shape.
 _part_by_template: Any = torch._utils._unflatten_dense_tensors
 _NUMPY_DTYPES = {
@@ -107,9 +110,9 @@ class _Pack:
 
     def of(self, tensors: list[torch.Tensor]) -> Scattered:
         """The buffer of a batch's tensors."""
-        return Scattered(
-            self.num_bytes, functools.partial(self._write, tensors), functools.partial(self._join, tensors)
-        )
+        are_large = self.num_bytes >= _IN_PIECES_FROM_BYTES * len(tensors)
+        pieces = functools.partial(_bytes_of_each, tensors) if are_large else None
+        return Scattered(self.num_bytes, functools.partial(self._write, tensors), pieces)
 
     def _alike(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         # Without reshaping each where the first dimension is all in which they differ.
@@ -125,11 +128,6 @@ class _Pack:
 
     def _write(self, tensors: list[torch.Tensor], memory: memoryview) -> None:
         self._fill(tensors, torch.frombuffer(memory, dtype=self.dtype))
-
-    def _join(self, tensors: list[torch.Tensor]) -> Buffer:
-        flat = torch.empty(self.num_bytes // self.dtype.itemsize, dtype=self.dtype)
-        self._fill(tensors, flat)
-        return _bytes_of_tensor(flat)
 
 
 @dataclass(frozen=True)
@@ -380,6 +378,10 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Buffer:
     if tensor.dtype in _NUMPY_DTYPES:
         return tensor.numpy().data.cast("B")
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _bytes_of_each(tensors: list[torch.Tensor]) -> list[Buffer]:
+    return list(map(_bytes_of_tensor, tensors))
 
 
 def resolve_class(module: str, qualified_name: str) -> Any:

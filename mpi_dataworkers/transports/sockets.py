@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mpi_dataworkers.codec import Buffer, Leaf, decode, encode, in_one_piece, size_of
+from mpi_dataworkers.codec import Buffer, Leaf, decode, encode, in_one_piece, in_pieces, size_of
 from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.messages import Compressed, Delivery, Message
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, rail_of
@@ -111,17 +111,17 @@ def _watch(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _pieces_of(frames: Sequence[Buffer]) -> list[Buffer]:
+def _pieces_of(frames: Sequence[Leaf]) -> list[Buffer]:
     """A message as it is sent, with the tensors where they lie."""
     sizes = [size_of(frame) for frame in frames]
     table, offsets, total = lay_out(sizes)
-    pieces: list[Buffer] = [b"".join((_LENGTH.pack(total), table, frames[0]))]
+    pieces: list[Buffer] = [b"".join((_LENGTH.pack(total), table, in_one_piece(frames[0])))]
     end = len(table) + sizes[0]
     for frame, offset, size in zip(frames[1:], offsets[1:], sizes[1:], strict=True):
         if offset > end:
             pieces.append(_PADDING[: offset - end])
         if size:
-            pieces.append(memoryview(frame).cast("B"))
+            pieces += in_pieces(frame)
         end = offset + size
     return pieces
 
@@ -448,10 +448,11 @@ class _Channel:
         self._look_whether_closed()
         first = encode(header)
         waited_s = self._hold_back(sum(map(size_of, frames), len(first)))
-        whole: list[Buffer] = [first, *map(in_one_piece, frames)]
+        whole: list[Leaf] = [first, *frames]
         if self._compresses:
-            smaller, sizes = compress(whole)
-            whole = [encode(Compressed(sizes)), *smaller] if max(sizes) >= 0 else whole
+            joined = list(map(in_one_piece, whole))
+            smaller, sizes = compress(joined)
+            whole = [encode(Compressed(sizes)), *smaller] if max(sizes) >= 0 else [*joined]
         pieces = _pieces_of(whole)
         with self._changed:
             if self._error is not None:

@@ -78,7 +78,7 @@ def test_a_scattered_buffer_is_written_where_it_leaves_from() -> None:
         def write(memory: memoryview) -> None:
             memory[:] = b"x" * size
 
-        return Scattered(size, write, lambda: b"x" * size)
+        return Scattered(size, write)
 
     gathered = Gatherer()
     sizes = [10, FUSE_BELOW_BYTES]

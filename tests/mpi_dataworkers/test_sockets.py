@@ -76,13 +76,12 @@ def joined_frames(num_bytes: int, count: int, each: Callable[[int], None]) -> li
     """Frames that have to be put together; `each` hears how many of them there are in memory when the next one is."""
     alive: list[weakref.ref[Any]] = []
 
-    def join(number: int) -> memoryview:
+    def write(number: int, memory: memoryview) -> None:
         each(sum(one() is not None for one in alive))
-        whole = np.full(num_bytes, number, dtype=np.uint8)
-        alive.append(weakref.ref(whole))
-        return whole.data
+        np.frombuffer(memory, dtype=np.uint8)[:] = number
+        alive.append(weakref.ref(memory.obj))
 
-    return [Scattered(num_bytes, lambda _: None, functools.partial(join, number)) for number in range(count)]
+    return [Scattered(num_bytes, functools.partial(write, number)) for number in range(count)]
 
 
 @pytest.mark.parametrize(("num_bytes", "most"), [(1 << 20, 6), (3 << 20, 3), (9 << 20, 2), (20 << 20, 2)])

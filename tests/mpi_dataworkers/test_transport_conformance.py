@@ -222,6 +222,22 @@ def test_scattered_frames_arrive_as_one(loader: Loader, sender: BatchSender, siz
     assert same(unflatten(spec, split(received.frames, [(0, 0, buffer.nbytes)])), tree)
 
 
+def test_many_large_tensors_arrive_as_one_frame_whatever_they_are(loader: Loader, sender: BatchSender) -> None:
+    for dtype, count in ((torch.float32, 20), (torch.bfloat16, 600)):
+        tree = {str(number): torch.rand(35_000 + number).to(dtype) for number in range(count)}
+        tree["1"] = torch.rand(20_000, 3).to(dtype).t()
+        tree["2"].requires_grad_()
+        tree["3"] = torch.tensor(2.5, dtype=dtype)
+        spec, (buffer,) = flatten(tree)
+        assert isinstance(buffer, Scattered)
+        assert buffer.pieces is not None, "large enough to leave from where they lie"
+        sender.send(loader.address, header(0, [(0, 0, buffer.nbytes)], spec), [buffer])
+        received = loader.take()
+        came = unflatten(spec, split(received.frames, [(0, 0, buffer.nbytes)]))
+        assert all(torch.equal(came[name], tensor) for name, tensor in tree.items())
+        assert list(came) == list(tree)
+
+
 def test_everything_that_a_data_worker_delivers_passes(loader: Loader, sender: BatchSender) -> None:
     deliveries = [Batches([header(0), header(1)]), EndOfShard("session", 2, 1)]
     for delivery in deliveries:

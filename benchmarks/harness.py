@@ -72,7 +72,7 @@ class Metric:
 class Target:
     """A goal for `system` as a multiple of `against`, for one metric of one case, repeat by repeat.
 
-    With `at_least` the ratio must reach it; with `at_most` it must not exceed it. Exactly one of them is given.
+    With `at_least` the ratio must reach it; with `at_most` it must not exceed it; with neither it is only shown.
     """
 
     case: str
@@ -83,15 +83,21 @@ class Target:
     at_most: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.at_least is None) == (self.at_most is None):
+        if self.at_least is not None and self.at_most is not None:
             raise ValueError(f"target {self.system} / {self.against}: give at_least or at_most, one of them")
 
-    def __str__(self) -> str:
-        return f">= {self.at_least:g}" if self.at_least is not None else f"<= {self.at_most:g}"
+    @property
+    def goal(self) -> str | None:
+        """The goal as text."""
+        if self.at_least is not None:
+            return f">= {self.at_least:g}"
+        return None if self.at_most is None else f"<= {self.at_most:g}"
 
-    def met_by(self, ratio: float) -> bool:
-        """Compare a median ratio with the goal."""
-        return ratio >= self.at_least if self.at_least is not None else ratio <= (self.at_most or 0.0)
+    def met_by(self, ratio: float) -> bool | None:
+        """Compare a median ratio with the goal, if there is one."""
+        if self.at_least is not None:
+            return ratio >= self.at_least
+        return None if self.at_most is None else ratio <= self.at_most
 
 
 @dataclass(frozen=True)
@@ -392,11 +398,11 @@ def _ratio(results: Results, target: Target) -> Row:
     if not ratios:
         absent = target.system if not own else target.against
         note = f"no value of {absent}: not compared"
-        return Row(target.case, name, None, "x", target=str(target), note=note)
+        return Row(target.case, name, None, "x", target=target.goal, note=note)
     median = statistics.median(ratios)
     spread = (min(ratios), max(ratios))
     note = "" if len(quiet) == len(pairs) else f"{len(quiet)} of {len(pairs)} repeats undisturbed"
-    return Row(target.case, name, median, "x", spread, str(target), target.met_by(median), note, ratios)
+    return Row(target.case, name, median, "x", spread, target.goal, target.met_by(median), note, ratios)
 
 
 # ---------------------------------------------------------------------------------------------------------- reporting

@@ -5,6 +5,7 @@ Ray has no notion of a finished batch: a block of rows holds it, and `iter_batch
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import numpy as np
 import ray  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.clients.window import measure, payload, read_request
+from benchmarks.clients.window import Request, measure, payload, read_request
 
 BATCH_SIZE = 64
 # Ray makes a task of each block. A task that holds little is all overhead, so small batches share one.
@@ -41,9 +42,9 @@ def stream(shape: list[int]) -> Iterator[Any]:
     return iter(batches)
 
 
-def main() -> None:
-    """Measure every case of the request."""
-    request = read_request()
+@contextlib.contextmanager
+def running(request: Request) -> Iterator[None]:
+    """Run Ray with all that it starts on the producer's core."""
     os.sched_setaffinity(0, {request.producer_core})  # inherited by everything that Ray starts
     ray.init(
         num_cpus=1,
@@ -55,10 +56,17 @@ def main() -> None:
     ray.data.DataContext.get_current().enable_progress_bars = False
     os.sched_setaffinity(0, {request.client_core})
     try:
-        for case, options in request.cases.items():
-            measure(case, options["shape"], stream(options["shape"]), lambda rows: rows["data"], request)
+        yield
     finally:
         ray.shutdown()
+
+
+def main() -> None:
+    """Measure every case of the request."""
+    request = read_request()
+    with running(request):
+        for case, options in request.cases.items():
+            measure(case, options["shape"], stream(options["shape"]), lambda rows: rows["data"], request)
 
 
 if __name__ == "__main__":

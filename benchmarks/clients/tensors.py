@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.clients.prebuilt import BATCH_SIZE, LENGTH, hand_over
 from benchmarks.clients.service import running, streaming
-from benchmarks.clients.window import Meter, Request, read_request
+from benchmarks.clients.window import last_is, measure_cpu, read_request
 from mpi_dataworkers import DataLoader
 
 COPIED_BYTES = 64 << 20
@@ -104,37 +104,6 @@ def measure_least(case: str, num_bytes: int, count: int) -> None:
         print(json.dumps({"case": f"{case}|, {name}", **sample}), flush=True)
 
 
-def measure(
-    case: str, count: int, batches: Iterator[dict[str, torch.Tensor]], request: Request, program_ms: float
-) -> None:
-    """Receive batches for the window and print the sample."""
-
-    def receive() -> None:
-        batch = next(batches)
-        if len(batch) != count or batch[f"feature{count - 1}"][-1] != count - 1:
-            raise ValueError(f"{case}: not the batch that was sent")
-
-    warm_until = time.monotonic() + request.warmup_s
-    receive()
-    while time.monotonic() < warm_until:
-        receive()
-    meter = Meter({request.client_core, request.producer_core})
-    number, end = 0, time.monotonic() + request.seconds
-    while time.monotonic() < end:
-        receive()
-        number += 1
-    spent = meter.read()
-    cpu_ms = (spent.own_cpu_s + spent.children_cpu_s) / number * 1e3
-    sample = {
-        "case": case,
-        "batches_per_s": number / spent.seconds,
-        "cpu_ms_per_batch": cpu_ms,
-        "loader_cpu_ms_per_batch": cpu_ms - program_ms,
-        "other_load": spent.other_load,
-    }
-    print(json.dumps(sample), flush=True)
-
-
 def main() -> None:
     """Measure every case of the request."""
     request = read_request()
@@ -153,19 +122,20 @@ def main() -> None:
             continue
         program_ms = making_ms(Features(options["num_bytes"], count))
         if by == "in-process":
-            measure(case, count, map(arguments["dataset"].__getitems__, itertools.repeat([0])), request, program_ms)
+            made = map(arguments["dataset"].__getitems__, itertools.repeat([0]))
+            measure_cpu(case, made, last_is(count), request, program_ms)
             continue
         if by == "torch":
             os.sched_setaffinity(0, {request.producer_core})
             batches = iter(torch.utils.data.DataLoader(**arguments, num_workers=1))
             os.sched_setaffinity(0, {request.client_core})
-            measure(case, count, batches, request, program_ms)
+            measure_cpu(case, batches, last_is(count), request, program_ms)
             del batches
             continue
         with running(processes=1, cores={request.producer_core}) as service:
             loader = DataLoader(**arguments, service=service, job_name=f"tensors-{number}")
             with streaming(loader, processes=1) as streamed:
-                measure(case, count, streamed, request, program_ms)
+                measure_cpu(case, streamed, last_is(count), request, program_ms)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ Runs in the peers' environment. The worker's pipeline makes the batch once and r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import numpy as np
 
-from benchmarks.clients.window import measure, read_request
+from benchmarks.clients.window import Request, measure, read_request
 
 SERVE = "--serve"
 
@@ -36,23 +37,9 @@ def serve() -> None:
     os._exit(0)  # its servers otherwise wait for the client to release its iteration
 
 
-def stream(target: str, shape: list[int]) -> Iterator[Any]:
-    """Iterate over the dataset as the service's only client."""
-    import tensorflow as tf
-
-    def batch(_: Any) -> Any:
-        return tf.reshape(tf.cast(tf.range(prod(shape), dtype=tf.int64) % 251, tf.uint8), shape)
-
-    dataset = tf.data.Dataset.range(1).map(batch).cache().repeat()
-    service = tf.data.experimental.service
-    return iter(
-        dataset.apply(service.distribute(processing_mode=service.ShardingPolicy.OFF, service=target, compression=None))
-    )
-
-
-def main() -> None:
-    """Measure every case of the request."""
-    request = read_request()
+@contextlib.contextmanager
+def running(request: Request) -> Iterator[str]:
+    """Run the service on the producer's core; gives its address."""
     os.sched_setaffinity(0, {request.producer_core})
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.clients.tf_data_service", SERVE],
@@ -63,11 +50,39 @@ def main() -> None:
         os.sched_setaffinity(0, {request.client_core})
         assert server.stdin is not None
         assert server.stdout is not None
-        target = server.stdout.readline().strip()
+        yield server.stdout.readline().strip()
+        server.stdin.close()
+
+
+def stream(target: str, make: Callable[[Any], Any]) -> Iterator[Any]:
+    """Iterate over a dataset of the batch that `make` makes once, as the service's only client."""
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.range(1).map(make).cache().repeat()
+    service = tf.data.experimental.service
+    return iter(
+        dataset.apply(service.distribute(processing_mode=service.ShardingPolicy.OFF, service=target, compression=None))
+    )
+
+
+def bytes_of(shape: list[int]) -> Callable[[Any], Any]:
+    """What makes `payload` of window.py, in the worker."""
+    import tensorflow as tf
+
+    def batch(_: Any) -> Any:
+        return tf.reshape(tf.cast(tf.range(prod(shape), dtype=tf.int64) % 251, tf.uint8), shape)
+
+    return batch
+
+
+def main() -> None:
+    """Measure every case of the request."""
+    request = read_request()
+    with running(request) as target:
         for case, options in request.cases.items():
             shape = options["shape"]
-            measure(case, shape, stream(target, shape), lambda batch: np.asarray(memoryview(batch)), request)
-        server.stdin.close()
+            batches = stream(target, bytes_of(shape))
+            measure(case, shape, batches, lambda batch: np.asarray(memoryview(batch)), request)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,53 @@ def measure(
     print(json.dumps(sample), flush=True)
 
 
+def measure_cpu(
+    case: str, batches: Iterator[Any], check: Callable[[Any], bool], request: Request, program_ms: float | None = None
+) -> None:
+    """Receive batches for the window, read nothing of them but what `check` does, and print the sample.
+
+    Args:
+        case: name printed with the sample.
+        batches: the stream; it must not end inside the window.
+        check: whether a batch is the one that was sent.
+        request: the harness's request.
+        program_ms: CPU-ms of a batch that the program spends itself, where that is known.
+
+    Raises:
+        ValueError: it is another batch.
+    """
+
+    def receive() -> None:
+        if not check(next(batches)):
+            raise ValueError(f"{case}: not the batch that was sent")
+
+    warm_until = time.monotonic() + request.warmup_s
+    receive()
+    while time.monotonic() < warm_until:
+        receive()
+    meter = Meter({request.client_core, request.producer_core})
+    number, end = 0, time.monotonic() + request.seconds
+    while time.monotonic() < end:
+        receive()
+        number += 1
+    spent = meter.read()
+    cpu_ms = (spent.own_cpu_s + spent.children_cpu_s) / number * 1e3
+    sample = {
+        "case": case,
+        "batches_per_s": number / spent.seconds,
+        "cpu_ms_per_batch": cpu_ms,
+        "other_load": spent.other_load,
+    }
+    if program_ms is not None:
+        sample["loader_cpu_ms_per_batch"] = cpu_ms - program_ms
+    print(json.dumps(sample), flush=True)
+
+
+def last_is(count: int) -> Callable[[Any], bool]:
+    """A check for `measure_cpu`: a dict of `feature0`, `feature1` .. whose last number is its last feature's number."""
+    return lambda batch: len(batch) == count and bool(batch[f"feature{count - 1}"][-1] == count - 1)
+
+
 @dataclass(frozen=True)
 class Spent:
     """What a window cost.

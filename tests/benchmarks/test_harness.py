@@ -140,9 +140,16 @@ def test_a_missing_system_keeps_its_row_with_the_reason() -> None:
 
 def test_a_target_has_one_direction() -> None:
     with pytest.raises(ValueError, match="one of them"):
-        Target("large", "a", "b", "gb_per_s")
-    with pytest.raises(ValueError, match="one of them"):
         Target("large", "a", "b", "gb_per_s", at_least=1.0, at_most=2.0)
+
+
+def test_a_ratio_without_a_goal_is_only_shown() -> None:
+    samples = {("large", name, 0): {"cpu_ms": value} for name, value in (("a", 3.0), ("b", 2.0))}
+    results = Results(samples, {})
+    rows = harness.rows_of(
+        results, [System("a"), System("b")], [Metric("cpu_ms", "ms", ("large",))], [Target("large", "a", "b", "cpu_ms")]
+    )
+    assert (rows[-1].value, rows[-1].target, rows[-1].met) == (1.5, None, None)
 
 
 def test_systems_are_chosen_by_words() -> None:

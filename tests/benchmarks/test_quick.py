@@ -61,6 +61,17 @@ def test_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tensors_of_peers(tmp_path: Path) -> None:
+    rows = run("tensors", tmp_path, "torch DataLoader,tf.data,Ray")
+    for peer in ("torch DataLoader", "tf.data service", "Ray Data"):
+        ratio = rows[f"{peer}, 141 tensors / {peer}, 1 tensor"]
+        assert ratio["target"] is None, "it is shown, and is no goal of ours"
+        assert ratio["value"] is not None or "run the benchmark without --quick" in str(
+            rows[f"{peer}, 1 tensor"]["note"]
+        )
+
+
+@pytest.mark.slow
 def test_overhead(tmp_path: Path) -> None:
     rows = run("overhead", tmp_path, "in-process,hetstream")
     assert {"in-process loop", "hetstream", "hetstream / in-process loop"} <= set(rows)

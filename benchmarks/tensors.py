@@ -124,7 +124,7 @@ def main() -> int:
         "notes": [
             "A batch is a dict of float32 tensors of equal size, made once.",
             "CPU-ms counts the trainer's process and all below it: dispatcher, data worker, servers, Ray's daemons.",
-            "tf.data service: in one process, uncompressed. Ray Data: columns of numbers as NumPy arrays, uncopied.",
+            "tf.data service: in one process, uncompressed. Ray Data: columns of 64 rows as NumPy arrays, uncopied.",
             "Program's own: what it costs the dataset to make the tensors' objects over memory that is there.",
             f"Least: one tensor's cost, and what 141 cost more in the rows of {LEAST}; through TCP, without a copy.",
             harness.disturbance(results),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -19,7 +21,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import numpy as np
 import ray  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.clients.window import Request, measure, payload, read_request
+from benchmarks.clients.window import Request, descendants, measure, payload, read_request
 
 BATCH_SIZE = 64
 # Ray makes a task of each block. A task that holds little is all overhead, so small batches share one.
@@ -44,7 +46,7 @@ def stream(shape: list[int]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def running(request: Request) -> Iterator[None]:
-    """Run Ray with all that it starts on the producer's core."""
+    """Run Ray with all that it starts on the producer's core. The process ends with the block."""
     os.sched_setaffinity(0, {request.producer_core})  # inherited by everything that Ray starts
     ray.init(
         num_cpus=1,
@@ -57,8 +59,15 @@ def running(request: Request) -> Iterator[None]:
     os.sched_setaffinity(0, {request.client_core})
     try:
         yield
-    finally:
+    except BaseException:
         ray.shutdown()
+        raise
+    # `ray.shutdown` fails or hangs where a stream that was dropped has not ended, and nothing tells when it has.
+    sys.stdout.flush()
+    for process in descendants():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    os._exit(0)
 
 
 def main() -> None:

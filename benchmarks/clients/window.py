@@ -190,6 +190,7 @@ class Meter:
     def read(self) -> Spent:
         """Return what was spent since the meter was made."""
         seconds, own, children, busy = (now - then for now, then in zip(self._now(), self._before, strict=True))
+        children += cpu_seconds([process for process in descendants() if process not in self._children])  # new ones
         others = max(0.0, busy - own - children)
         return Spent(seconds, own, children, others / (seconds * len(self._cores)))
 

@@ -215,7 +215,11 @@ class ShmReceiver:
                     goal = connection.whole[connection.filled :]
                 else:
                     goal = self._buffer[: _HANDSHAKE_BYTES if connection.pool is None else _PIECE_BYTES]
-                count = connection.socket.recv_into(goal)
+                try:
+                    count = connection.socket.recv_into(goal)
+                except ConnectionResetError:
+                    # It closed with offsets unread. Said once, before what it sent; then comes the end (unix(7)).
+                    continue
                 if not count:
                     self._drop(connection)
                     return

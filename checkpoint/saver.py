@@ -106,6 +106,9 @@ class Saver:
                     for store in list(self._stores.values()):
                         self._serve(store)
                     self._ask_to_stop()
+                    if has_said:
+                        for store in self._stores.values():
+                            store.tell_waiting()
                     if has_said and not any(map(self._is_needed, self._stores.values())):
                         break
                     self._wait(signals)

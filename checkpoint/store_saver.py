@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 # After a failure, doubling up to the limit.
 _RETRY_S, _RETRY_LIMIT_S = 5.0, 60.0
 _REPORT_S = 5.0
+# Told to end, ranks do not end at the same instant: what is missing before is no news.
+_QUIET_S = 2.0
 
 
 class StoreSaver:
@@ -73,6 +75,7 @@ class StoreSaver:
         self._no_replicas_before_s = 0.0
         self._is_clean = True
         self._said_of_latest = ""
+        self._said_s = 0.0
         self._report()
 
     def __str__(self) -> str:
@@ -151,6 +154,7 @@ class StoreSaver:
         """Try at once what failed before, and count the time from now."""
         self._not_before_s = self._retry_s = 0.0
         self.since_s = time.monotonic()
+        self._said_s = self.since_s + _QUIET_S - _REPORT_S
 
     def unsaved(self) -> Generation | None:
         """The newest generation in memory, if it is in no committed checkpoint and in none that is newer."""
@@ -173,24 +177,41 @@ class StoreSaver:
             _log.warning("%s: %s", self, error)
         return True
 
+    def tell_waiting(self) -> None:
+        """Log every few seconds what is not on disk yet: who told this process to end may kill it at any moment."""
+        if time.monotonic() > self._said_s + _REPORT_S:
+            self._said_s = time.monotonic()
+            missing = self._missing("is not on disk yet")
+            if missing:
+                _log.warning("%s", missing)
+
     def tell_missing(self) -> None:
         """Log what did not get to disk."""
+        missing = self._missing("did not get to disk: there was no time")
+        if missing:
+            _log.error("%s", missing)
+
+    def _missing(self, unwritten: str) -> str:
+        """What of the newest generation is not on disk; "" if it is committed.
+
+        Args:
+            unwritten: what to say if not even this rank's part is written, and no error is known.
+        """
         unsaved = self.unsaved()
         if unsaved is None:
-            return
+            return ""
         try:
             written = commit.written_by(self.directory, self.rank)
             newest = next(iter(commit.committed(self.directory)), None)
         except OSError as error:
-            _log.error("%s generation=%s is lost with this memory: %s", self, unsaved, error)
-            return
+            return f"{self} generation={unsaved} is in this memory alone: {error}"
         if unsaved in written:
             missing = commit.missing_ranks(self.directory, unsaved, written[unsaved])
             named = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if missing[10:] else "")
             what = f"is not committed: the parts of rank(s) {named} of {written[unsaved]} are missing"
         else:
-            what = f"did not get to disk: {self._status.error or 'there was no time'}"
-        _log.error("%s generation=%s %s; the newest checkpoint is %s", self, unsaved, what, newest or "none")
+            what = f"did not get to disk: {self._status.error}" if self._status.error else unwritten
+        return f"{self} generation={unsaved} {what}; the newest checkpoint is {newest or 'none'}"
 
     def _commit_written(self, held: Iterable[Generation]) -> Generation | None:
         """Commit what is complete; the newest checkpoint there is then."""

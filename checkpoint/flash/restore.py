@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
 from checkpoint.errors import DamagedCheckpoint, StateMismatch
@@ -29,6 +30,8 @@ from checkpoint.flash.shards import Box, Whole, cut, overlap_of
 from checkpoint.flash.tensors import DTYPES, Leaves, Move, dtype_of, is_whole, make_foreign, view_of
 from checkpoint.layout import Entry
 from checkpoint.structure import Record, TensorRef
+
+_log = logging.getLogger(__name__)
 
 # More of them would hide the cause.
 _MAX_DIFFERENCES_TOLD = 40
@@ -598,8 +601,7 @@ class Restore:
         return {key for key, tensor in now.items() if key in saved and self._fits(f"{path}.{key}", tensor, saved[key])}
 
     def _fits(self, path: str, here: Any, saved: Any) -> bool:
-        is_lazy = isinstance(here, UninitializedParameter | UninitializedBuffer)
-        if not isinstance(here, torch.Tensor) or is_lazy:
+        if not isinstance(here, torch.Tensor) or is_lazy(here):
             return True
         if not isinstance(saved, Stored):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
@@ -623,11 +625,11 @@ class Restore:
         """Write everything that fits. Objects come first, as they may still refuse; then all get back what they had.
 
         Raises:
-            StateMismatch: an object refused its state. Nothing is changed.
+            StateMismatch: an object refused its state. Nothing is changed, unless an object refuses what it had, too.
         """
-        backups: list[tuple[Any, Any]] = []
+        backups: list[tuple[str, Any, Any]] = []
         for path, here, saved in sorted(self._objects, key=lambda one: _rank_of(one[1])):
-            backups.append((here, _backup(here)))
+            backups.append((path, here, _backup(here)))
             try:
                 if isinstance(here, torch.nn.Module):
                     # What does not fit has been told; missing keys are no error any more.
@@ -635,9 +637,9 @@ class Restore:
                 else:
                     here.load_state_dict(owned(saved))
             except Exception as error:  # the object's own code
-                for one, before in reversed(backups):
-                    one.load_state_dict(before)
-                raise StateMismatch(f"{path} refused its state: {error}. Nothing was restored") from error
+                changed = [one for one, *backup in reversed(backups) if not _put_back(*backup)]
+                result = f"{', '.join(changed)} may be half restored" if changed else "Nothing was restored"
+                raise StateMismatch(f"{path} refused its state: {error}. {result}") from error
         self._copies.run()
         self._fill()
 
@@ -678,7 +680,26 @@ def _rank_of(here: Any) -> int:
 def _backup(here: Any) -> Any:
     state = here.state_dict()
     # An optimizer's load_state_dict replaces its tensors and does not write into them.
-    return state if isinstance(here, torch.optim.Optimizer) else copy.deepcopy(state)
+    if isinstance(here, torch.optim.Optimizer):
+        return state
+    if isinstance(here, torch.nn.Module):
+        # What has no shape yet has no values, and torch copies no such buffers.
+        shaped = {key: one for key, one in state.items() if not is_lazy(one)}
+        state = _like_mapping(state, shaped, only=shaped)
+    return copy.deepcopy(state)
+
+
+def _put_back(here: Any, before: Any) -> bool:
+    """Whether an object has taken what `_backup` gave of it."""
+    try:
+        if isinstance(here, torch.nn.Module):
+            here.load_state_dict(before, strict=False)  # what had no shape keeps the one that it has got
+        else:
+            here.load_state_dict(before)
+    except Exception as error:  # noqa: BLE001, the object's own code; it is told beside the error before
+        _log.warning("%s does not take back what it had: %s", type(here).__name__, error)
+        return False
+    return True
 
 
 def _box_of(here: Any) -> Box:

@@ -118,8 +118,8 @@ class Leaves:
             tensors.
         stepped: numbers of the tensors that only the step of an optimizer changes: parameters and optimizers' states,
             but not buffers, which a forward pass may change. Known where it was asked for.
-        shapeless: names of what has no shape yet: parameters of lazy modules before their first forward pass. They are
-            no tensors here, and None in the tree.
+        shapeless: names of what has no shape yet: parameters and buffers of lazy modules before their first forward
+            pass. They are no tensors here, and None in the tree.
     """
 
     tree: dict[str, Node] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class Flattener:
                 torch.nn.Parameter: self._parameter,
                 torch.nn.Buffer: self._tensor,
                 UninitializedParameter: self._shapeless,
-                UninitializedBuffer: _refuse_buffer,
+                UninitializedBuffer: self._shapeless,
                 np.ndarray: self._array,
                 bytes: self._bytes,
                 torch.Size: lambda _path, value: {"$size": list(value)},
@@ -317,13 +317,6 @@ def _has_form(value: Any) -> bool:
     is_named = isinstance(value, tuple) and hasattr(type(value), "_fields")
     is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return is_named or is_data or (isinstance(value, np.generic) and not value.dtype.hasobject)
-
-
-def _refuse_buffer(path: str, _value: Any) -> Node:
-    raise UnsupportedState(
-        f"{path} is a buffer without a shape, of which torch makes no copies: call a lazy module that has such ones "
-        "(torch.nn.LazyBatchNorm1d) once with a batch, before restore() and save()"
-    )
 
 
 def _word(_path: str, value: Any) -> Node:

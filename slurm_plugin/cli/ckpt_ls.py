@@ -91,7 +91,7 @@ def disk_table(
                     (str(one.generation.step), ""),
                     (_attempt(one.generation), ""),
                     (str(one.world_size) if one.manifests else "?", ""),
-                    (size_words(one.num_bytes), ""),
+                    (size_words(one.num_bytes) if one.manifests else "?", ""),
                     (duration_words(max(0.0, now_s - one.time_s)) if one.time_s else "?", ""),
                     (state, mark),
                 ],

@@ -107,6 +107,12 @@ def test_ls_shows_disk_and_memory(directory: Path, dead_store: Path, capsys: pyt
     assert "died" in text
 
 
+def test_ls_of_a_truncated_file_makes_up_no_size(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(directory / "step-0000000020.2/rank-00000-of-00001.safetensors", 100)
+    (row,) = (line for line in ckpt(capsys, "ls", directory).splitlines() if "damaged" in line)
+    assert row.split()[:5] == ["20", "2", "?", "?", "?"]
+
+
 def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no checkpoint\n\nnothing in memory on this host\n" in ckpt(capsys, "ls", tmp_path)
     assert main(["ckpt", "ls", str(tmp_path / "none")]) == 1

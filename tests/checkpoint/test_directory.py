@@ -146,14 +146,18 @@ def test_a_foreign_or_read_only_directory_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_a_set_is_a_checkpoint_once_its_last_part_is_there(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, Generation(1, 60), world_size=3)
     directory, generation = CheckpointDirectory(tmp_path), Generation(1, 120)
-    write_rank(tmp_path, generation, 1, 3)
-    assert commit.commit(tmp_path, generation, 3) == (0, 2)
-    write_rank(tmp_path, generation, 2, 3)
-    assert (directory.checkpoints(), directory.partials()[0].ranks) == ([], (1, 2))
+    for rank, missing in ((1, (0, 2)), (2, (0,))):
+        write_rank(tmp_path, generation, rank, 3)
+        assert commit.commit(tmp_path, generation, 3) == missing
+        assert latest(tmp_path) == "step-0000000060.1", "latest waits for the last part"
+    assert [found.generation.step for found in directory.checkpoints()] == [60]
+    assert directory.partials()[0].ranks == (1, 2)
     write_rank(tmp_path, generation, 0, 3)
+    assert latest(tmp_path) == "step-0000000060.1"
     assert commit.commit(tmp_path, generation, 3) == ()
-    assert names(tmp_path) == ["step-0000000120.1"]
+    assert names(tmp_path) == ["step-0000000060.1", "step-0000000120.1"]
     assert latest(tmp_path) == "step-0000000120.1"
     assert directory.checkpoints()[0].world_size == 3
 

@@ -407,6 +407,7 @@ def test_a_forked_child_holds_nothing_and_ends_nothing(identity: Identity, share
         child = os.fork()
         if not child:
             code = 1
+            os.close(done[1])  # so that it ends with its parent
             with contextlib.suppress(BaseException):
                 try:
                     store.begin(SIZE, 10)
@@ -417,6 +418,9 @@ def test_a_forked_child_holds_nothing_and_ends_nothing(identity: Identity, share
                     code = 0
             os._exit(code)
         assert os.read(ready[0], 1) == b"x"
+        # The child has given up its copies of the locks, and not the trainer's locks.
+        with pytest.raises(StoreInUse):
+            Store.open(identity, shared_memory=shared_memory)
         save(store, 2, SIZE)
         store.close(keep=True)
         # The child lives, and the trainer that comes next is not kept out by it.

@@ -267,7 +267,7 @@ def serve_job(
         roots: where stores are.
         stop_reason: why trainers are to stop; "" as long as they are not. Asked again and again.
     """
-    _be_modest(0)
+    _be_modest(0, has_session=True)
     prefix = f"{stores_prefix()}{job}-"
 
     def find() -> list[Path]:
@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logging.WARNING if args.quiet else logging.INFO
     logging.basicConfig(format="%(asctime)s hetstream saver: %(message)s", level=level)
     try:
-        _be_modest(StoreView(args.store).holder.rank)
+        _be_modest(StoreView(args.store).holder.rank, has_session=os.getsid(0) == os.getpid())
         Saver(lambda: [args.store], args.directory.absolute(), Options(args.linger)).run()
     except StoreInUse as error:
         _log.info("%s", error)
@@ -330,14 +330,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _be_modest(number: int) -> None:
-    """Give way to trainers: low priority, and one core, another for each rank. Stay when signals for them come."""
+def _be_modest(number: int, *, has_session: bool) -> None:
+    """Give way to trainers: low priority, and one core, another for each rank. Stay when signals for them come.
+
+    Args:
+        number: which core.
+        has_session: nobody else is in this process's session. Elsewhere all of it, such as a shell, would give way.
+    """
     for signum in _NOT_MEANT:
         signal.signal(signum, signal.SIG_IGN)
     os.nice(_NICENESS)
-    # Linux may share cores among sessions before it does among their processes, and the saver has its own session.
-    with contextlib.suppress(OSError):
-        _AUTOGROUP.write_text(str(_NICENESS))
+    # Linux may share cores among sessions before it does among their processes.
+    if has_session:
+        with contextlib.suppress(OSError):
+            _AUTOGROUP.write_text(str(_NICENESS))
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[-1 - number % len(cores)]})
 

@@ -102,7 +102,7 @@ class Bench:
     def job_saver(self) -> subprocess.Popen[bytes]:
         with open(self.log, "ab") as log:
             argv = [sys.executable, "-c", JOB_SAVER, str(self.path / "stores")]
-            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
+            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, start_new_session=True)
         self.undo.callback(self._end, process)
         assert process.stdout
         assert process.stdout.readline() == b"ready\n"
@@ -311,6 +311,18 @@ def test_spawned_by_a_trainer_it_is_a_session_of_its_own(bench: Bench) -> None:
     trainer.end()
     assert saver.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 10))
+
+
+def test_a_saver_in_the_session_of_others_leaves_it_its_share_of_the_processor(bench: Bench) -> None:
+    share = Path("/proc/self/autogroup")
+    if not share.exists():
+        pytest.skip("this kernel does not share the processor among sessions")
+    before = share.read_text()
+    trainer = bench.trainer()
+    bench.saver(trainer.store)  # in the session of this test
+    trainer.say("save 10")
+    bench.until_committed((1, 10))
+    assert share.read_text() == before
 
 
 def mapped_kib(pid: int, store: Path) -> Iterator[int]:

@@ -17,6 +17,8 @@ import os
 import random
 import shutil
 import tempfile
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +41,27 @@ class FlashCheckpointCallback(TrainerCallback):
 
     def __init__(self, directory: str | os.PathLike[str], **settings: Any) -> None:
         self._checkpointer = FlashCheckpointer(directory, **{"shared": _SHARED, **settings})
-        self._folder: Path | None = None
+        self._remove_folder: Callable[[], object] = lambda: None
 
     def resume_folder(self) -> str | None:
-        """A temporary folder with the newest generation that all ranks have; None if there is none."""
+        """A temporary folder with the newest generation that all ranks have; None if there is none.
+
+        It goes with the first step, for which the Trainer has read all of it, or at the end of the program.
+        """
         loaded = self._checkpointer.load()
         if loaded is None:
             return None
-        self._folder = Path(tempfile.mkdtemp(prefix="hetstream-resume-"))
+        folder = Path(tempfile.mkdtemp(prefix="hetstream-resume-"))
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         state = loaded.state
-        (self._folder / "trainer_state.json").write_text(json.dumps(state["trainer"]))
-        torch.save(state["model"], self._folder / "pytorch_model.bin")
-        torch.save(state["optimizer"], self._folder / "optimizer.pt")
-        torch.save(state["scheduler"], self._folder / "scheduler.pt")
+        (folder / "trainer_state.json").write_text(json.dumps(state["trainer"]))
+        torch.save(state["model"], folder / "pytorch_model.bin")
+        torch.save(state["optimizer"], folder / "optimizer.pt")
+        torch.save(state["scheduler"], folder / "scheduler.pt")
         rank = int(os.environ.get("RANK", "0"))
         is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        torch.save(state["generators"], self._folder / ("rng_state.pth" if is_alone else f"rng_state_{rank}.pth"))
-        return str(self._folder)
+        torch.save(state["generators"], folder / ("rng_state.pth" if is_alone else f"rng_state_{rank}.pth"))
+        return str(folder)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -64,21 +70,20 @@ class FlashCheckpointCallback(TrainerCallback):
         self._checkpointer.prepare(_state(state, given))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Save when it is time to, and once more when the job is asked to end."""
+        """Save when it is time to, after the last step, and when the job is asked to end."""
+        self._remove_folder()
         checkpointer = self._checkpointer
         is_due = checkpointer.should_save(state.global_step)
         is_stopping = checkpointer.stopping  # the same on all ranks
-        if is_due or is_stopping:
+        if is_due or is_stopping or control.should_training_stop:
             checkpointer.save(state.global_step, _state(state, given))
         if is_stopping:
             control.should_training_stop = True
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Bring the newest generation to disk."""
+        self._remove_folder()
         self._checkpointer.close()
-        if self._folder:
-            shutil.rmtree(self._folder)
-            self._folder = None
 
 
 def _state(state: TrainerState, given: dict[str, Any]) -> dict[str, Any]:

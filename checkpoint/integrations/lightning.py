@@ -40,7 +40,8 @@ class FlashCheckpointCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the newest generation, if there is one: Lightning has made the optimizers, and no loader yet."""
         self._checkpointer = FlashCheckpointer(self._directory, **self._settings)
-        self._checkpointer.restore(self._state(trainer, pl_module), strict=False)
+        step = self._checkpointer.restore(self._state(trainer, pl_module), strict=False)
+        self._saved_step = -1 if step is None else step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say where the place in the data is not part of what is saved."""
@@ -65,6 +66,11 @@ class FlashCheckpointCallback(Callback):
             self._saved_step = step
         if is_stopping:
             trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step, whatever the interval: `fit` of a finished training has nothing more to do."""
+        if self._checkpointer and trainer.global_step != self._saved_step:
+            self._checkpointer.save(trainer.global_step, self._state(trainer, pl_module))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep the generations in memory for the next start."""

@@ -72,14 +72,23 @@ def framework(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Framew
         yield Framework(request.param, starter, tmp_path / "said")
 
 
+def left_in(path: Path) -> list[str]:
+    """Temporary folders that a start has left."""
+    return [one.name for one in path.iterdir() if one.name.startswith("hetstream-")]
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)
 def test_a_killed_training_goes_on_as_if_nothing_had_happened(framework: Framework, tmp_path: Path) -> None:
-    whole = framework.train(tmp_path / "undisturbed")
+    whole = framework.train(tmp_path / "undisturbed", "--interval", "7")
+    assert os.readlink(tmp_path / "undisturbed" / "latest") == "step-0000000030.1", "the last step is saved, too"
+    assert framework.train(tmp_path / "undisturbed", "--interval", "7") == whole[:2], "and nothing is left to do"
     # In the second of three epochs of ten steps.
     framework.train(tmp_path / "killed", "--die-after", "14", code=-signal.SIGKILL)
+    framework.train(tmp_path / "killed", "--die-after", "16", code=-signal.SIGKILL)
+    assert left_in(tmp_path) == [], "of the size of the state, each time"
     resumed = framework.train(tmp_path / "killed")
     assert resumed[:2] == whole[:2] == [whole[0], "30"]
-    assert resumed[2:] == whole[2 + 14 :], "the batches that the killed run had not had"
+    assert resumed[2:] == whole[2 + 16 :], "the batches that the killed runs had not had"
 
 
 @pytest.mark.slow
@@ -90,7 +99,7 @@ def test_a_training_that_is_told_to_end_saves_and_ends(framework: Framework, tmp
     resumed = framework.train(tmp_path / "told")
     assert resumed[1] == "30"
     assert len(resumed) == 2 + 30 - framework.saved
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hetstream-")] == []
+    assert left_in(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory")
 parser.add_argument("--die-after", type=int, default=-1)
 parser.add_argument("--number", type=int, default=signal.SIGKILL)
+parser.add_argument("--interval", type=int, default=1)
 given = parser.parse_args()
 die_after, number = given.die_after, given.number
 torch.manual_seed(3)
@@ -58,7 +59,7 @@ arguments = TrainingArguments(
     ddp_backend="gloo" if "RANK" in os.environ else None,
     logging_steps=1000,
 )
-flash = FlashCheckpointCallback(given.directory, interval=1)
+flash = FlashCheckpointCallback(given.directory, interval=given.interval)
 trainer = Trainer(model=model, args=arguments, train_dataset=Numbers(), callbacks=[flash, Die()])
 trainer.train(resume_from_checkpoint=flash.resume_folder())
 weights = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())

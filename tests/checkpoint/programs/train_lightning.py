@@ -51,6 +51,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory")
 parser.add_argument("--die-after", type=int, default=-1)
 parser.add_argument("--number", type=int, default=signal.SIGKILL)
+parser.add_argument("--interval", type=int, default=1)
 parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--plain", action="store_true", help="torch's own loader")
 args = parser.parse_args()
@@ -62,7 +63,7 @@ if args.plain:
     loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True)
 trainer = pl.Trainer(
     max_epochs=3,
-    callbacks=[FlashCheckpointCallback(args.directory, interval=1), Die(args.die_after, args.number)],
+    callbacks=[FlashCheckpointCallback(args.directory, interval=args.interval), Die(args.die_after, args.number)],
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,

@@ -21,7 +21,7 @@ from checkpoint.tree import Foreign, MakeForeign, Node, decode, numbers_in, renu
 VERSION = 1
 
 
-class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
+class Shard(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Where a rank's part of a sharded tensor belongs.
 
     Attributes:
@@ -37,7 +37,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
     placements: tuple[str, ...] = ()
 
 
-class TensorRef(msgspec.Struct, frozen=True, omit_defaults=True):
+class TensorRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One tensor of the tree: an entry of the layout, or a view of one.
 
     Attributes:

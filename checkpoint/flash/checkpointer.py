@@ -35,6 +35,7 @@ from checkpoint.flash.options import Options, check_arguments
 from checkpoint.flash.restoring import Loaded, load_newest, restore_newest
 from checkpoint.flash.saver_link import SaverLink
 from checkpoint.flash.saving import Saving
+from checkpoint.flash.source import Memory
 from checkpoint.flash.stats import Stats
 from checkpoint.flash.stop import StopRequest
 from checkpoint.flash.tensors import Leaves
@@ -117,11 +118,16 @@ class FlashCheckpointer:
             self._saver.start(job_has_saver=job_has_savers())
             undo.pop_all()
         self._saving = Saving(self._store, self._capture, check_async=options.check_async)
-        # What an earlier start has left is mapped while the program makes its model.
-        self._in_background(self._store.populate)
+        self._memory = Memory(self._store)
+        self._in_background(self._look_ahead)
         self._stop = StopRequest(options.stop_signals, self._before_death)
         self._stop.install()
         atexit.register(self._at_exit)
+
+    def _look_ahead(self) -> None:
+        """Map and read what an earlier start has left, while the program makes its model."""
+        self._store.populate()
+        self._memory.read_ahead()
 
     def _open_store(self, identity: Identity) -> Store:
         options = self._options
@@ -213,8 +219,10 @@ class FlashCheckpointer:
     def _in_background(self, act: Callable[..., None], plan: Callable[[], tuple[int, ...]] = tuple) -> None:
         """Do something with the memory beside the program, after what was begun before; with what a plan gives."""
         former = self._preparing
+        begin = threading.Event()
 
         def work() -> None:
+            begin.wait()  # Python would have the caller wait until this thread lets go of the GIL
             try:
                 room = plan()
                 if former:
@@ -225,6 +233,7 @@ class FlashCheckpointer:
 
         self._preparing = threading.Thread(target=work, name="checkpoint memory", daemon=True)
         self._preparing.start()
+        begin.set()
 
     # Restoring
 
@@ -255,9 +264,11 @@ class FlashCheckpointer:
             restored = restore_newest(
                 newest, state, leaves, self._ranks.rank, strict=strict, allow_pickle=self._options.allow_pickle
             )
-            self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
         self._timing.begin(restored.step or 0)
         self._tenure.note_restored(restored.step or 0)
+        with collector.held_off():
+            # Last, as it goes on in a thread, and each look at a file would wait for that.
+            self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
         return restored.step
 
     def load(self) -> Loaded | None:
@@ -276,7 +287,7 @@ class FlashCheckpointer:
         if not self._tenure.attempt:
             self._tenure.take_over()
             self._replicas = self._tenure.arrange_replicas(self._store)
-        return Newest(self._ranks, self._directory, self._store, self._replicas)
+        return Newest(self._ranks, self._directory, self._store, self._memory, self._replicas)
 
     # When to save, when to stop
 

@@ -113,13 +113,14 @@ def copy_in_memory(
             left_to_torch[1].append(tensor)
         else:
             moves.append((destination.data_ptr(), tensor.data_ptr(), tensor.nbytes))
-    remaining = iter([piece for move in moves if move[2] >= _SHARED_BYTES for piece in _pieces(*move)])
+    shared = [move for move in moves if move[2] >= _SHARED_BYTES]
+    remaining = iter([piece for move in shared for piece in (_pieces(*move) if move[2] > _PIECE_BYTES else (move,))])
 
     def work() -> None:
         for piece in remaining:
             ctypes.memmove(*piece)  # without the GIL
 
-    shared_bytes = sum(move[2] for move in moves if move[2] >= _SHARED_BYTES)
+    shared_bytes = sum(move[2] for move in shared)
     wanted = min(torch.get_num_threads(), _MAX_THREADS, shared_bytes // _THREAD_BYTES)
     helpers = [threading.Thread(target=work, name="checkpoint copy") for _ in range(1, wanted)]
     for helper in helpers:

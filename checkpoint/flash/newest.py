@@ -15,7 +15,7 @@ from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import Damaged, MissingRanks, NoCheckpoint
 from checkpoint.flash.distributed import Communicator, gather, together
 from checkpoint.flash.restore import Part
-from checkpoint.flash.source import open_disk, open_memory
+from checkpoint.flash.source import Memory, open_disk
 from checkpoint.replica.trainer import TrainerReplicas
 from checkpoint.segment import split_metadata
 from checkpoint.store import Store
@@ -37,15 +37,22 @@ class Newest:
         ranks: that have to agree.
         directory: of the checkpoints.
         store: of this rank.
+        memory: the generations in it.
         replicas: that other hosts keep; None without.
     """
 
     def __init__(
-        self, ranks: Communicator, directory: CheckpointDirectory, store: Store, replicas: TrainerReplicas | None
+        self,
+        ranks: Communicator,
+        directory: CheckpointDirectory,
+        store: Store,
+        memory: Memory,
+        replicas: TrainerReplicas | None,
     ) -> None:
         self._ranks = ranks
         self._directory = directory
         self._store = store
+        self._memory = memory
         self._replicas = replicas
 
     def use(self, use: Use) -> None:
@@ -93,7 +100,7 @@ class Newest:
                     if choice.sources[rank] == "disk":
                         parts = held.enter_context(open_disk(self._directory, generation, rank))
                     else:
-                        parts = held.enter_context(open_memory(self._store, generation))
+                        parts = held.enter_context(self._memory.open(generation))
                     going = use(parts, choice)
                     next(going)
                 except (Damaged, NoCheckpoint, MissingRanks, OSError) as error:

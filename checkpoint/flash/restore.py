@@ -39,6 +39,8 @@ _MAX_DIFFERENCES_TOLD = 40
 Fill = Callable[[], Any]
 # Kinds of references whose values are made anew.
 _NOT_TENSORS = ("numpy", "bytes", "pickle")
+# dtype, shape, strides, offset and shard of a reference to an entry as it lies there, which is all of a tensor.
+_WHOLE = {(None, None, None, 0, None)}
 _MAIN_MEMORY = torch.device("cpu")
 
 
@@ -645,30 +647,46 @@ class Restore:
 
 
 def _copies_alike(keys: list[str], leaves: Leaves, part: Part) -> Copies | None:
-    """The copies below some top-level keys; None if they are not alike, or not as simple as that."""
+    """The copies below some top-level keys; None if they are not alike, or not as simple as that.
+
+    Compared are lists, and not tensor by tensor: there may be very many.
+    """
     texts = [msgspec.json.encode([tree[key] for key in keys]) for tree in (leaves.tree, part.record.tree)]
     numbers = [number for key in keys for number in leaves.plain[key]]
-    refs, entries, begin = part.record.tensors, part.stock.payload.entries, part.stock.payload.begin
     # Equal texts hold equal numbers.
-    if texts[0] != texts[1] or (numbers and max(numbers) >= len(refs)):
+    if texts[0] != texts[1] or (numbers and max(numbers) >= len(part.record.tensors)):
+        return None
+    refs = [part.record.tensors[number] for number in numbers]
+    known = part.stock.payload.entries
+    if any(ref.entry >= len(known) for ref in refs):
         return None
     here = leaves.signature
+    views = {(ref.dtype, ref.shape, ref.strides, ref.offset_bytes, ref.shard) for ref in refs}
+    kinds = {ref.kind for ref in refs} | {here.kinds[number] for number in numbers}
+    if not views <= _WHOLE or not kinds.isdisjoint(_NOT_TENSORS):
+        return None
+    entries = [known[ref.entry] for ref in refs]
+    dtypes, shapes = [here.dtypes[number] for number in numbers], [here.shapes[number] for number in numbers]
+    if shapes != [entry.shape for entry in entries] or dtypes != [DTYPES.get(entry.dtype) for entry in entries]:
+        return None
+    begin = part.stock.payload.begin
+    tensors = [leaves.tensors[number] for number in numbers]
+    moves = [
+        (here.addresses[number], begin + entry.offset, entry.num_bytes)
+        for number, entry in zip(numbers, entries, strict=True)
+    ]
+    are_plain = [
+        here.are_contiguous[number] and not here.are_lazy[number] and here.devices[number] == _MAIN_MEMORY
+        for number in numbers
+    ]
+    if all(are_plain):
+        return Copies(moves, tensors)
     copies = Copies()
-    for number in numbers:
-        tensor, ref = leaves.tensors[number], refs[number]
-        entry = entries[ref.entry] if ref.entry < len(entries) else None
-        if entry is None or not is_whole(ref) or ref.shard is not None:
-            return None
-        if ref.kind in _NOT_TENSORS or here.kinds[number] in _NOT_TENSORS:
-            return None
-        dtype = here.dtypes[number]
-        if here.shapes[number] != entry.shape or dtype != DTYPES.get(entry.dtype):
-            return None
-        address = begin + entry.offset
-        if here.are_contiguous[number] and not here.are_lazy[number] and here.devices[number] == _MAIN_MEMORY:
-            copies.add_move(tensor, (here.addresses[number], address, entry.num_bytes))
+    for is_plain, tensor, move, ref, entry, dtype in zip(are_plain, tensors, moves, refs, entries, dtypes, strict=True):
+        if is_plain:
+            copies.add_move(tensor, move)
         else:
-            copies.add(tensor, Stored(ref, part.stock, entry.shape, dtype, address))
+            copies.add(tensor, Stored(ref, part.stock, entry.shape, dtype, move[1]))
     return copies
 
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import DamagedSegment, NoCheckpoint
+from checkpoint.errors import Damaged, DamagedSegment, NoCheckpoint
 from checkpoint.flash.payload import Payload
 from checkpoint.flash.restore import Part, Stock
 from checkpoint.flash.shards import Whole, names_of, open_parts
 from checkpoint.generation import Generation
-from checkpoint.layout import from_json
+from checkpoint.layout import Layout, from_json
 from checkpoint.rank_file import RankFile
-from checkpoint.segment import split_metadata
+from checkpoint.segment import Header, Segment, split_metadata
 from checkpoint.store import Store
 from checkpoint.structure import Record, TensorRef
 
@@ -27,24 +27,49 @@ from checkpoint.structure import Record, TensorRef
 _MAX_READERS = 8
 
 
-@contextlib.contextmanager
-def open_memory(store: Store, generation: Generation) -> Iterator[list[Part]]:
-    """A generation of a rank's own store; it is not overwritten meanwhile.
+class Memory:
+    """The generations in a rank's own memory.
 
-    Raises:
-        NoCheckpoint: it is not there.
-        Damaged: it is not what was published.
+    Args:
+        store: of the rank.
     """
-    content = next((one for one in store.held() if one.header.generation == generation), None)
-    if content is None:
-        raise NoCheckpoint(f"{store.path} has no {generation} any more")
-    with store.read(content) as segment:
-        layout_json, structure = split_metadata(segment.metadata)
-        layout = from_json(layout_json)
-        payload = segment.payload
-        if layout.digest != segment.header.layout_digest or layout.payload_bytes > len(payload):
-            raise DamagedSegment(f"{segment.path}: its layout is not that of the {len(payload)} bytes of its payload")
-        yield [Part(Record.read(structure), Stock(Payload(layout.entries, payload)))]
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read: tuple[Header, Layout, Record] | None = None
+
+    def read_ahead(self) -> None:
+        """Read what the newest generation says of itself, for a thread that runs while the program builds its model."""
+        content = next(iter(self._store.held()), None)
+        if content:
+            with contextlib.suppress(Damaged, OSError), self._store.read(content) as segment:
+                self._read = segment.header, *_described(segment)
+
+    @contextlib.contextmanager
+    def open(self, generation: Generation) -> Iterator[list[Part]]:
+        """A generation; it is not overwritten meanwhile.
+
+        Raises:
+            NoCheckpoint: it is not there.
+            Damaged: it is not what was published.
+        """
+        content = next((one for one in self._store.held() if one.header.generation == generation), None)
+        if content is None:
+            raise NoCheckpoint(f"{self._store.path} has no {generation} any more")
+        with self._store.read(content) as segment:
+            # Equal headers have equal checksums of what was read, and `Store.read` has just compared them.
+            ahead, self._read = self._read, None
+            layout, record = ahead[1:] if ahead and ahead[0] == segment.header else _described(segment)
+            yield [Part(record, Stock(Payload(layout.entries, segment.payload)))]
+
+
+def _described(segment: Segment) -> tuple[Layout, Record]:
+    layout_json, structure = split_metadata(segment.metadata)
+    layout = from_json(layout_json)
+    payload_bytes = segment.header.payload_bytes
+    if layout.digest != segment.header.layout_digest or layout.payload_bytes > payload_bytes:
+        raise DamagedSegment(f"{segment.path}: its layout is not that of the {payload_bytes} bytes of its payload")
+    return layout, Record.read(structure)
 
 
 @contextlib.contextmanager

@@ -139,16 +139,18 @@ class Leaves:
             UnsupportedState: one has no shape of its own.
         """
         tensors = self.tensors
+        dtypes = [tensor.dtype for tensor in tensors]
+        may_be_conjugated = any(dtype.is_complex for dtype in {*dtypes})
         try:
             return Signature(
                 self.names,
                 self.kinds,
                 self.shards,
-                [tensor.dtype for tensor in tensors],
+                dtypes,
                 [tensor.shape for tensor in tensors],
                 [tensor.stride() for tensor in tensors],
                 [tensor.device for tensor in tensors],
-                [tensor.is_neg() or tensor.is_conj() for tensor in tensors],
+                [tensor.is_neg() or (may_be_conjugated and tensor.is_conj()) for tensor in tensors],
                 [tensor.is_contiguous() for tensor in tensors],
                 [tensor.data_ptr() for tensor in tensors],
             )

@@ -31,6 +31,7 @@ from checkpoint.errors import (
     StateMismatch,
     UnsupportedState,
 )
+from checkpoint.flash import source
 from checkpoint.flash.device import Copier
 from checkpoint.flash.distributed import Alone
 from checkpoint.generation import Generation
@@ -110,6 +111,29 @@ def test_training_does_not_begin_anew_when_no_checkpoint_is_whole(make: Any, tmp
         checkpointer.restore(state_of(0))
     with make() as checkpointer, pytest.raises(NoCheckpoint, match="another directory"):
         checkpointer.load()
+
+
+def test_what_is_in_memory_is_read_before_a_restore_asks_and_used_only_while_it_is_so(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, state_of(1))
+        checkpointer.close(keep_memory=True)
+    read = []
+    described = source._described
+    monkeypatch.setattr(source, "_described", lambda segment: read.append(1) or described(segment))
+    for step_after in (None, 2):
+        with make() as checkpointer:
+            checkpointer._preparing.join()
+            assert len(read) == 1
+            if step_after:
+                checkpointer.save(step_after, {**state_of(2), "more": torch.ones(3)})
+            state = state_of(0) | ({"more": torch.zeros(3)} if step_after else {})
+            assert checkpointer.restore(state) == (step_after or 1)
+            assert len(read) == (2 if step_after else 1)
+            assert (state["w"][0], state["epoch"]) == ((2, 2) if step_after else (1, 1))
+            checkpointer.close(keep_memory=True)
+        read.clear()
 
 
 def test_torn_memory_is_passed_over_and_said(make: Any, memory: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,6 @@
-"""The pages of mapped memory: have them there before somebody touches them, many at a time and without the GIL.
+"""The pages of mapped memory: have them there before somebody touches them, or free them, without the GIL.
 
-Called for slots and for files that are read. Changes no byte.
+Called for slots and for files that are read.
 """
 
 from __future__ import annotations
@@ -40,6 +40,18 @@ def populate(mapping: mmap.mmap, offset: int, num_bytes: int, how: Populate) -> 
     # By ctypes, without the GIL.
     done = _libc().madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(num_bytes), int(how))
     return bool(done == 0)
+
+
+def give_back(mapping: mmap.mmap) -> None:
+    """Free the memory behind a shared mapping, in every process that has it mapped; its bytes are zeros from then on.
+
+    Where the file system cannot, it is freed when the last process has unmapped it.
+
+    Args:
+        mapping: all of a file that this process may write to. The GIL is free meanwhile.
+    """
+    start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(len(mapping)), mmap.MADV_REMOVE)
 
 
 @functools.cache

@@ -117,7 +117,7 @@ class Saver:
             finally:
                 for store in self._stores.values():
                     store.tell_missing()
-                    store.end_replicas()
+                    store.let_go()
                     store.view.close()
 
     def _stop(self) -> None:
@@ -180,11 +180,14 @@ class Saver:
         store.serve_peers()
         while store.advance(last_chance=ended or self._stopping):
             pass
+        if len(self._stores) > 1:
+            # With all of them mapped it would be the largest process, which the kernel ends when memory runs out.
+            store.unmap()
         if not ended or self._is_unfinished(store):
             return
         is_over = view.closed or (self._stopping and self._options.stays)
         if is_over and store.unsaved() is None:
-            store.end_replicas()
+            store.let_go()
             # Who only looks at its lock may be in the way for a moment: then again.
             if view.remove() or not view.path.exists():
                 self._drop(store)
@@ -209,7 +212,7 @@ class Saver:
     def _drop(self, store: StoreSaver) -> None:
         """End as a store's saver, unless a new trainer has come meanwhile and relies on this one."""
         store.tell_missing()
-        store.end_replicas()
+        store.let_go()
         store.view.close()
         if store.view.path.exists() and not self._stopping and store.view.trainer_alive():
             with contextlib.suppress(StoreInUse, OSError):

@@ -27,7 +27,7 @@ from checkpoint.errors import DamagedSegment, OptionsError, SharedMemoryFull
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.memory import available_bytes
-from checkpoint.pages import Populate, populate
+from checkpoint.pages import Populate, give_back, populate
 
 VERSION = 2
 PAGE_BYTES = 4096
@@ -267,6 +267,17 @@ class Segment:
             if not populate(self._map, offset, length, how):
                 # A kernel without the advice.
                 bytes(self._view[offset : offset + length : PAGE_BYTES])
+
+    def is_of(self, path: Path) -> bool:
+        """Whether the mapped file is the one that has this name now."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        except FileNotFoundError:
+            return False
+
+    def give_back(self) -> None:
+        """Give the memory of a deleted file back now, whoever has it mapped. For who holds its lock alone."""
+        give_back(self._map)
 
     def close(self) -> None:
         """Unmap the file: at once, or when the last view of the payload is gone. A second time does nothing."""

@@ -82,6 +82,18 @@ class _Slot:
         content = self.content()
         return (1, *content.age) if content else (0, not self.fits(payload_bytes, metadata_bytes))
 
+    def discard(self) -> None:
+        """Delete its file. Its memory is free then, unless somebody reads it just now: savers keep slots mapped."""
+        lock = FileLock.try_exclusive(self.path) if self.segment else None
+        try:
+            _unlink_with_target(self.path)
+            if lock and self.segment:
+                self.segment.give_back()
+        finally:
+            if lock:
+                lock.release()
+            self.close()
+
     def close(self) -> None:
         """Unmap it."""
         if self.segment:
@@ -446,14 +458,12 @@ class Store:
             needed_bytes = file_bytes(payload_bytes, metadata_bytes) - _size_in(slot.path)
             check_room(self.path, needed_bytes)
             check_memory(self.path, needed_bytes)
-            slot.close()
-            _unlink_with_target(slot.path)
+            slot.discard()
             segment = Segment.create(made, payload_bytes, metadata_bytes)
         except SharedMemoryFull as error:
             if self._fallback is None:
                 raise
-            slot.close()
-            _unlink_with_target(slot.path)
+            slot.discard()
             segment = self._create_in_fallback(self._fallback, slot.path.name, payload_bytes, metadata_bytes, error)
             made.symlink_to(segment.path)
         reach("slot.allocated")

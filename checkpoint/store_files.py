@@ -165,10 +165,22 @@ class SlotContent:
             DamagedSegment: it is not there any more, or damaged.
         """
         with self.lock() as lock, Segment.open(self.path) as segment:
-            # The trainer may have replaced or overwritten the file before it was locked.
-            if not lock.is_of(self.path) or segment.header.serial != self.header.serial:
-                raise DamagedSegment(f"{self.path}: {self.header.generation} has been overwritten meanwhile")
+            self.check(lock, segment)
             yield segment
+
+    def check(self, lock: FileLock, segment: Segment) -> None:
+        """Refuse a slot that is not what was found: the trainer may have been faster than the lock.
+
+        Args:
+            lock: of `lock`.
+            segment: the slot.
+
+        Raises:
+            DamagedSegment: it was replaced or overwritten, or is damaged.
+        """
+        if not lock.is_of(self.path) or segment.header.serial != self.header.serial:
+            raise DamagedSegment(f"{self.path}: {self.header.generation} has been overwritten meanwhile")
+        segment.check_complete()
 
     def lock(self) -> FileLock:
         """Hold the slot's file against being overwritten.

@@ -26,6 +26,7 @@ from checkpoint.formats.plan import FilePlan
 from checkpoint.generation import Generation
 from checkpoint.layout import from_json
 from checkpoint.manifest import Part
+from checkpoint.mapped_slots import MappedSlots
 from checkpoint.replica.service import ReplicaService
 from checkpoint.segment import Segment, split_metadata
 from checkpoint.store_files import SaverStatus, SlotContent
@@ -70,6 +71,7 @@ class StoreSaver:
         self._unreadable: set[SlotContent] = set()
         self._retry_s = 0.0
         self._not_before_s = 0.0
+        self._slots = MappedSlots()
         self._reporting = threading.Lock()
         self._replicas: ReplicaService | None = None
         self._no_replicas_before_s = 0.0
@@ -90,6 +92,7 @@ class StoreSaver:
         Returns:
             Whether something was done; then there may be more.
         """
+        self._slots.drop_replaced()
         found = [content for content in self.view.generations() if content not in self._unreadable]
         held = {content.header.generation: content for content in reversed(found)}
         self.is_waiting = bool(held)
@@ -107,10 +110,10 @@ class StoreSaver:
             reach("saver.chosen")
             _log.debug("%s turn=%s: %s", self, turn.generation, turn.reason)
             try:
-                with held[turn.generation].open() as segment:
+                with self._slots.open(held[turn.generation]) as segment:
                     self._persist(segment)
                     reach("saver.written")
-                    self._commit_written(held)  # before all this memory is unmapped, which takes a while
+                    self._commit_written(held)
             except DamagedSegment as error:
                 return self._pass_over(held[turn.generation], error)
             self._clean_up()
@@ -137,8 +140,17 @@ class StoreSaver:
             _log.warning("%s: no replicas, next try in %g s: %s", self, _RETRY_S, error)
             self._report(replica_error=str(error))
 
+    def let_go(self) -> None:
+        """The store is about to go, or to be left: end all transfers, and unmap it."""
+        self.end_replicas()
+        self.unmap()
+
+    def unmap(self) -> None:
+        """Unmap the slots; the next generation is mapped anew."""
+        self._slots.close()
+
     def end_replicas(self) -> None:
-        """End all transfers: the store is about to go, or to be left."""
+        """End all transfers."""
         service, self._replicas = self._replicas, None
         if service:
             service.close()

@@ -26,6 +26,8 @@ from checkpoint.errors import (
     StoreInUse,
 )
 from checkpoint.generation import Generation
+from checkpoint.mapped_slots import MappedSlots
+from checkpoint.segment import Segment
 from checkpoint.store import Store
 from checkpoint.store_files import Identity, SaverStatus, StoreFiles
 from checkpoint.view import StoreView, find_stores
@@ -122,6 +124,35 @@ def test_a_reader_keeps_what_a_growing_slot_held(store: Store) -> None:
         for step in range(2, 9):
             save(store, step, SIZE * step)
         assert check(segment) == 1
+
+
+def test_a_slot_that_is_replaced_gives_its_memory_back_though_it_is_mapped(store: Store) -> None:
+    mapped = MappedSlots()
+    for step in range(1, 4):
+        save(store, step, SIZE)
+    newest, _, oldest = store.held()
+    with mapped.open(oldest) as old:
+        pass
+    with mapped.open(newest) as segment:
+        pass
+    with mapped.open(newest) as again:
+        assert again is segment
+    used_bytes = _allocated_bytes(old)
+    assert used_bytes >= SIZE
+    save(store, 4, SIZE * 8)
+    assert _allocated_bytes(old) == 0
+    with pytest.raises(DamagedSegment, match="step 1 of attempt 1"), mapped.open(oldest):
+        pass
+    with mapped.open(store.held()[0]) as segment:
+        assert check(segment) == 4
+    with pytest.raises(ValueError, match="released"):
+        old.payload  # noqa: B018, unmapped
+    mapped.close()
+    mapped.close()
+
+
+def _allocated_bytes(segment: Segment) -> int:
+    return os.fstat(segment._descriptor).st_blocks * 512
 
 
 def test_a_view_of_a_generation_that_was_overwritten_says_so(store: Store) -> None:

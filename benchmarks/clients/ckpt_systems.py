@@ -192,6 +192,7 @@ class RawWriter:
         there.close()
 
     def _write_on(self, channel: socket.socket, path: Path) -> None:
+        os.setsid()  # what follows is for a session: without its own, the measured program would get it too
         os.nice(19)
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text("19")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from checkpoint import typed_json
 from checkpoint.errors import CheckpointError, DirectoryInUse
 from checkpoint.faults import reach
 from checkpoint.files import write_whole
@@ -43,7 +44,7 @@ class Request(msgspec.Struct, frozen=True):
 def read_request(path: Path) -> Request | None:
     """The newest request; None if there is none. Cheap: an owner looks about once a second."""
     try:
-        return msgspec.json.decode((path / _REQUEST).read_bytes(), type=Request)
+        return typed_json.decode((path / _REQUEST).read_bytes(), Request)
     except (OSError, msgspec.MsgspecError):
         return None
 

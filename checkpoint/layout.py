@@ -19,6 +19,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from checkpoint import typed_json
 from checkpoint.errors import DamagedLayout
 
 VERSION = 1
@@ -152,7 +153,7 @@ def from_json(data: bytes | memoryview) -> Layout:
         DamagedLayout: it is something else, or breaks a rule of `lay_out`.
     """
     try:
-        form = msgspec.json.decode(data, type=_Form)
+        form = typed_json.decode(data, _Form)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedLayout(f"a layout of {len(data)} bytes cannot be read: {error}") from error
     if form.version != VERSION:

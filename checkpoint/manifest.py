@@ -14,6 +14,7 @@ from typing import Annotated
 
 import msgspec
 
+from checkpoint import typed_json
 from checkpoint.checksum import checksum
 from checkpoint.errors import DamagedCheckpoint
 from checkpoint.formats.part import SUFFIXES, Format
@@ -147,7 +148,7 @@ def read_manifest(data: bytes, name: str) -> Manifest:
         DamagedCheckpoint: it is torn, changed, or of another version.
     """
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = typed_json.decode(data, Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise DamagedCheckpoint(f"{name}: {len(data)} bytes that are no manifest: {error}") from error
     if manifest.version != VERSION:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from checkpoint import typed_json
 from checkpoint.config import NO_JOB
 from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, ForeignOwner
 from checkpoint.faults import reach
@@ -232,7 +233,7 @@ def take_over(path: Path, attempt: int, identity: Identity, now_s: float) -> Eve
 def read_owner(path: Path) -> Owner | None:
     """The newest attempt; None if there was none, or its file is no longer to be read."""
     try:
-        return msgspec.json.decode((path / _OWNER).read_bytes(), type=Owner)
+        return typed_json.decode((path / _OWNER).read_bytes(), Owner)
     except (FileNotFoundError, msgspec.MsgspecError, ValueError):
         return None
 
@@ -277,7 +278,7 @@ def history(path: Path) -> list[Event]:
     events = []
     for line in lines:
         try:
-            events.append(msgspec.json.decode(line, type=Event))
+            events.append(typed_json.decode(line, Event))
         except msgspec.MsgspecError:
             continue
     return events

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from checkpoint import typed_json
 from checkpoint.errors import CheckpointError, DamagedSegment, ForeignOwner, OptionsError
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
@@ -281,7 +282,7 @@ class StoreFiles:
     def holder(self) -> Holder:
         """Who has or had the store."""
         try:
-            return msgspec.json.decode(self.trainer_lock.read_bytes(), type=Holder)
+            return typed_json.decode(self.trainer_lock.read_bytes(), Holder)
         except (OSError, msgspec.MsgspecError):
             # Memory was too full to write it down. The name says all but the process and the directory.
             match = _NAME.fullmatch(self.path.name)
@@ -291,7 +292,7 @@ class StoreFiles:
     def read_status(self) -> SaverStatus | None:
         """What the saver last said; None before it has."""
         try:
-            return msgspec.json.decode(self.status.read_bytes(), type=SaverStatus)
+            return typed_json.decode(self.status.read_bytes(), SaverStatus)
         except (OSError, msgspec.MsgspecError):
             return None
 
@@ -317,7 +318,7 @@ class StoreFiles:
     def read_replica_order(self) -> Order | None:
         """What the saver is to do about replicas; None: nothing."""
         try:
-            return msgspec.json.decode(self.replica_order.read_bytes(), type=Order)
+            return typed_json.decode(self.replica_order.read_bytes(), Order)
         except (OSError, msgspec.MsgspecError):
             return None
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from checkpoint import typed_json
 from checkpoint.errors import DamagedCheckpoint
 from checkpoint.tree import Foreign, MakeForeign, Node, decode, numbers_in, renumbered
 
@@ -93,7 +94,7 @@ class Record(msgspec.Struct, frozen=True):
             DamagedCheckpoint: it is no record, or one of another version.
         """
         try:
-            record = msgspec.json.decode(data, type=Record)
+            record = typed_json.decode(data, Record)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedCheckpoint(f"the structure of the state cannot be read: {error}") from error
         if record.version != VERSION:
@@ -182,6 +183,6 @@ def read_origin(data: bytes | memoryview) -> Origin:
         DamagedCheckpoint: it is no record.
     """
     try:
-        return msgspec.json.decode(data, type=Origin)
+        return typed_json.decode(data, Origin)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedCheckpoint(f"the structure of the state cannot be read: {error}") from error

@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from checkpoint import errors
+from checkpoint import errors, typed_json
 from checkpoint.config import several_ranks
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def gather(ranks: Communicator, value: T) -> list[T]:
         value: a msgspec.Struct, dataclass or plain value; the answers have its type.
     """
     answers = ranks.all_gather(msgspec.json.encode(value))
-    return [msgspec.json.decode(answer, type=type(value)) for answer in answers]
+    return [typed_json.decode(answer, type(value)) for answer in answers]
 
 
 class _Answer(msgspec.Struct, frozen=True):

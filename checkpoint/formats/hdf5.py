@@ -16,6 +16,7 @@ from urllib.parse import quote, unquote
 import msgspec
 import numpy as np
 
+from checkpoint import typed_json
 from checkpoint.errors import DamagedCheckpoint, DamagedLayout
 from checkpoint.generation import Generation
 from checkpoint.layout import TensorSpec, lay_out
@@ -285,8 +286,8 @@ class _Reader:
 
     def _tensor(self, group: Any) -> Node:
         try:
-            ref = msgspec.json.decode(group.attrs["ref"], type=TensorRef)
-            spec = TensorSpec(*msgspec.json.decode(group.attrs["spec"], type=tuple[str, str, tuple[int, ...]]))
+            ref = typed_json.decode(group.attrs["ref"], TensorRef)
+            spec = TensorSpec(*typed_json.decode(group.attrs["spec"], tuple[str, str, tuple[int, ...]]))
             lay_out([spec])
         except (msgspec.MsgspecError, DamagedLayout) as error:
             raise DamagedCheckpoint(f"{group.name}: {error}") from error

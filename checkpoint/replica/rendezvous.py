@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from checkpoint import typed_json
 from checkpoint.errors import ForeignOwner, ReplicaError
 from checkpoint.files import write_whole
 
@@ -105,7 +106,7 @@ def find(directory: Path, rank: int, attempt: int) -> Endpoint | None:
     """
     with contextlib.suppress(msgspec.MsgspecError):
         text = _read_private(_endpoint_path(directory, rank))
-        endpoint = msgspec.json.decode(text, type=Endpoint) if text else None
+        endpoint = typed_json.decode(text, Endpoint) if text else None
         if endpoint and (endpoint.rank, endpoint.attempt) == (rank, attempt):
             return endpoint
     return None

@@ -25,6 +25,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from checkpoint import typed_json
 from checkpoint.checksum import Checksum
 from checkpoint.errors import DamagedSegment, ReplicaError
 from checkpoint.faults import reach
@@ -169,7 +170,7 @@ class Channel:
         if length > _MAX_MESSAGE_BYTES:
             raise ReplicaError(f"a message of {length} bytes; at most {_MAX_MESSAGE_BYTES}")
         try:
-            return msgspec.json.decode(self.receive(length), type=kind)
+            return typed_json.decode(self.receive(length), kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ReplicaError(f"a malformed message: {error}") from error
 

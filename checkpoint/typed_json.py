@@ -1,0 +1,39 @@
+"""JSON into values of a type, in any thread: what everything in this package that reads JSON calls.
+
+msgspec looks at a type when it first meets it, and ends the process with SIGSEGV where two threads do that at once
+(seen with msgspec 0.22 when a trainer read its memory in a thread while it looked at its directory). So each
+type is looked at once, by one thread; a process that is forked meanwhile finds that done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+def decode(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
+    """Read a value.
+
+    Args:
+        data: JSON.
+        kind: of the value: a Struct, a dataclass, a type of the standard library.
+
+    Raises:
+        msgspec.MsgspecError: it is no JSON, or no such value.
+        UnicodeDecodeError: it is no text.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        with _lock:
+            decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    value: T = decoder.decode(data)
+    return value

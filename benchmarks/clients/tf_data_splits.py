@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from typing import Any
 
+from benchmarks.clients.tf_data_service import running
 from benchmarks.clients.window import Meter, read_request
 
 ELEMENTS = 64
@@ -33,17 +32,7 @@ def main() -> None:
     request = read_request()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.sched_setaffinity(0, {request.producer_core})
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.clients.tf_data_service", "--serve"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        os.sched_setaffinity(0, {request.client_core})
-        assert server.stdin is not None
-        assert server.stdout is not None
-        target = server.stdout.readline().strip()
+    with running(request) as target:
         for case in request.cases:
             batches = stream(target)
             warm_until = time.monotonic() + request.warmup_s
@@ -63,7 +52,6 @@ def main() -> None:
                 "other_load": spent.other_load,
             }
             print(json.dumps(sample), flush=True)
-        server.stdin.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""hetstream: training batches from CPU nodes, streamed to the GPUs of a Slurm cluster."""

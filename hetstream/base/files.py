@@ -1,0 +1,349 @@
+"""Files in a directory that somebody else may have prepared: reached through descriptors, and never through a link.
+
+A directory of checkpoints, or of a job, is input: it comes from a colleague, from an archive, or from a place where a
+group can write. A path is looked up anew at each call, and any part of it may have become a link meanwhile. So a
+`Directory` is opened once, and everything in it is reached by its plain name and the directory's descriptor:
+
+* no link is followed, and nothing but regular files and directories is opened;
+* what belongs to a stranger, or can be written to by one, is refused (`UntrustedFile`);
+* a new file is made under a name that was not there (O_EXCL), and takes its place by a rename;
+* what is removed is removed relative to a descriptor.
+
+The path of the directory itself may lead through links: whoever runs the program has named it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+_TEMPORARY = ".tmp"
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class UntrustedFile(PermissionError):
+    """A link, a device, a stranger's file, or one that strangers can write to. It is not used."""
+
+
+class Directory:
+    """An open directory; a context manager that closes it.
+
+    Args:
+        path: where it is, for messages.
+        descriptor: of it; this object closes it.
+        owners: users whose files are used; None: this user, root, and the owner of the directory.
+
+    Attributes:
+        path: where it was when it was opened.
+        descriptor: for calls that take `dir_fd`.
+        owner: user id of its owner.
+    """
+
+    def __init__(self, path: Path, descriptor: int, owners: frozenset[int] | None = None) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self.owner = os.fstat(descriptor).st_uid
+        self._owners = frozenset({os.geteuid(), 0, self.owner}) if owners is None else owners
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Directory:
+        """Open a directory that the caller has named; links on the way are the caller's.
+
+        Raises:
+            OSError: it is not there, cannot be read, or is no directory.
+        """
+        return cls(Path(path), os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+    def close(self) -> None:
+        """Close it. A second time does nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Who can change it
+
+    def strangers(self) -> str:
+        """Why this directory is not this user's alone to write to; "" if it is."""
+        status = os.fstat(self.descriptor)
+        if status.st_uid != os.geteuid():
+            return f"{self.path} belongs to user {status.st_uid}, this is user {os.geteuid()}"
+        if others_can_write(status):
+            return f"others can write to {self.path} (mode {stat.S_IMODE(status.st_mode):o}): chmod go-w {self.path}"
+        return ""
+
+    def check_own(self) -> None:
+        """Refuse a directory that is not this user's alone to write to.
+
+        Raises:
+            UntrustedFile: it is another user's, or others can write to it.
+        """
+        reason = self.strangers()
+        if reason:
+            raise UntrustedFile(reason)
+
+    # Looking
+
+    def names(self) -> list[str]:
+        """Names of all that is in it."""
+        return os.listdir(self.descriptor)
+
+    def status(self, name: str) -> os.stat_result:
+        """What is known of a name, of a link as such.
+
+        Raises:
+            FileNotFoundError: there is no such name.
+        """
+        return os.stat(_plain(name), dir_fd=self.descriptor, follow_symlinks=False)
+
+    def has(self, name: str) -> bool:
+        """Whether something has this name, a link that leads nowhere included."""
+        try:
+            self.status(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def has_directory(self, name: str) -> bool:
+        """Whether a directory has this name; a link to one does not count."""
+        try:
+            return stat.S_ISDIR(self.status(name).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def read_link(self, name: str) -> str:
+        """Where a link points to.
+
+        Raises:
+            OSError: it is not there, or no link.
+        """
+        return os.readlink(_plain(name), dir_fd=self.descriptor)
+
+    # Opening
+
+    def enter(self, name: str) -> Directory:
+        """Open a directory in this one.
+
+        Raises:
+            UntrustedFile: it is a link or no directory, a stranger's, or strangers can write to it.
+            FileNotFoundError: there is none.
+        """
+        descriptor = self._open(name, _READ | os.O_DIRECTORY)
+        try:
+            self._check(name, os.fstat(descriptor), stat.S_ISDIR, "directory")
+            return Directory(self.path / name, descriptor, self._owners)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def make(self, name: str) -> Directory:
+        """Open a directory in this one; it is made, with mode 0700, if it is missing."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(_plain(name), 0o700, dir_fd=self.descriptor)
+        return self.enter(name)
+
+    def open_file(self, name: str, flags: int = os.O_RDONLY) -> int:
+        """Open a regular file, for reading or for changing it in place; its descriptor.
+
+        With `os.O_CREAT` in the flags it is made, with mode 0600, if it is missing.
+
+        Raises:
+            UntrustedFile: it is a link or no regular file, a stranger's, or strangers can write to it; or it is to be
+                changed and has another name, elsewhere.
+            FileNotFoundError: there is none.
+        """
+        descriptor = self._open(name, flags | _READ)
+        try:
+            status = os.fstat(descriptor)
+            self._check(name, status, stat.S_ISREG, "regular file")
+            if flags & os.O_ACCMODE != os.O_RDONLY and status.st_nlink > 1:
+                raise UntrustedFile(
+                    f"{self.path / name} has {status.st_nlink} names: it is not changed through this one"
+                )
+            os.set_blocking(descriptor, True)
+            return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """The content of a regular file.
+
+        Raises:
+            UntrustedFile: see `open_file`; or it is larger than `max_bytes`.
+            FileNotFoundError: there is none.
+        """
+        with open(self.open_file(name), "rb") as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise UntrustedFile(f"{self.path / name} has more than {max_bytes} bytes: it is not read")
+        return data
+
+    # Changing
+
+    @contextlib.contextmanager
+    def replacing(self, name: str) -> Iterator[int]:
+        """Give the descriptor of a new file; what the block wrote there, and synced, takes the name at its end.
+
+        If the block fails, the new file is removed, and what had the name before still has it.
+        """
+        temporary = temporary_name(_plain(name))
+        self.unlink(temporary, missing_ok=True)  # of a process before with this number
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(temporary, flags, 0o600, dir_fd=self.descriptor)
+        try:
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+            self.rename(temporary, name)
+        except BaseException:
+            self.unlink(temporary, missing_ok=True)
+            raise
+        self.sync()
+
+    def write_whole(self, name: str, data: bytes) -> None:
+        """Write a small file of mode 0600: after a crash at any moment there is the old content or the new one."""
+        with self.replacing(name) as descriptor:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+
+    def link_whole(self, name: str, target: str) -> None:
+        """Let a name be a symbolic link to `target`: at any moment there is the old one or the new one."""
+        temporary = temporary_name(_plain(name))
+        self.unlink(temporary, missing_ok=True)
+        os.symlink(target, temporary, dir_fd=self.descriptor)
+        try:
+            self.rename(temporary, name)
+        except BaseException:
+            self.unlink(temporary, missing_ok=True)
+            raise
+        self.sync()
+
+    def rename(self, name: str, to: str) -> None:
+        """Give something another name in this directory, in place of what had that before."""
+        os.rename(_plain(name), _plain(to), src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def unlink(self, name: str, *, missing_ok: bool = False) -> None:
+        """Remove a file, or a link and not what it points to."""
+        try:
+            os.unlink(_plain(name), dir_fd=self.descriptor)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def remove_directory(self, name: str, removed: Callable[[], None] = lambda: None) -> None:
+        """Remove a directory of files, if it is there. Somebody else may be at it too; of what is no directory, or has
+        directories in it, nothing is removed.
+
+        Args:
+            name: of the directory.
+            removed: called after each file.
+
+        Raises:
+            UntrustedFile: it is a link, a file, or a stranger's, or there is a directory in it.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            with self.enter(name) as inner:
+                names = inner.names()
+                folders = [one for one in names if inner.has_directory(one)]
+                if folders:
+                    raise UntrustedFile(f"{inner.path / folders[0]} is a directory: nothing of {inner.path} is removed")
+                for one in names:
+                    inner.unlink(one, missing_ok=True)
+                    removed()
+            os.rmdir(name, dir_fd=self.descriptor)
+
+    def sync(self) -> None:
+        """Bring the names in the directory to disk."""
+        os.fsync(self.descriptor)
+
+    def _open(self, name: str, flags: int) -> int:
+        try:
+            return os.open(_plain(name), flags, 0o600, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR):
+                raise
+            kind = "a link, which is not followed" if error.errno in (errno.ELOOP, errno.ENOTDIR) else error.strerror
+            with contextlib.suppress(OSError):
+                if not stat.S_ISLNK(self.status(name).st_mode):
+                    kind = "no directory" if flags & os.O_DIRECTORY else "no regular file"
+            raise UntrustedFile(f"{self.path / name} is {kind}") from error
+
+    def _check(self, name: str, status: os.stat_result, is_kind: Callable[[int], bool], kind: str) -> None:
+        path = self.path / name
+        if not is_kind(status.st_mode):
+            raise UntrustedFile(f"{path} is no {kind}")
+        if status.st_uid not in self._owners:
+            named = ", ".join(map(str, sorted(self._owners)))
+            raise UntrustedFile(f"{path} belongs to user {status.st_uid}, and not to {named}: it is not used")
+        if others_can_write(status):
+            raise UntrustedFile(
+                f"others can write to {path} (mode {stat.S_IMODE(status.st_mode):o}): it is not used. If it is as it "
+                f"should be: chmod go-w {path}"
+            )
+
+
+def temporary_name(name: str) -> str:
+    """A name that no other process uses, and that no reader takes for `name`."""
+    return f".{name}.{os.uname().nodename}-{os.getpid()}{_TEMPORARY}"
+
+
+def is_temporary(name: str, of: str = "") -> bool:
+    """Whether `temporary_name` gives such names, for a file called `of` if that is given."""
+    return name.startswith(f".{of}." if of else ".") and name.endswith(_TEMPORARY)
+
+
+def others_can_write(status: os.stat_result) -> bool:
+    """Whether anybody but the owner, or root, can write to a file or into a directory.
+
+    A group of the owner alone does not count: many sites give each user one, and let it write (umask 002).
+    """
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status.st_gid, status.st_uid)
+
+
+def writable_above(path: str | os.PathLike[str]) -> Path | None:
+    """A directory above a path in which anybody could put another one in its place; None: there is none.
+
+    Directories with the sticky bit, as /tmp, are safe; those of a group, as a project's, are the group's own affair.
+    """
+    for parent in Path(os.path.realpath(path)).parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return parent
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _is_private_group(gid: int, uid: int) -> bool:
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name}
+
+
+def _plain(name: str) -> str:
+    """A name that stays in its directory."""
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of something in a directory")
+    return name

@@ -143,6 +143,18 @@ class DataWorkerUnreachable(_OfWorker, frozen=True, kw_only=True):
         return f"does not reach rank={self.rank}, next try in {self.for_s:g} s"
 
 
+class DataWorkerPaused(_OfWorker, frozen=True, kw_only=True):
+    """A data worker fails what others can make, and gets no leases of the pipeline for `for_s` seconds."""
+
+    host: str
+    definition_id: str
+    for_s: float
+
+    @property
+    def happened(self) -> str:
+        return f"host={self.host} is paused for pipeline={self.definition_id[:8]}, next try in {self.for_s:g} s"
+
+
 class DataWorkersMissing(Event, frozen=True, kw_only=True):
     """Data workers of before the dispatcher's restart did not come back."""
 
@@ -339,6 +351,7 @@ ALL_EVENTS = (
     | DataWorkerLost
     | DataWorkerDrains
     | DataWorkerUnreachable
+    | DataWorkerPaused
     | DataWorkersMissing
     | DataWorkersChanged
     | LoaderConnected
@@ -348,6 +361,7 @@ ALL_EVENTS = (
     | SessionClosed
     | SessionMeasured
     | StepsGivenUp
+    | StepFailed
     | LeaseRevoked
     | LeaseTrimmed
 )

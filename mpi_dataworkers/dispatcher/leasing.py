@@ -26,7 +26,9 @@ from mpi_dataworkers.dispatcher.records import (
     WorkerRecord,
 )
 from mpi_dataworkers.dispatcher.sharing import ShareGroup, ShareGroups
+from mpi_dataworkers.failures import StepFailures, Verdict
 from mpi_dataworkers.messages import (
+    Failure,
     GrantLease,
     LeaseRevoked,
     ListedOrder,
@@ -52,6 +54,8 @@ MAX_LEASE_STEPS = 128
 STEAL_GAIN_S = TARGET_LEASE_S
 # What the loader has is known this late.
 _REPORT_DELAY_S = 0.15
+# A worker that failed this many steps, of which nobody knows yet whether others can make them, waits for that.
+_MAX_UNEXPLAINED = 2
 # A worker that has made no step of a pass may have to load its pipeline first.
 _UNKNOWN_STEP_S = 1.0
 
@@ -91,15 +95,83 @@ class Leasing:
         out: list[Instruction] = []
         for record in self.sessions.values():
             for step in sorted(record.retries):
-                tried = record.failures[step].workers
-                able = [p for p, one in self.workers.items() if one.unreachable.get(record.consumer, 0.0) <= now]
-                fresh = [peer for peer in able if peer not in tried] or able
-                peer = next((p for free in self._free for p in free if p in fresh), None)
+                peer = self._who_tries_again(record, record.failures[step], now)
                 if peer is not None:
                     record.retries.discard(step)
                     self._hold(record, peer)
                     out.append(self._grant_steps(peer, record, range(step, step + 1), now))
         return out
+
+    def _who_tries_again(self, record: SessionRecord, failures: StepFailures, now: float) -> str | None:
+        """A data worker with a free place: best on a host where the step has not failed, and that makes other steps."""
+        able = self._able(record, now)
+        elsewhere = [peer for peer in able if able[peer] not in failures.hosts]
+        fit = [peer for peer in elsewhere if self._is_fit(peer, record, now)]
+        others = fit or elsewhere or [peer for peer in able if peer not in failures.workers] or able
+        free = [peer for peers in self._free for peer in peers if peer in others]
+        return min(free, key=lambda peer: not self.workers[peer].is_sound(record.session.definition_id), default=None)
+
+    def _able(self, record: SessionRecord, now: float) -> dict[str, str]:
+        """Hosts of the data workers that can be given steps of the session, now or when they come free, by peer id."""
+        return {
+            peer: worker.host
+            for peer, worker in self.workers.items()
+            if not worker.draining and worker.unreachable.get(record.consumer, 0.0) <= now
+        }
+
+    def _is_fit(self, peer: str, record: SessionRecord, now: float) -> bool:
+        """Whether nothing is known against a data worker: it is not paused, and few of its failures are unexplained."""
+        standing = self.workers[peer].standings.get(record.session.definition_id)
+        if standing is None or standing.is_sound:
+            return True
+        unexplained = sum(peer in failures.workers for failures in record.failures.values())
+        return now >= standing.paused_until and unexplained < _MAX_UNEXPLAINED
+
+    def _may_try(self, peer: str, record: SessionRecord, now: float) -> bool:
+        """Whether a data worker is to be given steps of the session: where none is fit, who is there has to try."""
+        if self.workers[peer].unreachable.get(record.consumer, 0.0) > now:
+            return False
+        return self._is_fit(peer, record, now) or not any(
+            self._is_fit(other, record, now) for other in self._able(record, now)
+        )
+
+    def _note_made(self, peer: str, record: SessionRecord, steps: range, now: float) -> None:
+        """A data worker made these steps; who failed them before did so by its own fault."""
+        definition_id = record.session.definition_id
+        self.workers[peer].standing(definition_id).made_step()
+        for step in record.failures.keys() & steps if record.failures else ():
+            failures = record.failures[step]
+            for other in failures.workers & self.workers.keys() - {peer}:
+                pause_s = self.workers[other].standing(definition_id).made_by_another(now)
+                self._tell_pause(other, definition_id, pause_s, "others make the steps that it fails")
+            failures.settle()
+
+    def _note_verdict(self, peer: str, record: SessionRecord, step: int, failure: Failure, now: float) -> Verdict:
+        """Count a failure of a step, and decide what becomes of it."""
+        definition_id, worker = record.session.definition_id, self.workers[peer]
+        standing, failures = worker.standing(definition_id), record.failures[step]
+        was_sound = standing.is_sound
+        pause_s = standing.failed_step(failure.is_final, now)
+        self._tell_pause(peer, definition_id, pause_s, f"it cannot use the pipeline: {first_line(failure.text)}")
+        able = self._able(record, now)
+        if failure.is_final:
+            able = self._not_known_to_fail(able, definition_id)
+        return failures.note(peer, failure, record.session.errors, worker.host, was_sound, able)
+
+    def _not_known_to_fail(self, able: dict[str, str], definition_id: str) -> dict[str, str]:
+        """Those of the data workers that use the pipeline, or on whose hosts none has said that it cannot."""
+        standings = {peer: self.workers[peer].standings.get(definition_id) for peer in able}
+        failed = {able[peer] for peer, its in standings.items() if its is not None and its.cannot_load}
+        sound = {peer for peer, its in standings.items() if its is not None and its.is_sound}
+        return {peer: host for peer, host in able.items() if peer in sound or host not in failed}
+
+    def _tell_pause(self, peer: str, definition_id: str, pause_s: float, cause: str) -> None:
+        if pause_s > 0:
+            number, host = self.workers[peer].number, self.workers[peer].host
+            event = events.DataWorkerPaused(
+                data_worker=number, host=host, definition_id=definition_id, for_s=pause_s, cause=cause
+            )
+            self._tell(event)
 
     def _assign(self, now: float) -> list[Instruction]:
         """Hand out leases while a worker has a free place and a session has steps to lease."""
@@ -117,7 +189,7 @@ class Leasing:
                 if all(record.leasable() == 0 for record in self.sessions.values()):
                     return out
                 worker = self.workers[peer]
-                record = self._neediest_session(peer, worker, now)
+                record = self._neediest_session(peer, now)
                 if record is not None:
                     out.append(self._grant(peer, worker, record, now))
                     if record.session.sharing is not None:
@@ -186,13 +258,11 @@ class Leasing:
                 record.shifts.sort()
             group.lease(record.position(lease.first), record.position(lease.stop - 1) + 1, lease.worker)
 
-    def _neediest_session(self, peer: str, worker: WorkerRecord, now: float) -> SessionRecord | None:
+    def _neediest_session(self, peer: str, now: float) -> SessionRecord | None:
         candidates = [
             record
             for record in self.sessions.values()
-            if record.leasable() > 0
-            and worker.unreachable.get(record.consumer, 0.0) <= now
-            and self._may_have(peer, record, now)
+            if record.leasable() > 0 and self._may_try(peer, record, now) and self._may_have(peer, record, now)
         ]
         # What another data worker holds together is taken from it last.
         return min(candidates, key=lambda record: (record.holder not in ("", peer), record.fill()), default=None)
@@ -202,7 +272,7 @@ class Leasing:
         holder = self.workers.get(record.holder)
         if not record.session.kept_together or record.holder == peer or holder is None:
             return True
-        if holder.unreachable.get(record.consumer, 0.0) > now:
+        if not self._may_try(record.holder, record, now):
             return True
         # One that has nothing takes a shard of one that has several; it pays for it by reading up to the position.
         held: dict[str, set[Hashable]] = {peer: set(), record.holder: set()}
@@ -301,9 +371,9 @@ class Leasing:
         out: list[Instruction] = []
         for peer in list(self._free[0]):
             worker = self.workers[peer]
-            if worker.tokens or any(self._has_steps_for(worker, record, now) for record in self.sessions.values()):
+            if worker.tokens or any(self._has_steps_for(peer, record, now) for record in self.sessions.values()):
                 continue
-            best = max(self._thefts(worker, now), key=lambda theft: theft.gain_s, default=None)
+            best = max(self._thefts(peer, now), key=lambda theft: theft.gain_s, default=None)
             if best is not None and best.gain_s >= STEAL_GAIN_S:
                 lease, record, stop = best.lease, self.sessions[best.lease.session_id], best.lease.stop
                 self._tell(
@@ -318,10 +388,10 @@ class Leasing:
                 out.append(self._grant_steps(peer, record, range(best.cut, stop), now))
         return out
 
-    def _has_steps_for(self, worker: WorkerRecord, record: SessionRecord, now: float) -> bool:
-        return record.leasable() > 0 and worker.unreachable.get(record.consumer, 0.0) <= now
+    def _has_steps_for(self, peer: str, record: SessionRecord, now: float) -> bool:
+        return record.leasable() > 0 and self._may_try(peer, record, now)
 
-    def _thefts(self, thief: WorkerRecord, now: float) -> Iterable[_Theft]:
+    def _thefts(self, thief: str, now: float) -> Iterable[_Theft]:
         for worker in self.workers.values():
             ahead_s = 0.0  # until the worker comes to the part of the lease that it has not begun
             slowest_s = 0.0
@@ -340,7 +410,7 @@ class Leasing:
                     ahead_s = slowest_s = step_s
                 num_steps = max(0, lease.stop - first)
                 if num_steps and self._may_steal(thief, lease, record, now):
-                    thief_s = thief.step_s.get(lease.session_id, _UNKNOWN_STEP_S)
+                    thief_s = self.workers[thief].step_s.get(lease.session_id, _UNKNOWN_STEP_S)
                     end_s = ahead_s + num_steps * step_s
                     stolen = min(num_steps, int(end_s / (thief_s + step_s)))
                     if stolen:
@@ -348,11 +418,11 @@ class Leasing:
                         yield _Theft(lease, lease.stop - stolen, end_s - new_end_s)
                 ahead_s += num_steps * step_s
 
-    def _may_steal(self, thief: WorkerRecord, lease: Lease, record: SessionRecord, now: float) -> bool:
+    def _may_steal(self, thief: str, lease: Lease, record: SessionRecord, now: float) -> bool:
         session = record.session
         chosen = any(lease.first <= step < lease.stop for step in record.failures)  # for who has not failed it
         any_worker_can = not session.kept_together and session.sharing is None and not chosen
-        return any_worker_can and thief.unreachable.get(record.consumer, 0.0) <= now
+        return any_worker_can and self._may_try(thief, record, now)
 
     def _trim(self, lease: Lease, stop: int) -> None:
         """Take the steps at or above `stop` out of a lease; whoever calls says where they go."""
@@ -469,6 +539,11 @@ class Leasing:
             covered = {*leased, *record.requeued, *record.retries}
             lost = [s for s in record.missing(range(record.consumed, record.frontier)) if s not in covered]
             assert not lost, f"steps {lost} are neither there nor leased nor requeued\n{story}"
+
+
+def first_line(text: str) -> str:
+    """The beginning of a text that may be long, for a log."""
+    return text.partition("\n")[0][:200]
 
 
 def _what_is_known(group: ShareGroup, record: SessionRecord, step: int) -> tuple[str | None, bool, int]:

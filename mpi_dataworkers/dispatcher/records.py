@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from mpi_dataworkers.dispatcher.standing import Standing
 from mpi_dataworkers.failures import StepFailures
 from mpi_dataworkers.messages import (
     LoaderStats,
@@ -139,6 +140,7 @@ class WorkerRecord:
         cached_tokens: those of them that it serves from its cache.
         unreachable: consumers it could not reach, with the time until which it is not tried again.
         step_s: smoothed time it needs for a step of each pass, s.
+        standings: how it does with each pipeline that it was given, by definition id.
         draining: it leaves after the step in work and gets no more leases.
         slurm_job: id of the Slurm job that it belongs to.
     """
@@ -152,8 +154,17 @@ class WorkerRecord:
     cached_tokens: set[int] = field(default_factory=set)
     unreachable: dict[str, float] = field(default_factory=dict)
     step_s: dict[str, float] = field(default_factory=dict)
+    standings: dict[str, Standing] = field(default_factory=dict)
     draining: bool = False
     slurm_job: str = ""
+
+    def standing(self, definition_id: str) -> Standing:
+        """How it does with a pipeline."""
+        return self.standings.setdefault(definition_id, Standing())
+
+    def is_sound(self, definition_id: str) -> bool:
+        """Whether it has made a step of the pipeline since it last failed one."""
+        return definition_id in self.standings and self.standings[definition_id].is_sound
 
     @property
     def num_making(self) -> int:
@@ -200,7 +211,7 @@ class SessionRecord:
         holder: peer id of the data worker that has the leases of a session that is kept together.
         snapshots: where the reader of a shard was before some of its last steps, by step.
         lost: steps that the loader does without and has not passed: lost where steps are read at most once, given up.
-        failures: of each step that was tried in vain.
+        failures: of each step that was tried in vain; without data workers once it was made or given up.
         retries: steps below `frontier` that failed and have to be tried again, each in a lease of its own.
     """
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from mpi_dataworkers.dispatcher import events
-from mpi_dataworkers.dispatcher.leasing import Leasing
+from mpi_dataworkers.dispatcher.leasing import Leasing, first_line
 from mpi_dataworkers.dispatcher.records import (
     ConsumerRecord,
     ForgetDefinition,
@@ -256,6 +256,8 @@ class DispatcherState(Leasing):
         used |= {consumer.registration.definition_id for consumer in self.consumers.values()}
         for old in self.definitions.keys() - used - {message.definition_id}:
             del self.definitions[old]
+            for one in self.workers.values():
+                one.standings.pop(old, None)
             out.append(ForgetDefinition(old))
         self.definitions[message.definition_id] = message
         out.append(RememberDefinition(message))
@@ -397,7 +399,9 @@ class DispatcherState(Leasing):
             cause = f"in the place of a process that {_reason(message)}" if message.replaces else ""
         old_tokens = self.workers[peer].tokens if peer in self.workers else set()
         work = self.workers[peer].work if peer in self.workers else WorkDone(now, RecentRates(now, 0, 0))
-        self.workers[peer] = WorkerRecord(number, message.host, message.pid, now, work, slurm_job=message.slurm_job)
+        standings = self.workers[peer].standings if peer in self.workers else {}
+        of = number, message.host, message.pid, now, work
+        self.workers[peer] = WorkerRecord(*of, standings=standings, slurm_job=message.slurm_job)
         host, pid, num_held = message.host, message.pid, len(message.held)
         self._tell(events.DataWorkerRegistered(data_worker=number, host=host, pid=pid, num_held=num_held, cause=cause))
         out += [RememberWorker(peer), Send(peer, WorkerRegistered(number))]
@@ -420,7 +424,7 @@ class DispatcherState(Leasing):
         fate = message.fate
         if fate is not None and fate.failure is not None and fate.session_id in self.sessions:
             record = self.sessions[fate.session_id]
-            out += self._note_failure(record, fate.step, fate.token, message.replaces, fate.failure)
+            out += self._note_failure(record, fate.step, fate.token, peer, fate.failure, now)
         return out + self._announce(now)
 
     def _adopt(self, lease: Lease) -> None:
@@ -470,6 +474,8 @@ class DispatcherState(Leasing):
             self._forget(lease)
             return []
         record.keep_snapshot(message.snapshot_step, message.snapshot)
+        if not lease.cached:
+            self._note_made(peer, record, range(lease.first, lease.stop), now)
         if not lease.cached and not lease.trimmed:
             # With what it waits for a slow network: there a step comes no sooner, however fast it is made.
             step_s = (message.busy_s + message.waited_s) / (lease.stop - lease.first)
@@ -507,11 +513,11 @@ class DispatcherState(Leasing):
             self._requeue(record, range(message.step + 1, end))
         out = self._finish_lease(peer, FinishLease(message.token, 0.0), now)
         if record is not None:
-            out += self._note_failure(record, message.step, message.token, peer, message.failure)
+            out += self._note_failure(record, message.step, message.token, peer, message.failure, now)
         return out
 
     def _note_failure(
-        self, record: SessionRecord, step: int, token: int, worker: str, failure: Failure
+        self, record: SessionRecord, step: int, token: int, peer: str, failure: Failure, now: float
     ) -> list[Instruction]:
         """Count a failure of a step that the loader may still need, and act on the verdict."""
         if record.has(step):
@@ -519,7 +525,7 @@ class DispatcherState(Leasing):
         session = record.session
         failures = record.failures.setdefault(step, StepFailures())
         late = token <= failures.last_token  # of a lease from before something was left out
-        verdict = Verdict.TRY_AGAIN if late else failures.note(worker, failure, session.errors)
+        verdict = Verdict.TRY_AGAIN if late else self._note_verdict(peer, record, step, failure, now)
         self._tell(
             events.StepFailed(
                 session=session.session_id,
@@ -529,7 +535,7 @@ class DispatcherState(Leasing):
                 pid=failure.pid,
                 verdict=verdict.value,
                 traceback=failure.remote_traceback,
-                cause=f"{failure.error_type[1]}: {_first_line(failure.text)}",
+                cause=f"{failure.error_type[1]}: {first_line(failure.text)}",
             )
         )
         out: list[Instruction] = []
@@ -610,10 +616,6 @@ class DispatcherState(Leasing):
 
 def _reason(message: RegisterWorker) -> str:
     return message.fate.reason if message.fate is not None else "ended"
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0][:200]
 
 
 def _who(loader: RegisterConsumer) -> dict[str, Any]:

@@ -112,7 +112,8 @@ class ErrorPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     Attributes:
         on_error: `raise` it in the training loop, `skip` the sample, or skip it in later epochs too (`quarantine`).
-        max_attempts: how often a step is tried, on different data workers where there are several.
+        max_attempts: how often a step is tried, on different hosts or data workers where there are several; where there
+            are two, on both in any case.
         sample_timeout_s: a sample (or what is read as one: a batch) that takes longer hangs.
         quarantined: samples that are left out without being tried, ascending.
     """

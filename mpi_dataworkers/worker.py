@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import os
 import queue
 import socket
@@ -96,6 +97,8 @@ _ASK_FILE_S = 2.0
 _LINGER_S = 2.0
 # A dispatcher that was restarted does not know who waits for a definition: ask again this often.
 _ASK_AGAIN_S = 1.0
+# A pipeline that could not be loaded is loaded anew after this: what was missing may be there now.
+_LOAD_AGAIN_S = 5.0
 # A registration that got no answer (the dispatcher died before it gave one) is sent again after this.
 _REGISTER_AGAIN_S = 1.0
 # A program may change its dataset for each epoch; the oldest forms are forgotten, and fetched again if need be.
@@ -194,6 +197,7 @@ class DataWorker:
         self._outbox: collections.deque[Message] = collections.deque()
         self._leases: queue.SimpleQueue[GrantLease | None] = queue.SimpleQueue()
         self._pipelines: dict[str, Pipeline | Exception] = {}
+        self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
         self._readers: dict[str, ShardReader | RankReader] = {}  # by session
         self._rounds = SharedRounds()
         self._cache = BatchCache(cache_bytes)
@@ -418,6 +422,8 @@ class DataWorker:
 
     def _pipeline(self, lease: GrantLease) -> Pipeline:
         definition_id = lease.session.definition_id
+        if time.monotonic() - self._failed_at.get(definition_id, math.inf) > _LOAD_AGAIN_S:
+            del self._pipelines[definition_id], self._failed_at[definition_id]
         if definition_id not in self._pipelines:
             try:
                 pipeline = self._load(definition_id, lease.token)
@@ -427,8 +433,11 @@ class DataWorker:
                 raise
             except Exception as error:  # noqa: BLE001, user code again; every step of this pipeline fails alike
                 self._pipelines[definition_id] = error
+                self._failed_at[definition_id] = time.monotonic()
             while len(self._pipelines) > _MAX_PIPELINES:
-                del self._pipelines[next(iter(self._pipelines))]
+                oldest = next(iter(self._pipelines))
+                del self._pipelines[oldest]
+                self._failed_at.pop(oldest, None)
         pipeline_or_error = self._pipelines[definition_id]
         if isinstance(pipeline_or_error, Exception):
             raise _StepFailed(describe_failure(pipeline_or_error, is_final=True))

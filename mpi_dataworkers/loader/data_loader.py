@@ -79,7 +79,8 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         on_error: what becomes of a sample that raises, kills its process or hangs: `raise` it here at its step; `skip`
             it, told and counted; `quarantine`: skip it in later epochs and in resumed runs too, without trying it.
             An element of an IterableDataset that raises is skipped where it is met, and met again in each epoch.
-        max_attempts: how often a step is tried before that, on different data workers where there are several.
+        max_attempts: how often a step is tried before that, on different hosts or data workers where there are several;
+            where there are two, on both in any case.
         sample_timeout_s: a data worker that is at one sample for longer hangs: its process is replaced, and the attempt
             counts.
         quarantine_dir: folder where `quarantine` writes a JSON line for each sample; default from

@@ -49,6 +49,7 @@ from mpi_dataworkers.messages import (
     LoaderStats,
     Membership,
     Message,
+    Notice,
     OpenEpoch,
     PlannedOrder,
     ProvideDefinition,
@@ -64,6 +65,7 @@ from mpi_dataworkers.messages import (
     StepsLost,
     UnknownPeer,
 )
+from mpi_dataworkers.naming import LoaderName
 from mpi_dataworkers.reorder import ReorderBuffer
 from mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected
 from mpi_dataworkers.transports.rails import open_loader_endpoint
@@ -222,7 +224,7 @@ class ServiceClient:
     Args:
         address_file: the dispatcher's address file.
         identity: who this trainer is.
-        ordinal: number of the loader in its program, the same in every rank.
+        name: who the loader is among those of its program.
         definition: the pipeline in pickled form.
         description: the pipeline in words, compared between programs of one job name.
         prepare: builds the batch from its header and frames; runs in the client's thread.
@@ -238,7 +240,7 @@ class ServiceClient:
         self,
         address_file: Path,
         identity: Identity,
-        ordinal: int,
+        name: LoaderName,
         definition: ProvideDefinition,
         description: dict[str, str],
         prepare: Callable[[Batch, Sequence[Buffer]], Any],
@@ -253,13 +255,17 @@ class ServiceClient:
         self._buffer_bytes = buffer_bytes
         self._registration = RegisterConsumer(
             job_name=identity.job_name,
-            ordinal=ordinal,
+            ordinal=name.ordinal,
             rank=identity.rank,
             world_size=identity.world_size,
             host=socket.gethostname(),
             pid=os.getpid(),
             definition_id=definition.definition_id,
             description=description,
+            occurrence=name.occurrence,
+            place=name.place,
+            made_at=name.made_at,
+            divides=name.divides,
         )
         self._endpoint: LoaderEndpoint = open_loader_endpoint(
             service, secrets.token_hex(16), CONNECT_TIMEOUT_S, rails, buffer_bytes, compress
@@ -628,6 +634,8 @@ class ServiceClient:
         elif isinstance(message, Refused):
             kind = getattr(mpi_dataworkers.errors, message.code, ServiceError)
             raise kind(message.text)
+        elif isinstance(message, Notice):
+            _log.warning("hetstream: %s", message.text)
         elif isinstance(message, ShutDown):
             with self._lock:
                 self._set_workers(0, now)

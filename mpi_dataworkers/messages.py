@@ -7,8 +7,8 @@ end of an epoch (by count, in the loader), end of a shard whose length nobody kn
 
     loader      -> dispatcher   RegisterConsumer ProvideDefinition OpenEpoch ExtendEpoch ReportProgress LoaderHeartbeat
                                 CloseEpoch LeaveConsumer
-    dispatcher  -> loader       ConsumerRegistered Membership LeaseRevoked StepsLost BatchFailed Alive UnknownPeer
-                                Refused ShutDown
+    dispatcher  -> loader       ConsumerRegistered Membership Notice LeaseRevoked StepsLost BatchFailed Alive
+                                UnknownPeer Refused ShutDown
     data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FailStep EndOfShard FetchDefinition
                                 Draining LeaveWorker
     dispatcher  -> data worker  WorkerRegistered GrantLease TrimLease RevokeLease DrainWorker CloseSession Definition
@@ -209,7 +209,10 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RegisterConsumer(Message, frozen=True):
-    """A loader introduces itself; `description` is compared between programs of one job name."""
+    """A loader introduces itself; `description` is compared between programs of one job name.
+
+    `ordinal`, `occurrence`, `place`, `made_at` and `divides` are as in `naming.LoaderName`.
+    """
 
     job_name: str
     ordinal: int
@@ -219,6 +222,10 @@ class RegisterConsumer(Message, frozen=True):
     pid: int
     definition_id: str
     description: dict[str, str]
+    occurrence: int = 0
+    place: str = ""
+    made_at: str = ""
+    divides: bool = False
 
 
 class ProvideDefinition(Message, frozen=True):
@@ -293,6 +300,12 @@ class ConsumerRegistered(Message, frozen=True):
 
     need_definition: bool
     num_data_workers: int
+
+
+class Notice(Message, frozen=True):
+    """Something that the user should know; nothing changes by it."""
+
+    text: str
 
 
 class Membership(Message, frozen=True):
@@ -733,7 +746,16 @@ WorkerToDispatcher = (
 )
 ToDispatcher = LoaderToDispatcher | WorkerToDispatcher | RequestStatus | SteerDataWorkers
 DispatcherToLoader = (
-    ConsumerRegistered | Membership | LeaseRevoked | StepsLost | BatchFailed | Alive | UnknownPeer | Refused | ShutDown
+    ConsumerRegistered
+    | Membership
+    | Notice
+    | LeaseRevoked
+    | StepsLost
+    | BatchFailed
+    | Alive
+    | UnknownPeer
+    | Refused
+    | ShutDown
 )
 DispatcherToWorker = (
     WorkerRegistered

@@ -217,6 +217,16 @@ class LoaderLost(_OfLoader, frozen=True, kw_only=True):
         return f"{'left' if self.orderly else 'lost'} after {self.steps} steps"
 
 
+class LoaderAlone(_OfLoader, frozen=True, kw_only=True):
+    """A loader divides its data with ranks that do not have it; their share is read by nobody."""
+
+    missing_ranks: list[int]
+
+    @property
+    def happened(self) -> str:
+        return f"divides its data with ranks {', '.join(map(str, self.missing_ranks[:8]))}, which have no such loader"
+
+
 class DefinitionRemembered(Event, frozen=True, kw_only=True):
     """A pipeline came, for data workers to fetch."""
 
@@ -356,6 +366,7 @@ ALL_EVENTS = (
     | DataWorkersChanged
     | LoaderConnected
     | LoaderLost
+    | LoaderAlone
     | DefinitionRemembered
     | SessionOpened
     | SessionClosed

@@ -177,6 +177,8 @@ class ConsumerRecord:
     """One loader of one rank.
 
     Attributes:
+        registered_at: when it first came, s.
+        told_alone: it was told that other ranks do not have it.
         announced_workers: the number of data workers it was last told of.
         steady_since: it was never silent for longer than `LOADER_PAUSE_S` since then.
         recent: growth of steps, bytes and seconds waited of its `stats`.
@@ -185,7 +187,9 @@ class ConsumerRecord:
     registration: RegisterConsumer
     last_seen: float
     recent: RecentRates
+    registered_at: float
     stats: LoaderStats = field(default_factory=LoaderStats)
+    told_alone: bool = False
     announced_workers: int = -1
     steady_since: float = 0.0
 

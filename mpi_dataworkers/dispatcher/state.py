@@ -18,6 +18,7 @@ import msgspec
 
 from mpi_dataworkers.dispatcher import events
 from mpi_dataworkers.dispatcher.leasing import Leasing, first_line
+from mpi_dataworkers.dispatcher.matching import RanksSeen, cannot_be_one_job, conflict, key_of
 from mpi_dataworkers.dispatcher.records import (
     ConsumerRecord,
     ForgetDefinition,
@@ -60,6 +61,7 @@ from mpi_dataworkers.messages import (
     LoaderStats,
     LoaderToDispatcher,
     Message,
+    Notice,
     OpenEpoch,
     ProvideDefinition,
     Refused,
@@ -88,6 +90,8 @@ CONSUMER_TIMEOUT_S = 15.0
 ARRIVAL_TIMEOUT_S = 5.0
 # A loader silent for longer is held up (the GIL in a long call): its reports are late, not its batches.
 LOADER_PAUSE_S = ARRIVAL_TIMEOUT_S / 2
+# A loader that divides its data, and that another rank has not made by then, is told.
+LONELY_AFTER_S = 60.0
 # After a restart, wait at most this long for the workers of before to tell what they hold, so that the same steps are
 # not leased to others. They register as soon as their connection is back; who is later loses only what it held.
 RECOVERY_GRACE_S = 0.7
@@ -121,6 +125,7 @@ class DispatcherState(Leasing):
         self.decisions: deque[tuple[float, SteerDataWorkers]] = deque(maxlen=_DECISIONS_SHOWN)
         self._waiting_for_definition: dict[str, set[str]] = {}
         self._expected = set(expected)
+        self._ranks_seen = RanksSeen()
 
     # --- entry points -----------------------------------------------------------------------------------------------
 
@@ -182,8 +187,30 @@ class DispatcherState(Leasing):
                 reason = f"sent {now - lease.sent_at:.1f} s ago and not received"
                 out += self._mark_unreachable(lease, now, reason)
                 out += self._revoke(lease, reason, reconnect=True)
+        out += self._tell_lonely(now)
         # Announced here too, because workers that were unreachable become reachable by time alone.
         return out + self._announce(now) + self._assign(now)
+
+    def _tell_lonely(self, now: float) -> list[Instruction]:
+        """Tell loaders that have taken steps of a share of the data whose rest nobody reads."""
+        out: list[Instruction] = []
+        for peer, consumer in self.consumers.items():
+            loader = consumer.registration
+            # After a restart nobody knows which ranks had it, and closed it.
+            forgotten = self.incarnation > 1 and consumer.registered_at - self.started_at < LONELY_AFTER_S
+            is_early = now - consumer.registered_at < LONELY_AFTER_S or consumer.stats.steps == 0
+            if forgotten or is_early or consumer.told_alone or not (missing := self._ranks_seen.missing(loader)):
+                continue
+            consumer.told_alone = True
+            cause = f"made at {loader.made_at or 'an unknown place'}"
+            self._tell(events.LoaderAlone(**_who(loader), missing_ranks=missing, cause=cause))
+            text = (
+                f"the loader made at {loader.made_at or 'an unknown place'} reads rank {loader.rank}'s share of its "
+                f"data, of {loader.world_size}; rank {missing[0]} has no such loader, so nobody reads the rest. If "
+                "this rank is to read all of it, give the loader rank=0, world_size=1."
+            )
+            out.append(Send(peer, Notice(text)))
+        return out
 
     def _unreported_s(self, lease: Lease, now: float) -> float:
         """How long a sent lease could have been reported; a loader that is held up says nothing of its connections."""
@@ -225,11 +252,11 @@ class DispatcherState(Leasing):
             theirs = other.registration
             if differs := different_under_one_name(theirs.description, message.description):
                 return self._refuse(peer, "PipelineError", differs)
-            if other_peer == peer or (theirs.job_name, theirs.ordinal) != (message.job_name, message.ordinal):
+            if other_peer == peer:
                 continue
-            if theirs.description != message.description:
-                return self._refuse(peer, "JobNameConflict", _conflict(theirs, message))
-            if theirs.rank == message.rank:
+            if cannot_be_one_job(message, theirs, [one.registration for one in self.consumers.values()]):
+                return self._refuse(peer, "JobNameConflict", conflict(message, theirs))
+            if key_of(theirs) == key_of(message) and theirs.rank == message.rank:
                 text = (
                     f"rank {message.rank} of job {message.job_name!r} was registered again by process {message.pid} on "
                     f"{message.host}; this process ({theirs.pid} on {theirs.host}) no longer receives batches. "
@@ -242,7 +269,9 @@ class DispatcherState(Leasing):
         self._tell(events.LoaderConnected(**_who(message), cause=cause))
         stats = known.stats if known else LoaderStats()
         recent = RecentRates(now, stats.steps, stats.bytes, stats.wait_s)
-        self.consumers[peer] = ConsumerRecord(message, now, recent, stats)
+        self.consumers[peer] = ConsumerRecord(message, now, recent, known.registered_at if known else now, stats)
+        self.consumers[peer].told_alone = known is not None and known.told_alone
+        self._ranks_seen.note(message)
         count = self._reachable_workers(peer, now)
         self.consumers[peer].announced_workers = count
         out.append(Send(peer, ConsumerRegistered(message.definition_id not in self.definitions, count)))
@@ -361,7 +390,9 @@ class DispatcherState(Leasing):
 
     def _drop_consumer(self, peer: str, cause: str, orderly: bool = False) -> list[Instruction]:
         consumer = self.consumers.pop(peer)
-        who = _who(consumer.registration)
+        who, job_name = _who(consumer.registration), consumer.registration.job_name
+        if not any(one.registration.job_name == job_name for one in self.consumers.values()):
+            self._ranks_seen.forget(job_name)
         self._tell(events.LoaderLost(**who, steps=consumer.stats.steps, orderly=orderly, cause=cause))
         out: list[Instruction] = [RememberStats(consumer.registration, consumer.stats)]
         for worker in self.workers.values():
@@ -624,20 +655,6 @@ def _who(loader: RegisterConsumer) -> dict[str, Any]:
 
 def _smooth(old_s: float, new_s: float) -> float:
     return new_s if old_s == 0 else 0.8 * old_s + 0.2 * new_s
-
-
-def _conflict(theirs: RegisterConsumer, ours: RegisterConsumer) -> str:
-    keys = sorted({*theirs.description, *ours.description})
-    differences = [
-        f"{key}: {theirs.description.get(key)} there, {ours.description.get(key)} here"
-        for key in keys
-        if theirs.description.get(key) != ours.description.get(key)
-    ]
-    return (
-        f"job name {ours.job_name!r} is in use by process {theirs.pid} on {theirs.host} with another pipeline "
-        f"({'; '.join(differences)}). Programs of one job name must read the same data; give this one another "
-        "job_name (or HETSTREAM_JOB_NAME)."
-    )
 
 
 def _definition_of(provided: ProvideDefinition) -> Definition:

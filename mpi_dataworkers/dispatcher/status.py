@@ -5,12 +5,13 @@ Called when a peer asks (`hetstream top`) and for the metrics; between two quest
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from mpi_dataworkers.dispatcher.matching import key_of
 from mpi_dataworkers.dispatcher.records import ConsumerRecord, SessionRecord, WorkerRecord
 from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStatus, PastDecision, Status
 from mpi_dataworkers.rates import step_time_s
@@ -30,7 +31,12 @@ def status_of(state: DispatcherState, now: float) -> Status:
         uptime_s=now - state.started_at,
         data_workers=[_worker_status(state, worker, now) for worker in state.workers.values()],
         loaders=sorted(
-            _with_spread([_loader_status(state, peer, consumer, now) for peer, consumer in state.consumers.items()]),
+            _with_spread(
+                [
+                    (key_of(consumer.registration), _loader_status(state, peer, consumer, now))
+                    for peer, consumer in state.consumers.items()
+                ]
+            ),
             key=lambda row: (row.job, row.rank, row.ordinal),
         ),
         data_workers_seen=state.workers_seen,
@@ -116,13 +122,13 @@ def _loader_status(state: DispatcherState, peer: str, consumer: ConsumerRecord, 
     )
 
 
-def _with_spread(rows: list[LoaderStatus]) -> Iterator[LoaderStatus]:
-    """The rows with how much the ranks' step times differ."""
-    times: dict[tuple[str, int], list[float]] = {}
-    for row in rows:
+def _with_spread(rows: list[tuple[Hashable, LoaderStatus]]) -> Iterator[LoaderStatus]:
+    """The rows with how much the ranks' step times differ; loaders of one key belong together."""
+    times: dict[Hashable, list[float]] = {}
+    for key, row in rows:
         if row.step_s > 0:
-            times.setdefault((row.job, row.ordinal), []).append(row.step_s)
-    for row in rows:
-        of_ranks = times.get((row.job, row.ordinal), [])
+            times.setdefault(key, []).append(row.step_s)
+    for key, row in rows:
+        of_ranks = times.get(key, [])
         spread = (max(of_ranks) - min(of_ranks)) / fmean(of_ranks) if of_ranks else 0.0
         yield msgspec.structs.replace(row, step_time_spread=spread)

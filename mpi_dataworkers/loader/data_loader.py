@@ -220,7 +220,8 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         skipped = SkippedSamples(options.error_policy(), options.quarantine_file(identity), not options.is_iterable)
         in_rounds = StreamBuckets(length_of, tuple(bucket_boundaries or ())) if length_of is not None else None
         buckets = self._buckets or in_rounds
-        self._stream = make_stream(self, found, identity, said, shared, buffer_bytes, buckets, skipped)
+        divides = self._world_size > 1
+        self._stream = make_stream(self, found, identity, said, shared, buffer_bytes, buckets, skipped, divides)
         self._stream.close_with(self)
 
     def _plan(self, epoch: int) -> EpochPlan | BucketPlan:

@@ -34,6 +34,7 @@ from mpi_dataworkers.loader.order import ListedPass, Order
 from mpi_dataworkers.loader.sharing import SharedStream
 from mpi_dataworkers.loader.skipped import SkippedSamples
 from mpi_dataworkers.messages import Batch, BatchFailed, ErrorPolicy, Failure, LoaderStats, ProvideDefinition
+from mpi_dataworkers.naming import name_loader
 from mpi_dataworkers.ops.pipeline import (
     MadeStep,
     Pipeline,
@@ -51,7 +52,6 @@ from mpi_dataworkers.rates import RecentRates, step_time_s
 _LIST_AHEAD_STEPS = 64
 _pin_memory: Any = torch_pin.pin_memory
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
-_ordinals = itertools.count()
 _open_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
@@ -70,6 +70,7 @@ class Stream:
         shared: SharedStream | None = None,
         buffer_bytes: int | None = None,
         skipped: SkippedSamples | None = None,
+        divides: bool = False,
     ) -> None:
         self.pipeline = pipeline
         self.skipped = skipped or SkippedSamples(ErrorPolicy(), None)
@@ -89,7 +90,7 @@ class Stream:
             self._client = ServiceClient(
                 parse_service(service),
                 identity,
-                next(_ordinals),
+                name_loader(identity, description, divides),
                 self.definition(),
                 description,
                 self._prepare,

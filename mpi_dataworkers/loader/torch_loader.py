@@ -80,6 +80,7 @@ def make_stream(
     buffer_bytes: int | None = None,
     buckets: LengthBuckets | StreamBuckets | None = None,
     skipped: SkippedSamples | None = None,
+    divides: bool = False,
 ) -> Stream:
     pipeline = _pipeline_of(loader, buckets)
     if loader.pin_memory and not torch.cuda.is_available():
@@ -96,4 +97,5 @@ def make_stream(
         shared,
         buffer_bytes,
         skipped,
+        divides,
     )

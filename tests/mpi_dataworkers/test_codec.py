@@ -33,6 +33,7 @@ def examples() -> list[messages.Message]:
         messages.LeaveConsumer(stats),
         messages.ConsumerRegistered(True, 2),
         messages.Membership(3),
+        messages.Notice("so it is"),
         messages.LeaseRevoked("s", 4),
         messages.StepsLost("s", 1, -1),
         messages.RegisterWorker("h", 5, "", [messages.HeldLease(1, "s", 2, 3)]),

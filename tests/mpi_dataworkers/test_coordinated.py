@@ -103,7 +103,7 @@ def test_a_restarted_rank_rejoins_at_its_round(service: Any, ranks: Any) -> None
     first, second = (iter(loader) for loader in ranks(2))
     for _ in range(10):
         next(first), next(second)
-    (_, loader) = ranks(2)  # both made again, as ordinals are counted here; the second one goes on for its rank
+    (_, loader) = ranks(2)  # both made again, as in one more process each; the second goes on
     loader.load_state_dict({**loader.state_dict(), "epoch": 0, "step": 10})
     for (_, ids), (_, again) in zip(first, loader, strict=True):
         assert len(buckets_of(ids) | buckets_of(again)) == 1

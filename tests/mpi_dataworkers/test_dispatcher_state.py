@@ -43,6 +43,7 @@ from mpi_dataworkers.messages import (
     LoaderStats,
     Membership,
     Message,
+    Notice,
     OpenEpoch,
     PlannedOrder,
     ProvideDefinition,
@@ -72,7 +73,8 @@ def session(steps: int = 100, session_id: str = "s") -> Session:
 
 
 def consumer(rank: int = 0, **description: str) -> RegisterConsumer:
-    return RegisterConsumer("job", 0, rank, 2, "host", 100 + rank, "d", {"dataset": "A", **description})
+    whole = {"dataset": "A", **description}
+    return RegisterConsumer("job", 0, rank, 2, "host", 100 + rank, "d", whole, place="x", divides=True)
 
 
 def sent(instructions: list[Instruction], kind: type[Message]) -> list[tuple[str, Message]]:
@@ -253,6 +255,73 @@ def test_one_job_name_with_two_pipelines_is_refused_and_names_the_difference() -
     assert message.code == "JobNameConflict"
     assert "dataset: A there, B here" in message.text
     assert "other" not in state.consumers
+
+
+def test_a_loader_of_rank_0_alone_shifts_no_other() -> None:
+    state = DispatcherState(1, 0.0)
+    alone = msgspec.structs.replace(consumer(0, dataset="V"), ordinal=1, place="y", world_size=1, divides=False)
+    first, last = (msgspec.structs.replace(consumer(0), ordinal=n, occurrence=n // 2, place=f"{n}") for n in (0, 2))
+    for peer, one in (("train", first), ("validation", alone), ("test", last)):
+        assert sent(state.handle(peer, one, 0.0), ConsumerRegistered)
+    for number, one in enumerate((first, last)):
+        theirs = msgspec.structs.replace(one, ordinal=number, rank=1, pid=101)
+        assert sent(state.handle(f"rank 1, {number}", theirs, 0.0), ConsumerRegistered)
+    assert len(state.consumers) == 5
+
+
+def test_the_same_lines_of_two_ranks_with_other_data_are_refused_only_where_they_divide_it() -> None:
+    state = DispatcherState(1, 0.0)
+    state.handle(LOADER, consumer(0), 0.0)
+    other = msgspec.structs.replace(consumer(1, length="41"), made_at="train.py:7")
+    ((_, message),) = sent(state.handle("other", other, 0.0), Refused)
+    assert isinstance(message, Refused)
+    assert "at train.py:7 (length: None there, 41 here)" in message.text
+    assert "rank=0, world_size=1" in message.text
+    for harmless in ({"divides": False}, {"place": "z"}, {"job_name": "another"}, {"world_size": 4}):
+        state = DispatcherState(1, 0.0)
+        state.handle(LOADER, consumer(0), 0.0)
+        assert not sent(state.handle("other", msgspec.structs.replace(other, **harmless), 0.0), Refused), harmless
+
+
+def test_two_programs_that_are_one_rank_of_one_job_are_refused_and_a_restart_is_none() -> None:
+    state = DispatcherState(1, 0.0)
+    state.handle(LOADER, consumer(0), 0.0)
+    second = msgspec.structs.replace(consumer(0, dataset="V"), ordinal=1, place="y")
+    state.handle("validation", second, 0.0)
+    stranger = msgspec.structs.replace(consumer(0, dataset="B"), pid=7, place="elsewhere")
+    ((_, message),) = sent(state.handle("stranger", stranger, 0.0), Refused)
+    assert isinstance(message, Refused)
+    assert message.code == "JobNameConflict"
+    out = state.handle("started again", msgspec.structs.replace(second, ordinal=0, pid=8), 0.0)
+    assert sent(out, Refused) == [("validation", sent(out, Refused)[0][1])], "the older one's is superseded"
+    assert sent(out, ConsumerRegistered)
+
+
+def test_a_loader_whose_share_nobody_completes_is_told_once() -> None:
+    state = DispatcherState(1, 0.0)
+    lonely = msgspec.structs.replace(consumer(0), made_at="train.py:9")
+    state.handle(LOADER, lonely, 0.0)
+    state.handle("other", msgspec.structs.replace(consumer(1, dataset="T"), place="y"), 0.0)
+    for second in range(0, 200, 10):
+        taken = LoaderStats(steps=5 if second >= 100 else 0)
+        out = state.handle(LOADER, LoaderHeartbeat(taken), float(second)) + state.tick(float(second))
+        told = [message.text for _, message in sent(out, Notice) if isinstance(message, Notice)]
+        assert len(told) == (second == 100), second
+        assert all(
+            "made at train.py:9 reads rank 0's share of its data, of 2; rank 1 has no such" in one for one in told
+        )
+
+
+def test_a_loader_that_another_rank_had_and_closed_is_not_alone() -> None:
+    for incarnation, closed in ((1, True), (2, False)):
+        state = DispatcherState(incarnation, 0.0)
+        state.handle(LOADER, consumer(0), 0.0)
+        if closed:
+            state.handle("other", consumer(1), 0.0)
+            state.handle("other", LeaveConsumer(STATS), 1.0)
+        for second in range(0, 100, 10):
+            state.handle(LOADER, LoaderHeartbeat(LoaderStats(steps=5)), float(second))
+            assert not sent(state.tick(float(second)), Notice)
 
 
 def test_a_rank_started_twice_supersedes_the_older_process() -> None:

@@ -8,7 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -365,18 +365,33 @@ def test_ranks_divide_the_shards(three: Any, loaders: Any) -> None:
     assert all(parts)
 
 
-def test_one_job_name_with_two_policies_is_refused_and_names_the_difference(
-    three: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As in two programs, whose loaders are counted each by itself.
-    monkeypatch.setattr("mpi_dataworkers.loader.stream._ordinals", repeat(7))
+def test_one_job_name_with_two_policies_is_refused_and_names_the_difference(three: Any, loaders: Any) -> None:
     options: dict[str, Any] = {"service": three.name, "job_name": "policies", "world_size": 2}
-    first = loaders(datasets.Augmented(40), **options, rank=0)
+
+    def ranks(*shardings: str | None) -> list[Any]:
+        """What two ranks make with the same lines of one program."""
+        return [
+            loaders(datasets.Augmented(40), **options, rank=rank, sharding=sharding)
+            for rank, sharding in enumerate(shardings)
+        ]
+
     with pytest.raises(JobNameConflict, match="sharding: DYNAMIC there, DATA here"):
-        loaders(datasets.Augmented(40), sharding="data", **options, rank=1)
-    second = loaders(datasets.Augmented(40), **options, rank=1)
-    parts = [ids_of(first), ids_of(second)]
+        ranks(None, "data")
+    parts = [ids_of(loader) for loader in ranks(None, None)]
     assert sorted(parts[0] + parts[1]) == list(range(40)), "two loaders of one name divide one stream"
+
+
+def test_a_loader_of_rank_0_alone_ends_no_other_rank(three: Any, loaders: Any) -> None:
+    train, validation, test = (datasets.Augmented(n) for n in (40, 24, 32))
+    options: dict[str, Any] = {"service": three.name, "job_name": "alone"}
+    made: dict[int, list[Any]] = {0: [], 1: []}
+    for rank in (0, 1):
+        for data in (train, validation, test) if rank == 0 else (train, test):
+            whole = {"rank": 0, "world_size": 1} if data is validation else {"rank": rank, "world_size": 2}
+            made[rank].append(loaders(data, **options, **whole))
+    assert sorted(i for rank in (0, 1) for i in ids_of(made[rank][0])) == list(range(40))
+    assert sorted(ids_of(made[0][1])) == list(range(24))
+    assert sorted(ids_of(made[0][2]) + ids_of(made[1][1])) == list(range(32))
 
 
 @pytest.mark.parametrize("dataset", [datasets.Augmented(10), datasets.Log(10)], ids=["indices", "stream"])

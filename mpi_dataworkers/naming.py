@@ -1,0 +1,74 @@
+"""Who a loader is among the loaders of its program, so that the dispatcher finds the same loader of another rank.
+
+A number in order of making does not say that: a loader that rank 0 alone makes would shift all that follow. So a loader
+is known by its description and by the how-many-th of that description it is; and where it was made says whether two
+ranks mean the same by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from mpi_dataworkers.config import Identity
+
+_OWN_PACKAGES = ("mpi_dataworkers", "hetstream", "hetjob", "slurm_plugin")
+
+
+@dataclass(frozen=True)
+class LoaderName:
+    """What tells a loader from the others of its process, and what the other ranks' call the same.
+
+    Attributes:
+        ordinal: its number among all loaders of the process, in order of making.
+        occurrence: its number among those of the same rank, job name and description.
+        place: stands for the calls that led to it, and for how often they had before: alike in all ranks.
+        made_at: the innermost of these calls that is not hetstream's own, as `train.py:42`.
+        divides: each rank gets its share of the data, and the other ranks the rest.
+    """
+
+    ordinal: int
+    occurrence: int
+    place: str
+    made_at: str
+    divides: bool
+
+
+class _Names:
+    """Counts the loaders of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[Hashable] = Counter()
+
+    def name(self, identity: Identity, description: Mapping[str, str], divides: bool) -> LoaderName:
+        """Name a loader that the caller's caller makes now."""
+        calls = list(_calls())
+        rank = identity.job_name, identity.rank
+        with self._lock:
+            ordinal, occurrence, nth = (
+                self._next(key) for key in ("all", (rank, frozenset(description.items())), (rank, tuple(calls)))
+            )
+        place = hashlib.blake2b(repr((calls, nth)).encode(errors="replace"), digest_size=8).hexdigest()
+        return LoaderName(ordinal, occurrence, place, calls[0] if calls else "", divides)
+
+    def _next(self, key: Hashable) -> int:
+        self._counts[key] += 1
+        return self._counts[key] - 1
+
+
+def _calls() -> Iterator[str]:
+    """Where the program is, innermost call first, without hetstream's own calls."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES:
+            yield f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+name_loader = _Names().name

@@ -66,10 +66,10 @@ from mpi_dataworkers.messages import Definition as DefinitionMessage
 from mpi_dataworkers.ops.iterable import ShardReader
 from mpi_dataworkers.ops.pipeline import (
     Definition,
+    EnteredPipeline,
     Pipeline,
     SampleError,
     describe_failure,
-    enter_data_worker,
     leave_out,
     load_pipeline,
     use_one_thread,
@@ -196,7 +196,7 @@ class DataWorker:
         self._definition_came = threading.Condition(self._lock)
         self._outbox: collections.deque[Message] = collections.deque()
         self._leases: queue.SimpleQueue[GrantLease | None] = queue.SimpleQueue()
-        self._pipelines: dict[str, Pipeline | Exception] = {}
+        self._pipelines: dict[str, EnteredPipeline | Exception] = {}
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
         self._readers: dict[str, ShardReader | RankReader] = {}  # by session
         self._rounds = SharedRounds()
@@ -427,7 +427,7 @@ class DataWorker:
         if definition_id not in self._pipelines:
             try:
                 pipeline = self._load(definition_id, lease.token)
-                self._pipelines[definition_id] = enter_data_worker(pipeline, self._number, self._number + 1)
+                self._pipelines[definition_id] = EnteredPipeline(pipeline, self._number)
                 self._say_if_threads_do_not_help(pipeline)
             except (_LeaseGone, Renew):
                 raise
@@ -438,10 +438,17 @@ class DataWorker:
                 oldest = next(iter(self._pipelines))
                 del self._pipelines[oldest]
                 self._failed_at.pop(oldest, None)
-        pipeline_or_error = self._pipelines[definition_id]
-        if isinstance(pipeline_or_error, Exception):
-            raise _StepFailed(describe_failure(pipeline_or_error, is_final=True))
-        return pipeline_or_error
+        entered = self._pipelines[definition_id]
+        if isinstance(entered, EnteredPipeline):
+            base_seed = lease.session.seed
+            if entered.is_new(base_seed):
+                self._page.at_sample(-1)
+            try:
+                return entered.enter(base_seed)
+            except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
+                entered = self._pipelines[definition_id] = error
+                self._failed_at[definition_id] = time.monotonic()
+        raise _StepFailed(describe_failure(entered, is_final=True))
 
     def _say_if_threads_do_not_help(self, pipeline: Pipeline) -> None:
         if self._team is not None and not pipeline.threads_help and not self._said_one_thread:

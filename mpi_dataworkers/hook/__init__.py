@@ -1,7 +1,7 @@
 """The start-up hook: gives torch's DataLoader in an unmodified program the streaming behaviour.
 
 `environment` makes a Python process find `path/sitecustomize.py` at its start; that calls `patch.install`, which
-changes one method of torch's DataLoader when the program imports torch. Without those variables nothing happens.
+changes two methods of torch's DataLoader when the program imports torch. Without those variables nothing happens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Changes `torch.utils.data.DataLoader.__iter__` at the moment torch is imported. Imports nothing but the standard
+"""Changes how torch's DataLoader makes its iterators, at the moment torch is imported. Imports nothing but the standard
 library, because it runs at the start of every Python process of a job."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 _TARGET = "torch.utils.data.dataloader"
+_MARK = "_hetstream_stands_in"
 
 
 def install() -> None:
@@ -23,18 +24,35 @@ def install() -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    kind: Any = module.DataLoader
-    original = kind.__iter__
-    if hasattr(original, "__wrapped__"):
+    """Stand in where DataLoader makes an iterator, and look on where one is made without it.
+
+    Not at `DataLoader.__iter__`: torch's keeps the iterator of `persistent_workers`, and subclasses change it, wrap it,
+    or make an iterator without it.
+    """
+    loader_kind: Any = module.DataLoader
+    if hasattr(loader_kind, _MARK):
         return
+    get_iterator = loader_kind._get_iterator
 
-    @functools.wraps(original)
-    def __iter__(self: Any) -> Iterator[Any]:
-        from mpi_dataworkers.loader.unmodified import iterate  # torch is complete only by now
+    @functools.wraps(get_iterator)
+    def _get_iterator(self: Any) -> Iterator[Any]:
+        from mpi_dataworkers.loader.unmodified import make_iterator  # torch is complete only by now
 
-        return iterate(self)
+        return make_iterator(self, get_iterator)
 
-    kind.__iter__ = __iter__
+    iterator_kind: Any = module._BaseDataLoaderIter
+    begin = iterator_kind.__init__
+
+    @functools.wraps(begin)
+    def __init__(self: Any, loader: Any, *args: Any, **keywords: Any) -> None:
+        from mpi_dataworkers.loader.unmodified import notice
+
+        notice(self, loader)
+        begin(self, loader, *args, **keywords)
+
+    loader_kind._get_iterator = _get_iterator
+    iterator_kind.__init__ = __init__
+    setattr(loader_kind, _MARK, True)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -25,7 +25,12 @@ from mpi_dataworkers.loader.shards import Division, LocalShardedIterator, Sharde
 from mpi_dataworkers.loader.sharing import SharedStream, SharingMode
 from mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
 from mpi_dataworkers.loader.stream import LocalIterator, StreamIterator
-from mpi_dataworkers.loader.torch_loader import distributed_identity, make_stream, torch_options
+from mpi_dataworkers.loader.torch_loader import (
+    distributed_identity,
+    make_stream,
+    say_pinning_has_no_effect,
+    torch_options,
+)
 from mpi_dataworkers.rounds import StreamBuckets
 from mpi_dataworkers.sharding import EpochPlan
 from mpi_dataworkers.visitation import Cut, ShardingPolicy, Visitation
@@ -220,6 +225,7 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         skipped = SkippedSamples(options.error_policy(), options.quarantine_file(identity), not options.is_iterable)
         in_rounds = StreamBuckets(length_of, tuple(bucket_boundaries or ())) if length_of is not None else None
         buckets = self._buckets or in_rounds
+        say_pinning_has_no_effect(self)
         divides = self._world_size > 1
         self._stream = make_stream(self, found, identity, said, shared, buffer_bytes, buckets, skipped, divides)
         self._stream.close_with(self)

@@ -7,7 +7,9 @@ program's own sampler and is drawn as it is needed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,44 @@ from mpi_dataworkers.bucketing import BucketPlan, order_of
 from mpi_dataworkers.errors import PipelineError, StateError
 from mpi_dataworkers.messages import ListedOrder
 from mpi_dataworkers.sharding import EpochPlan, Indices, SampleSeeds
+
+_LARGEST_INDEX = 2**63 - 1
+# Without another bound, a listed order is drawn from the program's sampler this many steps beyond the window.
+_LIST_AHEAD_STEPS = 64
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """How far a program's sampler is drawn ahead of the training loop.
+
+    Attributes:
+        num_steps: as far as torch's own loader draws it, `prefetch_factor * num_workers`; None for no bound but the
+            window.
+        num_unseen: from the first one on, so many steps of the pass can be drawn at any time, and nobody can tell.
+    """
+
+    num_steps: int | None = None
+    num_unseen: int = 0
+
+    def goal(self, position: int, window: int, taking: bool, has_begun: bool) -> int:
+        """Up to which step to draw.
+
+        Args:
+            position: the training loop's next step.
+            window: steps that may be under way.
+            taking: the training loop asks for that step now.
+            has_begun: a step of the pass was drawn.
+        """
+        beyond_window = position + window + _LIST_AHEAD_STEPS
+        if self.num_steps is None:
+            return beyond_window
+        as_torch = position + self.num_steps + taking
+        return max(as_torch, min(self.num_unseen, beyond_window)) if has_begun or as_torch > 0 else 0
+
+
+def steps_to_gather(goal: int, position: int) -> int:
+    """Steps that are drawn before they are sent together: each message takes time from the training loop."""
+    return min(32, max(1, (goal - position) // 4))
 
 
 class PlannedPass:
@@ -69,19 +109,25 @@ class ListedPass:
             except StopIteration:
                 self.num_steps = self._next
                 break
-            array = np.asarray(drawn if self._batched else [drawn])
-            if array.dtype.kind not in "iu" or array.ndim != 1 or array.size == 0:
-                raise PipelineError(
-                    f"the sampler gave {drawn!r} for step {self._next}; data workers need whole-number indices. "
-                    "Keep this loader local (num_workers of torch), or map keys to numbers in the dataset."
-                )
-            indices = array.astype(np.int64)
+            indices = _as_indices(drawn if self._batched else [drawn])
+            if indices is None:
+                self._end_at(drawn)
+                break
             self._drawn[self._next] = indices
             chained = hashlib.blake2b(self._digests[self._next], digest_size=16)
             chained.update(indices.tobytes())
             self._next += 1
             self._digests[self._next] = chained.digest()
         return self._drawn.get(step)
+
+    def _end_at(self, drawn: Any) -> None:
+        raise PipelineError(
+            f"{self._refusal(drawn)} Keep this loader local (num_workers of torch), or map keys to numbers in the "
+            "dataset."
+        )
+
+    def _refusal(self, drawn: Any) -> str:
+        return f"the sampler gave {drawn!r} for step {self._next}; data workers need whole-number indices."
 
     def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:
         """Seeds of the step's samples."""
@@ -111,6 +157,36 @@ class ListedPass:
                 f"the sampler gave other samples for the first {num_steps} steps when the state was saved: its data, "
                 "its seed or its epoch differ (is set_epoch called as it was then?)"
             )
+
+
+def _as_indices(drawn: Any) -> Indices | None:
+    """A step's sample indices, or None where they are no whole numbers, or none at all."""
+    try:
+        array = np.asarray(drawn)
+    except ValueError:  # lists of different lengths
+        return None
+    if array.dtype.kind not in "iu" or array.ndim != 1 or array.size == 0:
+        return None
+    if array.dtype.kind == "u" and int(array.max()) > _LARGEST_INDEX:
+        return None
+    return array.astype(np.int64)
+
+
+class PartlyListedPass(ListedPass):
+    """A listed pass that ends before the first step which data workers cannot make.
+
+    Attributes:
+        rest: what the sampler gives from that step on; None while there is no such step.
+        reason: why they cannot.
+    """
+
+    rest: Iterator[Any] | None = None
+    reason = ""
+
+    def _end_at(self, drawn: Any) -> None:
+        self.reason = self._refusal(drawn).rstrip(".")
+        self.rest = itertools.chain([drawn], self._iterator)
+        self.num_steps = self._next
 
 
 Order = PlannedPass | ListedPass

@@ -19,14 +19,15 @@ from mpi_dataworkers.errors import StateError
 from mpi_dataworkers.interleave import Interleave, Place, deal
 from mpi_dataworkers.loader.order import PlannedPass
 from mpi_dataworkers.loader.stream import (
+    BeginWorker,
     FailedStep,
     LocalFailure,
     LocalPass,
+    PlainLoader,
     Stream,
     early_end,
     no_collate,
     rebuild_error,
-    torch_iter,
 )
 from mpi_dataworkers.messages import BatchFailed, ErrorPolicy, ShardOrder
 from mpi_dataworkers.ops.iterable import ShardReader
@@ -376,7 +377,7 @@ class _WholePass(torch.utils.data.IterableDataset[Any]):
             _skip_ahead(order, ahead)
             try:
                 if in_trainer:
-                    with generators_kept():
+                    with generators_kept(self._pipeline.own_generators):
                         made = self._make(place, readers)
                 else:
                     made = self._make(place, readers)
@@ -441,15 +442,17 @@ class LocalShardedIterator(LocalPass):
         self.position = int(state["step"]) if state else 0
         options = torch_options | {"num_workers": min(1, torch_options["num_workers"])}
         iterable = division.num_samples < 0
-        loader = torch.utils.data.DataLoader(
-            _WholePass(stream.pipeline, division, seed, epoch, state, stream.skipped.policy),
+        pipeline = stream.pipeline if iterable else stream.pipeline.with_own_generators()
+        begin = None if iterable else BeginWorker(pipeline, seed)
+        loader = PlainLoader(
+            _WholePass(pipeline, division, seed, epoch, state, stream.skipped.policy),
             batch_size=None,
             collate_fn=no_collate,
             generator=torch.Generator(),  # its own, so that the program's generators are not advanced
             # Of an IterableDataset each shard calls it, as a data worker of torch would.
-            **(options | {"worker_init_fn": None} if iterable else options),
+            **options | {"worker_init_fn": begin},
         )
-        self._iterator = torch_iter(loader)
+        self._iterator = iter(loader)
         super().__init__(stream)
 
     def shard_state(self) -> dict[str, Any]:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import functools
 import importlib
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 import torch.utils.data
 from torch import _utils as torch_utils
+from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from mpi_dataworkers.address import parse_service
@@ -30,33 +34,43 @@ from mpi_dataworkers.config import (
     rails_from_environment,
 )
 from mpi_dataworkers.errors import PipelineError, RemoteError
-from mpi_dataworkers.loader.order import ListedPass, Order
+from mpi_dataworkers.loader.order import ListedPass, LookAhead, Order, steps_to_gather
 from mpi_dataworkers.loader.sharing import SharedStream
 from mpi_dataworkers.loader.skipped import SkippedSamples
 from mpi_dataworkers.messages import Batch, BatchFailed, ErrorPolicy, Failure, LoaderStats, ProvideDefinition
 from mpi_dataworkers.naming import name_loader
 from mpi_dataworkers.ops.pipeline import (
+    Definition,
+    EnteredPipeline,
     MadeStep,
     Pipeline,
     SampleError,
     acting_as_data_worker,
+    copy_of,
     define,
-    enter_data_worker,
+    difference,
+    enter_worker,
     generators_kept,
     make_step,
 )
 from mpi_dataworkers.ops.tree import resolve_class, unflatten
 from mpi_dataworkers.rates import RecentRates, step_time_s
 
-# A listed order is drawn from the program's sampler this many steps beyond the window.
-_LIST_AHEAD_STEPS = 64
 _pin_memory: Any = torch_pin.pin_memory
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
+_TorchLoader: Any = torch.utils.data.DataLoader
+_log = logging.getLogger(__name__)
 _open_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 class Stream:
-    """What one loader object keeps between iterations: its pipeline, its connection, its statistics."""
+    """What one loader object keeps between iterations: its pipeline, its connection, its statistics.
+
+    Attributes:
+        pipeline: the program's own objects; steps that the fallback makes are made with a copy.
+        local_passes: with persistent_workers, what is kept from pass to pass in process.
+        closed: it has left the service.
+    """
 
     def __init__(
         self,
@@ -83,9 +97,11 @@ class Stream:
         self._recent = RecentRates(time.monotonic(), 0, 0, 0)
         # When the pass that is open began; its time is counted at its end.
         self._pass_began: float | None = None
-        self._fallback: Pipeline | None = None
-        # With persistent_workers, what is kept from pass to pass in process.
+        self._defined: Definition | None = None
+        self._said_kept = False
+        self._fallback: tuple[str, EnteredPipeline] | None = None
         self.local_passes: LocalPasses | None = None
+        self.closed = False
         if service is not None:
             self._client = ServiceClient(
                 parse_service(service),
@@ -93,7 +109,7 @@ class Stream:
                 name_loader(identity, description, divides),
                 self.definition(),
                 description,
-                self._prepare,
+                functools.partial(_prepare, pin),  # not bound to this stream, which would live as long as the client
                 buffer_bytes or buffer_bytes_from_environment(),
                 rails_from_environment(),
                 compression_from_environment(),
@@ -143,10 +159,28 @@ class Stream:
         Asked for at each pass: programs change their dataset between epochs (another transform, say), as they can with
         torch's worker processes, which are forked anew.
 
+        A dataset that the program has used may hold what cannot be pickled (an open file): it is then as it was last
+        sent, if nothing else of it shows a change.
+
         Raises:
             PipelineError: it cannot be pickled.
         """
-        defined = define(self.pipeline)
+        try:
+            self._defined = define(self.pipeline)
+        except PipelineError as error:
+            if self._defined is None:
+                raise
+            if changed := difference(copy_of(self._defined), self.pipeline):
+                raise PipelineError(f"{changed} changed since data workers got it, and now {error}") from error
+            if not self._said_kept:
+                _log.warning("hetstream: data workers keep the dataset as they got it: now %s", error)
+            self._said_kept = True
+        return self.last_definition()
+
+    def last_definition(self) -> ProvideDefinition:
+        """The pipeline as it was at the last call of `definition`."""
+        defined = self._defined
+        assert defined is not None
         return ProvideDefinition(defined.definition_id, defined.sys_path, defined.working_dir, defined.blob)
 
     def check_length(self) -> None:
@@ -163,18 +197,24 @@ class Stream:
             )
 
     def make_locally(self, order: Order, step: int, seed: int, epoch: int) -> Delivered:
-        """Make a step in this process; the trainer's own random state is untouched."""
+        """Make a step in this process, with a copy of what data workers have: the trainer's own objects, random state
+        and place are untouched."""
         indices = order.indices(step)
         if indices is None:
             raise IndexError(step)
-        with generators_kept(), acting_as_data_worker(self.pipeline):
-            if self._fallback is None:
-                self._fallback = enter_data_worker(self.pipeline, 0, 1)
+        with generators_kept(), acting_as_data_worker():
+            pipeline = self._fallback_pipeline().enter(seed)
             try:
-                made = make_step(self._fallback, indices, order.seeds(step, indices, seed, epoch), self.skipped.policy)
+                made = make_step(pipeline, indices, order.seeds(step, indices, seed, epoch), self.skipped.policy)
             except SampleError as error:
                 raise error.user_error() from None
         return Delivered(self.pinned(made.batch), made.num_samples, 0, "local", 0, made.num_skipped, made.left_out)
+
+    def _fallback_pipeline(self) -> EnteredPipeline:
+        assert self._defined is not None
+        if self._fallback is None or self._fallback[0] != self._defined.definition_id:
+            self._fallback = self._defined.definition_id, EnteredPipeline(copy_of(self._defined), 0)
+        return self._fallback[1]
 
     def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:
         """Count and report what the training loop does not get of a step.
@@ -185,17 +225,13 @@ class Stream:
         self.count(skipped=num_skipped)
         self.skipped.note(epoch, step, left_out)
 
-    def _prepare(self, header: Batch, frames: Sequence[Buffer]) -> Any:
-        if header.num_samples == 0:
-            return None
-        return self.pinned(unflatten(header.spec, split(frames, header.buffers)))
-
     def pinned(self, batch: Any) -> Any:
         """The batch in pinned memory, if the loader pins and there is a GPU."""
-        return _pin_memory(batch) if self._pin and torch.cuda.is_available() else batch
+        return _pinned(self._pin, batch)
 
     def close(self) -> None:
         """Leave the service."""
+        self.closed = True
         if self._client is not None:
             self._client.close()
         _open_streams.discard(self)
@@ -204,6 +240,16 @@ class Stream:
         """Leave the service when the loader object is no more: programs make a new loader for each epoch."""
         if self._client is not None:
             weakref.finalize(owner, self._client.request_close).atexit = False
+
+
+def _prepare(pin: bool, header: Batch, frames: Sequence[Buffer]) -> Any:
+    if header.num_samples == 0:
+        return None
+    return _pinned(pin, unflatten(header.spec, split(frames, header.buffers)))
+
+
+def _pinned(pin: bool, batch: Any) -> Any:
+    return _pin_memory(batch) if pin and torch.cuda.is_available() else batch
 
 
 @atexit.register
@@ -224,10 +270,22 @@ class StreamIterator(Iterator[Any]):
         seed: base of the random state of samples.
         epoch: the epoch.
         first_step: where to begin.
-        owner: the loader object, kept alive for as long as it is iterated.
+        owner: what the stream closes with, kept alive for as long as it is iterated.
+        look_ahead: how far a program's own sampler is drawn.
+        definition: what data workers run; default the pipeline as it is now.
     """
 
-    def __init__(self, stream: Stream, order: Order, seed: int, epoch: int, first_step: int, owner: object) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        order: Order,
+        seed: int,
+        epoch: int,
+        first_step: int,
+        owner: object,
+        look_ahead: LookAhead = LookAhead(),  # noqa: B008, it is frozen
+        definition: ProvideDefinition | None = None,
+    ) -> None:
         assert stream.client is not None
         self._owner = owner
         self._stream = stream
@@ -236,9 +294,13 @@ class StreamIterator(Iterator[Any]):
         self._seed = seed
         self._epoch = epoch
         self._started = time.monotonic()
-        self._listed = first_step
+        self._look_ahead = look_ahead
+        self._first_step = self._listed = first_step
+        self._unsent: list[bytes] = []
+        self._end_is_sent = order.num_steps >= 0
         self.position = first_step
-        definition, shared = stream.definition(), stream.shared
+        shared = stream.shared
+        definition = definition or stream.definition()
         self._pass: Pass | None = self._client.open_pass(
             definition,
             epoch,
@@ -251,22 +313,26 @@ class StreamIterator(Iterator[Any]):
             (shared.shift or 0) if shared else 0,
             errors=stream.skipped.policy,
         )
-        self._extend()
+        self._extend(taking=False)
 
-    def _extend(self) -> None:
-        """Draw from the program's sampler as far as the window may reach."""
-        if self._pass is None or not isinstance(self._order, ListedPass) or self._order.num_steps >= 0:
+    def _extend(self, taking: bool) -> None:
+        """Draw from the program's sampler, and send what was drawn."""
+        one, order = self._pass, self._order
+        if one is None or not isinstance(order, ListedPass) or self._end_is_sent:
             return
-        goal = self._pass.buffer.position + self._pass.window + _LIST_AHEAD_STEPS
-        if self._listed > goal - _LIST_AHEAD_STEPS // 2:
-            return
-        steps: list[bytes] = []
+        position = one.buffer.position
+        goal = self._look_ahead.goal(position, one.window, taking, self._listed > self._first_step)
         try:
-            while self._listed < goal and (indices := self._order.indices(self._listed)) is not None:
-                steps.append(indices.tobytes())
+            while self._listed < goal and (indices := order.indices(self._listed)) is not None:
+                self._unsent.append(indices.tobytes())
                 self._listed += 1
         finally:  # also what it gave before it raised
-            self._client.extend(self._pass, steps, self._order.num_steps >= 0)
+            self._end_is_sent = order.num_steps >= 0
+            is_needed = self._listed - len(self._unsent) <= position < self._listed
+            if self._end_is_sent or is_needed or len(self._unsent) >= steps_to_gather(goal, position):
+                steps, self._unsent = self._unsent, []
+                if steps or self._end_is_sent:
+                    self._client.extend(one, steps, self._end_is_sent)
 
     def __next__(self) -> Any:
         while (item := self._next_item()).num_samples == 0:
@@ -278,7 +344,7 @@ class StreamIterator(Iterator[Any]):
         if one is None:
             raise StopIteration
         step = one.buffer.position
-        self._extend()
+        self._extend(taking=True)
         if step == self._order.num_steps:
             self._stream.count(epochs=1)
             self.close()
@@ -330,7 +396,7 @@ class StreamIterator(Iterator[Any]):
 
     def __del__(self) -> None:
         one = getattr(self, "_pass", None)
-        if one is not None:
+        if one is not None and not self._stream.closed:  # at the interpreter's end streams are closed first
             self._stream.count(elapsed_s=time.monotonic() - self._started)
             self._client.abandon(one)
 
@@ -390,13 +456,16 @@ class _StepDataset(torch.utils.data.Dataset[Any]):
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
+        self._is_ready = False
 
     def __getitem__(self, step: Any) -> Any:
         indices, seeds, policy = step
+        if not self._is_ready:  # in the process that makes the steps, after worker_init_fn
+            self._pipeline, self._is_ready = self._pipeline.with_own_generators(), True
         in_trainer = torch.utils.data.get_worker_info() is None
         try:
             if in_trainer:
-                with generators_kept():
+                with generators_kept(self._pipeline.own_generators):
                     made = make_step(self._pipeline, indices, seeds, policy)
             else:
                 made = make_step(self._pipeline, indices, seeds, policy)
@@ -408,6 +477,36 @@ class _StepDataset(torch.utils.data.Dataset[Any]):
 def no_collate(batch: Any) -> Any:
     """The batch as it is: torch's own DataLoader gets whole ones."""
     return batch
+
+
+class PlainLoader(_TorchLoader):  # type: ignore[misc]
+    """torch's own DataLoader, as it is without the hook and whatever else has changed its class."""
+
+    _iterator: Any
+
+    def _get_iterator(self) -> Any:
+        kind = torch_dataloader._MultiProcessingDataLoaderIter
+        return kind(self) if self.num_workers else torch_dataloader._SingleProcessDataLoaderIter(self)
+
+    def __iter__(self) -> Any:
+        if not self.persistent_workers:
+            return self._get_iterator()
+        if self._iterator is None:
+            self._iterator = self._get_iterator()
+        else:
+            self._iterator._reset(self)
+        return self._iterator
+
+
+@dataclass(frozen=True)
+class BeginWorker:
+    """The `worker_init_fn` of torch's processes that run a pipeline: they show user code what a data worker shows."""
+
+    pipeline: Pipeline
+    base_seed: int
+
+    def __call__(self, worker_id: int) -> None:
+        enter_worker(self.pipeline, self.base_seed, worker_id, begins=True)
 
 
 class _CurrentSteps:
@@ -426,24 +525,26 @@ class LocalPasses:
     Args:
         pipeline: what makes a step.
         torch_options: keywords of torch's DataLoader.
+        base_seed: of the worker processes.
     """
 
-    def __init__(self, pipeline: Pipeline, torch_options: dict[str, Any]) -> None:
+    def __init__(self, pipeline: Pipeline, torch_options: dict[str, Any], base_seed: int) -> None:
         self._steps = _CurrentSteps()
         self._current: weakref.ref[object] | None = None
-        self._loader = torch.utils.data.DataLoader(
+        self._loader = PlainLoader(
             _StepDataset(pipeline),
             batch_size=None,
             sampler=self._steps,
             collate_fn=no_collate,
             generator=torch.Generator(),  # its own, so that the program's generators are not advanced
-            **torch_options,
+            **torch_options | {"worker_init_fn": BeginWorker(pipeline, base_seed)},
         )
 
     def begin(self, owner: object, steps: Iterator[Any]) -> Iterator[Any]:
         """Make steps; ends the owner before this one, whose worker processes these are."""
         self._steps.steps, self._current = steps, weakref.ref(owner)
-        return torch_iter(self._loader)
+        iterator: Iterator[Any] = iter(self._loader)
+        return iterator
 
     def is_current(self, owner: object) -> bool:
         """Whether the worker processes still work for this owner."""
@@ -485,7 +586,7 @@ class LocalIterator(LocalPass):
         self._epoch = epoch
         self._order = order
         self.position = first_step
-        self._passes = stream.local_passes or LocalPasses(stream.pipeline, torch_options)
+        self._passes = stream.local_passes or LocalPasses(stream.pipeline, torch_options, seed)
         if torch_options.get("persistent_workers"):
             stream.local_passes = self._passes
         self._iterator = self._passes.begin(self, self._steps(stream, order, seed, epoch, first_step))
@@ -535,10 +636,3 @@ def early_end(step: int) -> RuntimeError:
         f"the DataLoader's processes ended before step {step}: one of them died, or user code (worker_init_fn, "
         "the sampler) raised"
     )
-
-
-def torch_iter(loader: Any) -> Iterator[Any]:
-    """Iterate a loader as torch does, also where the hook has changed the class."""
-    method: Any = torch.utils.data.DataLoader.__iter__
-    iterator: Iterator[Any] = getattr(method, "__wrapped__", method)(loader)
-    return iterator

@@ -12,6 +12,7 @@ import torch.utils.data
 from mpi_dataworkers.bucketing import LengthBuckets
 from mpi_dataworkers.config import Identity
 from mpi_dataworkers.horovod import horovod_identity
+from mpi_dataworkers.loader.order import LookAhead
 from mpi_dataworkers.loader.sharing import SharedStream
 from mpi_dataworkers.loader.skipped import SkippedSamples
 from mpi_dataworkers.loader.stream import Stream
@@ -40,6 +41,39 @@ def why_not_streamable(loader: Any) -> str | None:
     return None
 
 
+# Samplers that draw all at the first step, or need nothing that others see. Exactly these: a subclass may do more.
+_UNSEEN = (
+    torch.utils.data.SequentialSampler,
+    torch.utils.data.SubsetRandomSampler,
+    torch.utils.data.WeightedRandomSampler,
+    torch.utils.data.DistributedSampler,
+)
+# Those of accelerate, which is not imported for it: a sampler, and those that only choose from another's batches.
+_UNSEEN_BY_NAME = {"accelerate.data_loader.SeedableRandomSampler"}
+_CHOOSING_BY_NAME = {"accelerate.data_loader.BatchSamplerShard", "accelerate.data_loader.SkipBatchSampler"}
+
+
+def look_ahead_of(loader: Any) -> LookAhead:
+    """How far torch draws a loader's sampler ahead, and how far it can be drawn without anybody seeing it."""
+    sampler = loader._index_sampler
+    # What a sampler does at its end, after its last step, is seen: it may draw once more, or count its epochs.
+    num_unseen = len(sampler) - 1 if _is_unseen(sampler) else 0
+    return LookAhead(int(loader.prefetch_factor or 0) * int(loader.num_workers), num_unseen)
+
+
+def _is_unseen(sampler: Any) -> bool:
+    kind = type(sampler)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind is torch.utils.data.BatchSampler:
+        return _is_unseen(sampler.sampler)
+    if name in _CHOOSING_BY_NAME:
+        return _is_unseen(sampler.batch_sampler)
+    if kind is torch.utils.data.RandomSampler and sampler.generator is not None:
+        # It draws anew with replacement, and when it goes round.
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    return kind in _UNSEEN or kind is torch.utils.data.RandomSampler or name in _UNSEEN_BY_NAME
+
+
 def torch_options(loader: Any) -> dict[str, Any]:
     """Keywords of the local torch loader that runs the pipeline in process."""
     options: dict[str, Any] = {
@@ -57,14 +91,25 @@ def torch_options(loader: Any) -> dict[str, Any]:
     return options
 
 
-def _pipeline_of(loader: Any, buckets: LengthBuckets | StreamBuckets | None) -> Pipeline:
+def pipeline_of(loader: Any, buckets: LengthBuckets | StreamBuckets | None = None) -> Pipeline:
+    """What makes a loader's batches, as the loader is now."""
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else -1
+    try:
+        num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else -1
+    except NotImplementedError:  # of a base class that asks for a method; torch itself does not ask for a length
+        num_samples = -1
     batched = loader.batch_sampler is not None
     rest = loader.collate_fn, num_samples, loader.worker_init_fn, batched
+    num_workers = max(1, loader.num_workers)
     if isinstance(buckets, StreamBuckets):
-        return Pipeline(loader.dataset, *rest, stream_buckets=buckets)
-    return Pipeline(loader.dataset, *rest, buckets)
+        return Pipeline(loader.dataset, *rest, stream_buckets=buckets, num_workers=num_workers)
+    return Pipeline(loader.dataset, *rest, buckets, num_workers=num_workers)
+
+
+def say_pinning_has_no_effect(loader: Any) -> None:
+    """Warn as torch does at each iteration, for a loader of ours."""
+    if loader.pin_memory and not torch.cuda.is_available():
+        warnings.warn("pin_memory=True has no effect: this process has no GPU", UserWarning, stacklevel=3)
 
 
 def _min_window(loader: Any) -> int:
@@ -82,10 +127,7 @@ def make_stream(
     skipped: SkippedSamples | None = None,
     divides: bool = False,
 ) -> Stream:
-    pipeline = _pipeline_of(loader, buckets)
-    if loader.pin_memory and not torch.cuda.is_available():
-        # torch says it at each iteration.
-        warnings.warn("pin_memory=True has no effect: this process has no GPU", UserWarning, stacklevel=3)
+    pipeline = pipeline_of(loader, buckets)
     return Stream(
         pipeline,
         service,

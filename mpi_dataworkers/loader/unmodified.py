@@ -1,7 +1,7 @@
 """Streaming for torch's own DataLoader in a program that does not know hetstream. Called by the start-up hook.
 
-The program's sampler is drawn in the trainer in the very order in which torch would draw it, so the samples come in
-the order that they have without hetstream, and the program's own random numbers are the same.
+The program's sampler is drawn in the trainer in the very order in which torch would draw it, and no further ahead, so
+the samples come in the order that they have without hetstream, and the program's own random numbers are the same.
 """
 
 from __future__ import annotations
@@ -10,76 +10,108 @@ import itertools
 import logging
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.data import dataloader as torch_dataloader
 
 from mpi_dataworkers.config import identity_from_environment, service_from_environment
-from mpi_dataworkers.errors import PipelineError, ServiceUnavailable
-from mpi_dataworkers.loader.order import ListedPass
-from mpi_dataworkers.loader.stream import LocalIterator, Stream, StreamIterator, torch_iter
-from mpi_dataworkers.loader.torch_loader import distributed_identity, make_stream, torch_options, why_not_streamable
+from mpi_dataworkers.errors import HetstreamError, PipelineError
+from mpi_dataworkers.loader.order import PartlyListedPass
+from mpi_dataworkers.loader.stream import LocalIterator, PlainLoader, Stream, StreamIterator
+from mpi_dataworkers.loader.torch_loader import (
+    distributed_identity,
+    look_ahead_of,
+    make_stream,
+    pipeline_of,
+    torch_options,
+    why_not_streamable,
+)
+from mpi_dataworkers.messages import ProvideDefinition
 
 _log = logging.getLogger(__name__)
+_TorchIterator: Any = torch_dataloader._BaseDataLoaderIter
+# Where a loader object keeps what belongs to it; a table beside it would keep alive a loader whose collate_fn is its own
+# method.
+_KEPT = "_hetstream"
 
 
-class _Streamed:
-    """A loader that is streamed: its stream and how many passes it made."""
+class _Kept:
+    """What a loader object keeps from one iterator to the next. Copies and pickles of the loader have none.
 
-    def __init__(self, stream: Stream) -> None:
+    Attributes:
+        stream: its stream; None: the loader stays local, and the reason has been said.
+        passes: gives each pass its number.
+    """
+
+    def __init__(self, loader: Any, stream: Stream | None) -> None:
+        self._loader = weakref.ref(loader)
         self.stream = stream
         self.passes = itertools.count()
+        if stream is not None:
+            # With this object, which the loader and its iterators hold: either may outlive the other.
+            stream.close_with(self)
+
+    def is_of(self, loader: Any) -> bool:
+        """Whether it belongs to this loader object, and not to one that was copied from it."""
+        return self._loader() is loader
+
+    def stay_local(self) -> None:
+        """Leave the service for good."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
-# None: this loader stays local, and the reason has been said.
-_known: weakref.WeakKeyDictionary[Any, _Streamed | None] = weakref.WeakKeyDictionary()
+def make_iterator(loader: Any, as_torch: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """What `DataLoader._get_iterator` does under the hook.
+
+    Args:
+        loader: a DataLoader of torch.
+        as_torch: torch's own method.
+    """
+    kept = _kept_by(loader)
+    if kept is None:
+        _keep(loader, None)  # what pickles the loader itself, as a collate_fn of its own does, sees no change later
+        kept = _keep(loader, _adopt(loader))
+    definition = _definition_now(kept, loader)
+    return as_torch(loader) if kept.stream is None else StreamedLoaderIter(loader, kept, definition)
 
 
-def iterate(loader: Any) -> Iterator[Any]:
-    """What `iter(loader)` does under the hook."""
-    if loader not in _known:
-        _known[loader] = _adopt(loader)
-    streamed = _known[loader]
-    if streamed is None:
-        return torch_iter(loader)
-    stream = streamed.stream
-    stream.check_length()
-    epoch = next(streamed.passes)
-    before = torch.get_rng_state()
-    # torch makes the sampler's iterator first and draws its base seed second; so must we.
-    order = ListedPass(loader._index_sampler, loader.batch_sampler is not None)
-    seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-    try:
-        order.indices(0)
-    except PipelineError as error:
-        torch.set_rng_state(before)
-        stream.close()
-        _say_local(loader, str(error))
-        _known[loader] = None
-        return torch_iter(loader)
-    if stream.client is not None:
-        return StreamIterator(stream, order, seed, epoch, 0, loader)
-    return LocalIterator(stream, order, seed, epoch, 0, torch_options(loader))
+def notice(iterator: object, loader: Any) -> None:
+    """Say once that a loader stays local because its class does not ask DataLoader for an iterator."""
+    if isinstance(iterator, StreamedLoaderIter) or isinstance(loader, PlainLoader) or _kept_by(loader) is not None:
+        return
+    _keep(loader, None)
+    names = type(loader).__name__, type(iterator).__name__
+    _say_local(loader.dataset, "{} makes an iterator of its own, {}".format(*names))
 
 
-def _adopt(loader: Any) -> _Streamed | None:
+def _kept_by(loader: Any) -> _Kept | None:
+    kept = vars(loader).get(_KEPT)
+    return kept if kept is not None and kept.is_of(loader) else None
+
+
+def _keep(loader: Any, stream: Stream | None) -> _Kept:
+    kept = vars(loader)[_KEPT] = _Kept(loader, stream)
+    return kept
+
+
+def _adopt(loader: Any) -> Stream | None:
     service = service_from_environment()
     reason = why_not_streamable(loader)
     if reason is None:
         try:
-            stream = _make(loader, service)
-            stream.close_with(loader)
-            return _Streamed(stream)
-        except (PipelineError, ServiceUnavailable) as error:
+            return _make(loader, service)
+        except HetstreamError as error:
             reason = str(error)
-    _say_local(loader, reason)
+    _say_local(loader.dataset, reason)
     return None
-
-
-def _say_local(loader: Any, reason: str) -> None:
-    _log.warning("hetstream: a DataLoader over %s stays local: %s", type(loader.dataset).__name__, reason)
 
 
 def _make(loader: Any, service: str | None) -> Stream:
@@ -88,3 +120,100 @@ def _make(loader: Any, service: str | None) -> Stream:
         # Every rank's sampler speaks for itself, so ranks need not meet, and must not collide.
         identity = replace(identity, job_name=f"{identity.job_name}.{uuid.uuid4().hex[:12]}")
     return make_stream(loader, service, identity, {})
+
+
+def _definition_now(kept: _Kept, loader: Any) -> ProvideDefinition | None:
+    """The loader's pipeline as it is now, for data workers; None in process, and where the loader now stays local."""
+    stream = kept.stream
+    if stream is None:
+        return None
+    try:
+        # Torch, too, looks at the loader anew for each iterator: another collate_fn, a dataset that has grown.
+        stream.pipeline = pipeline_of(loader)
+        return stream.definition() if stream.client is not None else None
+    except PipelineError as error:
+        _say_local(loader.dataset, str(error))
+        kept.stay_local()
+        return None
+
+
+def _say_local(dataset: Any, reason: str) -> None:
+    _log.warning("hetstream: a DataLoader over %s stays local: %s", type(dataset).__name__, reason)
+
+
+class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
+    """torch's iterator of a DataLoader, whose batches come from a stream.
+
+    It has torch's attributes, and uses them: what changes `_sampler_iter`, `_num_yielded` or a method of the base
+    class, as SpeechBrain does, has its effect.
+
+    Args:
+        loader: a DataLoader of torch.
+        kept: what it keeps; it has a stream.
+        definition: what data workers run; None in process.
+    """
+
+    def __init__(self, loader: Any, kept: _Kept, definition: ProvideDefinition | None) -> None:
+        self._kept = kept
+        self._definition = definition
+        self._passing: StreamIterator | LocalIterator | None = None
+        self._plain: Iterator[Any] | None = None
+        generator = loader.generator or torch.default_generator
+        self._before_base_seed = generator.get_state()
+        super().__init__(loader)
+        if self._num_workers > 0:
+            # As torch does with worker processes: the sampler's iterator is made a second time.
+            self._reset(loader, first_iter=True)
+        else:
+            self._begin(loader)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin a pass; with persistent_workers, also the second one and those after it."""
+        super()._reset(loader, first_iter)
+        self._begin(loader)
+
+    def _begin(self, loader: Any) -> None:
+        if self._passing is not None:
+            self._passing.close()
+        self._options = torch_options(loader)
+        self._passing = self._plain = None
+        self._order = PartlyListedPass(self._sampler_iter, self._auto_collation)
+        stream = self._kept.stream
+        if stream is None:
+            self._plain = self._made_by_torch(self._sampler_iter)
+            return
+        plan = stream, self._order, self._base_seed, next(self._kept.passes), 0
+        if stream.client is not None:
+            self._passing = StreamIterator(*plan, self._kept, look_ahead_of(loader), self._definition)
+        else:
+            self._passing = LocalIterator(*plan, self._options)
+        if self._order.num_steps == 0 and self._order.rest is not None:
+            self._go_on_locally(self._order.rest)
+
+    def _next_data(self) -> Any:
+        if self._passing is not None:
+            try:
+                return next(self._passing)
+            except StopIteration:
+                if self._order.rest is None:
+                    raise
+            self._go_on_locally(self._order.rest)
+        if self._plain is None:
+            raise StopIteration
+        return next(self._plain)
+
+    def _go_on_locally(self, rest: Iterator[Any]) -> None:
+        """From here on torch makes the steps, in this pass and in those that follow."""
+        if self._passing is not None:
+            self._passing.close()
+            self._passing = None
+        _say_local(self._dataset, self._order.reason)
+        self._kept.stay_local()
+        self._plain = self._made_by_torch(rest)
+
+    def _made_by_torch(self, steps: Iterator[Any]) -> Iterator[Any]:
+        generator = torch.Generator()
+        generator.set_state(self._before_base_seed)  # it gives torch's worker processes the base seed of this pass
+        sampler = {"batch_sampler": steps} if self._auto_collation else {"batch_size": None, "sampler": steps}
+        options = self._options | {"persistent_workers": False, "generator": generator, "collate_fn": self._collate_fn}
+        return iter(PlainLoader(self._dataset, **sampler, **options))

@@ -1,8 +1,8 @@
 """From sample indices to a batch: the one function that data workers, the loader in process and its fallback all run.
 
 A batch depends on the pipeline, the indices and the seeds, and on nothing else: before each sample the generators of
-Python's `random`, of NumPy and of torch are seeded (see `sharding.SampleSeeds`), or, for a thread-safe dataset, those
-of `sample_generator`.
+Python's `random`, of NumPy and of torch are seeded (see `sharding.SampleSeeds`), and those that the dataset holds (see
+`own_generators`), or, for a thread-safe dataset, those of `sample_generator`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import getitem
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.failures import StepFailures, Verdict
 from mpi_dataworkers.generators import making_sample
 from mpi_dataworkers.messages import ErrorPolicy, Failure
+from mpi_dataworkers.ops.own_generators import OwnGenerators
 from mpi_dataworkers.rounds import StreamBuckets
 from mpi_dataworkers.sharding import Indices
 from mpi_dataworkers.threads import ThreadTeam
@@ -41,6 +42,7 @@ from mpi_dataworkers.threads import ThreadTeam
 _MAX_BLOB_BYTES = 4_000_000_000
 
 _pin_memory: Any = torch_pin.pin_memory
+_numpy_seed: Any = torch_worker._generate_state
 
 
 class Watched(Protocol):
@@ -60,6 +62,9 @@ class _Unwatched:
 
 
 _UNWATCHED = _Unwatched()
+
+# torch draws a base seed from 0 to this.
+_LARGEST_BASE_SEED = 2**63 - 1
 
 
 # Of an exception's text and of its traceback; more says no more, and goes through the dispatcher.
@@ -94,10 +99,12 @@ class Pipeline:
         dataset: map-style dataset.
         collate_fn: turns a list of samples (or, unbatched, one sample) into a batch.
         num_samples: length of the dataset where it was defined, checked where it is used; -1 where it has none.
-        worker_init_fn: called once in each data worker process with its number.
+        worker_init_fn: called in each data worker process, see `EnteredPipeline`.
         batched: whether a step is a list of samples.
         buckets: the samples by length, when they are read in rounds of like lengths.
         stream_buckets: the same for the elements of an IterableDataset, whose lengths nobody knows before they come.
+        num_workers: processes that user code sees in `get_worker_info()`: the loader's own number, at least 1.
+        own_generators: what `with_own_generators` found in the objects here; None where they are not used.
     """
 
     dataset: Any
@@ -107,11 +114,17 @@ class Pipeline:
     batched: bool = True
     buckets: LengthBuckets | None = None
     stream_buckets: StreamBuckets | None = None
+    num_workers: int = 1
+    own_generators: OwnGenerators | None = field(default=None, compare=False)
 
     @property
     def thread_safe(self) -> bool:
         """Whether the dataset says that several threads may make its samples; they draw from `sample_generator()`."""
         return getattr(self.dataset, "thread_safe", False) is True
+
+    def with_own_generators(self) -> Pipeline:
+        """The same, for the process that makes its samples: what it holds of generators is seeded before each."""
+        return replace(self, own_generators=OwnGenerators(self.dataset, self.collate_fn))
 
     @property
     def threads_help(self) -> bool:
@@ -160,7 +173,7 @@ class Pipeline:
             samples = self._each(reads, wanted, seeds, watched, team)
         watched.at_sample(-1)
         if self.thread_safe:
-            seed_generators(seeds[0])
+            self._seed(seeds[0])
         return self._collate(samples)
 
     def _each(
@@ -184,7 +197,7 @@ class Pipeline:
     def _together(self, read: Callable[[list[int]], list[Any]], wanted: list[int], seed: int, watched: Watched) -> Any:
         # One seed for the batch: the dataset does not say where one sample's random numbers begin.
         watched.at_sample(-1)
-        seed_generators(seed)
+        self._seed(seed)
         try:
             with making_sample(seed):
                 return read(wanted)
@@ -196,12 +209,17 @@ class Pipeline:
     ) -> Any:
         watched.at_sample(index, thread)
         if seeds_all:
-            seed_generators(seed)
+            self._seed(seed)
         try:
             with making_sample(seed):
                 return make()
         except Exception as error:
             raise SampleError(index) from error
+
+    def _seed(self, seed: int) -> None:
+        seed_generators(seed)
+        if self.own_generators is not None:
+            self.own_generators.seed(seed)
 
     def _collate(self, samples: Any) -> Any:
         try:
@@ -313,11 +331,16 @@ def seed_generators(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Give the trainer its own random state back after a batch was made in its process."""
+def generators_kept(own: OwnGenerators | None = None) -> Iterator[None]:
+    """Give the trainer its own random state back after a batch was made in its process.
+
+    Args:
+        own: generators of the objects that make the batch, where those are the trainer's.
+    """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        yield
+        with own.kept() if own is not None else contextlib.nullcontext():
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
@@ -416,6 +439,40 @@ def load_pipeline(definition: Definition) -> Pipeline:
     return pipeline
 
 
+def copy_of(definition: Definition) -> Pipeline:
+    """A copy of a pipeline in the process that has defined it.
+
+    Raises:
+        PipelineError: user code raised.
+    """
+    try:
+        pipeline: Pipeline = pickle.loads(definition.blob)
+    except Exception as error:  # unpickling runs user code: any exception may come
+        raise PipelineError(f"the dataset cannot be rebuilt in the trainer: {type(error).__name__}: {error}") from error
+    return pipeline
+
+
+def difference(copied: Any, current: Any, path: str = "", depth: int = 0) -> str:
+    """Where two objects differ, as `dataset.transform`, as far as pickling shows; "" when it shows nothing.
+
+    Args:
+        copied: the earlier one, unpickled.
+        current: the later one, of which a part can no longer be pickled.
+    """
+    try:
+        # Through pickle once, as the earlier one: what Python shares between objects is then alike.
+        same = cloudpickle.dumps(copied) == cloudpickle.dumps(pickle.loads(cloudpickle.dumps(current)))
+        return "" if same else path.lstrip(".") or "it"
+    except Exception:  # noqa: BLE001, pickling runs user code; the question is only whether it raises
+        if depth >= 8 or type(copied) is not type(current) or not hasattr(current, "__dict__"):
+            return ""
+    before, after = vars(copied), vars(current)
+    for name in before.keys() & after.keys():
+        if found := difference(before[name], after[name], f"{path}.{name}", depth + 1):
+            return found
+    return ""
+
+
 def find_unpicklable(value: Any, path: str = "", depth: int = 0) -> str:
     """Name the innermost object that cannot be pickled, as `dataset.transform.lock (_thread.lock)`."""
     parts: Mapping[Any, Any] = {}
@@ -437,32 +494,72 @@ def find_unpicklable(value: Any, path: str = "", depth: int = 0) -> str:
     return f"{path.lstrip('.') or 'it'} ({type(value).__module__}.{type(value).__qualname__})"
 
 
+# --- what user code sees in a data worker ---------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def acting_as_data_worker(pipeline: Pipeline) -> Iterator[None]:
-    """Let user code see in the trainer, for one step, what it sees in a data worker."""
+def acting_as_data_worker() -> Iterator[None]:
+    """Let the trainer enter a pipeline for one step, and be itself again."""
     before = torch_worker._worker_info
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=0, num_workers=1, seed=torch.initial_seed(), dataset=pipeline.dataset
-    )
     try:
         yield
     finally:
         torch_worker._worker_info = before
 
 
-def enter_data_worker(pipeline: Pipeline, number: int, num_workers: int) -> Pipeline:
-    """Make `torch.utils.data.get_worker_info()` and `worker_init_fn` work as they do in torch's own workers.
+class EnteredPipeline:
+    """A pipeline in a process that plays the part of one of torch's worker processes.
 
-    Returns:
-        The pipeline to run here.
+    `torch.utils.data.get_worker_info()` has an id below the loader's `num_workers`, the dataset that this process uses
+    and torch's seed of that worker: the base seed that torch draws for the pass, plus the id. `worker_init_fn` runs
+    once for each base seed, with the generators seeded as torch seeds them for it: torch starts its workers anew for
+    each pass, and with `persistent_workers` draws one base seed. Of an IterableDataset each shard plays the part of a
+    worker, see `ops.iterable`.
+
+    Args:
+        pipeline: as it was loaded in this process.
+        number: of the data worker.
     """
+
+    def __init__(self, pipeline: Pipeline, number: int) -> None:
+        private = replace(pipeline, collate_fn=_PrivateCollate(pipeline.collate_fn))
+        self._worker_id = number % pipeline.num_workers
+        self._is_iterable = isinstance(pipeline.dataset, torch.utils.data.IterableDataset)
+        self._loaded = pipeline
+        self._pipeline = private if self._is_iterable else private.with_own_generators()
+        self._entered: set[int] = set()
+
+    def is_new(self, base_seed: int) -> bool:
+        """Whether `enter` would run user code."""
+        return base_seed not in self._entered
+
+    def enter(self, base_seed: int) -> Pipeline:
+        """Let user code see its part; what `worker_init_fn` raises passes through.
+
+        Returns:
+            The pipeline to run now.
+        """
+        enter_worker(self._loaded, base_seed, self._worker_id, not self._is_iterable and self.is_new(base_seed))
+        if self.is_new(base_seed):
+            self._entered.add(base_seed)
+            if not self._is_iterable:  # also those that worker_init_fn has made
+                self._pipeline = self._pipeline.with_own_generators()
+        return self._pipeline
+
+
+def enter_worker(pipeline: Pipeline, base_seed: int, worker_id: int, begins: bool) -> None:
+    """Show user code a worker's id, seed and dataset; when it begins, seed as torch does and run `worker_init_fn`."""
+    base_seed &= _LARGEST_BASE_SEED
+    seed = base_seed + worker_id
     torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=number, num_workers=num_workers, seed=torch.initial_seed(), dataset=pipeline.dataset
+        id=worker_id, num_workers=pipeline.num_workers, seed=seed, dataset=pipeline.dataset
     )
-    # Of an IterableDataset each shard plays the part of a worker, see `ops.iterable`.
-    if pipeline.worker_init_fn is not None and not isinstance(pipeline.dataset, torch.utils.data.IterableDataset):
-        pipeline.worker_init_fn(number)
-    return replace(pipeline, collate_fn=_PrivateCollate(pipeline.collate_fn))
+    if not begins or pipeline.worker_init_fn is None:
+        return
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(_numpy_seed(base_seed, worker_id))
+    pipeline.worker_init_fn(worker_id)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,125 @@
+"""Random generators that a dataset or a collate function holds itself, as in `self.rng = np.random.default_rng()`.
+
+torch's worker processes each have a copy of them, so what they draw depends on how many processes there are and on what
+each made before. Here they are seeded before each sample, as the global generators are: a sample then does not depend
+on who makes it. Found are generators of `random`, NumPy and torch, and objects with `set_random_state(seed=...)`
+(MONAI's transforms), in attributes, lists, tuples and dictionaries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections import deque
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpi_dataworkers.sharding import derive_seed
+
+# Looking for them takes a moment for each object: long lists are data.
+_MAX_ITEMS = 1_000
+_MAX_OBJECTS = 20_000
+_OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.Tensor, np.ndarray)
+
+
+class OwnGenerators:
+    """The generators that some objects hold.
+
+    Args:
+        *roots: where to look; what is attached to them later is not found.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self._found = list(_find(roots))
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def seed(self, seed: int) -> None:
+        """Seed each of them, for one sample; the seed has 64 bits."""
+        for place, one in enumerate(self._found):
+            _seed(one, derive_seed(seed, place))
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Give generators the states back that they had; not to objects that only have `set_random_state`."""
+        states = [_state_of(one) for one in self._found]
+        try:
+            yield
+        finally:
+            for one, state in zip(self._found, states, strict=True):
+                _restore(one, state)
+
+
+def _find(roots: tuple[Any, ...]) -> Iterator[Any]:
+    waiting, seen = deque(roots), {id(root) for root in roots}
+    kept_alive = list(roots)  # an id belongs to one object for as long as that lives
+    while waiting:
+        one = waiting.popleft()
+        if _is_generator(one) or _is_randomizable(one):
+            yield one
+            continue
+        for part in _parts_of(one):
+            if isinstance(part, _OPAQUE) or inspect.isroutine(part) or id(part) in seen:
+                continue
+            if len(seen) < _MAX_OBJECTS:
+                seen.add(id(part))
+                kept_alive.append(part)
+                waiting.append(part)
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from list(attributes.values())
+    if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
+        yield from value
+    elif isinstance(value, dict) and len(value) <= _MAX_ITEMS:
+        yield from list(value.values())
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator)
+
+
+def _is_randomizable(value: Any) -> bool:
+    method = getattr(type(value), "set_random_state", None)
+    if not inspect.isfunction(method):
+        return False
+    return "seed" in inspect.signature(method).parameters
+
+
+def _seed(one: Any, seed: int) -> None:
+    if isinstance(one, random.Random):
+        one.seed(seed)
+    elif isinstance(one, np.random.Generator):
+        kind: Any = type(one.bit_generator)
+        one.bit_generator.state = kind(seed).state
+    elif isinstance(one, np.random.RandomState):
+        one.seed(seed & 0xFFFFFFFF)
+    elif isinstance(one, torch.Generator):
+        one.manual_seed(seed)
+    else:
+        one.set_random_state(seed=seed & 0xFFFFFFFF)
+
+
+def _state_of(one: Any) -> Any:
+    if isinstance(one, random.Random):
+        return one.getstate()
+    if isinstance(one, np.random.Generator):
+        return one.bit_generator.state
+    return one.get_state() if isinstance(one, np.random.RandomState | torch.Generator) else None
+
+
+def _restore(one: Any, state: Any) -> None:
+    if isinstance(one, random.Random):
+        one.setstate(state)
+    elif isinstance(one, np.random.Generator):
+        one.bit_generator.state = state
+    elif isinstance(one, np.random.RandomState | torch.Generator):
+        one.set_state(state)

@@ -20,7 +20,7 @@ from mpi_dataworkers.faults import reach
 from mpi_dataworkers.loader.device import OnDevice
 from mpi_dataworkers.loader.options import LoaderOptions
 from mpi_dataworkers.loader.order import ListedPass, Order, PlannedPass
-from mpi_dataworkers.loader.sampler_state import beginning_again, beginning_of
+from mpi_dataworkers.loader.sampler_state import SamplerEpochs, beginning_again, beginning_of
 from mpi_dataworkers.loader.shards import Division, LocalShardedIterator, ShardedIterator, own_position
 from mpi_dataworkers.loader.sharing import SharedStream, SharingMode
 from mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
@@ -188,6 +188,7 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         self.seed = seed or 0
         self._device = torch.device("cpu" if device is None else device)
         self._listed_order = listed
+        self._sampler_epochs = SamplerEpochs(self.sampler, self.batch_sampler)
         self._shuffle = bool(shuffle)
         self._rank, self._world_size = (0, 1) if listed else (identity.rank, identity.world_size)
         self._next = _Position(0)  # where the next iteration begins
@@ -286,9 +287,7 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
     def _new_order(self, epoch: int, at: _Position) -> Order:
         if not self._listed_order:
             return PlannedPass(self._plan(epoch), self._rank)
-        for sampler in (self.sampler, self.batch_sampler):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        self._sampler_epochs.begin(epoch)
         source, batched = self._index_sampler, self.batch_sampler is not None
         if not isinstance(at.source, DataState):
             return ListedPass(source, batched, beginning_of(source, in_epoch=True))

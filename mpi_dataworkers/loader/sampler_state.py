@@ -84,6 +84,32 @@ def beginning_again(sampler: Any, beginning: str) -> Iterator[None]:
             torch.set_rng_state(before)
 
 
+class SamplerEpochs:
+    """Sets the epoch of samplers that have `set_epoch`, for a program that does not do it itself.
+
+    A sampler whose `epoch` is not where it was left has been set by the program, which then sets it for good.
+
+    Args:
+        *samplers: the loader's own.
+    """
+
+    def __init__(self, *samplers: Any) -> None:
+        # They begin at 0; what is not there was set before the loader was made.
+        begins = [(one, 0 if hasattr(one, "epoch") else None) for one in samplers if hasattr(one, "set_epoch")]
+        self._left_at: list[tuple[Any, Any]] = begins
+        self._set_by_program = False
+
+    def begin(self, epoch: int) -> None:
+        """The samplers are about to begin this epoch."""
+        now = [getattr(one, "epoch", None) for one, _ in self._left_at]
+        self._set_by_program |= any(found != left for found, (_, left) in zip(now, self._left_at, strict=True))
+        if self._set_by_program:
+            return
+        for one, _ in self._left_at:
+            one.set_epoch(epoch)
+        self._left_at = [(one, getattr(one, "epoch", None)) for one, _ in self._left_at]
+
+
 def _kind_of(sampler: Any) -> tuple[str, Any]:
     """What makes a sampler give an order again, and the object that holds it."""
     if hasattr(sampler, "set_epoch"):

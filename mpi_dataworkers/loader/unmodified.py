@@ -33,7 +33,7 @@ from mpi_dataworkers.messages import ProvideDefinition
 
 _log = logging.getLogger(__name__)
 _TorchIterator: Any = torch_dataloader._BaseDataLoaderIter
-# Where a loader object keeps what belongs to it; a table beside it would keep alive a loader whose collate_fn is its own
+# Where a loader object keeps what belongs to it. A table beside it would keep alive a loader that collates with its own
 # method.
 _KEPT = "_hetstream"
 

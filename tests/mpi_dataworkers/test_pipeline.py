@@ -18,11 +18,11 @@ from torch.utils.data._utils import worker as torch_worker
 
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.ops.pipeline import (
+    EnteredPipeline,
     MadeStep,
     Pipeline,
     SampleError,
     define,
-    enter_data_worker,
     find_unpicklable,
     generators_kept,
     load_pipeline,
@@ -128,7 +128,8 @@ def test_in_a_data_worker_batches_are_private_memory_and_samples_know_their_work
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_worker, "_worker_info", None)
-    pipeline = enter_data_worker(pipeline_of(datasets.Where(9), worker_init_fn=number_of_worker), 3, 4)
+    loaded = pipeline_of(datasets.Where(9), worker_init_fn=number_of_worker, num_workers=4)
+    pipeline = EnteredPipeline(loaded, 7).enter(5)
     _, _, numbers = batch_of(pipeline, [1, 2], 0, 0)
     assert (numbers.tolist(), seen) == ([3, 3], [3])
     assert not numbers.is_shared(), "a shared-memory segment for each batch costs more than the transport"

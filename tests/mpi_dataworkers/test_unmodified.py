@@ -6,10 +6,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import itertools
-import logging
 import pickle
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as torch_dataloader
 
-from mpi_dataworkers.hook import patch
+from mpi_dataworkers import DataLoader as OwnLoader
+from mpi_dataworkers.hook import environment, patch
 from mpi_dataworkers.loader import stream as streams
 from mpi_dataworkers.loader.stream import Stream
 
@@ -89,9 +91,7 @@ def shuffled(num_workers: int) -> Any:
 
 
 def persistent(num_workers: int) -> Any:
-    loader = DataLoader(
-        programs.Numbers(30), 4, shuffle=True, num_workers=max(1, num_workers), persistent_workers=True
-    )
+    loader = DataLoader(programs.Numbers(30), 4, shuffle=True, num_workers=max(1, num_workers), persistent_workers=True)
     first = [values(batch) for batch in itertools.islice(loader, 2)]  # and leave the pass open
     return first, epochs(loader, 3)
 
@@ -246,3 +246,278 @@ def test_order_and_the_programs_own_random_numbers_are_torchs(
         assert run() == plain, "without data workers"
     with hooked(three.name, monkeypatch):
         assert run() == plain, "with data workers"
+
+
+# --- loaders and iterators ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("streamed")
+def test_iterators_are_torchs_with_its_attributes_and_without_worker_processes() -> None:
+    loader = DataLoader(programs.Numbers(10), 4, num_workers=1, persistent_workers=True)
+    iterator: Any = iter(loader)
+    assert isinstance(iterator, _Iterator)
+    assert not hasattr(iterator, "_workers")
+    assert len(iterator) == 3
+    next(iterator)
+    assert (iterator._num_yielded, iterator._num_workers) == (1, 1)
+    base_seed = iterator._base_seed
+    assert iter(loader) is loader._iterator is iterator, "torch keeps it, with persistent_workers"
+    assert (iterator._num_yielded, iterator._base_seed) == (0, base_seed)
+    assert len(list(iterator)) == 3
+    with pytest.raises(StopIteration):
+        next(iterator)
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(loader)
+    assert_no_local_step(loader)
+
+
+@pytest.mark.usefixtures("streamed")
+def test_copies_and_pickles_of_a_loader_are_loaders_of_their_own() -> None:
+    loader = DataLoader(programs.Numbers(10), 4)
+    assert epochs(loader, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]]
+    for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert epochs(other) == epochs(loader)
+        assert stream_of(other) is not stream_of(loader)
+        assert_no_local_step(other)
+
+
+@pytest.mark.usefixtures("streamed")
+def test_a_loader_that_collates_with_its_own_method_is_freed_with_its_connection() -> None:
+    loader = programs.FilteringLoader(programs.Numbers(8), batch_size=4)
+    assert epochs(loader, 1) == [[[100, 200, 300, 400], [500, 600, 700, 800]]]
+    client, known = stream_of(loader).client, weakref.ref(loader)
+    definition = stream_of(loader).last_definition().definition_id
+    assert stream_of(loader).definition().definition_id == definition, "what hetstream keeps in it is not sent"
+    del loader
+    gc.collect()
+    assert known() is None
+    assert client is not None
+    client._thread.join(10)
+    assert not client._thread.is_alive()
+
+
+@pytest.mark.usefixtures("streamed")
+def test_an_iterator_outlives_its_loader() -> None:
+    for options in ({}, {"num_workers": 1, "persistent_workers": True}):
+        iterator = iter(DataLoader(programs.Numbers(400), 4, **options))  # type: ignore[arg-type]
+        gc.collect()
+        assert [batch[0].item() for batch in iterator] == list(range(0, 400, 4))
+
+
+@pytest.mark.usefixtures("streamed")
+def test_a_class_that_makes_its_own_iterators_stays_local_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    loader = programs.OwnIteratorLoader(programs.Numbers(4), batch_size=2)
+    assert epochs(loader) == [[[0, 1], [2, 3]]] * 2
+    (said,) = [record.getMessage() for record in caplog.records]
+    reason = "OwnIteratorLoader makes an iterator of its own, _SingleProcessDataLoaderIter"
+    assert said == f"hetstream: a DataLoader over Numbers stays local: {reason}"
+
+
+def test_iter_may_be_wrapped_as_libraries_do(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_torch = DataLoader.__iter__
+    seen = []
+
+    @functools.wraps(as_torch)
+    def timed(self: Any) -> Any:
+        seen.append(type(self))
+        return as_torch(self)
+
+    with hooked(three.name, monkeypatch):
+        patch.install()  # a second time changes nothing
+        monkeypatch.setattr(DataLoader, "__iter__", timed)
+        loader = DataLoader(programs.Numbers(4), 2, num_workers=1)
+        assert epochs(loader, 1) == [[[0, 1], [2, 3]]]
+        assert_no_local_step(loader)
+    with hooked(None, monkeypatch):
+        assert epochs(DataLoader(programs.Numbers(4), 2), 1) == [[[0, 1], [2, 3]]]
+    assert seen == [DataLoader] * 2, "not the loaders that hetstream itself uses"
+
+
+def test_a_resume_that_moves_torchs_own_iterator_continues_at_its_sample(
+    three: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hooked(three.name, monkeypatch):
+        as_torch, as_torch_reset = _Iterator.__init__, _Iterator._reset
+
+        # As SpeechBrain does it.
+        def recovering(self: Any, loader: Any, *arguments: Any) -> None:
+            as_torch(self, loader, *arguments)
+            for _ in range(loader.skip_to):
+                next(self._sampler_iter)
+            self._num_yielded, loader.skip_to = loader.skip_to, 0
+
+        def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+            if not first_iter:
+                as_torch_reset(self, loader)
+
+        monkeypatch.setattr(_Iterator, "__init__", recovering)
+        monkeypatch.setattr(_Iterator, "_reset", reset)
+        for num_workers in (0, 2):
+            loader: Any = DataLoader(programs.Numbers(10), 1, num_workers=num_workers)
+            loader.skip_to = 4
+            iterator: Any = iter(loader)
+            assert iterator._num_yielded == 4
+            assert [batch.item() for batch in iterator] == [4, 5, 6, 7, 8, 9]
+            assert iterator._num_yielded == 10
+            assert_no_local_step(loader)
+
+
+# --- datasets that change -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("streamed")
+def test_a_dataset_that_grows_between_epochs_is_streamed_as_it_is() -> None:
+    dataset = programs.Numbers(4)
+    loader = DataLoader(dataset, 2, shuffle=True)
+    for length in (4, 7, 5):
+        dataset.length = length
+        assert sorted(value for batch in loader for value in batch.tolist()) == list(range(length))
+    loader.collate_fn = sum
+    assert sum(loader) == 10
+    assert_no_local_step(loader)
+
+
+@pytest.fixture
+def lazy(tmp_path: Path) -> Iterator[programs.OpensLazily]:
+    (tmp_path / "data").write_bytes(b"")
+    dataset = programs.OpensLazily(tmp_path / "data", 8)
+    yield dataset
+    dataset.close()
+
+
+@pytest.mark.usefixtures("streamed")
+def test_a_dataset_that_the_program_has_looked_at_is_streamed_on(
+    lazy: programs.OpensLazily, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = DataLoader(lazy, 4, num_workers=2)
+    expected = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert epochs(loader, 1) == [expected]
+    assert lazy[3] == 3
+    assert epochs(loader) == [expected] * 2
+    assert_no_local_step(loader)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "data workers keep the dataset as they got it: now the dataset cannot be sent to data workers" in said
+    assert "dataset.file (_io.BufferedReader) cannot be pickled" in said
+    caplog.clear()
+    lazy.offset = 10  # what it holds besides the open file is compared with what was sent
+    assert epochs(loader, 1) == [[[10, 11, 12, 13], [14, 15, 16, 17]]]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "stays local: dataset.offset changed since data workers got it, and now" in said
+
+
+def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
+    service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("mpi_dataworkers.client.LOCAL_AFTER_S", 0.1)
+    (tmp_path / "data").write_bytes(b"")
+    lazy = programs.OpensLazily(tmp_path / "data", 8)
+    told = programs.Told(8)
+    with hooked(service.name, monkeypatch):
+        loader = DataLoader(lazy, 4)
+        assert epochs(loader, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+        assert stream_of(loader).stats.local_steps == 2
+        assert lazy.file is None, "a copy was read"
+        _, entered = stream_of(loader)._fallback or ("", None)
+        assert entered is not None
+        entered._loaded.dataset.close()
+
+        torch.manual_seed(3)
+        loader = DataLoader(told, 4, num_workers=2, worker_init_fn=programs.open_and_seed)
+        before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+        ids, num_workers, seeds, numpy_seeds = next(iter(loader))
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index, union-attr]
+        assert (ids.tolist(), num_workers.tolist()) == ([0] * 4, [2] * 4)
+        assert (seeds % 2**32 == numpy_seeds).all()
+        assert told.handle is None
+        assert torch.utils.data.get_worker_info() is None
+
+
+# --- worker processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base_seed", [1, 2])
+def test_worker_init_fn_and_worker_info_are_as_in_torchs_worker_processes(
+    three: Any, monkeypatch: pytest.MonkeyPatch, base_seed: int
+) -> None:
+    def seen() -> set[Any]:
+        torch.manual_seed(base_seed)
+        options = {"num_workers": 2, "worker_init_fn": programs.open_and_seed}
+        loader = DataLoader(programs.Told(64), 1, **options)  # type: ignore[arg-type]
+        return {tuple(one.item() for one in batch) for _ in range(2) for batch in loader}
+
+    plain = seen()
+    assert len(plain) == 4, "two epochs of two worker processes"
+    with hooked(None, monkeypatch):
+        assert seen() == plain
+    with hooked(three.name, monkeypatch):
+        found = seen()
+    assert found <= plain
+    assert len({seed for _, _, seed, _ in found}) >= 2, "each epoch has its base seed"
+
+
+@pytest.mark.usefixtures("streamed")
+def test_what_lightning_adds_to_loaders_works_in_every_data_worker() -> None:
+    torch.manual_seed(42)
+    loader = DataLoader(programs.Numbers(200), 1, num_workers=2, worker_init_fn=programs.seed_as_lightning)
+    assert len(list(loader)) == 200
+    assert stream_of(loader).client is not None
+    assert_no_local_step(loader)
+
+
+def test_generators_of_the_dataset_depend_on_the_sample_alone(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(num_workers: int) -> list[Any]:
+        torch.manual_seed(5)
+        dataset = programs.OwnGenerators(24)
+        loader = DataLoader(dataset, 2, num_workers=num_workers)
+        found = epochs(loader)
+        assert dataset.by_name["python"].getstate() == random.Random(0).getstate(), "the program's own are untouched"
+        return found
+
+    with hooked(three.name, monkeypatch):
+        streamed = drawn(2)
+    with hooked(None, monkeypatch):
+        assert drawn(2) == streamed
+        assert drawn(0) == streamed
+    first, second = (np.array([sample for batch in epoch for sample in batch]) for epoch in streamed)
+    assert (first != second).all(), "each epoch has other values"
+    noise = first - np.array([[float(index), 0, 0, 0, 0] for index in range(24)])
+    assert len(np.unique(noise)) == noise.size, "and so have each sample and each generator"
+
+
+# --- hetstream's own loader -----------------------------------------------------------------------------------------
+
+
+def test_the_programs_set_epoch_wins_over_the_loaders_count() -> None:
+    def first(loader: Any) -> list[int]:
+        return next(iter(loader)).tolist()  # type: ignore[no-any-return]
+
+    data = programs.Numbers(12)
+    plain: Any = DistributedSampler(data, num_replicas=1, rank=0)
+    as_torch = DataLoader(data, 12, sampler=plain)
+    expected = {}
+    for epoch in range(6):
+        plain.set_epoch(epoch)
+        expected[epoch] = first(as_torch)
+    sampler: Any = DistributedSampler(data, num_replicas=1, rank=0)
+    with OwnLoader(data, 12, sampler=sampler) as loader:
+        assert [first(loader) for _ in range(3)] == [expected[epoch] for epoch in range(3)], "nobody else counts"
+        for epoch in (5, 0, 0, 1):
+            sampler.set_epoch(epoch)
+            assert first(loader) == expected[epoch]
+    with OwnLoader(data, 12, sampler=sampler) as loader:
+        assert first(loader) == expected[1], "set before the loader was made"
+
+
+def test_an_iterator_that_lives_to_the_interpreters_end_says_nothing(
+    three: Any, tmp_path: Path, run_program: Any
+) -> None:
+    program = """
+import torch.utils.data
+loader = torch.utils.data.DataLoader(range(400), 4)
+iterator = iter(loader)
+next(iterator)
+import builtins
+builtins.kept = iterator
+"""
+    result = run_program(program, tmp_path, **environment(three.name, {}))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

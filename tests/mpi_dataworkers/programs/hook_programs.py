@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -204,7 +203,7 @@ def open_and_seed(worker_id: int) -> None:
     assert info is not None
     assert info.id == worker_id
     assert torch.initial_seed() == info.seed
-    info.dataset.handle = tempfile.TemporaryFile()
+    info.dataset.handle = object()
     info.dataset.numpy_seed = torch.initial_seed() % 2**32
     np.random.seed(info.dataset.numpy_seed)
 

@@ -1,7 +1,9 @@
-"""A loader's side of the service: one thread that talks to the dispatcher and receives batches. Knows no torch.
+"""A loader's side of the service. Knows no torch.
 
 Used by `loader.py`. The training thread opens a pass over an epoch and takes its steps in order; everything else
-(credits, heartbeats, registering again with a restarted dispatcher, dropping duplicates) happens here.
+(credits, heartbeats, registering again with a restarted dispatcher, dropping duplicates) happens in the thread of the
+process's connection (`connection.py`), which all loaders share. So nothing here waits, and batches whose rebuilding
+runs code of the program are rebuilt in a thread of the loader's own: if that hangs, other loaders go on.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +29,7 @@ import msgspec
 import mpi_dataworkers.errors
 from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.config import Identity
+from mpi_dataworkers.connection import CONNECT_TIMEOUT_S, REPORT_S, Connection, ConnectionOptions, join_service
 from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, ProtocolError, RemoteError, ServiceError
 from mpi_dataworkers.faults import reach
@@ -67,19 +70,12 @@ from mpi_dataworkers.messages import (
 )
 from mpi_dataworkers.naming import LoaderName
 from mpi_dataworkers.reorder import ReorderBuffer
-from mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected
-from mpi_dataworkers.transports.rails import open_loader_endpoint
+from mpi_dataworkers.transports.base import ReceivedBatch, Reconnected
+from mpi_dataworkers.window import MAX_STEPS, StepSize, Window
 from mpi_dataworkers.worker import wait_for_address_file
 
 _log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 30.0
-# Steps in the window whatever their size: more would only lengthen the reports.
-MAX_WINDOW_STEPS = 1024
-# The window before the first batch has shown its size.
-_FIRST_WINDOW_STEPS = 8
-# The steps that are there are reported at least this often, so that sent leases are settled in time.
-_REPORT_S = 0.1
 # With no data worker, or no dispatcher, for this long, the loader makes the step it waits for itself.
 LOCAL_AFTER_S = 1.0
 DISPATCHER_SILENCE_S = 5.0
@@ -98,8 +94,8 @@ _Found = TypeVar("_Found")
 class Delivered:
     """One step as the training loop gets it: a batch, or the failure to make it.
 
-    The fields after the first are the batch's; `origin` is `local` when it was made in process. Without samples it is a
-    step to go on without.
+    The fields after the first are the batch's; `origin` is `local` when it was made in process. `num_bytes` are of its
+    tensors, `held_bytes` all that came for it. Without samples it is a step to go on without.
     """
 
     payload: Any
@@ -110,6 +106,7 @@ class Delivered:
     num_skipped: int = 0
     left_out: Sequence[Failure] = ()
     snapshot: bytes = b""
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,10 +133,10 @@ class Pass:
 
     Attributes:
         num_steps: total, -1 while it is not known.
-        sharers: passes that are open at the same time and share the loader's buffer.
         snapshot: where the reader of a shard was at or before the position, "" for its beginning.
         num_lost: steps that were lost and passed over.
         rest_lost: the steps after `num_steps` were lost.
+        held_bytes: of the batches that wait in the buffer.
     """
 
     def __init__(
@@ -148,9 +145,8 @@ class Pass:
         definition: ProvideDefinition,
         first_step: int,
         num_steps: int,
-        min_window: int,
+        window: Window,
         shift: int = 0,
-        sharers: int = 1,
         in_order: bool = True,
         ahead: Ranges | None = None,
         snapshot: bytes = b"",
@@ -160,17 +156,32 @@ class Pass:
         self._placed = False
         self.definition = definition
         self.num_steps = num_steps
-        self.min_window = -(-min_window // sharers)
-        self.sharers = sharers
         self.snapshot = snapshot
         self.num_lost = 0
         self.rest_lost = False
-        self.window = max(self.min_window, _FIRST_WINDOW_STEPS // sharers)
+        self.held_bytes = 0
+        self._window = window
         self.buffer = ReorderBuffer(first_step, in_order, ahead)
         self.lists: collections.OrderedDict[int, bytes] = collections.OrderedDict()
         self.known_steps = num_steps if isinstance(session.order, PlannedOrder) else first_step
         self.reported = (first_step, first_step, 0)  # consumed, received up to, window
         self.reported_at = 0.0
+
+    @property
+    def window(self) -> int:
+        """Steps beyond the position that may wait or be on their way."""
+        return self._window.steps
+
+    def put(self, step: int, item: Delivered | BatchFailed | _Lost) -> bool:
+        """Take in a step, unless it is there already; whether it was not."""
+        self.buffer.expect_no_more(step)
+        if self.buffer.has(step):
+            return False
+        self.buffer.put(step, item)
+        if isinstance(item, Delivered) and item.held_bytes:
+            self.held_bytes += item.held_bytes
+            self._window.note(item.held_bytes, len(self.buffer), self.held_bytes)
+        return True
 
     def place(self, shift: int) -> None:
         """Take note of where a batch is in a shared stream; after the first one a session only moves on."""
@@ -186,6 +197,14 @@ class Pass:
         while self.buffer.has_next() and isinstance(self.buffer.peek(), _Lost):
             self.buffer.pop()
             self.num_lost += 1
+
+    def pop(self) -> Any:
+        """Give out the next step."""
+        item = self.buffer.pop()
+        self.held_bytes -= getattr(item, "held_bytes", 0)
+        self.snapshot = getattr(item, "snapshot", b"") or self.snapshot
+        self.lists.pop(self.buffer.position - 1, None)
+        return item
 
     def step_list(self) -> StepList | None:
         """The listed steps that the training loop has not taken."""
@@ -218,8 +237,60 @@ class _News:
             self._queue.get(timeout=timeout_s)
 
 
+class _Rebuilder:
+    """Rebuilds batches of one loader in a thread of its own, because that runs code of the program.
+
+    Args:
+        rebuild: rebuilds one and puts it where it belongs; does not raise.
+
+    Attributes:
+        is_ending: it was told to end.
+    """
+
+    def __init__(self, rebuild: Callable[[Pass, Batch, Sequence[Buffer]], None]) -> None:
+        self._rebuild = rebuild
+        self.is_ending = False
+        self._work: queue.SimpleQueue[tuple[Pass, Batch, Sequence[Buffer]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hetstream-rebuild", daemon=True)
+        self._thread.start()
+
+    def put(self, one: Pass, header: Batch, frames: Sequence[Buffer]) -> None:
+        """Rebuild this batch after those before it."""
+        self._work.put((one, header, frames))
+
+    def end(self) -> None:
+        """End when all that was put in is done."""
+        self.is_ending = True
+        self._work.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end; whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            self._rebuild(*work)
+            del work  # the memory of the batch belongs to the training loop
+
+
+@dataclass(frozen=True)
+class _ClientOptions:
+    """The arguments of a `ServiceClient`."""
+
+    address_file: Path
+    identity: Identity
+    ordinal: int
+    description: dict[str, str]
+    prepare: Callable[[Batch, Sequence[Buffer]], Any]
+    runs_program: Callable[[Batch], bool]
+    buffer_bytes: int
+    rails: frozenset[str]
+    compress: bool
+
+
 class ServiceClient:
-    """The connection of one loader to its service.
+    """One loader at its service, over the connection of its process.
 
     Args:
         address_file: the dispatcher's address file.
@@ -227,7 +298,8 @@ class ServiceClient:
         name: who the loader is among those of its program.
         definition: the pipeline in pickled form.
         description: the pipeline in words, compared between programs of one job name.
-        prepare: builds the batch from its header and frames; runs in the client's thread.
+        prepare: builds the batch from its header and frames; runs in the connection's thread, or in the loader's own.
+        runs_program: whether `prepare` runs code of the program for this batch, which may hang.
         buffer_bytes: finished batches to hold ahead of the training loop.
         rails: the ways on which batches may come.
         compress: ask data workers that come over TCP to compress.
@@ -244,15 +316,20 @@ class ServiceClient:
         definition: ProvideDefinition,
         description: dict[str, str],
         prepare: Callable[[Batch, Sequence[Buffer]], Any],
+        runs_program: Callable[[Batch], bool],
         buffer_bytes: int,
         rails: frozenset[str],
         compress: bool = False,
     ) -> None:
         keep_freed_memory()
         service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
+        self._options = _ClientOptions(
+            address_file, identity, ordinal, description, prepare, runs_program, buffer_bytes, rails, compress
+        )
         self._definition = definition
         self._prepare = prepare
         self._buffer_bytes = buffer_bytes
+        self._step_size = StepSize()
         self._registration = RegisterConsumer(
             job_name=identity.job_name,
             ordinal=name.ordinal,
@@ -267,9 +344,6 @@ class ServiceClient:
             made_at=name.made_at,
             divides=name.divides,
         )
-        self._endpoint: LoaderEndpoint = open_loader_endpoint(
-            service, secrets.token_hex(16), CONNECT_TIMEOUT_S, rails, buffer_bytes, compress
-        )
         self._lock = threading.Lock()
         self._news = _News()
         self._passes: dict[str, Pass] = {}
@@ -279,18 +353,23 @@ class ServiceClient:
         # When the registration that is under way was sent; None while there is none.
         self._asked_at: float | None = None
         self._closing = False
+        # Held until this loader has left the connection. A lock, because waiting for it is C code alone, as in _News.
+        self._left = threading.Lock()
+        self._left.acquire()
+        self._rebuilder: _Rebuilder | None = None  # guarded by _lock; the last one, which may have been told to end
         # Passes whose iterator was dropped. Its finaliser may run in any thread, also inside one of our locks.
         self._abandoned: collections.deque[Pass] = collections.deque()
         self._num_workers = 0
         self._no_workers_since = time.monotonic()
-        self._last_heard = time.monotonic()
+        self._next_heartbeat = 0.0
         self._local = False
         self.stats = LoaderStats()
         self.duplicates_dropped = 0
         # Batches that came by each rail, also those that were not wanted.
         self.batches_by_rail: collections.Counter[str] = collections.Counter()
-        self._thread = threading.Thread(target=self._run, name="hetstream-loader", daemon=True)
-        self._thread.start()
+        self._connection: Connection
+        self._number: int
+        join_service(ConnectionOptions(service, rails, compress), self, buffer_bytes)
         try:
             self._wait_until_registered()
         except BaseException:
@@ -298,9 +377,34 @@ class ServiceClient:
             raise
 
     @property
-    def receivers(self) -> list[str]:
-        """Where data workers deliver, the best rail first."""
-        return self._endpoint.receivers
+    def is_inherited(self) -> bool:
+        """Whether it is that of the process which this one was forked from: it must not be used here."""
+        return self._connection.is_inherited
+
+    def in_this_process(self) -> ServiceClient:
+        """This client; in a process that was forked since, another one for the same loader.
+
+        It is a loader of its own to the dispatcher: the parent goes on with what it has.
+
+        Raises:
+            ServiceUnavailable, AuthenticationError: as for a new one.
+        """
+        if not self.is_inherited:
+            return self
+        options = self._options
+        identity = replace(options.identity, job_name=f"{options.identity.job_name}.{os.getpid()}")
+        return ServiceClient(
+            options.address_file,
+            identity,
+            options.ordinal,
+            self._definition,
+            options.description,
+            options.prepare,
+            options.runs_program,
+            options.buffer_bytes,
+            options.rails,
+            options.compress,
+        )
 
     @property
     def num_data_workers(self) -> int:
@@ -353,7 +457,7 @@ class ServiceClient:
             errors: what becomes of a step that cannot be made.
             snapshot: where the reader of a shard was at or before `first_step`.
         """
-        receivers = self._endpoint.receivers
+        receivers = self._connection.receivers
         together = sharers > 1 or isinstance(order, ShardOrder)
         session = Session(
             secrets.token_hex(8),
@@ -374,12 +478,13 @@ class ServiceClient:
                 self._definition = definition
                 self._registration = msgspec.structs.replace(self._registration, definition_id=definition.definition_id)
                 self._outbox.append(definition)
-            one = Pass(
-                session, definition, first_step, num_steps, min_window, shift, sharers, in_order, ahead, snapshot
-            )
+            limits = self._buffer_bytes // sharers, -(-min_window // sharers), MAX_STEPS // sharers
+            window = Window(*limits, self._step_size)
+            one = Pass(session, definition, first_step, num_steps, window, shift, in_order, ahead, snapshot)
             self._passes[session.session_id] = one
+            self._connection.read(session.session_id, self._number)
             self._outbox.append(self._open_message(one))
-        self._endpoint.wake()
+        self._wake()
         return one
 
     def extend(self, one: Pass, steps: Sequence[bytes], ended: bool) -> None:
@@ -392,7 +497,7 @@ class ServiceClient:
             if ended:
                 one.num_steps = one.known_steps
             self._outbox.append(ExtendEpoch(one.session.session_id, pack_steps(first, steps), one.num_steps))
-        self._endpoint.wake()
+        self._wake()
 
     def take(self, one: Pass, deadline: float | None) -> Delivered | BatchFailed | MakeItYourself:
         """Wait for the pass's next step.
@@ -444,6 +549,11 @@ class ServiceClient:
         self, look: Callable[[], _Found | None], one: Pass, deadline: float | None
     ) -> _Found | MakeItYourself:
         """Wait until `look`, called with the lock, finds something, or the pass's next step is to be made here."""
+        if self.is_inherited:
+            raise ServiceError(
+                f"process {os.getpid()} was forked from the one that began this iteration; only that one gets its "
+                "batches. Iterate the DataLoader anew in the forked process."
+            )
         started = time.monotonic()
         while True:
             with self._lock:
@@ -469,19 +579,17 @@ class ServiceClient:
         """Give in the step that `take` asked to be made in process, and take it; a batch that came meanwhile wins."""
         with self._lock:
             if not one.buffer.has_next():
-                one.buffer.put(one.buffer.position, item)
+                one.put(one.buffer.position, item)
             taken: Delivered | BatchFailed = self._pop(one)
         return taken
 
     def _pop(self, one: Pass) -> Any:
         reach("loader.step_taken")
-        item = one.buffer.pop()
-        one.snapshot = getattr(item, "snapshot", b"") or one.snapshot
-        one.lists.pop(one.buffer.position - 1, None)
+        item = one.pop()
         # Once for each quarter of the window: the client's thread needs the GIL to wake.
         unreported, quarter = one.buffer.position - one.reported[0], max(1, one.window // 4)
         if unreported >= quarter and unreported % quarter == 0:
-            self._endpoint.wake()
+            self._wake()
         return item
 
     def _reason_to_work_locally(self, now: float, waiting_since: float) -> str:
@@ -489,8 +597,9 @@ class ServiceClient:
         patient = now - max(self._no_workers_since, waiting_since) > LOCAL_AFTER_S
         if self._num_workers == 0 and (patient or self._local):
             return "no data worker is there, or none reaches this process"
-        if now - self._last_heard > DISPATCHER_SILENCE_S and (patient or self._local):
-            return f"the dispatcher has been silent for {now - self._last_heard:.0f} s"
+        silent_s = now - self._connection.last_heard
+        if silent_s > DISPATCHER_SILENCE_S and (patient or self._local):
+            return f"the dispatcher has been silent for {silent_s:.0f} s"
         if now - waiting_since > LATE_STEP_S:
             return f"{self._num_workers} data workers did not deliver it within {LATE_STEP_S:g} s"
         return ""
@@ -503,38 +612,49 @@ class ServiceClient:
 
     def say_streaming(self) -> None:
         """Log, once for each change, that data workers deliver again."""
-        heard = time.monotonic() - self._last_heard < DISPATCHER_SILENCE_S
+        heard = time.monotonic() - self._connection.last_heard < DISPATCHER_SILENCE_S
         if self._local and heard and self._num_workers > 0:
             _log.warning("hetstream: %d data workers deliver again", self._num_workers)
             self._local = False
 
     def close_pass(self, one: Pass) -> None:
         """End a pass, finished or not."""
+        if self.is_inherited:
+            return  # the parent's, as the pass is; another thread of it may have held the lock when this was forked
         with self._lock:
             if self._passes.pop(one.session.session_id, None) is None:
                 return
+            self._connection.stop_reading(one.session.session_id)
             self.duplicates_dropped += one.buffer.num_dropped
+            if not self._passes:
+                self._end_rebuilding()
             if not self._closing:
                 self._outbox.append(CloseEpoch(one.session.session_id, one.buffer.position, self.stats))
         if not self._closing:
-            self._endpoint.wake()
+            self._wake()
 
     def abandon(self, one: Pass) -> None:
-        """End a pass from a finaliser: takes no lock, the client's thread does the rest."""
+        """End a pass from a finaliser: takes no lock, the connection's thread does the rest."""
         self._abandoned.append(one)
-        self._endpoint.wake()
+        self._wake()
 
     def request_close(self) -> None:
         """Leave the service soon; may be called from a finaliser."""
         self._closing = True
-        self._endpoint.wake()
+        self._wake()
 
     def close(self) -> None:
         """Leave the service, and return when it is done; safe to call twice."""
         self.request_close()
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
+        if self.is_inherited or not self._left.acquire(timeout=_CLOSE_S):
+            return
+        self._left.release()
+        self._connection.wait_for_end(_CLOSE_S)
+        if self._rebuilder is not None and not self._rebuilder.join(_CLOSE_S):
             _log.warning("hetstream: the loader did not close within %g s: a batch is being rebuilt", _CLOSE_S)
+
+    def _wake(self) -> None:
+        self._connection.call(self._number)
 
     def _wait_until_registered(self) -> None:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
@@ -548,47 +668,48 @@ class ServiceClient:
                 "see the dispatcher's log"
             )
 
-    # --- the client's thread ----------------------------------------------------------------------------------------
+    # --- the connection's thread ------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._talk()
-        except Exception as error:  # noqa: BLE001, the thread's boundary: the training thread raises it
-            failure = error if isinstance(error, HetstreamError) else ServiceError(f"{type(error).__name__}: {error}")
-            failure.__cause__ = error.__cause__
-            with self._lock:
-                self._failure = failure
-                self._news.tell()
-        finally:
-            self._endpoint.close()
+    def joined(self, connection: Connection, number: int) -> None:
+        """See `connection.ConnectedLoader`, as for what follows."""
+        self._connection, self._number = connection, number
 
-    def _talk(self) -> None:
-        self._register(time.monotonic())
-        next_heartbeat = time.monotonic() + HEARTBEAT_S
-        while not self._closing:
-            timeout_s = min(next_heartbeat - time.monotonic(), _REPORT_S if self._passes else HEARTBEAT_S)
-            messages, batches = self._endpoint.poll(max(0.0, timeout_s))
-            now = time.monotonic()
-            for message in messages:
-                self._last_heard = now
-                self._handle(message, now)
-            if batches:
-                reach("loader.batches_received")
-                self._take_in(batches)
-            while self._abandoned:
-                self.close_pass(self._abandoned.popleft())
-            self._send_reports(now)
-            if now >= next_heartbeat:
-                self._endpoint.send(LoaderHeartbeat(self.stats))
-                next_heartbeat = now + HEARTBEAT_S
+    def begin(self, now: float) -> None:
+        self._register(now)
+        self._next_heartbeat = now + HEARTBEAT_S
+
+    def attend(self, now: float) -> bool:
+        while self._abandoned:
+            self.close_pass(self._abandoned.popleft())
+        if self._closing:
+            return False
+        self._send_reports(now)
+        if now >= self._next_heartbeat:
+            self._send(LoaderHeartbeat(self.stats))
+            self._next_heartbeat = now + HEARTBEAT_S
+        return True
+
+    def leave(self) -> None:
         self._flush()
-        self._endpoint.send(LeaveConsumer(self.stats))
+        self._send(LeaveConsumer(self.stats))
+
+    def has_left(self, failure: HetstreamError | None) -> None:
+        with self._lock:
+            for session_id in self._passes:
+                self._connection.stop_reading(session_id)
+            self._end_rebuilding()
+            self._failure = failure
+            self._news.tell()
+        self._left.release()
+
+    def _send(self, message: Message) -> None:
+        self._connection.send(self._number, message)
 
     def _register(self, now: float) -> None:
         self._asked_at = now
-        self._endpoint.send(self._registration)
+        self._send(self._registration)
 
-    def _handle(self, message: Message | Reconnected, now: float) -> None:
+    def handle(self, message: Message | Reconnected, now: float) -> None:
         if isinstance(message, ConsumerRegistered):
             reach("loader.registered")
         if isinstance(message, Reconnected):
@@ -596,7 +717,7 @@ class ServiceClient:
             self._register(now)
         elif isinstance(message, ConsumerRegistered):
             if message.need_definition:
-                self._endpoint.send(self._definition)
+                self._send(self._definition)
             with self._lock:
                 # The rest is said again, from the passes as they are now; the end of one would be lost.
                 self._outbox = collections.deque(one for one in self._outbox if isinstance(one, CloseEpoch))
@@ -623,8 +744,8 @@ class ServiceClient:
         elif isinstance(message, BatchFailed):
             with self._lock:
                 failing = self._passes.get(message.session_id)
-                if failing is not None and not failing.buffer.has(message.step):
-                    failing.buffer.put(message.step, message)
+                if failing is not None:
+                    failing.put(message.step, message)
                 self._news.tell()
         elif isinstance(message, UnknownPeer):
             # It may have died before it answered: a registration that got no answer is sent again.
@@ -649,40 +770,49 @@ class ServiceClient:
             one.end_at(lost.first_step)
             return
         for step in range(lost.first_step, lost.stop_step):
-            if not one.buffer.has(step):
-                one.buffer.put(step, _Lost())
+            one.put(step, _Lost())
 
     def _set_workers(self, count: int, now: float) -> None:
         if count == 0 and self._num_workers > 0:
             self._no_workers_since = now
         self._num_workers = count
 
-    def _take_in(self, batches: Sequence[ReceivedBatch | ProtocolError]) -> None:
-        items: list[tuple[Pass, int, int, Delivered | BatchFailed]] = []
-        for received in batches:
-            if isinstance(received, ProtocolError):
-                _log.warning("refused a batch: %s; its step will be leased again", received)
-                continue
-            if isinstance(received.header, EndOfShard):
-                self._end_shard(received.header)
-                continue
-            came = received.header.batches if isinstance(received.header, Batches) else [received.header]
-            self.batches_by_rail[received.rail] += len(came)
+    def take_in(self, received: ReceivedBatch) -> None:
+        if isinstance(received.header, EndOfShard):
+            self._end_shard(received.header)
+            return
+        came = received.header.batches if isinstance(received.header, Batches) else [received.header]
+        self.batches_by_rail[received.rail] += len(came)
+        for header in came:
+            runs_program = self._options.runs_program(header)
             with self._lock:
-                wanted = [(one, header) for header in came if (one := self._who_wants(header)) is not None]
-            for one, header in wanted:
-                item = self._rebuild(header, received.frames)
-                if item is None:
+                one = self._who_wants(header)
+                if one is None:
                     continue
-                if isinstance(item, Delivered) and item.num_samples > 0:
-                    one.window = self._window(one, item.num_bytes)
-                items.append((one, header.step, header.token, item))
+                if runs_program:
+                    one.buffer.expect(header.step)
+                    self._open_rebuilder().put(one, header, received.frames)
+            if not runs_program:
+                self._rebuild_into(one, header, received.frames)
+
+    def _open_rebuilder(self) -> _Rebuilder:
+        if self._rebuilder is None or self._rebuilder.is_ending:
+            self._rebuilder = _Rebuilder(self._rebuild_into)
+        return self._rebuilder
+
+    def _end_rebuilding(self) -> None:
+        """No pass is open any more. Call it with the lock."""
+        if self._rebuilder is not None:
+            self._rebuilder.end()
+
+    def _rebuild_into(self, one: Pass, header: Batch, frames: Sequence[Buffer]) -> None:
+        """Rebuild a batch that is wanted, and put it into the pass."""
+        item = self._rebuild(header, frames)
         with self._lock:
-            for one, step, token, item in items:
-                if one.buffer.wants(step, token):
-                    one.buffer.put(step, item)
-                    if isinstance(item, Delivered):
-                        one.place(item.shift)
+            if item is None:
+                one.buffer.expect_no_more(header.step)
+            elif one.put(header.step, item) and isinstance(item, Delivered):
+                one.place(item.shift)
             self._news.tell()
 
     def _end_shard(self, header: EndOfShard) -> None:
@@ -703,34 +833,29 @@ class ServiceClient:
         except ProtocolError as error:
             _log.warning("refused step %d: %s; it will be leased again", header.step, error)
             return None
-        except Exception as error:  # noqa: BLE001, user classes are rebuilt here; the same would happen again
+        except BaseException as error:  # noqa: BLE001, user classes are rebuilt here; the same would happen again
             text = f"the batch cannot be rebuilt in the trainer: {error}"
             kind = (RemoteError.__module__, RemoteError.__qualname__)
             return BatchFailed(header.session_id, header.step, Failure(-1, kind, text, traceback.format_exc()))
         num_bytes = sum(length for _, _, length in header.buffers)
-        rest = header.num_skipped, header.left_out, header.snapshot
+        held_bytes = num_bytes + len(header.spec) if header.num_samples > 0 else 0
+        rest = header.num_skipped, header.left_out, header.snapshot, held_bytes
         return Delivered(payload, header.num_samples, num_bytes, header.origin, header.shift, *rest)
-
-    def _window(self, one: Pass, num_bytes: int) -> int:
-        """Steps that fit the byte budget, judged by the newest batch."""
-        fitting = self._buffer_bytes // (max(1, num_bytes) * one.sharers)
-        window = max(one.min_window, min(MAX_WINDOW_STEPS // one.sharers, fitting))
-        # Batches of slightly different size must not cause a report each.
-        return window if abs(window - one.window) * 10 > one.window else one.window
 
     def _send_reports(self, now: float) -> None:
         # To a dispatcher that is away, what is said now would only be said again when it is back.
-        if not self._registered or self._asked_at is not None or now - self._last_heard > DISPATCHER_SILENCE_S:
+        is_away = now - self._connection.last_heard > DISPATCHER_SILENCE_S
+        if not self._registered or self._asked_at is not None or is_away:
             return
         with self._lock:
             self._flush()  # inside the lock: no report of a pass may overtake its OpenEpoch
             for one in self._passes.values():
-                position, waiting = one.buffer.position, len(one.buffer)
-                current = (position, position + waiting, one.window)
-                due = now - one.reported_at >= _REPORT_S or position - one.reported[0] >= max(1, one.window // 4)
+                position = one.buffer.position
+                current = (position, position + one.buffer.num_come(), one.window)
+                due = now - one.reported_at >= REPORT_S or position - one.reported[0] >= max(1, one.window // 4)
                 if current != one.reported and (due or one.window != one.reported[2]):
                     reach("loader.before_report")
-                    self._endpoint.send(
+                    self._send(
                         ReportProgress(one.session.session_id, position, one.buffer.received(), one.window, self.stats)
                     )
                     one.reported, one.reported_at = current, now
@@ -739,7 +864,7 @@ class ServiceClient:
     def _flush(self) -> None:
         if self._registered and self._asked_at is None:
             while self._outbox:
-                self._endpoint.send(self._outbox.popleft())
+                self._send(self._outbox.popleft())
 
     def _open_message(self, one: Pass) -> OpenEpoch:
         buffer = one.buffer

@@ -35,6 +35,7 @@ class ReorderBuffer:
         self._ahead = {step for first, stop in ahead or () for step in range(first, stop)}
         self.num_dropped = 0
         self._items: dict[int, Any] = {}
+        self._expected: set[int] = set()
         self._revoked: OrderedDict[int, None] = OrderedDict()
 
     def revoke(self, token: int) -> None:
@@ -45,12 +46,21 @@ class ReorderBuffer:
 
     def wants(self, step: int, token: int) -> bool:
         """Whether a batch is still needed; counts it as dropped when not."""
-        wanted = not self.has(step) and token not in self._revoked
+        wanted = not self.has(step) and step not in self._expected and token not in self._revoked
         self.num_dropped += not wanted
         return wanted
 
+    def expect(self, step: int) -> None:
+        """A step that is wanted has come and will be put in: it counts as received."""
+        self._expected.add(step)
+
+    def expect_no_more(self, step: int) -> None:
+        """It will not."""
+        self._expected.discard(step)
+
     def put(self, step: int, item: Any) -> None:
         """Take in a step that is wanted."""
+        self._expected.discard(step)
         self._items[step] = item
 
     def has_next(self) -> bool:
@@ -96,9 +106,14 @@ class ReorderBuffer:
             step += 1
         return step - self.position
 
+    def num_come(self) -> int:
+        """Steps that wait here or will be put in."""
+        return len(self._items) + len(self._expected)
+
     def received(self) -> Ranges:
-        """Steps beyond the position that wait here or were taken, as ascending disjoint ranges [first, stop)."""
-        return as_ranges(sorted([*self._items, *self._ahead]))
+        """Steps beyond the position that have come or were taken, as ascending disjoint ranges [first, stop)."""
+        come = [step for step in self._expected if step >= self.position and step not in self._items]
+        return as_ranges(sorted([*self._items, *self._ahead, *come]))
 
 
 def as_ranges(steps: Iterable[int]) -> Ranges:

@@ -30,7 +30,7 @@ from mpi_dataworkers.dispatcher.state import DispatcherState
 from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.faults import reach
 from mpi_dataworkers.messages import ShutDown, ToDispatcher
-from mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received
+from mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received, parse_peer
 from mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ def _loop(
 def _decide(state: DispatcherState, received: Received, now: float) -> list[Instruction]:
     message = received.message
     if isinstance(message, Disconnected):
-        return state.peer_gone(received.peer, now)
+        gone = [peer for peer in (*state.consumers, *state.workers) if parse_peer(peer)[0] == received.peer]
+        return [instruction for peer in gone for instruction in state.peer_gone(peer, now)]
     if not isinstance(message, ProtocolError | ToDispatcher):
         message = ProtocolError(f"{type(message).__name__} is not a message for a dispatcher")
     if isinstance(message, ProtocolError):

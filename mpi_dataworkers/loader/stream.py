@@ -11,6 +11,7 @@ import functools
 import importlib
 import itertools
 import logging
+import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from mpi_dataworkers.config import (
     compression_from_environment,
     rails_from_environment,
 )
-from mpi_dataworkers.errors import PipelineError, RemoteError
+from mpi_dataworkers.errors import PipelineError, RemoteError, ServiceUnavailable
 from mpi_dataworkers.loader.order import ListedPass, LookAhead, Order, steps_to_gather
 from mpi_dataworkers.loader.sharing import SharedStream
 from mpi_dataworkers.loader.skipped import SkippedSamples
@@ -53,7 +54,7 @@ from mpi_dataworkers.ops.pipeline import (
     generators_kept,
     make_step,
 )
-from mpi_dataworkers.ops.tree import resolve_class, unflatten
+from mpi_dataworkers.ops.tree import holds_objects, resolve_class, unflatten
 from mpi_dataworkers.rates import RecentRates, step_time_s
 
 _pin_memory: Any = torch_pin.pin_memory
@@ -110,6 +111,7 @@ class Stream:
                 self.definition(),
                 description,
                 functools.partial(_prepare, pin),  # not bound to this stream, which would live as long as the client
+                _runs_program,
                 buffer_bytes or buffer_bytes_from_environment(),
                 rails_from_environment(),
                 compression_from_environment(),
@@ -118,6 +120,13 @@ class Stream:
 
     @property
     def client(self) -> ServiceClient | None:
+        """The loader at its service; of a process that was forked since, a client of its own."""
+        if self._client is not None and self._client.is_inherited:
+            try:
+                self._client = self._client.in_this_process()
+            except ServiceUnavailable as error:
+                _log.warning("hetstream: this process was forked and works locally: %s", error)
+                self._client = None
         return self._client
 
     @property
@@ -258,6 +267,10 @@ def _close_streams() -> None:
         stream.close()
 
 
+def _runs_program(header: Batch) -> bool:
+    return header.num_samples > 0 and holds_objects(header.spec)
+
+
 class StreamIterator(Iterator[Any]):
     """One pass over an epoch from data workers; ends at the end of the epoch, or when it is dropped (by `break`, say).
 
@@ -299,21 +312,41 @@ class StreamIterator(Iterator[Any]):
         self._unsent: list[bytes] = []
         self._end_is_sent = order.num_steps >= 0
         self.position = first_step
-        shared = stream.shared
-        definition = definition or stream.definition()
-        self._pass: Pass | None = self._client.open_pass(
+        self._pass: Pass | None = self._open(definition or stream.definition())
+        self._extend(taking=False)
+
+    def _open(self, definition: ProvideDefinition) -> Pass:
+        """Open the pass at the position."""
+        stream, order, seed, shared = self._stream, self._order, self._seed, self._stream.shared
+        return self._client.open_pass(
             definition,
-            epoch,
+            self._epoch,
             seed,
             order.order,
-            first_step,
+            self.position,
             order.num_steps,
             stream.min_window,
             shared.with_others(definition.definition_id, seed, order.order, order.num_steps) if shared else None,
             (shared.shift or 0) if shared else 0,
             errors=stream.skipped.policy,
         )
-        self._extend(taking=False)
+
+    def _go_on_as_child(self, inherited: Pass) -> Pass:
+        """In a process that was forked in the middle of the pass: go on from there with a pass of its own."""
+        client, order = self._stream.client, self._order
+        if client is None:
+            raise ServiceUnavailable(
+                f"process {os.getpid()} was forked in the middle of an epoch and reaches no dispatcher to go on with it"
+            )
+        self._client = client
+        self._pass = one = self._open(inherited.definition)
+        if isinstance(order, ListedPass):
+            # What the parent drew from the sampler is there.
+            drawn = range(self.position, self._listed)
+            self._unsent = []
+            steps = [indices.tobytes() for step in drawn if (indices := order.indices(step)) is not None]
+            client.extend(one, steps, self._end_is_sent)
+        return one
 
     def _extend(self, taking: bool) -> None:
         """Draw from the program's sampler, and send what was drawn."""
@@ -343,6 +376,8 @@ class StreamIterator(Iterator[Any]):
         one = self._pass
         if one is None:
             raise StopIteration
+        if self._client.is_inherited:
+            one = self._go_on_as_child(one)
         step = one.buffer.position
         self._extend(taking=True)
         if step == self._order.num_steps:

@@ -58,6 +58,12 @@ _NUMPY_DTYPES = {
 }  # fmt: skip
 
 
+# What a spec that does not fit its bytes may raise.
+_MALFORMED = (
+    msgspec.MsgspecError, StopIteration, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError,
+)  # fmt: skip
+
+
 def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     """Take a batch apart.
 
@@ -199,10 +205,18 @@ def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
         if layout.names is not None:
             return dict(zip(layout.names, tensors, strict=True))
         return _build(layout.tree, iter(tensors).__next__, next_buffer)
-    except (
-        msgspec.MsgspecError, StopIteration, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError,
-    ) as error:  # fmt: skip
+    except _MALFORMED as error:
         raise ProtocolError(f"a batch's structure does not fit its bytes: {error!r}") from error
+
+
+def holds_objects(spec: bytes) -> bool:
+    """Whether `unflatten` would run code of classes that it does not know, which may raise or hang."""
+    if len(spec) > _CACHED_SPEC_BYTES:
+        return True  # most likely, and reading it twice costs more than a thread
+    try:
+        return _read_cached(spec).holds_objects
+    except _MALFORMED:
+        return False  # `unflatten` says so
 
 
 @dataclass(frozen=True)
@@ -248,6 +262,7 @@ class _Layout:
         tree: the structure.
         names: of the tensors, if that is a dict of them and of nothing else.
         in_order: all of them share one buffer, in order.
+        holds_objects: it has parts that are pickled.
     """
 
     dtypes: list[torch.dtype]
@@ -257,6 +272,7 @@ class _Layout:
     tree: Any
     names: list[str] | None
     in_order: bool
+    holds_objects: bool
 
     def tensors(self, next_buffer: Callable[[], memoryview]) -> Sequence[torch.Tensor | None]:
         """All tensors, as views of the buffers."""
@@ -282,7 +298,13 @@ def _read(spec: bytes) -> _Layout:
     layouts = [_pack_layout(dtypes[pack[0]], pack, [shapes[number] for number in pack]) for pack in packs]
     alone = [number for number in range(len(table)) if number not in packed]
     in_order = packs == [list(range(len(table)))]
-    return _Layout(dtypes, shapes, layouts, alone, tree, _names_in(tree), in_order)
+    return _Layout(dtypes, shapes, layouts, alone, tree, _names_in(tree), in_order, _has_objects(tree))
+
+
+def _has_objects(node: Any) -> bool:
+    if node == "t" or node[0] in "vn":
+        return False
+    return node[0] in "pk" or any(_has_objects(one) for part in node[1:] for one in part)
 
 
 def _names_in(tree: Any) -> list[str] | None:

@@ -1,9 +1,9 @@
 """The seam between the data plane and a transport.
 
-Control messages have three endpoints (dispatcher, data worker, loader), which `zmq.py` implements. Batches travel on
-rails: for each there is a `BatchReceiver` in the loader and a `BatchSender` in the data worker, and `rails.py` chooses.
-The conformance suite (tests/mpi_dataworkers/test_transport_conformance.py) holds for every rail. An endpoint belongs to
-one thread, save `wake`, which any thread may call.
+Control messages have three endpoints (dispatcher, data worker, the loaders of a process), which `zmq.py` implements.
+Batches travel on rails: for each there is a `BatchReceiver` in the trainer and a `BatchSender` in the data worker, and
+`rails.py` chooses. The conformance suite (tests/mpi_dataworkers/test_transport_conformance.py) holds for every rail. An
+endpoint belongs to one thread, save `wake`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -37,10 +37,33 @@ class Reconnected:
 
 @dataclass(frozen=True)
 class Received:
-    """What came from a peer: a message, a ProtocolError where the bytes were none, or the end of its connection."""
+    """What came from a peer: a message, a ProtocolError where the bytes were none, or the end of its connection.
+
+    Attributes:
+        peer: a data worker's id, or `peer_name` of a loader; of a connection that closed, the id of its process.
+    """
 
     peer: str
     message: Message | ProtocolError | Disconnected
+
+
+@dataclass(frozen=True)
+class ToLoader:
+    """A message of the dispatcher to one of the loaders that share a connection."""
+
+    loader: int
+    message: Message
+
+
+def peer_name(process: str, loader: int | None) -> str:
+    """What the dispatcher calls a peer: the id of its process and, of a loader, its number there."""
+    return process if loader is None else f"{process}/{loader}"
+
+
+def parse_peer(peer: str) -> tuple[str, int | None]:
+    """Undo `peer_name`."""
+    process, _, loader = peer.partition("/")
+    return process, int(loader) if loader else None
 
 
 @dataclass(frozen=True)
@@ -75,10 +98,7 @@ class DispatcherEndpoint(Protocol):
 
 
 class ControlEndpoint(Protocol):
-    """A peer's connection to the dispatcher."""
-
-    def send(self, message: Message) -> None:
-        """Send without waiting; while the dispatcher is away messages queue."""
+    """A process's connection to the dispatcher."""
 
     def wake(self) -> None:
         """Make a `poll` in another thread return."""
@@ -90,6 +110,9 @@ class ControlEndpoint(Protocol):
 class WorkerEndpoint(ControlEndpoint, Protocol):
     """A data worker's control connection."""
 
+    def send(self, message: Message) -> None:
+        """Send without waiting; while the dispatcher is away messages queue."""
+
     def close(self, until: float = math.inf) -> None:
         """Send what is queued, within a second and until then on the monotonic clock, s; then close."""
 
@@ -98,13 +121,16 @@ class WorkerEndpoint(ControlEndpoint, Protocol):
 
 
 class LoaderEndpoint(ControlEndpoint, Protocol):
-    """A loader's control connection and the rails on which data workers deliver."""
+    """The control connection of a process's loaders and the rails on which data workers deliver to all of them."""
+
+    def send(self, loader: int, message: Message) -> None:
+        """Send a loader's message without waiting; while the dispatcher is away messages queue."""
 
     @property
     def receivers(self) -> list[str]:
         """Where data workers deliver, the best rail first, for `Session.receivers`."""
 
-    def poll(self, timeout_s: float) -> tuple[list[Message | Reconnected], list[ReceivedBatch | ProtocolError]]:
+    def poll(self, timeout_s: float) -> tuple[list[ToLoader | Reconnected], list[ReceivedBatch | ProtocolError]]:
         """Wait for messages or batches, for a `wake`, or for `timeout_s`; a malformed batch comes as its error."""
 
 

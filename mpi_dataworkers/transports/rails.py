@@ -25,18 +25,22 @@ _log = logging.getLogger(__name__)
 
 Receivers = tuple[str, ...]
 
+# Loaders of one process that are read at the same time (validation within training) and find room in shared memory; of
+# what more there are, batches go in pieces while it is full.
+_POOL_LOADERS = 2
+
 
 def open_loader_endpoint(
     service: ServiceAddress, peer: str, timeout_s: float, rails: Collection[str], buffer_bytes: int, compress: bool
 ) -> LoaderEndpoint:
-    """Connect a loader to its dispatcher, and open the rails on which it takes batches.
+    """Connect the loaders of this process to their dispatcher, and open the rails on which they take batches.
 
     Args:
         service: address and keys.
-        peer: this loader's id, 32 hexadecimal digits.
+        peer: this process's id, 32 hexadecimal digits.
         timeout_s: how long to wait for the dispatcher.
         rails: which of `config.ALL_RAILS` to open.
-        buffer_bytes: finished batches that the loader holds ahead of the training loop.
+        buffer_bytes: finished batches that a loader holds ahead of the training loop.
         compress: ask data workers that come over TCP to compress.
 
     Raises:
@@ -57,7 +61,7 @@ def open_receivers(
         receivers.append(MpiReceiver(service.batch_key))
     if "shm" in rails:
         # Larger than what the window lets through: it is full only while the training loop keeps old batches.
-        receivers.append(ShmReceiver(service.batch_key, buffer_bytes + buffer_bytes // 4))
+        receivers.append(ShmReceiver(service.batch_key, _POOL_LOADERS * (buffer_bytes + buffer_bytes // 4)))
     binds = []
     if "ipc" in rails:
         # A name in the abstract namespace: nothing is left in a directory, whatever ends this process.

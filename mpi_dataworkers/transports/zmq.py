@@ -18,14 +18,25 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.codec import chop, decode, encode, join
+from mpi_dataworkers.codec import Buffer, chop, decode, encode, join
 from mpi_dataworkers.errors import AuthenticationError, ProtocolError, ServiceEnded, ServiceError, ServiceUnavailable
 from mpi_dataworkers.messages import Message
-from mpi_dataworkers.transports.base import BatchReceiver, Disconnected, Received, ReceivedBatch, Reconnected
+from mpi_dataworkers.transports.base import (
+    BatchReceiver,
+    Disconnected,
+    Received,
+    ReceivedBatch,
+    Reconnected,
+    ToLoader,
+    parse_peer,
+    peer_name,
+)
 
 # Frames that libzmq takes; larger messages (datasets in pickled form, which are rare) travel in pieces. What a stranger
 # can make a process hold is one frame for each connection, until the handshake's time is over.
 CONTROL_FRAME_BYTES = 1 << 20
+# A loader's number in its process, in decimal digits.
+_NUMBER_BYTES = 19
 # What CURVE adds to a frame, with room to spare (https://rfc.zeromq.org/spec/26/, MESSAGE command).
 _CURVE_BYTES = 256
 # Messages taken in one go before replies leave: bounds the delay of the first reply under load.
@@ -87,14 +98,26 @@ class _Gate:
             self.socket.send_multipart([version, request_id, *verdict, b"", b""])
 
 
-def _decode_control(pieces: list[memoryview]) -> Message:
-    """Read a control message, which has one frame.
+def _frames_of(message: Message, loader: int | None) -> list[Buffer]:
+    """A control message as it is sent: one frame, and behind it the number of the loader that it is about."""
+    frames: list[Buffer] = [encode(message)] if loader is None else [encode(message), str(loader).encode()]
+    return chop(frames, CONTROL_FRAME_BYTES)
+
+
+def _decode_control(pieces: list[memoryview]) -> tuple[Message, int | None]:
+    """Undo `_frames_of`.
 
     Raises:
         ProtocolError: it is none.
     """
-    frames = join(pieces, CONTROL_FRAME_BYTES)
-    return decode(frames[0] if len(frames) == 1 else b"")
+    first, *rest = join(pieces, CONTROL_FRAME_BYTES) or [b""]
+    if not rest:
+        return decode(first), None
+    if len(rest) > 1 or not (number := bytes(rest[0][:_NUMBER_BYTES])).isdigit():
+        raise ProtocolError(
+            f"a control message of {len(rest) + 1} frames is none: behind the first is a loader's number"
+        )
+    return decode(first), int(number)
 
 
 class ZmqDispatcherEndpoint:
@@ -134,9 +157,9 @@ class ZmqDispatcherEndpoint:
                 f"Who holds the port: ss -ltnp | grep {port}" if taken else "This host's addresses: ip -brief address"
             )
             raise ServiceError(f"dispatcher cannot bind {bind}: {error}. {check}") from error
-        # The connection that each peer's last message came by: the monitor names a closed one by its descriptor.
-        self._peer_by_descriptor: dict[int, str] = {}
-        self._descriptor_by_peer: dict[str, int] = {}
+        # The connection that each process's last message came by: the monitor names a closed one by its descriptor.
+        self._process_by_descriptor: dict[int, str] = {}
+        self._descriptor_by_process: dict[str, int] = {}
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -159,14 +182,14 @@ class ZmqDispatcherEndpoint:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            peer = frames[0].bytes.hex()
+            process = frames[0].bytes.hex()
             descriptor = int(frames[0].get(zmq.SRCFD))
-            self._peer_by_descriptor[descriptor], self._descriptor_by_peer[peer] = peer, descriptor
+            self._process_by_descriptor[descriptor], self._descriptor_by_process[process] = process, descriptor
             try:
-                message: Message | ProtocolError = _decode_control([frame.buffer for frame in frames[1:]])
+                message, loader = _decode_control([frame.buffer for frame in frames[1:]])
+                received.append(Received(peer_name(process, loader), message))
             except ProtocolError as error:
-                message = error
-            received.append(Received(peer, message))
+                received.append(Received(process, error))
         return received + closed
 
     def _read_closed(self) -> list[Received]:
@@ -174,15 +197,16 @@ class ZmqDispatcherEndpoint:
         closed: list[Received] = []
         while self._monitor.poll(0):
             descriptor = recv_monitor_message(self._monitor)["value"]
-            peer = self._peer_by_descriptor.pop(descriptor, None)
-            # A peer that came back after a cut is not gone with the connection that it had before.
-            if peer is not None and self._descriptor_by_peer.get(peer) == descriptor:
-                del self._descriptor_by_peer[peer]
-                closed.append(Received(peer, Disconnected()))
+            process = self._process_by_descriptor.pop(descriptor, None)
+            # Who came back after a cut is not gone with the connection that it had before.
+            if process is not None and self._descriptor_by_process.get(process) == descriptor:
+                del self._descriptor_by_process[process]
+                closed.append(Received(process, Disconnected()))
         return closed
 
     def send(self, peer: str, message: Message) -> None:
-        self._socket.send_multipart([bytes.fromhex(peer), *chop([encode(message)], CONTROL_FRAME_BYTES)])
+        process, loader = parse_peer(peer)
+        self._socket.send_multipart([bytes.fromhex(process), *_frames_of(message, loader)])
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -265,9 +289,6 @@ class _ZmqControl:
                 )
             closed += event == zmq.EVENT_DISCONNECTED
 
-    def send(self, message: Message) -> None:
-        self._control.send_multipart(chop([encode(message)], CONTROL_FRAME_BYTES))
-
     def wake(self) -> None:
         with self._waker_lock:
             if self._waker >= 0:
@@ -279,11 +300,14 @@ class _ZmqControl:
             os.eventfd_read(self._waker)
         return ready
 
-    def _read_control(self) -> list[Message | Reconnected]:
-        messages: list[Message | Reconnected] = []
+    def _send(self, message: Message, loader: int | None) -> None:
+        self._control.send_multipart(_frames_of(message, loader))
+
+    def _read_control(self) -> list[tuple[Message | Reconnected, int | None]]:
+        messages: list[tuple[Message | Reconnected, int | None]] = []
         while self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                messages.append(Reconnected())
+                messages.append((Reconnected(), None))
         for _ in range(_BURST):
             try:
                 pieces = self._control.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -318,9 +342,12 @@ class ZmqWorkerEndpoint(_ZmqControl):
         ServiceUnavailable, ServiceEnded, AuthenticationError: as they say.
     """
 
+    def send(self, message: Message) -> None:
+        self._send(message, None)
+
     def poll(self, timeout_s: float) -> list[Message | Reconnected]:
         ready = self._poll_sockets(timeout_s)
-        return self._read_control() if ready & {self._control, self._monitor} else []
+        return [message for message, _ in self._read_control()] if ready & {self._control, self._monitor} else []
 
     def close(self, until: float = math.inf) -> None:
         left_s = max(0.0, until - time.monotonic())
@@ -352,9 +379,19 @@ class ZmqLoaderEndpoint(_ZmqControl):
     def receivers(self) -> list[str]:
         return [address for receiver in self._batch_receivers for address in receiver.addresses]
 
-    def poll(self, timeout_s: float) -> tuple[list[Message | Reconnected], list[ReceivedBatch | ProtocolError]]:
+    def send(self, loader: int, message: Message) -> None:
+        self._send(message, loader)
+
+    def poll(self, timeout_s: float) -> tuple[list[ToLoader | Reconnected], list[ReceivedBatch | ProtocolError]]:
         ready = self._poll_sockets(min([timeout_s, *(receiver.look_again_s for receiver in self._batch_receivers)]))
-        messages = self._read_control() if ready & {self._control, self._monitor} else []
+        messages: list[ToLoader | Reconnected] = []
+        for message, loader in self._read_control() if ready & {self._control, self._monitor} else ():
+            if isinstance(message, Reconnected):
+                messages.append(message)
+            elif loader is not None:
+                messages.append(ToLoader(loader, message))
+            else:
+                raise ProtocolError(f"the dispatcher did not read what was sent to it: {getattr(message, 'text', '')}")
         batches: list[ReceivedBatch | ProtocolError] = []
         for receiver in self._batch_receivers:
             if receiver.look_again_s < math.inf or any(source in ready for source in receiver.sources):

@@ -343,7 +343,7 @@ def test_a_batch_connection_in_doubt_is_made_anew(
     loader = loaders(datasets.Augmented(100_000_000), service=service.name)
     passing = iter(loader)
     next(passing)
-    (receiver,) = loader._stream.client._endpoint._batch_receivers
+    (receiver,) = loader._stream.client._connection._endpoint._batch_receivers
     (connection,) = receiver._connections.values()
     connection.socket.shutdown(socket.SHUT_RDWR)  # as after a malformed batch
     wait_until(
@@ -566,7 +566,7 @@ def test_where_no_rail_reaches_the_loader_works_itself(
 ) -> None:
     service.start_workers()
     loader = loaders(datasets.Augmented(40), service=service.name)
-    endpoint = type(loader._stream.client._endpoint)
+    endpoint = type(loader._stream.client._connection._endpoint)
     monkeypatch.setattr(endpoint, "receivers", ["shm:@hetstream-of-another-host"])  # as with HETSTREAM_TRANSPORT=shm
     assert as_bytes(loader) == as_bytes(loaders(datasets.Augmented(40)))
     assert loader.stats()["local_steps"] > 0

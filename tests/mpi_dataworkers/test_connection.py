@@ -1,0 +1,366 @@
+"""The connection that the loaders of a process share."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sample_datasets as datasets
+import torch
+
+from mpi_dataworkers import DataLoader, connection
+from mpi_dataworkers.address import ServiceAddress
+from mpi_dataworkers.connection import ConnectionOptions, join_service
+from mpi_dataworkers.dispatcher import server
+from mpi_dataworkers.dispatcher.state import DispatcherState
+from mpi_dataworkers.errors import HetstreamError, RemoteError
+from mpi_dataworkers.messages import (
+    Alive,
+    Batch,
+    Batches,
+    LeaveConsumer,
+    LoaderHeartbeat,
+    LoaderStats,
+    Membership,
+    Message,
+    RegisterConsumer,
+)
+from mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
+
+DEADLINE_S = 10.0
+KEYS = "k" * 40, "k" * 40, "k" * 40, "00" * 32
+OPTIONS = ConnectionOptions(ServiceAddress("tcp://127.0.0.1:1", *KEYS), frozenset({"tcp"}), False)
+
+
+class FakeEndpoint:
+    """What the dispatcher and data workers send, put in by the test, and what loaders sent."""
+
+    receivers = ("tcp://127.0.0.1:2",)
+
+    def __init__(self) -> None:
+        self.incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.sent: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self.closed = threading.Event()
+
+    def send(self, loader: int, message: Message) -> None:
+        self.sent.put((loader, message))
+
+    def wake(self) -> None:
+        self.incoming.put(None)
+
+    def poll(self, timeout_s: float) -> tuple[list[Any], list[Any]]:
+        try:
+            one = self.incoming.get(timeout=timeout_s)
+        except queue.Empty:
+            return [], []
+        if isinstance(one, Exception):
+            raise one
+        return ([], [one]) if isinstance(one, ReceivedBatch) else ([one], []) if one is not None else ([], [])
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class FakeLoader:
+    """Notes what it is told; raises where a message says so."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.connection: Any = None
+        self.number = 0
+        self.stays = True
+
+    def joined(self, connection: Any, number: int) -> None:
+        self.connection, self.number = connection, number
+
+    def begin(self, now: float) -> None:
+        assert now > 0
+        self.connection.send(self.number, LoaderHeartbeat(LoaderStats()))
+
+    def handle(self, message: Any, now: float) -> None:
+        assert now > 0
+        if isinstance(message, Membership):
+            raise ValueError(f"{message.num_data_workers} data workers are too many")
+        self.told.put(message)
+
+    def take_in(self, received: ReceivedBatch) -> None:
+        self.told.put(received)
+
+    def attend(self, now: float) -> bool:
+        assert now > 0
+        return self.stays
+
+    def leave(self) -> None:
+        self.connection.send(self.number, LeaveConsumer(LoaderStats()))
+
+    def has_left(self, failure: HetstreamError | None) -> None:
+        self.told.put(("left", failure))
+
+
+@pytest.fixture
+def endpoints(monkeypatch: pytest.MonkeyPatch) -> list[FakeEndpoint]:
+    """The endpoints that were opened."""
+    opened: list[FakeEndpoint] = []
+
+    def open_fake(*_: Any) -> FakeEndpoint:
+        opened.append(FakeEndpoint())
+        return opened[-1]
+
+    monkeypatch.setattr(connection, "open_loader_endpoint", open_fake)
+    return opened
+
+
+def join(count: int, options: ConnectionOptions = OPTIONS) -> list[FakeLoader]:
+    made = [FakeLoader() for _ in range(count)]
+    for one in made:
+        join_service(options, one, 1)
+    return made
+
+
+def leave(loaders: list[FakeLoader]) -> None:
+    for one in loaders:
+        one.stays = False
+        one.connection.call(one.number)
+    for one in loaders:
+        assert one.told.get(timeout=DEADLINE_S) == ("left", None)
+        one.connection.wait_for_end(DEADLINE_S)
+
+
+def batch_of(session_id: str) -> Batch:
+    return Batch(session_id, 0, 1, 1, b"", [])
+
+
+def test_loaders_of_a_service_share_one_connection_and_the_last_one_closes_it(endpoints: list[FakeEndpoint]) -> None:
+    loaders = join(3)
+    others = join(1, ConnectionOptions(ServiceAddress("tcp://127.0.0.1:9", *KEYS), OPTIONS.rails, False))
+    assert len(endpoints) == 2
+    assert [one.number for one in loaders] == [1, 2, 3]
+    assert sorted(endpoints[0].sent.get(timeout=DEADLINE_S)[0] for _ in range(3)) == [1, 2, 3]
+    leave(loaders[:2])
+    assert not endpoints[0].closed.is_set()
+    leave(loaders[2:])
+    assert endpoints[0].closed.wait(DEADLINE_S)
+    assert not endpoints[1].closed.is_set()
+    again = join(1)
+    assert len(endpoints) == 3
+    leave(again + others)
+
+
+def test_messages_and_batches_reach_the_loader_that_they_are_for(endpoints: list[FakeEndpoint]) -> None:
+    loaders = join(3)
+    first, second, third = loaders
+    (endpoint,) = endpoints
+    second.connection.read("s2", second.number)
+    third.connection.read("s3", third.number)
+    small = ReceivedBatch(Batches([batch_of("s3"), batch_of("s3")]), [], "tcp")
+    large = ReceivedBatch(batch_of("s2"), [], "tcp")
+    for one in (
+        ReceivedBatch(batch_of("nobody's"), [], "tcp"),
+        small,
+        large,
+        ToLoader(1, Alive()),
+        ToLoader(77, Alive()),
+    ):
+        endpoint.incoming.put(one)
+    assert first.told.get(timeout=DEADLINE_S) == Alive()
+    assert second.told.get(timeout=DEADLINE_S) == large
+    assert third.told.get(timeout=DEADLINE_S) == small
+    second.connection.stop_reading("s2")
+    endpoint.incoming.put(large)
+    endpoint.incoming.put(Reconnected())
+    assert [one.told.get(timeout=DEADLINE_S) for one in loaders] == [Reconnected()] * 3
+    leave(loaders)
+
+
+def test_what_a_loader_raises_ends_that_loader_alone(endpoints: list[FakeEndpoint]) -> None:
+    bad, good = join(2)
+    (endpoint,) = endpoints
+    endpoint.incoming.put(ToLoader(bad.number, Membership(9)))
+    said, failure = bad.told.get(timeout=DEADLINE_S)
+    assert said == "left"
+    assert "ValueError: 9 data workers are too many" in str(failure)
+    sent = [endpoint.sent.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert (bad.number, LeaveConsumer(LoaderStats())) in sent, "the dispatcher is to know"
+    endpoint.incoming.put(ToLoader(good.number, Alive()))
+    assert good.told.get(timeout=DEADLINE_S) == Alive()
+    leave([good])
+
+
+def test_a_connection_that_fails_fails_all_its_loaders_and_the_next_one_gets_another(
+    endpoints: list[FakeEndpoint],
+) -> None:
+    loaders = join(2)
+    endpoints[0].incoming.put(HetstreamError("broken"))
+    assert [str(one.told.get(timeout=DEADLINE_S)[1]) for one in loaders] == ["broken"] * 2
+    loaders[0].connection.wait_for_end(DEADLINE_S)
+    leave(join(1))
+    assert len(endpoints) == 2
+
+
+def test_the_end_of_a_connection_is_the_end_of_all_its_loaders() -> None:
+    state = DispatcherState(1, 0.0)
+    for number, peer in enumerate(("aa/1", "aa/2", "ab/1")):
+        hello = RegisterConsumer("job", number, 0, 1, "host", 1, "d", {})
+        server._decide(state, Received(peer, hello), 0.0)
+    server._decide(state, Received("aa", Disconnected()), 1.0)
+    assert list(state.consumers) == ["ab/1"]
+
+
+# --- with a service -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loaders() -> Iterator[Callable[..., DataLoader]]:
+    """Make loaders that are closed after the test."""
+    made: list[DataLoader] = []
+
+    def make(dataset: Any, **options: Any) -> DataLoader:
+        made.append(DataLoader(dataset, **{"batch_size": 8, "shuffle": True, "seed": 5} | options))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+def holdings() -> tuple[int, collections.Counter[str]]:
+    threads = collections.Counter(thread.name.partition("_")[0] for thread in threading.enumerate())
+    return len(list(Path("/proc/self/fd").iterdir())), threads
+
+
+def test_a_loader_more_costs_no_descriptor_and_no_thread(three: Any, loaders: Any) -> None:
+    made = [loaders(datasets.Augmented(2000), service=three.name)]
+    assert len(list(made[0])) == 250
+    before = holdings()
+    made += [loaders(datasets.Augmented(40 + number), service=three.name) for number in range(59)]
+    passes = [iter(one) for one in made[1:]]
+    indices = [[int(index) for batch in one for index in batch[1]] for one in passes]
+    num_files, threads = holdings()
+    assert [sorted(one) for one in indices] == [list(range(40 + number)) for number in range(59)]
+    # Data workers that the first one did not need come with one connection each.
+    assert num_files <= before[0] + 3
+    assert threads == before[1]
+    assert [one.stats()["local_steps"] for one in made] == [0] * 60
+
+
+class Gate:
+    """Holds up whoever comes by in the trainer, until it is opened."""
+
+    opened = threading.Event()
+    reached = threading.Event()
+
+
+class HangingBatch:
+    """Hangs when it is rebuilt in the trainer."""
+
+    def __init__(self, values: Any) -> None:
+        self.values, self.pid = values, os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        Gate.reached.set()
+        assert Gate.opened.wait(60)
+
+
+class FailingBatch(HangingBatch):
+    """Fails when it is rebuilt."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise SystemExit("no batch of mine")
+
+
+def hanging(samples: list[Any]) -> HangingBatch:
+    return HangingBatch(torch.stack([values for values, _ in samples]))
+
+
+def failing(samples: list[Any]) -> FailingBatch:
+    return FailingBatch(torch.stack([values for values, _ in samples]))
+
+
+def test_a_loader_whose_batches_hang_or_fail_when_they_are_rebuilt_hurts_no_other(three: Any, loaders: Any) -> None:
+    Gate.opened.clear()
+    Gate.reached.clear()
+    hung = iter(loaders(datasets.Augmented(80), service=three.name, collate_fn=hanging))
+    failed = iter(loaders(datasets.Augmented(80), service=three.name, collate_fn=failing))
+    other = loaders(datasets.Augmented(200), service=three.name)
+    try:
+        assert Gate.reached.wait(DEADLINE_S)
+        with pytest.raises(RemoteError, match="no batch of mine"):
+            next(failed)
+        begun = time.monotonic()
+        assert sorted(int(index) for batch in other for index in batch[1]) == list(range(200))
+        assert time.monotonic() - begun < DEADLINE_S
+        assert other.stats()["local_steps"] == 0
+    finally:
+        Gate.opened.set()
+    assert type(next(hung)) is HangingBatch
+
+
+def test_a_process_reads_from_two_services_at_once(three: Any, service: Any, loaders: Any) -> None:
+    service.start_workers()
+    pair = [loaders(datasets.Augmented(40), service=one.name) for one in (three, service)]
+    first, second = ([int(index) for batch in one for index in batch[1]] for one in pair)
+    assert first == second
+    assert [one.stats()["local_steps"] for one in pair] == [0, 0]
+
+
+FORKING = """
+import json, os, signal, sys
+import torch
+from sample_datasets import Augmented
+from mpi_dataworkers import DataLoader
+
+def read(passing):
+    return [int(index) for batch in passing for index in batch[1]]
+
+def in_child(work):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(50)
+        os.write(writing, json.dumps(work()).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        text = stream.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return json.loads(text)
+
+torch.set_num_threads(1)
+loader = DataLoader(Augmented(800), batch_size=8, shuffle=True, seed=5, service=sys.argv[1])
+passing = iter(loader)
+taken = [int(index) for batch in (next(passing) for _ in range(20)) for index in batch[1]]
+
+def anew():
+    loader.set_epoch(0)
+    return [read(loader), loader.stats()["local_steps"]]
+
+def on():
+    before = loader.stats()["local_steps"]
+    return [read(passing), loader.stats()["local_steps"] - before]
+
+print(json.dumps({"anew": [in_child(anew) for _ in range(2)], "on": in_child(on), "taken": taken, "rest": read(passing),
+                  "local_steps": loader.stats()["local_steps"]}))
+loader.close()
+"""
+
+
+def test_a_forked_process_has_a_connection_of_its_own(three: Any, run_program: Any, tmp_path: Path) -> None:
+    finished = run_program(FORKING, tmp_path, three.name)
+    assert finished.returncode == 0, finished.stderr
+    assert "hetstream" not in finished.stderr, finished.stderr
+    said = json.loads(finished.stdout)
+    whole = said["taken"] + said["rest"]
+    assert sorted(whole) == list(range(800))
+    assert said["anew"] == [[whole, 0]] * 2
+    assert said["on"] == [said["rest"], 0]
+    assert said["local_steps"] == 0
+    assert "was registered again" not in three.log("dispatcher")

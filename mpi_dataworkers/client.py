@@ -407,6 +407,11 @@ class ServiceClient:
         )
 
     @property
+    def receivers(self) -> list[str]:
+        """Where data workers deliver, the best rail first."""
+        return self._connection.receivers
+
+    @property
     def num_data_workers(self) -> int:
         """Data worker processes that can reach this loader, as the dispatcher last said."""
         return self._num_workers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import operator
 import pickle
 import re
@@ -47,6 +48,11 @@ _part: Any = torch.unsafe_split_with_sizes
 _copy_each: Any = torch._foreach_copy_
 _CAT_ALIGN_BYTES = 32
 _COPY_EACH_FROM_BYTES = 48 << 10
+# A small tensor that is kept keeps no more than this: it leaves the memory of its message, alone or in the company of
+# others that are small.
+_OWN_BELOW_BYTES = 64 << 10
+# Of many tensors in one buffer, these are small, on average: copying larger ones would cost as much as their way here.
+_SMALL_BYTES = 16 << 10
 # Tensors of this size, on average, leave from where they lie if the rail can do that: a piece more costs less than the
 # copy does.
 _IN_PIECES_FROM_BYTES = 64 << 10
@@ -193,14 +199,17 @@ def _plan_of_features(names: tuple[str, ...], looks: tuple[tuple[Any, ...], ...]
 
 
 def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
-    """Put a batch together again; tensors are views of `buffers`.
+    """Put a batch together again.
+
+    Large tensors are views of `buffers`. Small ones are copied, so that a program which keeps one (a label, an id) does
+    not keep the message that it came in.
 
     Raises:
         ProtocolError: the spec and the buffers do not fit.
     """
     try:
         layout = _read_cached(spec) if len(spec) <= _CACHED_SPEC_BYTES else _read(spec)
-        next_buffer = iter(buffers).__next__
+        next_buffer = map(_owned, buffers).__next__
         tensors = layout.tensors(next_buffer)
         if layout.names is not None:
             return dict(zip(layout.names, tensors, strict=True))
@@ -228,6 +237,7 @@ class _PackLayout:
         numbers: which they are.
         lengths: their first dimensions, if they have the `rest` in common; else none.
         templates: tensors of their shapes, if they have not.
+        lasts, stops: how they are grouped to be copied: the number after each group's last one, and where it stops.
     """
 
     dtype: torch.dtype
@@ -235,20 +245,55 @@ class _PackLayout:
     lengths: list[int]
     rest: list[int]
     templates: list[torch.Tensor]
+    lasts: list[int]
+    stops: list[int]
 
     def parts(self, buffer: memoryview) -> Sequence[torch.Tensor]:
         """Them all, as views."""
         flat = torch.frombuffer(buffer, dtype=self.dtype)
-        if self.templates:
-            return _part_by_template(flat, self.templates)  # type: ignore[no-any-return]
-        return _part(flat.view(-1, *self.rest) if self.rest else flat, self.lengths)  # type: ignore[no-any-return]
+        if len(flat) != self.stops[-1]:
+            raise ProtocolError(f"{self.stops[-1]} numbers were to come in a buffer that has {len(flat)}")
+        parts: list[torch.Tensor] = []
+        begin = first = 0
+        for last, stop in zip(self.lasts, self.stops, strict=True):
+            some = flat[begin:stop]
+            # Of a buffer that is no larger, `_owned` has made a copy.
+            if buffer.nbytes >= _OWN_BELOW_BYTES > some.nbytes:
+                some = some.clone()
+            if self.templates:
+                parts += _part_by_template(some, self.templates[first:last])
+            else:
+                parts += _part(some.view(-1, *self.rest) if self.rest else some, self.lengths[first:last])
+            begin, first = stop, last
+        return parts
 
 
 def _pack_layout(dtype: torch.dtype, numbers: list[int], shapes: list[list[int]]) -> _PackLayout:
     rest = shapes[0][1:]
+    sizes = [math.prod(shape) for shape in shapes]
+    are_small = sum(sizes) * dtype.itemsize < _SMALL_BYTES * len(sizes)
+    groups = _in_company(sizes, _OWN_BELOW_BYTES // dtype.itemsize) if are_small else ([len(sizes)], [sum(sizes)])
     if all(len(shape) > 0 and shape[1:] == rest for shape in shapes):
-        return _PackLayout(dtype, numbers, [shape[0] for shape in shapes], rest, [])
-    return _PackLayout(dtype, numbers, [], [], [torch.empty(shape, device="meta") for shape in shapes])
+        return _PackLayout(dtype, numbers, [shape[0] for shape in shapes], rest, [], *groups)
+    return _PackLayout(dtype, numbers, [], [], [torch.empty(shape, device="meta") for shape in shapes], *groups)
+
+
+def _in_company(sizes: list[int], limit: int) -> tuple[list[int], list[int]]:
+    """Group neighbours of which all together are smaller than the limit; who is larger is alone.
+
+    Returns:
+        For each group the number after its last member, and where it stops.
+    """
+    lasts: list[int] = []
+    stops: list[int] = []
+    begin = end = 0
+    for number, size in enumerate(sizes):
+        if end > begin and end + size - begin >= limit:
+            lasts.append(number)
+            stops.append(end)
+            begin = end
+        end += size
+    return [*lasts, len(sizes)], [*stops, end]
 
 
 @dataclass(frozen=True)
@@ -383,6 +428,11 @@ def _build_all(nodes: Any, next_tensor: Callable[[], Any], next_buffer: Callable
         next_tensor() if node == "t" else node[1] if node[0] == "v" else _build(node, next_tensor, next_buffer)
         for node in nodes
     ]
+
+
+def _owned(buffer: memoryview) -> memoryview:
+    """A small buffer in memory of its own."""
+    return memoryview(bytearray(buffer)) if buffer.nbytes < _OWN_BELOW_BYTES else buffer
 
 
 def _load(leaf: bytes) -> Any:

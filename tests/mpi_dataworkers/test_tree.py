@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -186,3 +187,42 @@ def test_packed_tensors_of_any_shapes_are_tensors_of_their_own(shapes: list[tupl
     came[0].sum().backward()
     assert torch.equal(came[0], batch[0] * 2)
     assert torch.equal(came[1], batch[1])
+
+
+MANY = {f"feature {number}": torch.full((600, 4), float(number)) for number in range(50)}
+IMAGES = torch.rand(8, 3, 200, 200)
+
+
+@pytest.mark.parametrize(
+    ("batch", "of"),
+    [
+        ([IMAGES, torch.arange(8)], lambda batch: batch[1]),
+        ((IMAGES, np.arange(8)), lambda batch: batch[1]),
+        ({"image": IMAGES, "target": [{"box": torch.rand(number, 4)} for number in range(1, 12)]},
+         lambda batch: batch["target"][9]["box"]),
+        (MANY, lambda batch: batch["feature 31"]),
+        ({**MANY, "label": torch.arange(600.0)}, lambda batch: batch["label"]),
+    ],
+    ids=["label", "array", "boxes", "feature of many", "feature of another shape"],
+)  # fmt: skip
+def test_who_keeps_a_small_tensor_keeps_no_message(batch: Any, of: Any) -> None:
+    spec, buffers = flatten(batch)
+    frames, places = fuse(buffers)
+    messages = [np.frombuffer(bytearray(frame), np.uint8) for frame in frames]
+    alive = [weakref.ref(message) for message in messages]
+    came = unflatten(spec, split([message.data for message in messages], places))
+    del messages
+    kept = of(came)
+    assert bytes(kept) == bytes(of(batch)) if isinstance(kept, np.ndarray) else torch.equal(kept, of(batch))
+    assert any(message() is not None for message in alive) == (len(batch) < 50), "what is large is not copied"
+    del came
+    assert [message() for message in alive] == [None] * len(alive)
+
+
+def test_each_of_many_tensors_is_itself_however_they_are_copied() -> None:
+    for sizes in ([9000] * 30, [1, 40_000, 3] * 20, [0, 5, 20_000] * 9, [100_000] * 9):
+        batch = {f"{number}": torch.arange(size) + number for number, size in enumerate(sizes)}
+        came = travel(batch)
+        assert all(torch.equal(came[name], tensor) for name, tensor in batch.items())
+        came["1"] += 1  # in place, as of a batch of one's own
+        assert torch.equal(came["2"], batch["2"])

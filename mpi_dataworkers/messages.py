@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Ranges = list[tuple[int, int]]
 
@@ -558,9 +558,15 @@ class Proof(Message, frozen=True):
 
 
 class Compressed(Message, frozen=True):
-    """In front of a delivery whose frames are compressed, its header first: their sizes before, or -1 as they are."""
+    """Header of a delivery whose frames are compressed.
+
+    Attributes:
+        sizes: of its own header and of the frames, before they were compressed; -1 for one that is as it was.
+        header: its own header, as the frames are.
+    """
 
     sizes: list[int]
+    header: bytes
 
 
 class Batch(Message, frozen=True, omit_defaults=True):

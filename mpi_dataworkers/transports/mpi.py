@@ -9,6 +9,9 @@ loader looks for messages, every 0.1 ms while they come and every 2 ms when none
 until the loader has taken the batch. `MPI_Finalize` waits for all ranks, so data workers stay until all trainers are at
 their end (`World`).
 
+Headers have no seal (`proof.py`): a rank and its peers are processes that one launcher has started, and who can change
+what they send each other is inside the MPI library or its network. docs/decisions/0001 says what that means.
+
 Everything is sent on `COMM_WORLD`, with tags of 2^20 and more: making a communicator would have to wait for ranks that
 make no loader.
 """

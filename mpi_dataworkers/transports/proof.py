@@ -1,8 +1,13 @@
-"""Mutual proof of the job's key at the start of a batch connection. Pure; used by the transports.
+"""Who sends on a batch connection: proof of the job's key at its start, a seal on each header. Pure.
 
-Batches are not encrypted (encryption costs more CPU than all the rest of the transport), so CURVE stays on the control
-connections and a batch connection starts with a challenge and a response in both directions, HMAC-SHA256 over both
-nonces and the role, which a peer without the key can neither answer nor replay.
+Used by the transports. Batches are not encrypted (encryption costs more CPU than all the rest of the transport). CURVE
+stays on the control connections, and a batch connection starts with a challenge and a response in both directions,
+HMAC-SHA256 over both nonces and the role, which a peer without the key can neither answer nor replay.
+
+What is made into Python objects has to come from that peer to the end: who is on the path of the connection could else
+put a pickle of his own into a header after the handshake. So each header is sealed, with keyed BLAKE2b
+(https://www.rfc-editor.org/rfc/rfc7693) over it and its number, under a key that both nonces are part of: it cannot be
+changed, repeated, left out or moved, in this connection or another. The bytes of tensors have no seal.
 """
 
 from __future__ import annotations
@@ -11,10 +16,12 @@ import hashlib
 import hmac
 import secrets
 
+from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.errors import ProtocolError
 from mpi_dataworkers.messages import AnyMessage, Challenge, Hello, Proof
 
 NONCE_BYTES = 32
+SEAL_BYTES = 16
 
 
 def new_nonce() -> bytes:
@@ -27,7 +34,7 @@ def prove(key: bytes, role: str, worker_nonce: bytes, loader_nonce: bytes, recei
 
     Args:
         key: the job's batch key.
-        role: "loader" or "worker", so that no side can send the other's answer back.
+        role: "loader" or "worker", so that no side can send the other's answer back; "headers" for the key of seals.
         worker_nonce, loader_nonce: both sides' nonces.
         receiver: the address the connection was made to, so that an answer cannot be relayed from another one.
     """
@@ -41,6 +48,45 @@ def is_proof(given: bytes, key: bytes, role: str, worker_nonce: bytes, loader_no
     return fresh and hmac.compare_digest(given, prove(key, role, worker_nonce, loader_nonce, receiver))
 
 
+class Seal:
+    """Seals the headers of one connection, or looks at their seals; each end has one.
+
+    Args:
+        key: the connection's.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def put_on(self, header: Buffer) -> bytes:
+        """The next header, with its seal behind it."""
+        return b"".join((header, self._next(header)))
+
+    def take_off(self, sealed: memoryview) -> memoryview:
+        """The next header, if it is what the peer has sent.
+
+        Raises:
+            ProtocolError: it is not.
+        """
+        header, given = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
+        if not hmac.compare_digest(given, self._next(header)):
+            raise ProtocolError(
+                f"header {self._count} of a batch connection, of {sealed.nbytes} bytes, was changed on its way, or one "
+                "was left out, repeated or moved: somebody is on the network between data worker and trainer"
+            )
+        return header
+
+    def _next(self, header: Buffer) -> bytes:
+        self._count += 1
+        number = self._count.to_bytes(16, "little")
+        return hashlib.blake2b(header, digest_size=SEAL_BYTES, key=self._key, salt=number).digest()
+
+
+def _seal(key: bytes, worker_nonce: bytes, loader_nonce: bytes, receiver: str) -> Seal:
+    return Seal(prove(key, "headers", worker_nonce, loader_nonce, receiver))
+
+
 class LoaderHandshake:
     """A loader's side of the start of one connection.
 
@@ -49,7 +95,7 @@ class LoaderHandshake:
         receiver: the address that the connection was made to.
 
     Attributes:
-        proven: the data worker holds the key.
+        seal: of what the data worker sends, since it has proved that it holds the key.
     """
 
     def __init__(self, key: bytes, receiver: str) -> None:
@@ -57,7 +103,12 @@ class LoaderHandshake:
         self._receiver = receiver
         self._worker_nonce = b""
         self._loader_nonce = b""
-        self.proven = False
+        self.seal: Seal | None = None
+
+    @property
+    def proven(self) -> bool:
+        """Whether the data worker holds the key."""
+        return self.seal is not None
 
     def answer(self, message: AnyMessage, compress: bool = False) -> Challenge | None:
         """Take what the data worker says.
@@ -76,11 +127,11 @@ class LoaderHandshake:
             self._worker_nonce, self._loader_nonce = message.nonce, new_nonce()
             proof = prove(self._key, "loader", self._worker_nonce, self._loader_nonce, self._receiver)
             return Challenge(self._loader_nonce, proof, compress)
-        self.proven = isinstance(message, Proof) and is_proof(
+        if not isinstance(message, Proof) or not is_proof(
             message.proof, self._key, "worker", self._worker_nonce, self._loader_nonce, self._receiver
-        )
-        if not self.proven:
+        ):
             raise ProtocolError(f"a handshake without the job's key: {type(message).__name__}")
+        self.seal = _seal(self._key, self._worker_nonce, self._loader_nonce, self._receiver)
         return None
 
 
@@ -94,11 +145,13 @@ class WorkerHandshake:
 
     Attributes:
         hello: what it says first.
+        seal: of what it sends, since the loader has proved that it holds the key.
     """
 
     def __init__(self, key: bytes, worker_id: str, receiver: str) -> None:
         self._key = key
         self.hello = Hello(worker_id, receiver, new_nonce())
+        self.seal = Seal(b"")
 
     def answer(self, challenge: AnyMessage) -> Proof:
         """Take the loader's challenge, and answer it if that proves the key.
@@ -111,4 +164,5 @@ class WorkerHandshake:
             challenge.proof, self._key, "loader", nonce, challenge.nonce, receiver
         ):
             raise ProtocolError("it does not hold this job's key; nothing was sent to it")
+        self.seal = _seal(self._key, nonce, challenge.nonce, receiver)
         return Proof(prove(self._key, "worker", nonce, challenge.nonce, receiver))

@@ -225,7 +225,7 @@ class ShmReceiver:
                     return
                 frames = self._take(connection, count)
                 if frames is not None:
-                    batches.append(_delivery(frames))
+                    batches.append(_delivery(connection.handshake, frames))
         except BlockingIOError:
             pass
         except OSError:
@@ -290,8 +290,9 @@ class ShmReceiver:
         self._listener.close()
 
 
-def _delivery(frames: list[memoryview]) -> ReceivedBatch:
-    header = decode(frames[0])
+def _delivery(handshake: LoaderHandshake, frames: list[memoryview]) -> ReceivedBatch:
+    assert handshake.seal is not None, "a connection has a pool since it has proved the key"
+    header = decode(handshake.seal.take_off(frames[0]))
     if not isinstance(header, Delivery):
         raise ProtocolError(f"{type(header).__name__} is no message for an open batch connection")
     return ReceivedBatch(header, frames[1:], ShmReceiver.rail)
@@ -337,6 +338,7 @@ class _Channel:
         handshake = WorkerHandshake(key, worker_id, self._receiver)
         self._socket.send(encode(handshake.hello))
         self._socket.send(encode(handshake.answer(decode(self._socket.recv(_HANDSHAKE_BYTES)))))
+        self._seal = handshake.seal
         text, descriptors, _, _ = socket.recv_fds(self._socket, _HANDSHAKE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if text != _POOL or len(descriptors) != 1:
             raise ProtocolError("it refused this data worker's proof of the key")
@@ -352,7 +354,7 @@ class _Channel:
             OSError: the loader is gone, or takes nothing.
             ProtocolError: it gives back what it does not have.
         """
-        frames = [encode(header), *frames]
+        frames = [self._seal.put_on(encode(header)), *frames]
         sizes = [size_of(frame) for frame in frames]
         table, offsets, total = lay_out(sizes)
         offset = self._room_for(total) if total > _INLINE_BYTES else None

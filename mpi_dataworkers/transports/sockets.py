@@ -343,17 +343,18 @@ class SocketReceiver:
     def _take(self, one: _Connection, whole: memoryview, batches: list[ReceivedBatch | ProtocolError]) -> None:
         """Take in a message: a batch, or a step of the handshake."""
         frames: list[memoryview] = find_frames(whole)
-        message = decode(frames[0])
-        if not one.handshake.proven:
-            answer = one.handshake.answer(message, self._compress and rail_of(one.address) == "tcp")
+        seal = one.handshake.seal
+        if seal is None:
+            answer = one.handshake.answer(decode(frames[0]), self._compress and rail_of(one.address) == "tcp")
             if answer is not None:
                 one.socket.send(_bytes_of(answer))
             else:
                 del self._unproven[one.socket.fileno()]
             return
+        message = decode(seal.take_off(frames[0]))
         if isinstance(message, Compressed):
-            frames = [memoryview(frame) for frame in decompress(frames[1:], message.sizes)]
-            message = decode(frames[0] if frames else b"")
+            frames = [memoryview(frame) for frame in decompress([message.header, *frames[1:]], message.sizes)]
+            message = decode(frames[0])
         if not isinstance(message, Delivery):
             raise ProtocolError(f"{type(message).__name__} is no message for an open batch connection")
         batches.append(ReceivedBatch(message, frames[1:], rail_of(one.address)))
@@ -394,7 +395,9 @@ class _Channel:
             self._socket.settimeout(_HANDSHAKE_TIMEOUT_S)
             self._socket.connect(name)
             _watch(self._socket)
-            self._compresses = self._shake_hands(WorkerHandshake(key, worker_id, receiver))
+            handshake = WorkerHandshake(key, worker_id, receiver)
+            self._compresses = self._shake_hands(handshake)
+            self._seal = handshake.seal
             self._socket.settimeout(None)
             say_us = int(_SAY_S * 1e6)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, say_us))
@@ -448,12 +451,13 @@ class _Channel:
         self._look_whether_closed()
         first = encode(header)
         waited_s = self._hold_back(sum(map(size_of, frames), len(first)))
-        whole: list[Leaf] = [first, *frames]
+        rest: Sequence[Leaf] = frames
         if self._compresses:
-            joined = list(map(in_one_piece, whole))
-            smaller, sizes = compress(joined)
-            whole = [encode(Compressed(sizes)), *smaller] if max(sizes) >= 0 else [*joined]
-        pieces = _pieces_of(whole)
+            joined = list(map(in_one_piece, frames))
+            (header_smaller, *rest), sizes = compress([first, *joined])
+            if max(sizes) >= 0:
+                first = encode(Compressed(sizes, bytes(header_smaller)))
+        pieces = _pieces_of([self._seal.put_on(first), *rest])
         with self._changed:
             if self._error is not None:
                 raise self._error

@@ -12,7 +12,7 @@ from mpi_dataworkers import messages
 from mpi_dataworkers.codec import FUSE_BELOW_BYTES, chop, decode, encode, fuse, join, split
 from mpi_dataworkers.errors import ProtocolError
 
-GOLDEN = bytes.fromhex("4845540383a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
+GOLDEN = bytes.fromhex("4845540483a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
 
 
 def examples() -> list[messages.Message]:
@@ -73,7 +73,7 @@ def examples() -> list[messages.Message]:
         messages.Hello("w", "tcp://h:1", b"n"),
         messages.Challenge(b"n", b"p"),
         messages.Proof(b"p"),
-        messages.Compressed([-1, 5]),
+        messages.Compressed([-1, 5], b"h"),
         messages.Batch("s", 1, 2, 3, b"spec", [(0, 0, 4)]),
         messages.Batches([messages.Batch("s", 1, 2, 3, b"spec", [(0, 0, 4)])]),
         messages.BatchFailed("s", 1, failure),
@@ -91,7 +91,7 @@ def test_round_trip(message: messages.Message) -> None:
     assert decode(encode(message)) == message
 
 
-def test_golden_bytes_of_version_3() -> None:
+def test_golden_bytes_of_version_4() -> None:
     assert encode(messages.FinishLease(257, 0.5)) == GOLDEN
     assert decode(GOLDEN) == messages.FinishLease(257, 0.5)
 
@@ -105,7 +105,7 @@ def test_every_truncation_is_refused(message: messages.Message) -> None:
 
 
 def test_another_protocol_version_is_refused_by_name() -> None:
-    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 3\. Install the same"):
+    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 4\. Install the same"):
         decode(b"HET\x09" + GOLDEN[4:])
 
 

@@ -51,7 +51,7 @@ TREES: list[Any] = [
 SEEDS = [
     encode(Hello("w", "tcp://h:1", bytes(32))),
     encode(Proof(bytes(32))),
-    encode(Compressed([-1, 100])),
+    encode(Compressed([-1, 100], b"header")),
     encode(EndOfShard("s", 3, 1)),
     encode(GrantLease(1, Session("s", "d", 0, 0, ListedOrder(True), ["tcp://h:1"]), 0, 1, StepList(0, b"1", b"2"))),
     *(encode(Batch("s", 0, 0, 1, tree.flatten(one)[0], [(0, 0, 8), (1, 0, 16)])) for one in TREES),

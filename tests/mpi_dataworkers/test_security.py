@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
+import pickle
 import select
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import sample_datasets as datasets
 import zmq
@@ -25,8 +29,16 @@ from mpi_dataworkers.errors import ConfigError, ProtocolError, ServiceError
 from mpi_dataworkers.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, Membership, Proof
 from mpi_dataworkers.transports import sockets
 from mpi_dataworkers.transports.base import PeerUnreachable
-from mpi_dataworkers.transports.extents import lay_out
-from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake, is_proof, new_nonce, prove
+from mpi_dataworkers.transports.extents import find_frames, lay_out
+from mpi_dataworkers.transports.proof import (
+    SEAL_BYTES,
+    LoaderHandshake,
+    Seal,
+    WorkerHandshake,
+    is_proof,
+    new_nonce,
+    prove,
+)
 from mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -68,6 +80,19 @@ def test_a_handshake_cannot_be_replayed_shortened_or_turned_round() -> None:
     for wrong in (Challenge(new_nonce(), challenge.proof), Challenge(challenge.nonce, proof.proof), proof):
         with pytest.raises(ProtocolError, match="does not hold this job's key"):
             worker.answer(wrong)
+
+
+def test_a_seal_holds_for_its_header_number_and_connection_only() -> None:
+    there, here, elsewhere = Seal(KEY), Seal(KEY), Seal(bytes(31) + b"\1")
+    first, second = there.put_on(b"one"), there.put_on(b"two")
+    assert bytes(here.take_off(memoryview(first))) == b"one"
+    for wrong in (first, second[:-1], b"tWo" + second[3:], b""):
+        again = copy.copy(here)
+        with pytest.raises(ProtocolError, match="was changed on its way"):
+            again.take_off(memoryview(wrong))
+    assert bytes(here.take_off(memoryview(second))) == b"two"
+    with pytest.raises(ProtocolError, match="was changed on its way"):
+        elsewhere.take_off(memoryview(first))
 
 
 def test_address_files_are_checked(tmp_path: Path) -> None:
@@ -312,6 +337,124 @@ def test_a_crowd_of_strangers_makes_room_for_data_workers(monkeypatch: pytest.Mo
     receiver.close()
     for stranger in crowd:
         stranger.close()
+
+
+class OnPath:
+    """Somebody on the network between data worker and loader, who forwards what they send and changes batches.
+
+    Args:
+        receiver: the loader's address.
+        change: from the bytes of batches in order to those to be forwarded.
+    """
+
+    def __init__(self, receiver: str, change: Any) -> None:
+        self._change = change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.name = self._listener.getsockname()
+        self._loader = connect_to(receiver)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        worker, _ = self._listener.accept()
+        back = threading.Thread(target=self._forward_back, args=(worker,))
+        back.start()
+        with worker:
+            for _ in range(2):  # Hello, Proof
+                self._loader.sendall(framed_as_it_is(read_message(worker)))
+            batches = [read_message(worker) for _ in range(3)]
+            with contextlib.suppress(OSError):  # the loader has hung up on it
+                for text in self._change(batches):
+                    self._loader.sendall(framed_as_it_is(text))
+            back.join()
+
+    def _forward_back(self, worker: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while text := self._loader.recv(4096):
+                worker.sendall(text)
+
+    def close(self) -> None:
+        self._thread.join()
+        self._loader.close()
+        self._listener.close()
+
+
+def framed_as_it_is(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_message(connection: socket.socket) -> bytes:
+    def read(num_bytes: int) -> bytes:
+        text = b""
+        while len(text) < num_bytes:
+            more = connection.recv(num_bytes - len(text))
+            assert more, "the connection ended inside a message"
+            text += more
+        return text
+
+    return read(int.from_bytes(read(8), "little"))
+
+
+class Evil:
+    """Its pickle runs code where it is read."""
+
+    def __reduce__(self) -> Any:
+        return os.abort, ()
+
+
+def with_a_pickle(text: bytes) -> bytes:
+    """A batch with another header, whose structure is a pickle of the attacker's."""
+    frames = find_frames(memoryview(text))
+    spec = msgspec.msgpack.encode(([], [], ["p", pickle.dumps(Evil())]))
+    header = encode(Batch("s", 0, 0, 1, spec, [])) + bytes(frames[0][-SEAL_BYTES:])
+    table, offsets, total = lay_out([len(header), *(len(frame) for frame in frames[1:])])
+    whole = bytearray(total)
+    whole[: len(table)] = table
+    for frame, offset in zip([header, *frames[1:]], offsets, strict=True):
+        whole[offset : offset + len(frame)] = frame
+    return bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "untouched"),
+    [
+        (lambda batches: batches, 3),
+        (lambda batches: [batches[0], with_a_pickle(batches[1]), batches[2]], 1),
+        (lambda batches: [batches[0], batches[0], batches[1]], 1),
+        (lambda batches: [batches[1], batches[0], batches[2]], 0),
+        (lambda batches: [batches[0], batches[2]], 1),
+    ],
+    ids=["nothing", "a pickle in a header", "repeated", "moved", "left out"],
+)
+@pytest.mark.parametrize("compress", [False, True], ids=["plain", "compressed"])
+def test_who_is_on_the_path_cannot_change_what_is_made_into_objects(
+    monkeypatch: pytest.MonkeyPatch, change: Any, untouched: int, compress: bool
+) -> None:
+    receiver = SocketReceiver("11" * 32, ["tcp://127.0.0.1:*"], compress)
+    (address,) = receiver.addresses
+    attacker = OnPath(address, change)
+    monkeypatch.setattr(sockets, "_tcp_name", lambda _: attacker.name)
+    sender = SocketBatchSender("11" * 32, "w")
+
+    def send() -> None:
+        for step in range(3):
+            sender.send(address, Batch("s", step, 0, 1, b"spec", [(0, 0, 1 << 17)]), [bytes(1 << 17)])
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    came: list[Any] = []
+    deadline = time.monotonic() + 10
+    while len(came) < min(3, untouched + 1) and time.monotonic() < deadline:
+        select.select(receiver.sources, [], [], 0.1)
+        came += receiver.receive()
+    thread.join()
+    assert [one.header.step for one in came if not isinstance(one, ProtocolError)] == list(range(untouched))
+    refused = [str(one) for one in came if isinstance(one, ProtocolError)]
+    assert ["was changed on its way" in text for text in refused] == [True] * (untouched < 3)
+    assert len(receiver._connections) == (untouched == 3), "it has to prove the key again"
+    receiver.close()
+    attacker.close()
+    sender.close(0)
 
 
 def test_the_dispatcher_refuses_other_versions_and_goes_on(service: Any, wait_until: Any) -> None:

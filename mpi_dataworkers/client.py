@@ -280,7 +280,7 @@ class _ClientOptions:
 
     address_file: Path
     identity: Identity
-    ordinal: int
+    name: LoaderName
     description: dict[str, str]
     prepare: Callable[[Batch, Sequence[Buffer]], Any]
     runs_program: Callable[[Batch], bool]
@@ -324,7 +324,7 @@ class ServiceClient:
         keep_freed_memory()
         service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
         self._options = _ClientOptions(
-            address_file, identity, ordinal, description, prepare, runs_program, buffer_bytes, rails, compress
+            address_file, identity, name, description, prepare, runs_program, buffer_bytes, rails, compress
         )
         self._definition = definition
         self._prepare = prepare
@@ -396,7 +396,7 @@ class ServiceClient:
         return ServiceClient(
             options.address_file,
             identity,
-            options.ordinal,
+            options.name,
             self._definition,
             options.description,
             options.prepare,

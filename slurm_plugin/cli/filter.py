@@ -1,7 +1,8 @@
 """`hetstream filter`: plan the conversion of an sbatch for the cli_filter plugin (`slurm_plugin/lua/cli_filter.lua`).
 
-It submits nothing. What it prints is the directory that the plugin removes afterwards, and the shell command that
-submits; any exit code but 0 lets the plain submission go on.
+It submits nothing. What it prints is the shell command that submits, and then removes the script that was made here;
+any exit code but 0 lets the plain submission go on. The command stands between two lines with the plugin's nonce: other
+things may print in this process, as a user's `sitecustomize` does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.conversion import convert_script
 from slurm_plugin.program import own_program
 
+# A word of the plugin's, in the two lines between which it looks for the plan.
+NONCE = "HETSTREAM_FILTER_NONCE"
 # The plugin is silent about it: most jobs are not ours.
 EXIT_NOTHING_TO_CONVERT = 3
 
@@ -28,8 +31,8 @@ HELP = """\
 usage: hetstream filter DIRECTIVES SCRIPT WORDS OF SBATCH
 
 Called by the cli_filter plugin. DIRECTIVES are the site's for scripts that have none (an empty word: none), SCRIPT is
-the file that sbatch has found, and the words are those that it was called with. Prints a directory to remove
-afterwards, and the shell command that submits the converted script with the sbatch in $sbatch.
+the file that sbatch has found, and the words are those that it was called with. Prints, between two lines that hold
+HETSTREAM_FILTER_NONCE, the shell command that submits the converted script with the sbatch in $sbatch and removes it.
 
 exit codes: 0 convert, 3 nothing to convert, anything else: trouble. Unless it is 0, sbatch goes on as it was called.
 """
@@ -49,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if len(args.words) < 2:
         raise UsageError("no words of sbatch. Called by the cli_filter plugin; users run: hetstream sbatch")
+    nonce = os.environ.pop(NONCE, "")
+    if not nonce.isalnum():
+        raise UsageError(f"no {NONCE}: cli_filter.lua is of another release. Tell the site's administrator")
     directives, script, *words = args.words
     options, rest = parse_words(words, "command line")
     if not rest or rest[0] == ":" or SbatchOptions(tuple(options)).has("wrap", "help", "usage", "version"):
@@ -78,8 +84,15 @@ def run(args: argparse.Namespace) -> int:
     # These variables are options for every component; the plan has made them options of the trainer.
     unset = [word for key in ENVIRONMENT if key in os.environ for word in ("-u", key)]
     command = shlex.join([*conversion.plan.sbatch_options, str(path), *rest[1:]])
-    print(directory)
-    print(f'exec {shlex.join(["env", *unset])} "$sbatch" {command}')
+    made = shlex.quote(str(path)), shlex.quote(str(directory))
+    plan = (
+        "trap : INT TERM",  # what a terminal sends ends sbatch, and the script is removed all the same
+        f'{shlex.join(["env", *unset])} "$sbatch" {command}',
+        "code=$?",
+        f"rm -f -- {made[0]}; rmdir -- {made[1]}",
+        "exit $code",
+    )
+    print(f"\nhetstream-plan-{nonce}", *plan, f"hetstream-end-{nonce}", sep="\n")
     return 0
 
 

@@ -48,11 +48,21 @@ local function is_candidate(script, any_script)
   return any_script or text:find("\n" .. MARK, 1, true) ~= nil
 end
 
+-- A word that nothing but our converter can print, which is told it.
+local function new_nonce()
+  local source = io.open("/dev/urandom", "rb")
+  local bytes = source and source:read(16)
+  if source then source:close() end
+  if not bytes or #bytes < 16 then error("no random bytes from /dev/urandom", 0) end
+  return (bytes:gsub(".", function(byte) return string.format("%02x", byte:byte()) end))
+end
+
 -- Returns the exit code, what was printed, and the last line of what was said.
-local function run(program, arguments, timeout_s)
+local function run(program, arguments, timeout_s, nonce)
   local out, err = os.tmpname(), os.tmpname()
-  local code = exit_code(os.execute(string.format("timeout --foreground -k 1 %s %s filter %s </dev/null >%s 2>%s",
-    timeout_s, quote(program), arguments, quote(out), quote(err))))
+  local code = exit_code(os.execute(string.format(
+    "HETSTREAM_FILTER_NONCE=%s timeout --foreground -k 1 %s %s filter %s </dev/null >%s 2>%s",
+    nonce, timeout_s, quote(program), arguments, quote(out), quote(err))))
   local printed, said = read(out) or "", read(err) or ""
   os.remove(out)
   os.remove(err)
@@ -68,16 +78,18 @@ local function submit(policy, program, options, offset)
   local quoted = { quote(default), quote(script) }
   for _, word in ipairs(command_line()) do quoted[#quoted + 1] = quote(word) end
   local timeout_s = tonumber(policy.timeout_s) or DEFAULT_TIMEOUT_S
-  local code, printed, said = run(program, table.concat(quoted, " "), timeout_s)
+  local nonce = new_nonce()
+  local code, printed, said = run(program, table.concat(quoted, " "), timeout_s, nonce)
   if code == NOTHING_TO_CONVERT then return end
   if code == INTERRUPTED then os.exit(INTERRUPTED) end
-  local directory, command = printed:match("^(/[^\n]+)\n(.+)$")
+  -- The user's Python may print what it likes (sitecustomize, a .pth file): the plan is what stands between our words.
+  local command = printed:match("hetstream%-plan%-" .. nonce .. "\n(.+)\nhetstream%-end%-" .. nonce)
   if code ~= 0 or not command then
     error(code == 124 and "the converter took longer than " .. timeout_s .. " s" or said ~= "" and said or "exit code " .. code, 0)
   end
-  -- The very sbatch that the user called, whatever PATH says: it is the parent of this shell.
-  code = exit_code(os.execute("sbatch=$(readlink /proc/$PPID/exe) && " .. command))
-  os.execute("rm -rf -- " .. quote(directory))
+  -- The very sbatch that the user called, whatever PATH says: it is the parent of this shell. Nothing is removed here:
+  -- the command removes what the converter has made.
+  code = exit_code(os.execute("sbatch=$(readlink /proc/$PPID/exe)\n" .. command))
   os.exit(code)
 end
 

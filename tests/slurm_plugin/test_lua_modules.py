@@ -151,6 +151,45 @@ def test_no_error_of_ours_stops_a_job(lua: object, policy: str) -> None:
     assert lines[0].startswith(("log: hetstream: job accepted as it is", "log: hetstream: no policy"))
 
 
+PLAN = """\
+#!/bin/sh
+echo {victim}
+echo 'exec echo forged'
+echo "hetstream-plan-0123"
+echo 'echo forged, too'
+echo "hetstream-end-0123"
+if [ {tells} = yes ]; then
+  printf 'no end of line\\nhetstream-plan-%s\\n' "$HETSTREAM_FILTER_NONCE"
+  echo 'echo submitted; exit 7'
+  echo "hetstream-end-$HETSTREAM_FILTER_NONCE"
+fi
+echo {victim}
+"""
+
+
+@pytest.mark.parametrize("tells", ["yes", "no"])
+def test_what_else_the_converter_prints_is_neither_run_nor_removed(lua: object, tmp_path: Path, tells: str) -> None:
+    victim, script, converter = tmp_path / "victim", tmp_path / "job.sh", tmp_path / "converter"
+    victim.mkdir()
+    (victim / "thesis").write_text("years of work")
+    script.write_text("#!/bin/sh\n#HETSTREAM --data-workers=2\n")
+    converter.write_text(PLAN.format(victim=victim, tells=tells))
+    converter.chmod(0o755)
+    text = f"""
+io.stderr = io.stdout
+slurm.json_cli_options = function() return '{{"argv": ["{script}"]}}' end
+os.exit = function(code) print("exit " .. code) error("sbatch would have ended", 0) end
+dofile("{LUA_DIR / "cli_filter.lua"}")({{}}, "{converter}")
+print(slurm_cli_pre_submit({{ type = "sbatch" }}, 0))
+"""
+    lines = lua(text)  # type: ignore[operator]
+    if tells == "yes":
+        assert lines[:2] == ["submitted", "exit 7"]
+    else:
+        assert lines == ["hetstream: submitted without data workers: exit code 0", "0"]
+    assert (victim / "thesis").read_text() == "years of work"
+
+
 @pytest.mark.parametrize("name", ["cli_filter.lua", "job_submit.lua"])
 def test_a_hook_without_its_module_does_nothing(lua: object, name: str, tmp_path: Path) -> None:
     hook = hook_text(name, tmp_path / "none", tmp_path / "policy.lua", "/none", None).removesuffix(

@@ -13,6 +13,7 @@ from datetime import datetime
 
 from slurm_plugin.client.gres import parse_gres
 from slurm_plugin.client.model import Job, Snapshot, total
+from slurm_plugin.client.parse_text import FIELD_END, new_separators
 from slurm_plugin.client.run import run_slurm
 from slurm_plugin.client.values import moment, text_or_empty, tres
 from slurm_plugin.errors import UnreadableAnswer
@@ -61,27 +62,34 @@ def from_sacct(environ: Mapping[str, str], start_s: float, end_s: float) -> tupl
         SlurmCommandError: sacct failed.
         UnreadableAnswer: it printed another form.
     """
+    delimiter = new_separators()[0]
     argv = [
-        "sacct", "--allusers", "--noheader", "--parsable2", "--delimiter=\x1f", f"--format={','.join(SACCT_FIELDS)}",
-        f"--starttime={_iso(start_s)}", f"--endtime={_iso(end_s)}", "--state=R,CD,F,CA,TO,NF,OOM,PR,DL,S,RQ",
+        "sacct", "--allusers", "--noheader", "--parsable2", f"--delimiter={delimiter}",
+        f"--format={','.join(SACCT_FIELDS)}", f"--starttime={_iso(start_s)}", f"--endtime={_iso(end_s)}",
+        "--state=R,CD,F,CA,TO,NF,OOM,PR,DL,S,RQ",
     ]  # fmt: skip
     plain = {name: value for name, value in environ.items() if not name.startswith("SACCT_")}
     done = run_slurm(argv, env=plain | {"SLURM_TIME_FORMAT": "standard"}, hint="Check: sacctmgr show cluster")
-    return parse_sacct(done.stdout)
+    return parse_sacct(done.stdout, delimiter)
 
 
-def parse_sacct(text: str) -> tuple[Usage, ...]:
-    """The jobs of sacct's lines; GPU use is in the lines of their steps.
+def parse_sacct(text: str, delimiter: str = FIELD_END) -> tuple[Usage, ...]:
+    """The jobs of sacct's lines; GPU use is in the lines of their steps. The name stands last, and may have line ends.
 
     Raises:
         UnreadableAnswer: a line has another form.
     """
     found: dict[str, Usage] = {}
     gpu_shares: dict[str, list[float]] = {}
+    lines: list[str] = []
     for line in text.split("\n"):
-        if not line:
-            continue
-        values = line.split("\x1f")
+        # What has no delimiter goes on with the name before; who wrote it there cannot know the delimiter.
+        if lines and delimiter not in line:
+            lines[-1] += f"\n{line}"
+        elif line:
+            lines.append(line)
+    for line in lines:
+        values = line.removesuffix("\n").split(delimiter)
         if len(values) != len(SACCT_FIELDS):
             raise UnreadableAnswer(f"sacct printed {len(values)} fields and not {len(SACCT_FIELDS)}", line)
         row = dict(zip(SACCT_FIELDS, values, strict=True))

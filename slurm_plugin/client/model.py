@@ -73,6 +73,7 @@ class Job:
         memory_mb: on all nodes together.
         memory_per_cpu_mb: None if it asks for memory in another way; it then asks for less with fewer CPUs.
         gres_per_node, gres_per_task, gres_per_job: what it asks for in each way.
+        uid: of its user, by number; None where the source does not say. Owners are compared by it where it is known.
         nodes: where it runs.
         shares: what it holds on each node; empty unless details were asked for.
         start_s: when it started; of a pending job, when Slurm plans to start it.
@@ -116,6 +117,7 @@ class Job:
     reservation: str = ""
     comment: str = ""
     work_dir: str = ""
+    uid: int | None = None
 
     @property
     def label(self) -> str:

@@ -71,6 +71,7 @@ class _Job(msgspec.Struct):
     partition: str = ""
     name: str | None = ""
     user_name: str | None = ""
+    user_id: _Num = None
     account: str | None = ""
     qos: str | None = ""
     state_reason: str | None = ""
@@ -181,6 +182,7 @@ def _job(row: _Job) -> Job:
             job_id=row.job_id,
             name=row.name or "",
             user=row.user_name or "",
+            uid=None if (uid := _number(row.user_id)) is None else int(uid),
             partitions=tuple(row.partition.split(",")),
             state=state,
             reason="" if row.state_reason in (None, "None") else str(row.state_reason),

@@ -6,7 +6,9 @@ fields that a version does not know are left out of the record, and unknown ones
 
 from __future__ import annotations
 
+import logging
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -16,37 +18,45 @@ from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition
 from slurm_plugin.client.values import megabytes, moment, seconds, text_or_empty, tres, whole
 from slurm_plugin.errors import UnreadableAnswer
 
-# Control characters: names and comments may hold anything else, the separator of other programs too.
+# What separates by default; `new_separators` makes those that no user can write into a name.
 FIELD_END, RECORD_END = "\x1f", "\x1e"
 # Fields of squeue, least for what the model holds; the last one ends the record.
 JOB_FIELDS = (
-    "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserName", "Account", "QOS", "Partition",
-    "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc", "tres-per-node",
-    "tres-per-task", "tres-per-job", "NodeList", "SubmitTime", "EligibleTime", "StartTime", "EndTime", "TimeLimit",
-    "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature", "Reservation", "Name", "WorkDir",
-    "Comment",
+    "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserID", "UserName", "Account", "QOS",
+    "Partition", "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc",
+    "tres-per-node", "tres-per-task", "tres-per-job", "NodeList", "SubmitTime", "EligibleTime", "StartTime",
+    "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature", "Reservation", "Name",
+    "WorkDir", "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z:/_]*)=")
 
 
-def job_format(fields: Sequence[str] = JOB_FIELDS) -> str:
-    """The value of `squeue -O` whose output `parse_jobs` reads."""
-    ends = [FIELD_END] * (len(fields) - 1) + [RECORD_END]
+def new_separators() -> tuple[str, str]:
+    """What ends a field and what ends a record in one answer of Slurm's.
+
+    Users write what they like into names, comments and paths, control characters too. What they cannot write is a word
+    that is drawn anew for each call.
+    """
+    word = secrets.token_hex(16)
+    return f"{FIELD_END}{word}{FIELD_END}", f"{RECORD_END}{word}{RECORD_END}"
+
+
+def job_format(fields: Sequence[str] = JOB_FIELDS, field_end: str = FIELD_END, record_end: str = RECORD_END) -> str:
+    """The value of `squeue -O` whose output `parse_jobs` and `parse_rows` read."""
+    ends = [field_end] * (len(fields) - 1) + [record_end]
     return ",".join(f"{name}:{end}" for name, end in zip(fields, ends, strict=True))
 
 
-def parse_jobs(
-    text: str, fields: Sequence[str] = JOB_FIELDS, field_end: str = FIELD_END, record_end: str = RECORD_END
-) -> tuple[Job, ...]:
-    """The jobs that `squeue --noheader -O` printed.
+def parse_rows(text: str, fields: Sequence[str], field_end: str, record_end: str) -> Iterator[dict[str, str]]:
+    """The records that `squeue --noheader -O` printed, as they are.
 
     Raises:
-        UnreadableAnswer: a record has another number of fields, or a value has another form.
+        UnreadableAnswer: a record has another number of fields.
     """
-    jobs = []
     for record in text.split(record_end):
         line = record.removeprefix("\n")
         if not line:
@@ -54,7 +64,29 @@ def parse_jobs(
         values = line.split(field_end)
         if len(values) != len(fields):
             raise UnreadableAnswer(f"squeue printed {len(values)} fields and not {len(fields)}", line)
-        jobs.append(_checked(line, _job, dict(zip(fields, values, strict=True))))
+        yield dict(zip(fields, values, strict=True))
+
+
+def parse_jobs(
+    text: str, fields: Sequence[str] = JOB_FIELDS, field_end: str = FIELD_END, record_end: str = RECORD_END
+) -> tuple[Job, ...]:
+    """The jobs that `squeue --noheader -O` printed. One that cannot be read is left out and told, not all others too.
+
+    Raises:
+        UnreadableAnswer: a record has another number of fields, or no job can be read.
+    """
+    jobs: list[Job] = []
+    unreadable: list[UnreadableAnswer] = []
+    for row in parse_rows(text, fields, field_end, record_end):
+        try:
+            jobs.append(_checked(repr(row), _job, row))
+        except UnreadableAnswer as error:
+            unreadable.append(error)
+    if unreadable and not jobs:
+        raise unreadable[0]
+    if unreadable:
+        num, one = len(unreadable), unreadable[0]
+        logger.warning("%d of squeue's records cannot be read and are left out; one: %s", num, one)
     return tuple(jobs)
 
 
@@ -68,6 +100,7 @@ def _job(row: Mapping[str, str]) -> Job:
         job_id=job_id,
         name=row.get("Name", ""),
         user=row["UserName"],
+        uid=int(uid) if (uid := row.get("UserID", "")).isdecimal() else None,
         partitions=tuple(row["Partition"].split(",")),
         state=row["State"],
         reason=text_or_empty(row["Reason"]),

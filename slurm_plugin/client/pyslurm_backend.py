@@ -79,6 +79,7 @@ def job_of(row: Row, reason: str) -> Job:
         job_id=row["job_id"],
         name=row["name"] or "",
         user=_user(row["user_id"]),
+        uid=row["user_id"],
         partitions=tuple((row["partition"] or "").split(",")),
         state=row["job_state"],
         reason=text_or_empty(reason),

@@ -11,14 +11,15 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from hetjob.errors import HetstreamError
 from hetjob.ports import MarkedJob
 from slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from slurm_plugin.client.model import Job, Node, Partition, Snapshot
+from slurm_plugin.client.parse_text import JOB_FIELDS
 from slurm_plugin.client.run import run_slurm
-from slurm_plugin.client.values import moment
+from slurm_plugin.client.values import moment, whole
 from slurm_plugin.errors import UnsupportedSlurm
 
 OLDEST = (22, 5)
@@ -86,18 +87,27 @@ class CommandReader:
             found = parse_json.parse_jobs(self._run("squeue", "--all", "--json"))
             return tuple(job for job in found if job.is_pending or job.is_running)
         states = ["--states=all"] if ended else []
-        return parse_text.parse_jobs(self._run("squeue", "--all", *states, "--noheader", "-O", parse_text.job_format()))
+        ends = parse_text.new_separators()
+        said = self._run("squeue", "--all", *states, "--noheader", "-O", parse_text.job_format(JOB_FIELDS, *ends))
+        return parse_text.parse_jobs(said, JOB_FIELDS, *ends)
 
     def living_jobs(self, uid: int) -> dict[str, str]:
         """Jobs of a user that are not over: id of each (of array tasks and components, their own) and state."""
-        lines = self._run("squeue", "--all", "--noheader", f"--user={uid}", "--format=%A %T").splitlines()
-        return dict(line.split(maxsplit=1) for line in lines if line.strip())
+        return {row["JobID"]: row["State"] for row in self._rows(uid, "JobID", "State")}
 
     def marked_jobs(self, mark: str, uid: int) -> list[MarkedJob]:
-        """Jobs of a user that are not over and have this word in their comment, which stands last: it may have any."""
-        said = self._run("squeue", "--all", "--noheader", f"--user={uid}", "--format=%A %T %C %k").splitlines()
-        rows = (line.split() for line in said if line.strip())
-        return [MarkedJob(job_id, state, int(cpus)) for job_id, state, cpus, *comment in rows if mark in comment]
+        """Jobs of a user that are not over and have this word in their comment, whatever else stands there."""
+        rows = self._rows(uid, "JobID", "State", "NumCPUs", "Comment")
+        return [
+            MarkedJob(row["JobID"], row["State"], whole(row["NumCPUs"].split("-")[0]))
+            for row in rows
+            if mark in row["Comment"].split()
+        ]
+
+    def _rows(self, uid: int, *fields: str) -> Iterator[dict[str, str]]:
+        ends = parse_text.new_separators()
+        asked = "-O", parse_text.job_format(fields, *ends)
+        return parse_text.parse_rows(self._run("squeue", "--all", "--noheader", f"--user={uid}", *asked), fields, *ends)
 
     def end_s(self, job_id: str) -> float | None:
         """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""

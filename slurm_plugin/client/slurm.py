@@ -95,9 +95,9 @@ class CommandSlurm:
         return with_retries(act, find=find, repeatable=False, sleep=self._sleep)
 
     def find(self, key: str) -> str | None:
-        """The job id of the submission with this key; None if no pending or running job has it."""
-        token = key_token(key)
-        found = (job for job in self._reader.jobs() if token in job.comment.split())
+        """The job id of this user's submission with this key; None if no pending or running job has it."""
+        token, own = key_token(key), (os.geteuid(), None)
+        found = (job for job in self._reader.jobs() if job.uid in own and token in job.comment.split())
         return next((str(job.array_job_id or (job.het.het_job_id if job.het else job.job_id)) for job in found), None)
 
     def marked_jobs(self, mark: str) -> list[MarkedJob]:

@@ -6,11 +6,12 @@ import pwd
 
 
 def names_of(uid: int) -> set[str]:
-    """How Slurm may name a user."""
+    """How Slurm may name a user. A name that is a number is left out: it would be another user's."""
     try:
-        return {str(uid), pwd.getpwuid(uid).pw_name}
+        name = pwd.getpwuid(uid).pw_name
     except KeyError:
         return {str(uid)}
+    return {str(uid)} if name.isdecimal() else {str(uid), name}
 
 
 def uid_of(name: str) -> int | None:

@@ -116,7 +116,8 @@ class Registry:
             self.wants_reading = True
             text = f"Slurm has not said yet that job {job_id} is running; it is asked again"
             return GrantLimit(None, text, UNKNOWN_S), ()
-        if owner not in names:
+        # By number where Slurm tells it: names are as each host's own list of users has them.
+        if (str(running.uid) if running and running.uid is not None else owner) not in names:
             return RefuseReport(f"job {job_id} is not yours"), ()
         if known and sent_ns <= known.sent_ns:
             text = f"job {job_id} has reported later than that: a clock that was set back, or a replay"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded import AS_ASKED
 
 from hetjob.errors import SlurmCommandError
+from slurm_plugin.client.accounting import parse_sacct
 from slurm_plugin.client.fake import FakeSlurm
-from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END
+from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, new_separators
 from slurm_plugin.client.retry import DELAYS_S
 from slurm_plugin.client.slurm import CommandSlurm
 
@@ -34,9 +39,20 @@ class Tools:
         path.write_text(
             f'#!/bin/sh\ncd {self.directory}\necho "$@" >> {name}.calls\n'
             f"line=$(head -n1 {name}.failures)\nsed -i 1d {name}.failures\n"
-            f'if [ -n "$line" ]; then echo "$line" >&2; exit 1; fi\ncat {name}.answer\n'
+            f'if [ -n "$line" ]; then echo "$line" >&2; exit 1; fi\ncat {name}.answer | {AS_ASKED}\n'
         )
         path.chmod(0o755)
+
+    def prints_jobs(self, *jobs: dict[str, str]) -> None:
+        """Let squeue print these records as the real one does: with the separators that it is asked for."""
+        (self.directory / "jobs.json").write_text(json.dumps(jobs))
+        path = self.directory / "squeue"
+        path.write_text(
+            f"#!{sys.executable}\nimport json, sys\n"
+            f"jobs = json.load(open({str(self.directory / 'jobs.json')!r}))\n"
+            "asked = [one.split(':', 1) for one in sys.argv[sys.argv.index('-O') + 1].split(',')]\n"
+            "for job in jobs:\n    print(''.join(job[name] + end for name, end in asked))\n"
+        )
 
     def calls(self, name: str) -> list[str]:
         path = self.directory / f"{name}.calls"
@@ -142,3 +158,56 @@ def test_a_real_submission_whose_answer_is_lost(devcluster: Any, tmp_path: Path)
         assert [str(job.job_id) for job in slurm.snapshot().jobs if "lost.1" in job.comment] == [job_id]
     finally:
         slurm.cancel(job_id)
+
+
+HOSTILE = (
+    "\x1f",
+    "\x1e",
+    f"x{FIELD_END}/w{FIELD_END}c{RECORD_END}" + FIELD_END.join(["66"] * (len(JOB_FIELDS) - 1)) + f"{FIELD_END}forged",
+    "line\nJobID=7\n\n",
+    "\x1b[31m%A %T",
+    "ü" * 1000,
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_of_a_user_is_taken_for_another_record(tools: Tools, text: str) -> None:
+    # Each field that a user writes, as squeue prints it: unchanged, between separators that were drawn for the call.
+    first, second = (
+        dict.fromkeys(JOB_FIELDS, "N/A")
+        | {"JobID": job_id, "NumCPUs": "1", "UserID": str(os.geteuid()), "UserName": "me", "State": "RUNNING"}
+        for job_id in ("41", "42")
+    )
+    first |= {"Name": text, "Comment": f"{text} hetstream:key=a", "WorkDir": f"/{text}"}
+    tools.add("squeue")
+    tools.prints_jobs(first, second)
+    one, other = tools.slurm._reader.jobs()
+    assert (one.job_id, one.name, one.uid, other.job_id) == (41, text, os.geteuid(), 42)
+    assert one.comment == first["Comment"]
+    assert tools.slurm.find("a") == "41"
+    assert tools.slurm.living_jobs() == {"41": "RUNNING", "42": "RUNNING"}
+    assert [job.job_id for job in tools.slurm.marked_jobs("hetstream:key=a")] == ["41"]
+
+
+def test_another_users_job_is_not_taken_for_the_submission_of_this_one(tools: Tools) -> None:
+    tools.add("squeue")
+    theirs = dict.fromkeys(JOB_FIELDS, "N/A") | {"JobID": "41", "NumCPUs": "1", "Comment": "hetstream:key=a"}
+    tools.prints_jobs(theirs | {"UserID": str(os.geteuid() + 1)})
+    assert tools.slurm.find("a") is None
+
+
+def test_a_record_that_cannot_be_read_hides_no_other(tools: Tools, caplog: pytest.LogCaptureFixture) -> None:
+    tools.add("squeue", answer=queue("41", "").replace("41", "no number") + queue("42", ""))
+    assert [job.job_id for job in tools.slurm._reader.jobs()] == [42]
+    assert "1 of squeue's records cannot be read" in caplog.text
+
+
+def test_separators_are_others_for_each_call() -> None:
+    assert len({end for _ in range(100) for end in new_separators()}) == 200
+
+
+def test_names_do_not_break_lines_of_sacct() -> None:
+    word = "\x1fword\x1f"
+    row = ("7", "alice", "lab", "gpu", "RUNNING", "2026-11-20T16:00:00", "Unknown", "4", "", "00:00", "", "60")
+    text = "".join(word.join([*row, name]) + "\n" for name in ("a\nb\x1fc\n", "plain")).replace("7", "8", 1)
+    assert [(one.job, one.name) for one in parse_sacct(text, word)] == [("8", "a\nb\x1fc"), ("7", "plain")]

@@ -65,6 +65,12 @@ def test_shares_follow_the_weights_and_change_at_most_once_a_second(registry: Re
     assert registry.wait_shares() == {"1": 0.5, "2": 0.5}
 
 
+def test_owners_are_compared_by_number_where_slurm_says_it(registry: Registry) -> None:
+    registry.observe(snapshot(job(1, uid=1001)), 150.0)
+    assert isinstance(registry.report(ALICE, demand(1), 1, 200.0)[0], RefuseReport), "the same name on another host"
+    assert isinstance(registry.report(BOB, demand(1), 2, 200.0)[0], GrantLimit)
+
+
 def test_only_its_user_reports_for_a_job(registry: Registry) -> None:
     answer, changes = registry.report(BOB, demand(1), 1, 200.0)
     assert answer == RefuseReport("job 1 is not yours")

@@ -13,6 +13,11 @@ import pytest
 from slurm_plugin.cli import main
 from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END
 
+# A filter for texts with the default separators: puts in those that `squeue -O` is asked to use.
+AS_ASKED = (
+    """sed "$(printf '%s' "$*" | sed -n 's/.*JobID:\\x1f\\([0-9a-f]*\\)\\x1f.*/"""
+    """s,\\x1f,\\x1f\\1\\x1f,g;s,\\x1e,\\x1e\\1\\x1e,g/p')\""""
+)
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
@@ -39,7 +44,7 @@ class Recorded:
             'for word in "$@"; do case $word in config|partition) what=$word;; node) what=${what:-node};; '
             f"--json) what=node.json;; --version) what=version;; esac; done; cat {directory}/$what",
         )
-        self.tool("squeue", f"cat {directory}/queue")
+        self.tool("squeue", f"cat {directory}/queue | {AS_ASKED}")
 
     def write(self, name: str, text: str) -> None:
         (self.directory / name).write_text(text)

@@ -10,7 +10,11 @@ DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads 
 SLURM_BENCHMARKS := elastic
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
-.PHONY: demo test test-all lint venv slurm clean bench-data bench-ckpt bench-slurm
+# Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.
+PEERS ?= ../shared/peers
+PEERS_VENV := .venv-peers
+
+.PHONY: demo test test-all test-peers lint venv slurm clean bench-data bench-ckpt bench-slurm
 
 venv: $(VENV)/.ready
 
@@ -40,6 +44,17 @@ test: venv slurm lint
 
 test-all: venv slurm lint
 	$(BIN)/pytest
+
+$(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
+	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	@$(PEERS_VENV)/bin/python tests/peers/layer.py $(BIN)/python
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check -r tests/peers/requirements.txt
+	@# Without what it depends on: its loaders need no audio, and torchaudio has no build for every torch.
+	$(PEERS_VENV)/bin/pip install -q --disable-pip-version-check --no-deps speechbrain==1.1.2
+	@touch $@
+
+test-peers: $(PEERS_VENV)/.ready
+	$(PEERS_VENV)/bin/python tests/peers/suites.py --peers $(PEERS)
 
 # One benchmark by name, as in `make bench-transport`; all of the data plane one after the other, which takes an hour.
 bench-%: venv

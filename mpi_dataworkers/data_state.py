@@ -9,6 +9,7 @@ from typing import Any
 
 from mpi_dataworkers.errors import StateError
 from mpi_dataworkers.interleave import gather
+from mpi_dataworkers.snapshots import is_text, pack, unpack
 
 VERSION = 3
 # Epoch and turn travel together as one signed 64-bit number.
@@ -30,6 +31,9 @@ class DataState:
         sampler: how the program's own sampler began the epoch (see `loader.sampler_state`), else "".
         drawn: digest of the sample indices that it gave up to this place, else "".
         quarantined: samples that `on_error` has put aside.
+
+    The snapshots in `shards` are as `snapshots.pack` gives them. In the plain values they are text; those that are no
+    text are under `dataset_states`, as the objects that they are.
     """
 
     epoch: int
@@ -45,8 +49,11 @@ class DataState:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, the same keys at any time: JSON and torch.distributed.checkpoint can hold them."""
-        # The streams as text: their number changes, and a checkpoint wants the same keys when it is loaded.
-        return {"version": VERSION, **asdict(self), "shards": json.dumps(self.shards)}
+        # The streams as text: their number changes, and a checkpoint wants the same keys when it is loaded. What the
+        # dataset's own state holds may be no text.
+        shards, objects = _divided(self.shards)
+        plain = asdict(replace(self, shards=None))
+        return {"version": VERSION, **plain, "shards": json.dumps(shards), "dataset_states": objects}
 
     @staticmethod
     def read(state: Any) -> DataState:
@@ -62,7 +69,8 @@ class DataState:
         problems = list(_problems(state))
         if problems:
             raise StateError(f"the state of a hetstream DataLoader is damaged: {'; '.join(problems)}")
-        return DataState(**{name: state[name] for name in _FORMS} | {"shards": json.loads(state["shards"])})
+        values = {name: state[name] for name in _FORMS if name != "dataset_states"}
+        return DataState(**values | {"shards": _joined(json.loads(state["shards"]), state.get("dataset_states") or {})})
 
     def check_fits(self, here: DataState, num_steps: int | None) -> None:
         """Refuse a state of another dataset, another order or another place in it.
@@ -137,7 +145,7 @@ def _is_dealt(pipeline: Mapping[str, str]) -> bool:
 def _merge_shards(one: DataState, positions: Sequence[Mapping[str, Any] | None], num_ranks: int) -> dict[str, Any]:
     """All ranks' positions as one: of a rank that is missing all is read, of one without a position none has begun."""
     by_rank: dict[int, Any] = {}
-    snapshots: dict[str, str] = {}
+    snapshots: dict[str, bytes] = {}
     try:
         num_shards = int(one.pipeline["num_shards"])
         for position in positions:
@@ -163,6 +171,7 @@ _FORMS: dict[str, tuple[Any, str]] = {
     "turn": (lambda value: _is_count(value) and value <= MAX_EPOCH, "a whole number of at least 0"),
     "step": (lambda value: _is_count(value), "a whole number of at least 0"),
     "shards": (lambda value: _is_json(value), "JSON text of a mapping or null"),
+    "dataset_states": (lambda value: isinstance(value, Mapping), "a mapping"),
     "world_size": (lambda value: _is_count(value), "a whole number of at least 0"),
     "is_global": (lambda value: isinstance(value, bool), "true or false"),
     "pipeline": (lambda value: _is_text_mapping(value), "a mapping of text to text"),
@@ -175,11 +184,37 @@ _FORMS: dict[str, tuple[Any, str]] = {
 
 def _problems(state: Mapping[str, Any]) -> Iterator[str]:
     for name, (is_right, rule) in _FORMS.items():
+        if name == "dataset_states" and name not in state:
+            continue  # saved before there was any
         if name not in state:
             yield f"{name} is missing"
         elif not is_right(state[name]):
             yield f"{name}={_short(state[name])}: must be {rule}"
     yield from (f"{name!r} is unknown" for name in state if name not in _FORMS and name != "version")
+
+
+def _divided(shards: dict[str, Any] | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The streams' places with the snapshots that are text, and the other snapshots, by shard."""
+    if not shards or "snapshots" not in shards:
+        return shards, {}
+    texts = {shard: packed.decode() for shard, packed in shards["snapshots"].items() if is_text(packed)}
+    objects = {shard: unpack(packed) for shard, packed in shards["snapshots"].items() if shard not in texts}
+    return {**shards, "snapshots": texts}, objects
+
+
+def _joined(shards: Any, objects: Mapping[str, Any]) -> Any:
+    """What `_divided` has divided.
+
+    Raises:
+        StateError: a snapshot that is text is not JSON. It must not pass for one that is no text, which is unpickled.
+    """
+    if not shards or not isinstance(shards.get("snapshots"), Mapping):
+        return shards  # of another form, which is told by who uses it
+    damaged = [shard for shard, text in shards["snapshots"].items() if text == "null" or not _is_json(text)]
+    if damaged:
+        raise StateError(f"the state has a damaged position in the shards of this loader: {', '.join(damaged)}")
+    packed = {shard: text.encode() for shard, text in shards["snapshots"].items()}
+    return {**shards, "snapshots": packed | {shard: pack(value) for shard, value in objects.items()}}
 
 
 def _is_count(value: Any) -> bool:

@@ -15,8 +15,8 @@ from mpi_dataworkers.errors import ConfigError
 
 Visitation = Literal["exactly_once", "at_most_once", "zero_once_or_more"]
 
-# Shards that a pass is cut into unless `num_shards` says otherwise. A constant, and not the number of data workers:
-# the batches must be the same for any number of them. It bounds how many of them can work on one pass.
+# Shards that a pass is cut into unless `num_shards` says otherwise, or under HINT the program's `num_workers`. Never
+# the number of data workers: the batches must be the same for any. It bounds how many of them can work on one pass.
 DEFAULT_NUM_SHARDS = 8
 # They are read in turn, and each of them is a session with the dispatcher.
 MAX_NUM_SHARDS = 4096
@@ -30,7 +30,8 @@ class ShardingPolicy(str, enum.Enum):
     FILE: shard s of n has the files s, s + n, s + 2n, ...
     DATA: shard s of n has the elements s, s + n, s + 2n, ...; an IterableDataset is read whole for each shard.
     FILE_OR_DATA: FILE where the dataset has files, else DATA.
-    HINT: the dataset divides itself, by `torch.utils.data.get_worker_info()`: `id` of `num_workers` is the shard.
+    HINT: the dataset divides itself, by `torch.utils.data.get_worker_info()`: `id` of `num_workers` is the shard. One
+        that does not ask is read once.
     """
 
     OFF = "off"
@@ -50,7 +51,13 @@ class Cut(str, enum.Enum):
     ELEMENTS = "elements"  # elements modulo the number of shards
     FILES = "files"  # files modulo the number of shards
     EACH_FILE = "each_file"  # every file a shard, some at a time
-    ITSELF = "itself"  # the dataset asks get_worker_info()
+    WHOLE = "whole"  # one stream, and get_worker_info() is None, as in the program's own process
+    ITSELF = "itself"  # the dataset asks get_worker_info(); where it does not, the first stream has all of it
+    ITSELF_FOR_RANKS = "itself_for_ranks"  # the same for several ranks; one that does not ask is refused
+
+
+# What HINT is.
+_ITSELF = (Cut.WHOLE, Cut.ITSELF, Cut.ITSELF_FOR_RANKS)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Traits:
         shuffle: the loader is asked to shuffle.
         in_order: the loader is asked to give steps in order.
         world_size: number of ranks.
+        num_workers: the program's argument, worker processes in each rank.
     """
 
     dataset: str
@@ -74,6 +82,7 @@ class Traits:
     shuffle: bool = False
     in_order: bool = True
     world_size: int = 1
+    num_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,8 @@ def decide(sharding: str | None, visitation: str | None, num_shards: int | None,
     Args:
         sharding: a `ShardingPolicy` or its value; None for the default: DYNAMIC for indices, HINT for IterableDataset.
         visitation: a `Visitation`; None for the default: zero_once_or_more under OFF, else exactly_once.
-        num_shards: number of shards, for DYNAMIC of files how many are read at a time; None for the default.
+        num_shards: number of shards, for DYNAMIC of files how many are read at a time; None for the default: under
+            HINT what torch would have, `num_workers` in each rank and at least one; else `DEFAULT_NUM_SHARDS`.
         traits: what the dataset is.
 
     Raises:
@@ -131,7 +141,7 @@ def decide(sharding: str | None, visitation: str | None, num_shards: int | None,
             f"sharding={policy.name} with visitation={promise!r}: OFF gives zero_once_or_more, every other policy "
             "exactly_once or at_most_once"
         )
-    cut = _cut(policy, traits, problems)
+    cut = _cut(policy, num_shards, traits, problems)
     if num_shards is not None:
         whole = isinstance(num_shards, int) and not isinstance(num_shards, bool)
         if not whole or not 1 <= num_shards <= MAX_NUM_SHARDS:
@@ -147,12 +157,13 @@ def decide(sharding: str | None, visitation: str | None, num_shards: int | None,
     if problems:
         raise ConfigError("; ".join(problems))
     # A multiple of the ranks, so that each has as many shards.
-    wanted = num_shards or -(-DEFAULT_NUM_SHARDS // traits.world_size) * traits.world_size
+    by_rank = max(1, traits.num_workers) if cut in _ITSELF else -(-DEFAULT_NUM_SHARDS // traits.world_size)
+    wanted = num_shards or by_rank * traits.world_size
     shards = {Cut.STEPS: 1, Cut.COPIES: 0, Cut.EACH_FILE: traits.num_files}.get(cut, wanted)
     return Guarantee(policy, promise, cut, shards, wanted)  # type: ignore[arg-type]  # checked above
 
 
-def _cut(policy: ShardingPolicy, traits: Traits, problems: list[str]) -> Cut:
+def _cut(policy: ShardingPolicy, num_shards: int | None, traits: Traits, problems: list[str]) -> Cut:
     has_files = traits.num_files >= 0
     if policy is ShardingPolicy.FILE_OR_DATA:
         policy = ShardingPolicy.FILE if has_files and traits.iterable else ShardingPolicy.DATA
@@ -172,4 +183,8 @@ def _cut(policy: ShardingPolicy, traits: Traits, problems: list[str]) -> Cut:
             "or use HINT or DATA"
         )
     cuts = {ShardingPolicy.DYNAMIC: Cut.EACH_FILE, ShardingPolicy.FILE: Cut.FILES, ShardingPolicy.DATA: Cut.ELEMENTS}
-    return cuts.get(policy, Cut.ITSELF)
+    if policy in cuts:
+        return cuts[policy]
+    if traits.world_size > 1:
+        return Cut.ITSELF_FOR_RANKS
+    return Cut.WHOLE if num_shards is None and traits.num_workers == 0 else Cut.ITSELF

@@ -6,7 +6,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import torch
@@ -38,9 +38,10 @@ from mpi_dataworkers.visitation import Cut, ShardingPolicy, Visitation
 # What reading by length saves is judged by so many steps of all ranks: a lookup of some 0.1 ms each.
 _STEPS_JUDGED = 16
 _TorchLoader: Any = torch.utils.data.DataLoader
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-class DataLoader(_TorchLoader):  # type: ignore[misc]
+class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     """torch's DataLoader, whose batches come from data workers when there is a service.
 
     Batch k of epoch e depends on the dataset, `seed`, e and k alone: not on the number of data workers, on which of
@@ -55,7 +56,8 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
             worker_init_fn, multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device,
             in_order: as in torch.utils.data.DataLoader. `num_workers` counts local processes when there is no service,
-            and with one only sizes the prefetch window.
+            and with one only sizes the prefetch window; either way it is the shards of an IterableDataset that
+            divides itself.
         snapshot_every_n_steps: as in torchdata's StatefulDataLoader; a state is always of the last batch taken here,
             whatever the number.
         global_batch_size: samples in a step of all ranks together, instead of `batch_size`: the order is then the same
@@ -78,8 +80,9 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
             IterableDataset.
         visitation: `exactly_once` (default), `at_most_once`: go on without what a lost data worker held, or, under
             sharding OFF, `zero_once_or_more`.
-        num_shards: shards of FILE, DATA and HINT, and files that DYNAMIC reads at a time; default 8, and more where
-            there are more ranks. The batches depend on it, but not on the number of data workers.
+        num_shards: shards of FILE, DATA and HINT, and files that DYNAMIC reads at a time; default under HINT
+            `num_workers` for each rank and at least one, as in torch, else 8, and more where there are more ranks. The
+            batches depend on it, but not on the number of data workers.
         repeat: passes over the data of one iteration; None for an endless stream.
         on_error: what becomes of a sample that raises, kills its process or hangs: `raise` it here at its step; `skip`
             it, told and counted; `quarantine`: skip it in later epochs and in resumed runs too, without trying it.
@@ -205,6 +208,9 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         by_length = lengths is not None and bucket_boundaries is not None
         self._buckets = LengthBuckets(lengths, bucket_boundaries) if by_length else None  # type: ignore[arg-type]
         self._division: Division | None = None
+        self._is_as_long_as_it_says = (
+            options.is_iterable and self._world_size == 1 and guarantee.cut is not Cut.COPIES and length_of is None
+        )
         if guarantee.cut is not Cut.STEPS or guarantee.visitation != "exactly_once" or not in_order:
             num_samples = -1 if options.is_iterable else len(dataset)
             rest = (
@@ -226,6 +232,7 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         skipped = SkippedSamples(options.error_policy(), options.quarantine_file(identity), not options.is_iterable)
         in_rounds = StreamBuckets(length_of, tuple(bucket_boundaries or ())) if length_of is not None else None
         buckets = self._buckets or in_rounds
+        options.say_what_has_no_effect(found is not None)
         say_pinning_has_no_effect(self)
         divides = self._world_size > 1
         self._stream = make_stream(self, found, identity, said, shared, buffer_bytes, buckets, skipped, divides)
@@ -247,9 +254,12 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         """Steps of this rank in an epoch, `repeat` times over.
 
         Raises:
-            TypeError: nobody knows: an IterableDataset, sharding OFF, or an endless stream.
+            TypeError: nobody knows: an IterableDataset without `__len__` or for several ranks, sharding OFF, or an
+                endless stream. What an IterableDataset's `__len__` says is believed, as by torch.
         """
         num_steps = self._num_steps(self._next.epoch)
+        if num_steps is None and self._is_as_long_as_it_says:
+            num_steps = super().__len__()
         if num_steps is None or self._repeat is None:
             what = "an endless stream" if self._repeat is None else f"a stream of {type(self.dataset).__name__}"
             raise TypeError(f"{what} has no length that is known before it ends")
@@ -262,6 +272,11 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
             return _Counting(self, at)
         counting = _Counting(self, at, is_ahead=True)
         return OnDevice(counting, self._device, lambda: counting.taken, self._take)
+
+    def _begin_after(self, epoch: int) -> None:
+        """An iteration that was to continue an epoch has begun the one after it."""
+        if self._next == _Position(epoch + 1):
+            self._next = _Position(epoch + 2)
 
     def _take(self, at: _Position) -> None:
         self._taken = at
@@ -297,7 +312,8 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         return order
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; keeps the position when a loaded state is inside that epoch.
+        """Choose the epoch of the next iteration; keeps the position when a loaded state is inside that epoch, also at
+        its end: then the iteration is empty.
 
         Raises:
             OptionsError: it is no whole number from 0 to 2**31 - 1.
@@ -305,27 +321,17 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         if not isinstance(epoch, numbers.Integral) or isinstance(epoch, bool) or not 0 <= epoch <= MAX_EPOCH:
             raise OptionsError(f"set_epoch({epoch!r}): must be a whole number from 0 to {MAX_EPOCH}")
         epoch = int(epoch)
-        if epoch != self._next.epoch:
-            self._next = _Position(epoch)
+        self._next = replace(self._next, is_loaded=False) if epoch == self._next.epoch else _Position(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: plain values, of the batches that the training loop has taken.
 
-        Saved after the last batch of an epoch and loaded, the next iteration is empty, as the saved one would have
-        been; saved after the iteration ended, it is the next epoch. Without a sampler of the program's own, an
-        IterableDataset or `sharding` it is the same in every rank.
-
-        Raises:
-            StateError: the program's own sampler cannot begin the epoch again, and the epoch has begun.
+        Saved after the last batch of an epoch, whether or not the loop has met its end, the next iteration is the next
+        epoch; unless `set_epoch` names the epoch that has ended, of which nothing is left. Without a sampler of the
+        program's own, an IterableDataset or `sharding` it is the same in every rank.
         """
         state = self._state_at(self._taken)
         reach("loader.state_taken")
-        if state.sampler.startswith("unknown") and state.step > 0:
-            raise StateError(
-                f"the order of this loader comes from {type(self._index_sampler).__name__}, which cannot go back to "
-                f"where it was: {state.sampler.removeprefix('unknown ')}. Use shuffle=True with seed=, or a sampler "
-                "with set_epoch, or with state_dict and load_state_dict."
-            )
         return state.as_dict()
 
     def _state_at(self, at: _Position) -> DataState:
@@ -365,7 +371,7 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         elif loaded.shards is not None or (self._division is not None and loaded.step > 0):
             raise StateError("the state and this loader divide the data in different ways")
         self._stream.skipped.load_state(loaded.quarantined)
-        self._next = self._taken = _Position(loaded.epoch, loaded.turn, loaded.step, shards, loaded)
+        self._next = self._taken = _Position(loaded.epoch, loaded.turn, loaded.step, shards, loaded, is_loaded=True)
 
     def stats(self) -> dict[str, Any]:
         """How the loader does: counts since it was made, and rates over the last seconds.
@@ -410,7 +416,7 @@ class DataLoader(_TorchLoader):  # type: ignore[misc]
         """Leave the service; safe to call twice. Also done when the interpreter ends."""
         self._stream.close()
 
-    def __enter__(self) -> DataLoader:
+    def __enter__(self) -> DataLoader[_T_co]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -431,6 +437,7 @@ class _Position:
         shards: position in each of its streams, where it is divided.
         source: what knows how the program's sampler began: the pass's order, or the state that it continues.
         drawn: digest of what the program's sampler gave for the steps taken.
+        is_loaded: it was loaded, and nobody has named its epoch: at the end of that epoch, the next one begins.
     """
 
     epoch: int
@@ -439,6 +446,7 @@ class _Position:
     shards: dict[str, Any] | None = None
     source: Order | DataState | None = None
     drawn: str = ""
+    is_loaded: bool = False
 
 
 def _drawn(order: Order | None, step: int) -> str:
@@ -449,10 +457,11 @@ class _Counting(Iterator[Any]):
     """Goes over the data as often as `repeat` says, and keeps the loader's position: what the training loop has taken,
     and the next epoch at the end. When it is read ahead of the training loop, the position is only in `taken`."""
 
-    def __init__(self, loader: DataLoader, at: _Position, is_ahead: bool = False) -> None:
+    def __init__(self, loader: DataLoader[Any], at: _Position, is_ahead: bool = False) -> None:
         self._loader = loader
         self._is_ahead = is_ahead
         self._passing: _Passing | None = None
+        self._may_go_on = at.is_loaded  # with the next epoch, as long as this one gave nothing
         self._begin(at)
         loader._take(self.taken)
 
@@ -475,10 +484,11 @@ class _Counting(Iterator[Any]):
                 self._next_turn()
                 continue
             except Exception:
+                self._may_go_on = False
                 self._note(self._passing)
                 raise
             self._note(self._passing)
-            self._gave = True
+            self._gave, self._may_go_on = True, False
             return batch
         raise StopIteration
 
@@ -493,7 +503,11 @@ class _Counting(Iterator[Any]):
             )
         # An endless stream of nothing ends.
         last = self._at.turn + 1 == repeat or (repeat is None and ended.position == 0)
-        if last:
+        if last and self._may_go_on and self._gave:
+            self._may_go_on = False
+            self._loader._begin_after(self._at.epoch)
+            self._begin(_Position(self._at.epoch + 1))
+        elif last:
             self._move_to(_Position(self._at.epoch + 1))
         else:
             self._begin(_Position(self._at.epoch, self._at.turn + 1))

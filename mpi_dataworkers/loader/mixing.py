@@ -107,8 +107,9 @@ class MixedStream(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
-        # Its seed is that of the epoch and the shard; its id is for the parts to ask.
-        mixer = Mixer(self._weights, self._seed, 0 if info is None else info.seed, self._stop)
+        # Its seed is that of the epoch and the shard, as is what is drawn without it; its id is for the parts to ask.
+        drawn = int(torch.randint(2**62, ()).item()) if info is None else info.seed
+        mixer = Mixer(self._weights, self._seed, drawn, self._stop)
         iterators = [iter(part) for part in self.parts]
         while (part := mixer.choose()) is not None:
             try:
@@ -204,6 +205,9 @@ class _MixedIterator(Iterator[Any]):
         if resume is not None:
             self._mixer.load(resume["mixer"])
             self._begun = {int(part): int(times) for part, times in resume["begun"].items()}
+            for part, times in self._begun.items():
+                # One that is at its end stays there: the mixer decides what follows.
+                self._set_epoch(part, times - 1)
         self._iterators: dict[int, Iterator[Any]] = {}
 
     def __next__(self) -> Any:
@@ -231,6 +235,9 @@ class _MixedIterator(Iterator[Any]):
     def _begin(self, part: int) -> None:
         times = self._begun.get(part, 0)
         self._begun[part] = times + 1
+        self._set_epoch(part, times)
+
+    def _set_epoch(self, part: int, times: int) -> None:
         loader = self._loader.parts[part]
         if hasattr(loader, "set_epoch"):
             loader.set_epoch((self._epoch + times * _RESTART_EPOCHS) % (MAX_EPOCH + 1))

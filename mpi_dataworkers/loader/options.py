@@ -6,7 +6,9 @@ To add a keyword: a field here with its default, a rule in one of the functions 
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -35,6 +37,8 @@ from mpi_dataworkers.loader.skipped import quarantine_file, writing_problem
 from mpi_dataworkers.messages import ErrorPolicy
 from mpi_dataworkers.ops.iterable import files_of, generator_problem
 from mpi_dataworkers.visitation import Guarantee, Traits, decide
+
+_log = logging.getLogger(__name__)
 
 # Seeds travel as signed 64-bit numbers.
 _MAX_SEED = 2**63 - 1
@@ -94,8 +98,10 @@ class LoaderOptions:
     @property
     def is_listed(self) -> bool:
         """Whether the program's own sampler decides the order; else it is a function of the seed and the epoch."""
+        if self.is_iterable:
+            return False
         given = (self.sampler, self.batch_sampler, self.generator)
-        return (self.batch_size is None and not self.is_iterable) or any(one is not None for one in given)
+        return self.batch_size is None or any(one is not None for one in given)
 
     def guarantee(self, world_size: int = 1) -> Guarantee:
         """What the loader promises, and how it divides its passes.
@@ -113,6 +119,7 @@ class LoaderOptions:
             self.in_order is not False,
             # In rounds the ranks need no shard of their own.
             world_size if self.length_of is None else 1,
+            self.num_workers if isinstance(self.num_workers, int) else 0,
         )
         return decide(self.sharding, self.visitation, self.num_shards, traits)
 
@@ -120,7 +127,7 @@ class LoaderOptions:
         """What torch's own constructor is given."""
         names = (
             "batch_size shuffle sampler batch_sampler num_workers collate_fn pin_memory drop_last timeout "
-            "worker_init_fn generator prefetch_factor persistent_workers"
+            "worker_init_fn generator prefetch_factor persistent_workers multiprocessing_context"
         )
         keywords = {name: getattr(self, name) for name in names.split()}
         if self.device is not None and torch.device(self.device).type == "cuda":
@@ -130,6 +137,17 @@ class LoaderOptions:
         # torch has nothing to shuffle there; here it is the files. And it refuses to shuffle a dataset that is empty.
         nothing_to_shuffle = self.is_iterable or (hasattr(self.dataset, "__len__") and len(self.dataset) == 0)
         return keywords | {"shuffle": None} if nothing_to_shuffle else keywords
+
+    def say_what_has_no_effect(self, is_streamed: bool) -> None:
+        """Log, once in a process, which keywords ask for processes that this loader does not have."""
+        divided = self.is_iterable or (self.sharding, self.visitation, self.in_order) != (None, None, True)
+        if is_streamed and self.multiprocessing_context is not None:
+            _say_once("multiprocessing_context has no effect with a service: data workers are no processes of this one")
+        if not is_streamed and self.persistent_workers and divided:
+            _say_once(
+                "persistent_workers has no effect without a service for an IterableDataset, sharding, visitation or "
+                "in_order: each pass has a process of its own"
+            )
 
     def error_policy(self) -> ErrorPolicy:
         """What becomes of a step that cannot be made."""
@@ -185,7 +203,7 @@ def _value_rules(options: LoaderOptions) -> Iterator[str]:
     yield from _whole("num_workers", options.num_workers, 0)
     yield from _whole("prefetch_factor", options.prefetch_factor, 1, or_none=True)
     yield from _whole("global_batch_size", options.global_batch_size, 1, or_none=True)
-    yield from _whole("snapshot_every_n_steps", options.snapshot_every_n_steps, 1)
+    yield from _whole("snapshot_every_n_steps", options.snapshot_every_n_steps, 0)
     yield from _whole("seed", options.seed, 0, _MAX_SEED, or_none=True)
     yield from _whole("repeat", options.repeat, 1, MAX_EPOCH, or_none=True)
     yield from _whole("rank", options.rank, 0, or_none=True)
@@ -290,12 +308,6 @@ def _in_process_rules(options: LoaderOptions) -> Iterator[str]:
             f"timeout={options.timeout!r} without a service needs num_workers of at least 1: "
             "nobody but this process makes the batch"
         )
-    divided = options.is_iterable or (options.sharding, options.visitation, options.in_order) != (None, None, True)
-    if options.persistent_workers is True and options.num_workers != 0 and divided:
-        yield (
-            "persistent_workers=True without a service, with an IterableDataset, sharding, visitation or in_order: "
-            "each pass has a process of its own; leave it out"
-        )
 
 
 def _length_rules(options: LoaderOptions) -> Iterator[str]:
@@ -348,8 +360,6 @@ def _length_of_rules(options: LoaderOptions) -> Iterator[str]:
 
 def _refused_keywords(options: LoaderOptions) -> Iterator[str]:
     """torch's keywords that are not supported: refused by name, never ignored."""
-    if options.multiprocessing_context is not None:
-        yield "multiprocessing_context asks for worker processes of this program; use torch.utils.data.DataLoader"
     if options.pin_memory_device != "":
         yield (
             f"pin_memory_device={options.pin_memory_device!r}: torch pins memory for the current accelerator and has "
@@ -373,6 +383,11 @@ def _dataset_rules(options: LoaderOptions) -> Iterator[str]:
         yield f"dataset={options.dataset!r}: a map-style dataset has __getitem__"
     elif not hasattr(options.dataset, "__len__") and (options.sampler, options.batch_sampler) == (None, None):
         yield f"{type(options.dataset).__name__} has no length and there is no sampler"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.warning("hetstream: %s", text)
 
 
 # The rules, in the order in which their problems are told.

@@ -155,7 +155,9 @@ class ListedPass:
         if num_steps and self.drawn(num_steps) != drawn:
             raise StateError(
                 f"the sampler gave other samples for the first {num_steps} steps when the state was saved: its data, "
-                "its seed or its epoch differ (is set_epoch called as it was then?)"
+                "its seed or its epoch differ (is set_epoch called as it was then?), or it has no state and draws "
+                "anew each time. Use shuffle=True with seed=, or a sampler with set_epoch, or with state_dict and "
+                "load_state_dict"
             )
 
 

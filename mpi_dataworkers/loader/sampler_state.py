@@ -2,6 +2,7 @@
 
 A sampler is drawn ahead of the training loop, so its state at the loop's position is not to be had. What is kept is its
 state at the beginning of the epoch; a resume begins it again and draws the indices, without data, up to the position.
+One that has no state is begun as it is: whether it gives the same indices again is seen when they are drawn.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ def beginning_of(sampler: Any, in_epoch: bool) -> str:
             in its own checkpoint, may go on before it begins.
 
     Returns:
-        "repeats" when the sampler gives the same order again; "unknown" and the reason when nothing can be kept of it;
-        else its state.
+        "repeats" when the sampler gives the same order again, or nothing can be kept of it; else its state.
     """
     kind, source = _kind_of(sampler)
     if kind == "generator":
@@ -46,9 +46,9 @@ def beginning_of(sampler: Any, in_epoch: bool) -> str:
     if kind == "state":
         try:
             return f"state {json.dumps(source.state_dict())}"
-        except Exception as error:  # noqa: BLE001, the sampler's own code; whoever wants the state is told
-            return f"unknown its state_dict does not give plain values: {error}"
-    return kind if kind == "repeats" else "unknown it draws anew each time, and has no state that could be kept"
+        except Exception:  # noqa: BLE001, the sampler's own code; as one without a state, it is drawn as it is then
+            return "repeats"
+    return "repeats"
 
 
 @contextlib.contextmanager
@@ -122,12 +122,8 @@ def _kind_of(sampler: Any) -> tuple[str, Any]:
         if isinstance(sampler.generator, torch.Generator):
             return "generator", sampler
         is_torchs = type(sampler) in _DRAWING
-        return ("global" if is_torchs else "unknown"), sampler
-    is_plain = not isinstance(sampler, torch.utils.data.Sampler) or isinstance(
-        sampler, torch.utils.data.SequentialSampler
-    )
-    is_once_only = hasattr(sampler, "__next__")
-    return ("repeats" if is_plain and not is_once_only else "unknown"), sampler
+        return ("global" if is_torchs else "repeats"), sampler
+    return "repeats", sampler
 
 
 def _pack(state: torch.Tensor) -> str:

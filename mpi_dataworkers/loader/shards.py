@@ -6,7 +6,6 @@ next. Used by `data_loader.py`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -189,7 +188,7 @@ class ShardedIterator(Iterator[Any]):
             in_order=not (self._division.any_order and self._division.guarantee.cut is Cut.STEPS),
             ahead=self._ahead,
             errors=self._stream.skipped.policy,
-            snapshot=self._snapshots.get(place.shard, "").encode(),
+            snapshot=self._snapshots.get(place.shard, b""),
         )
 
     def __next__(self) -> Any:
@@ -203,7 +202,7 @@ class ShardedIterator(Iterator[Any]):
             place = self._interleave.places[number]
             self._interleave.taken(number, self._passes[number].buffer.position - place.step)
             if isinstance(item, Delivered) and item.snapshot:
-                self._snapshots[place.shard] = item.snapshot.decode()
+                self._snapshots[place.shard] = item.snapshot
             if isinstance(item, BatchFailed):
                 raise rebuild_error(item)
             if isinstance(item.payload, LocalFailure):
@@ -259,7 +258,7 @@ class ShardedIterator(Iterator[Any]):
                 )
             with generators_kept():
                 reader = self._readers[shard]
-                made = read_step(reader, step, self._snapshots.get(shard, "").encode(), policy)
+                made = read_step(reader, step, self._snapshots.get(shard, b""), policy)
             if made is None:
                 return None
             rest = made.num_skipped, made.left_out, reader.snapshot
@@ -298,14 +297,14 @@ class ShardedIterator(Iterator[Any]):
 
 
 def _state(
-    division: Division, step: int, copies: int, ahead: list[list[int]], snapshots: dict[int, str], order: Interleave
+    division: Division, step: int, copies: int, ahead: list[list[int]], snapshots: dict[int, bytes], order: Interleave
 ) -> dict[str, Any]:
     named = {str(shard): snapshot for shard, snapshot in snapshots.items()}
     rank = division.dealt[0]
     return {"rank": rank, "step": step, "copies": copies, "ahead": ahead, "snapshots": named} | order.state()
 
 
-def _snapshots_of(state: dict[str, Any] | None) -> Iterator[tuple[int, str]]:
+def _snapshots_of(state: dict[str, Any] | None) -> Iterator[tuple[int, bytes]]:
     """Where the readers of shards were, by shard."""
     for shard, snapshot in (state["snapshots"] if state else {}).items():
         yield int(shard), snapshot
@@ -328,8 +327,7 @@ def own_position(division: Division, state: Any) -> dict[str, Any]:
     try:
         copies, step, whose = int(state["copies"]), int(state["step"]), state["rank"]
         ahead = [(int(first), int(stop)) for first, stop in state["ahead"]]
-        for _, snapshot in _snapshots_of(state):
-            json.loads(snapshot)
+        dict(_snapshots_of(state))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(f"the state has no position in the shards of this loader: {error!r}") from error
     if not 0 < copies <= _MAX_COPIES or step < 0 or any(not 0 <= first < stop for first, stop in ahead):
@@ -405,7 +403,7 @@ class _WholePass(torch.utils.data.IterableDataset[Any]):
             skips = self._policy.on_error != "raise"
             readers[place.shard] = open_shard(self._pipeline, stream, self._seed, self._epoch, skips=skips)
         reader = readers[place.shard]
-        made = read_step(reader, place.step, self._snapshots.get(place.shard, "").encode(), self._policy)
+        made = read_step(reader, place.step, self._snapshots.get(place.shard, b""), self._policy)
         return None if made is None else (made, reader.snapshot)
 
 
@@ -476,7 +474,7 @@ class LocalShardedIterator(LocalPass):
                 item.reraise()
             made, snapshot = item
             if snapshot:
-                self._snapshots[shard] = snapshot.decode()
+                self._snapshots[shard] = snapshot
             if made.num_skipped:
                 self._stream.leave_out(self._epoch, self.position - 1, made.num_skipped, made.left_out)
             if made.num_samples == 0:

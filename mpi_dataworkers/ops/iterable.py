@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import GeneratorType
 from typing import Any
@@ -26,8 +25,10 @@ from mpi_dataworkers.messages import Failure, ShardOrder
 from mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
 from mpi_dataworkers.reorder import as_ranges
 from mpi_dataworkers.sharding import derive_seed, permute
+from mpi_dataworkers.snapshots import pack, unpack
 from mpi_dataworkers.visitation import Cut
 
+_DIVIDE_THEMSELVES = (Cut.ITSELF.value, Cut.ITSELF_FOR_RANKS.value)
 # An iterator that raises so often without an element between does not get any further.
 _MAX_IN_A_ROW = 1000
 
@@ -72,8 +73,8 @@ class ShardReader:
     Attributes:
         num_steps: how many steps the shard has, -1 until its end was reached.
         position: the step that comes next.
-        snapshot: where the reader was after the last step, as JSON, if the dataset or its iterator has a state, and
-            what it has left out, if it has.
+        snapshot: where the reader was after the last step, as `snapshots.pack` gives it, if the dataset or its iterator
+            has a state, and what it has left out, if it has.
         snapshot_step: the step that comes next there.
     """
 
@@ -99,6 +100,8 @@ class ShardReader:
         self.position = 0
         self._elements = 0
         self._exhausted = False
+        self._has_asked = False  # it is known to have asked for its shard; see also `_Info`
+        self._is_undivided = False  # the first shard has all, because the dataset did not ask
         self._left_out: set[int] = set()  # elements, by their number in the iterator's order
         self._judged = 0  # of the elements before this one it is known whether they are left out
         self._is_wanted = True  # the step that is being read; else it is passed over
@@ -139,7 +142,7 @@ class ShardReader:
         """Go to a step and read its elements."""
         if 0 <= self.num_steps <= step:
             return None
-        saved = json.loads(snapshot) if snapshot else None
+        saved = unpack(snapshot) if snapshot else None
         if saved is not None and saved["elements"] > self._judged:
             self._judged = saved["elements"]
             self._left_out = {number for first, stop in saved["left_out"] for number in range(first, stop)}
@@ -168,19 +171,22 @@ class ShardReader:
                 f"{type(self._pipeline.dataset).__name__} cannot be copied, and each shard reads a copy of its own: "
                 f"{type(error).__name__}: {error}. Open files and connections in __iter__."
             ) from error
-        divides_itself = self._order.cut == Cut.ITSELF.value
+        divides_itself = self._order.cut in _DIVIDE_THEMSELVES
         self._choose_files()
-        self._info = _Info(
-            id=self._order.shard if divides_itself else 0,
-            num_workers=self._order.num_shards if divides_itself else 1,
-            seed=self._seed,
-            dataset=self._dataset,
-        )
+        self._info = None
+        if self._order.cut != Cut.WHOLE.value:
+            self._info = _Info(
+                id=self._order.shard if divides_itself else 0,
+                num_workers=self._order.num_shards if divides_itself else 1,
+                seed=self._seed,
+                dataset=self._dataset,
+            )
+        self._has_asked = False
         self.position, self._elements, self._exhausted = 0, 0, False
         seed_generators(self._seed)
         with self._as_worker(), making_sample(self._seed):
             try:
-                if self._pipeline.worker_init_fn is not None:
+                if self._pipeline.worker_init_fn is not None and self._info is not None:
                     self._pipeline.worker_init_fn(self._info.id)
                 if saved is not None and not saved["iterators"]:
                     self._dataset.load_state_dict(saved["state"])
@@ -200,14 +206,14 @@ class ShardReader:
                     raise SampleError(-1) from error
                 # As in torch, that is all of it: one failed step.
                 self._iterator, self.position = iter(()), 1
-                vars(self._info)["asked"] = True
+                self._has_asked = True
                 raise SampleError(-1) from error
 
         if self._skips and isinstance(self._iterator, GeneratorType):
             self._iterator = None
             raise PipelineError(generator_problem(self._dataset))
         if saved is not None:
-            vars(self._info)["asked"] = True  # where it began
+            self._has_asked = True  # where it began
             self.position, self._elements, self._exhausted = saved["step"], saved["elements"], saved["exhausted"]
 
     def _save(self) -> bytes:
@@ -229,17 +235,18 @@ class ShardReader:
             "step": self.position,
             "elements": self._elements,
             "exhausted": self._exhausted,
-            "iterators": owner is self._iterator and owner is not self._dataset,
+            # As torchdata: a dataset that is its own iterator is asked to begin, and then told where it was.
+            "iterators": owner is self._iterator,
             "state": state,
             # A reader with a state does not read again what lies before.
             "left_out": as_ranges(sorted(self._left_out)) if state is None else [],
         }
         try:
-            return json.dumps(saved).encode()
-        except (TypeError, ValueError) as error:
+            return pack(saved)
+        except Exception as error:  # pickling runs user code
             raise PipelineError(
-                f"state_dict() of {type(owner).__name__} holds a value that JSON does not have ({error}): it travels "
-                "with the batches and is part of the loader's state"
+                f"state_dict() of {type(owner).__name__} holds what cannot be pickled ({error!r}): "
+                "it travels with the batches and is part of the loader's state"
             ) from error
 
     def _choose_files(self) -> None:
@@ -273,9 +280,15 @@ class ShardReader:
         except PipelineError:
             raise
         except Exception as error:
+            if self._is_of_the_first():
+                self.num_steps = self.position
+                return None
             self.position += 1
             raise SampleError(-1) from error
         self._check_divided()
+        if self._is_of_the_first():
+            self.num_steps = self.position
+            return None
         if order.drop_last and len(samples) < wanted:
             samples = []
         # A step that has nothing but what it left out is given, so that it is told.
@@ -328,15 +341,34 @@ class ShardReader:
         text = f"element {number} of shard {self._order.shard}: {failure.text}"
         return msgspec.structs.replace(failure, sample_index=number, text=text)
 
+    @property
+    def _asked(self) -> bool:
+        return self._has_asked or (self._info is not None and "asked" in vars(self._info))
+
+    def _is_of_the_first(self) -> bool:
+        """Whether the dataset does not divide itself, so that the first shard has all of it and this one nothing."""
+        return self._order.cut == Cut.ITSELF.value and self._order.shard > 0 and not self._asked
+
     def _check_divided(self) -> None:
-        order = self._order
-        if order.cut == Cut.ITSELF.value and order.num_shards > 1 and "asked" not in vars(self._info):
+        order, name = self._order, type(self._dataset).__name__
+        if order.num_shards == 1 or order.cut not in _DIVIDE_THEMSELVES:
+            return
+        if self._is_undivided and self._asked:
             raise PipelineError(
-                f"{type(self._dataset).__name__} did not ask torch.utils.data.get_worker_info().id, so each of "
-                f"{order.num_shards} shards would read all of it. Divide it there, as for torch's num_workers, or give "
-                "the loader sharding=ShardingPolicy.DATA (each shard reads all and keeps its part), FILE or DYNAMIC "
-                "(the dataset has `files`), or num_shards=1 (one data worker reads it)."
+                f"{name} asked torch.utils.data.get_worker_info().id only after its first elements, which no other "
+                "shard has: ask in __iter__ before the first element"
             )
+        if self._asked or (order.shard > 0 and order.cut == Cut.ITSELF.value):
+            return
+        if order.cut == Cut.ITSELF.value:
+            self._is_undivided = True
+            return
+        raise PipelineError(
+            f"{name} did not ask torch.utils.data.get_worker_info().id, so each of {order.num_shards} shards would "
+            "read all of it. Divide it there, as for torch's num_workers, or give the loader "
+            "sharding=ShardingPolicy.DATA (each shard reads all and keeps its part), FILE or DYNAMIC (the dataset has "
+            "`files`). One rank alone would read it once."
+        )
 
     @contextlib.contextmanager
     def _as_worker(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import typing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.utils.data
 
 from mpi_dataworkers import DataLoader
 from mpi_dataworkers.errors import ConfigError, OptionsError
+from mpi_dataworkers.loader import options as loader_options
 from mpi_dataworkers.loader.options import LoaderOptions
 
 DATA = datasets.Augmented(12)
@@ -55,15 +57,10 @@ DATA = datasets.Augmented(12)
         ({"prefetch_factor": 0, "num_workers": 1}, "prefetch_factor=0: must be a whole number of at least 1"),
         ({"persistent_workers": True}, "persistent_workers=True needs num_workers"),
         ({"timeout": 5}, "timeout=5 without a service needs num_workers of at least 1"),
-        (
-            {"persistent_workers": True, "num_workers": 1, "in_order": False},
-            "persistent_workers=True without a service",
-        ),
         ({"rank": 0}, "rank=0 with world_size=None: they must be given together"),
         ({"world_size": 2}, "rank=None with world_size=2: they must be given together"),
         ({"rank": 2, "world_size": 2}, "rank 2 of world size 2"),
         ({"pin_memory_device": "cuda"}, "pin_memory_device='cuda'.* leave it out"),
-        ({"multiprocessing_context": "spawn", "num_workers": 1}, "multiprocessing_context asks for worker processes"),
     ],
     ids=str,
 )
@@ -126,6 +123,31 @@ def test_rank_and_world_size_can_be_given(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "1")
     second = DataLoader(DATA, batch_size=2, rank=1, world_size=2)
     assert [ids.tolist() for _, ids in second] == [[2, 3], [6, 7], [10, 11]]
+
+
+def test_what_is_harmless_is_accepted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    loader_options._say_once.cache_clear()
+    for _ in range(2):
+        loader = DataLoader(datasets.Log(20), 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+        assert sorted(index for _, ids in loader for index in ids.tolist()) == list(range(20))
+    assert [one.message for one in caplog.records if "persistent_workers has no effect" in one.message] == [
+        "hetstream: persistent_workers has no effect without a service for an IterableDataset, sharding, visitation or "
+        "in_order: each pass has a process of its own"
+    ]
+    streamed = LoaderOptions(DATA, num_workers=1, multiprocessing_context="spawn")
+    for _ in range(2):
+        streamed.say_what_has_no_effect(is_streamed=True)
+    assert caplog.text.count("multiprocessing_context has no effect with a service") == 1
+    with pytest.raises(ValueError, match="should specify a valid start method"):  # torch's own rule
+        DataLoader(DATA, num_workers=1, multiprocessing_context="threads")
+    generator = torch.Generator()
+    assert len(list(DataLoader(datasets.Log(4), generator=generator))) == 4, "an IterableDataset has its own order"
+
+
+def test_the_loader_is_generic_as_torchs_is() -> None:
+    assert typing.get_origin(DataLoader[int]) is DataLoader
+    assert issubclass(DataLoader, torch.utils.data.DataLoader)
+    assert len(list(DataLoader[Any](DATA, batch_size=3))) == 4
 
 
 def pids_of(passing: Any) -> set[int]:

@@ -152,7 +152,7 @@ def ranks(three: Any) -> Iterator[Callable[..., list[DataLoader]]]:
         for rank in range(2):
             common = {"batch_size": 4, "seed": 5, "service": three.name, "job_name": "job", "num_shards": 3}
             common |= {"rank": rank, "world_size": 2, "length_of": length_of, "bucket_boundaries": BOUNDARIES}
-            made.append(DataLoader(dataset or datasets.Log(NUM_ELEMENTS), **(common | options)))
+            made.append(DataLoader(dataset or datasets.Log(NUM_ELEMENTS), **({"num_shards": 8} | common | options)))
         return made[-2:]
 
     yield make

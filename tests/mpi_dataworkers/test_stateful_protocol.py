@@ -100,7 +100,6 @@ PATTERNS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "before the first": before_the_first,
     "after one": lambda make: in_mid_epoch(make, 1),
     "after three": lambda make: in_mid_epoch(make, 3),
-    "after the last, before the end": lambda make: in_mid_epoch(make, STEPS),
     "after the end": after_the_end,
     "twice in a row": twice_in_a_row,
     "loaded and saved again": loaded_and_saved_again,
@@ -119,3 +118,13 @@ def test_the_same_calls_continue_at_the_same_batch(pattern: str, num_workers: in
         return StatefulDataLoader(Numbers(), BATCH, num_workers=num_workers, snapshot_every_n_steps=1)
 
     assert PATTERNS[pattern](ours) == PATTERNS[pattern](theirs)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+def test_after_the_last_batch_ours_begins_the_next_epoch_where_torchdatas_is_empty_first() -> None:
+    def after_the_last(kind: Any) -> list[list[list[int]]]:
+        return in_mid_epoch(lambda: kind(Numbers(), BATCH), STEPS)
+
+    whole = epoch(DataLoader(Numbers(), BATCH))
+    assert after_the_last(StatefulDataLoader) == [[], whole]
+    assert after_the_last(DataLoader) == [whole, whole]

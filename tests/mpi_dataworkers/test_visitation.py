@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 import torch
+from torch.utils.data import IterableDataset
 
 from mpi_dataworkers import DataLoader, ShardingPolicy, merge_states
 from mpi_dataworkers.errors import ConfigError, JobNameConflict, PipelineError, StateError
@@ -35,7 +39,9 @@ def loaders() -> Iterator[Callable[..., DataLoader]]:
     made: list[DataLoader] = []
 
     def make(dataset: Any, **options: Any) -> DataLoader:
-        made.append(DataLoader(dataset, **{"batch_size": 4} | options))
+        # As many shards as there can be data workers, where the program would say so by num_workers.
+        divided = isinstance(dataset, IterableDataset) and "sharding" not in options
+        made.append(DataLoader(dataset, **{"batch_size": 4} | ({"num_shards": 8} if divided else {}) | options))
         return made[-1]
 
     yield make
@@ -327,10 +333,12 @@ def test_ranks_that_have_not_begun_and_ranks_that_have_ended_are_merged(loaders:
     assert sorted(begun + theirs + taken([alone], 1000)) == list(range(96)), "one has ended"
 
 
-def test_a_stream_that_does_not_divide_itself_is_an_error_that_names_the_choices(three: Any, loaders: Any) -> None:
-    for options in ({}, {"service": three.name}):
-        loader = loaders(datasets.PlainLog(20), **options)
-        with pytest.raises(PipelineError, match=r"did not ask .*get_worker_info.*DATA.*FILE.*num_shards=1"):
+def test_a_stream_that_does_not_divide_itself_for_two_ranks_is_an_error_that_names_the_choices(
+    three: Any, loaders: Any
+) -> None:
+    for options in ({}, {"service": three.name, "job_name": "undivided"}):
+        loader = loaders(datasets.PlainLog(20), rank=0, world_size=2, num_shards=None, **options)
+        with pytest.raises(PipelineError, match=r"did not ask .*get_worker_info.*DATA.*FILE.*One rank alone"):
             next(iter(loader))
     with pytest.raises(ConfigError, match="has no attribute `files`"):
         loaders(datasets.PlainLog(20), sharding="file")
@@ -508,7 +516,65 @@ def test_what_a_takeover_without_a_state_costs_is_reading_a_shard_up_to_its_posi
     assert sum(collated.values()) - len(collated) <= 4
 
 
-def test_a_state_that_is_not_json_is_told(loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.Ledger, "state_dict", lambda self: {"position": {1, 2}})
-    with pytest.raises(PipelineError, match=r"state_dict\(\) of Ledger holds a value that JSON does not have"):
+def test_a_state_that_cannot_be_pickled_is_told(loaders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.Ledger, "state_dict", lambda self: {"position": threading.Lock()})
+    with pytest.raises(PipelineError, match=r"state_dict\(\) of Ledger holds what cannot be pickled"):
         next(iter(loaders(datasets.Ledger(20, tmp_path / "read"))))
+
+
+@pytest.mark.parametrize("where", ["service", "local", "process"])
+def test_a_state_may_hold_what_json_does_not(three: Any, loaders: Any, where: str) -> None:
+    options: dict[str, Any] = {"service": {"service": three.name}, "local": {}, "process": {"num_workers": 1}}[where]
+    whole = as_bytes(loaders(datasets.TensorLedger(60), **options))
+    saved = loaders(datasets.TensorLedger(60), **options)
+    passing = iter(saved)
+    begin = as_bytes(next(passing) for _ in range(9))
+    state = saved.state_dict()
+    kept = copy.deepcopy(state)
+    next(passing)
+    assert state["dataset_states"].keys() == kept["dataset_states"].keys()
+    assert state["shards"] == kept["shards"], "a state that was given does not change"
+    positions = {shard: one["state"]["at"] for shard, one in state["dataset_states"].items()}
+    assert all(isinstance(at[("place", 0)], torch.Tensor) for at in positions.values()), "as the object that it is"
+    resumed = loaders(datasets.TensorLedger(60), **options)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert begin + as_bytes(resumed) == whole
+    pretended = json.loads(state["shards"]) | {"snapshots": {"0": "cos\nsystem\n(S'true'\ntR."}}
+    with pytest.raises(StateError, match="damaged position"):
+        resumed.load_state_dict(state | {"shards": json.dumps(pretended)})
+
+
+def test_a_stream_is_divided_as_torch_divides_it(three: Any, loaders: Any) -> None:
+    """The program's num_workers says into how many shards, whoever reads them; with 0 it is the sequence itself."""
+    for num_workers in (0, 1, 2):
+        torchs = torch.utils.data.DataLoader(datasets.Log(50), batch_size=4, num_workers=num_workers)
+        want = ids_of(torchs)
+        for options in ({"num_workers": num_workers}, {"num_workers": num_workers, "service": three.name}):
+            assert ids_of(loaders(datasets.Log(50), num_shards=None, **options)) == want
+    seen = list(loaders(datasets.SeesWorker(), num_shards=None, batch_size=None, service=three.name))
+    assert seen == [None], "get_worker_info() is None where the program has no worker processes"
+
+
+@pytest.mark.parametrize("where", ["service", "local"])
+def test_a_dataset_that_does_not_divide_itself_is_read_once(three: Any, loaders: Any, where: str) -> None:
+    options: dict[str, Any] = {"service": {"service": three.name}, "local": {}}[where]
+    for _ in range(2):
+        assert ids_of(loaders(datasets.PlainLog(30), num_shards=4, **options)) == list(range(30))
+    failing = iter(loaders(datasets.PoisonedPlainLog(30), num_shards=3, **options))
+    with pytest.raises(ValueError, match="element 2"):
+        next(failing)
+    assert ids_of(failing) == [], "a generator ends with its exception; and it is told once, not by each shard"
+    with pytest.raises(PipelineError, match="only after its first elements"):
+        list(loaders(datasets.AsksLate(30), num_shards=2, **options))
+
+
+def test_what_a_stream_says_of_its_length_is_believed(loaders: Any) -> None:
+    class Sized(datasets.PlainLog):
+        def __len__(self) -> int:
+            return self.length
+
+    assert len(loaders(Sized(10))) == 3
+    assert len(loaders(Sized(10), drop_last=True)) == 2
+    assert len(loaders(Sized(10), repeat=2)) == 6
+    with pytest.raises(TypeError):
+        len(loaders(Sized(10), rank=0, world_size=2))

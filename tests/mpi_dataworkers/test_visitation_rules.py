@@ -21,12 +21,21 @@ FILES = Traits("Folder", iterable=True, num_files=20)
         ("off", INDEXED, Cut.COPIES, 0, "zero_once_or_more"),
         ("data", INDEXED, Cut.INDICES, 8, "exactly_once"),
         ("file_or_data", INDEXED, Cut.INDICES, 8, "exactly_once"),
-        (None, STREAM, Cut.ITSELF, 8, "exactly_once"),
+        (None, STREAM, Cut.WHOLE, 1, "exactly_once"),
+        (None, Traits("Log", iterable=True, num_workers=3), Cut.ITSELF, 3, "exactly_once"),
         (ShardingPolicy.OFF, STREAM, Cut.COPIES, 0, "zero_once_or_more"),
         (ShardingPolicy.FILE_OR_DATA, STREAM, Cut.ELEMENTS, 8, "exactly_once"),
         (ShardingPolicy.FILE_OR_DATA, FILES, Cut.FILES, 8, "exactly_once"),
         (ShardingPolicy.DYNAMIC, FILES, Cut.EACH_FILE, 20, "exactly_once"),
-        (None, Traits("Log", iterable=True, world_size=3), Cut.ITSELF, 9, "exactly_once"),
+        (None, Traits("Log", iterable=True, world_size=3), Cut.ITSELF_FOR_RANKS, 3, "exactly_once"),
+        (
+            None,
+            Traits("Log", iterable=True, world_size=3, num_workers=2),
+            Cut.ITSELF_FOR_RANKS,
+            6,
+            "exactly_once",
+        ),
+        ("data", Traits("Log", iterable=True, world_size=3, num_workers=2), Cut.ELEMENTS, 9, "exactly_once"),
     ],
 )
 def test_defaults(sharding: Any, traits: Traits, cut: Cut, num_shards: int, visitation: str) -> None:

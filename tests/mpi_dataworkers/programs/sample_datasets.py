@@ -415,6 +415,60 @@ def divide(number: int) -> None:
     info.dataset.start, info.dataset.stop = info.id * each, min(info.dataset.length, (info.id + 1) * each)
 
 
+class TensorLedger(Log):
+    """Its iterator's state holds what JSON does not have."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return _TensorIterator(*self.part(), self.length)
+
+
+class _TensorIterator(Iterator[Any]):
+    def __init__(self, at: int, stride: int, length: int) -> None:
+        self.at, self.stride, self.length = at, stride, length
+
+    def __next__(self) -> Any:
+        if self.at >= self.length:
+            raise StopIteration
+        self.at += self.stride
+        return torch.rand(2), self.at - self.stride
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": {("place", 0): torch.tensor(self.at)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = int(state["at"][("place", 0)])
+
+
+class SeesWorker(IterableDataset[Any]):
+    """The number of workers that it sees."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        yield None if info is None else info.num_workers
+
+
+class PoisonedPlainLog(PlainLog):
+    """Element 2 raises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for values, index in super().__iter__():
+            if index == 2:
+                raise ValueError("element 2")
+            yield values, index
+
+
+class AsksLate(IterableDataset[Any]):
+    """Asks for its worker after it gave elements."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.length):
+            info = get_worker_info() if index > 9 else None
+            yield index if info is None else index + info.id
+
+
 class Folder(IterableDataset[Any]):
     """Reads files with an element a line, in the order of the list."""
 

@@ -1,0 +1,414 @@
+"""Peers' own test suites, run against hetstream: what passes, what fails, and what is excluded for which reason.
+
+    python tests/peers/suites.py [--peers DIR] [--write] [SUITE ...]
+
+The peers' files are no part of this project. They are read from DIR (see docs/peers.md), adapted in a temporary
+directory, where the import of the loader is replaced, and run there by pytest in a process of its own. The outcome of
+each test is compared with `expected/SUITE.json`; a test that did not do what is expected runs once more by itself
+before it is believed. `--write` stores what was found as the new expectation, and brings docs/peers.md up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+DOCUMENT = ROOT / "docs" / "peers.md"
+# A test of theirs that takes longer has failed; the slowest that pass take 20 s.
+_TEST_LIMIT_S = 90
+_FILE_LIMIT_S = 3600
+_SCRIPT_LIMIT_S = 300
+_BEGIN, _END = "<!-- written by tests/peers/suites.py -->", "<!-- end -->"
+_IMPORT = re.compile(r"^( *)from torchdata\.stateful_dataloader import (.*\bStatefulDataLoader\b.*)$", re.MULTILINE)
+
+Outcomes = dict[str, str]  # of the tests of one file: passed, failed or skipped, by their names
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Files of one peer, and how they meet hetstream.
+
+    Attributes:
+        name: on the command line, and of its file of expectations.
+        title: in documents.
+        files: below the folder of peers; or modules, which are run as scripts.
+        loader: what takes the place of torchdata's StatefulDataLoader, as `module.Class`; "" to leave it.
+        data_workers: under `hetstream run` with so many; None without.
+        plain: the suite without hetstream that this one is compared with.
+    """
+
+    name: str
+    title: str
+    files: tuple[str, ...]
+    loader: str = ""
+    data_workers: int | None = None
+    plain: str = ""
+
+    @property
+    def is_scripts(self) -> bool:
+        """Whether its files are modules that run as scripts, each of them a test."""
+        return not self.files[0].endswith(".py")
+
+    @property
+    def expectation(self) -> Path:
+        """Where the expected outcomes are."""
+        return HERE / "expected" / f"{self.name}.json"
+
+
+_TORCHDATA = tuple(
+    f"torchdata/test_{name}.py" for name in ("dataloader", "state_dict", "sampler", "hugging_face", "incremental_state")
+)
+_SCRIPTS = tuple(
+    f"accelerate.test_utils.scripts.{name}" for name in ("test_script", "test_distributed_data_loop", "test_sync")
+)
+_TORCH = "torch.utils.data.DataLoader"
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("own", "torchdata's suite on hetstream's DataLoader", _TORCHDATA, "mpi_dataworkers.DataLoader"),
+        Suite("torch", "the same test_dataloader.py on torch's DataLoader", _TORCHDATA[:1], _TORCH),
+        Suite("torch-hook", "the same on torch's DataLoader under the hook", _TORCHDATA[:1], _TORCH, 2, "torch"),
+        Suite("accelerate", "accelerate's test_data_loader.py", ("accelerate/test_data_loader.py",)),
+        Suite(
+            "accelerate-hook",
+            "the same under the hook",
+            ("accelerate/test_data_loader.py",),
+            data_workers=2,
+            plain="accelerate",
+        ),
+        Suite("accelerate-scripts", "accelerate.test_utils.scripts", _SCRIPTS),
+        Suite("accelerate-scripts-hook", "the same under the hook", _SCRIPTS, "", 2, "accelerate-scripts"),
+        Suite("speechbrain", "SpeechBrain's test_dataloader.py", ("speechbrain/test_dataloader.py",)),
+        Suite(
+            "speechbrain-hook",
+            "the same under the hook",
+            ("speechbrain/test_dataloader.py",),
+            data_workers=2,
+            plain="speechbrain",
+        ),
+    )
+}
+
+# SpeechBrain's package asks for these when it is imported, and its tests of loaders for the fixture `device`.
+# Its loaders use no audio, and torchaudio has no build for every torch.
+_STANDINS = {
+    "speechbrain": {
+        "torchaudio.py": '__version__ = "2.11.0"\n',
+        "conftest.py": 'import pytest\n\n\n@pytest.fixture\ndef device():\n    return "cpu"\n',
+    }
+}
+
+
+def adapt(source: str, loader: str) -> str:
+    """A test file with another loader in the place of StatefulDataLoader, also in the programs that it has as text."""
+    module, _, kind = loader.rpartition(".")
+
+    def replaced(match: re.Match[str]) -> str:
+        indent, names = match[1], [name.strip() for name in match[2].split(",")]
+        ours = next(name for name in names if name.startswith("StatefulDataLoader"))
+        others = [name for name in names if name != ours]
+        alias = ours.partition(" as ")[2] or "StatefulDataLoader"
+        lines = [f"{indent}from {module} import {kind} as {alias}"]
+        if others:
+            lines.append(f"{indent}from torchdata.stateful_dataloader import {', '.join(others)}")
+        return "\n".join(lines)
+
+    return _IMPORT.sub(replaced, source)
+
+
+def excluded(suite: str) -> dict[str, list[str]]:
+    """Reasons why tests of a suite are not run, each with the patterns of their names."""
+    reasons: dict[str, list[str]] = json.loads((HERE / "excluded.json").read_text()).get(suite, {})
+    return reasons
+
+
+def is_excluded(name: str, reasons: Mapping[str, Iterable[str]]) -> bool:
+    """Whether some reason names a test."""
+    return any(fnmatch.fnmatchcase(name, pattern) for patterns in reasons.values() for pattern in patterns)
+
+
+def expected(suite: str) -> dict[str, Outcomes]:
+    """The stored outcomes: those of a file by its name; excluded tests have the outcome `excluded`."""
+    stored: dict[str, dict[str, list[str]]] = json.loads(SUITES[suite].expectation.read_text())
+    return {
+        file: {name: outcome for outcome, names in outcomes.items() for name in names}
+        for file, outcomes in stored.items()
+    }
+
+
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+def run(suite: Suite, peers: Path, only: Sequence[str] = (), with_excluded: bool = False) -> dict[str, Outcomes]:
+    """Run a suite.
+
+    Args:
+        suite: which one.
+        peers: folder of the peers' files.
+        only: names of tests; none for all.
+        with_excluded: run those that are excluded, too.
+    """
+    reasons = {} if with_excluded else excluded(suite.name)
+    found = {}
+    for file in suite.files:
+        if suite.is_scripts:
+            name = file.rpartition(".")[2]
+            if not only or name in only:
+                found[file] = {name: "excluded" if is_excluded(name, reasons) else _run_script(suite, file)}
+            continue
+        with tempfile.TemporaryDirectory(prefix="hetstream-peers-") as directory:
+            found[file] = _run_file(suite, peers / file, Path(directory), only, reasons)
+    return found
+
+
+def _run_file(
+    suite: Suite, file: Path, directory: Path, only: Sequence[str], reasons: Mapping[str, Sequence[str]]
+) -> Outcomes:
+    source = file.read_text()
+    (directory / file.name).write_text(adapt(source, suite.loader) if suite.loader else source)
+    for name, text in _STANDINS.get(file.parent.name, {}).items():
+        (directory / name).write_text(text)
+    collected = _collect(suite, directory, file.name)
+    wanted = [name for name in collected if not is_excluded(name, reasons) and (not only or name in only)]
+    outcomes = {name: "excluded" for name in collected if is_excluded(name, reasons) and not only}
+    if wanted:
+        chosen = directory / "chosen.txt"
+        chosen.write_text("".join(f"{file.name}::{name}\n" for name in wanted))
+        report = directory / "report.xml"
+        options = ("-q", "--timeout", str(_TEST_LIMIT_S), f"--junitxml={report}", f"@{chosen.name}")
+        done = _run_python(suite, directory, ("-m", "pytest", "-p", "no:cacheprovider", *options), _FILE_LIMIT_S)
+        if not report.exists():
+            raise SystemExit(f"{suite.name}: {file.name} did not run to its end:\n{done.stdout[-4000:]}")
+        ran = read_report(report.read_text())
+        outcomes |= {name: ran.get(name, "failed") for name in wanted}
+        (ROOT / "build").mkdir(exist_ok=True)
+        (ROOT / "build" / f"peers-{suite.name}-{file.stem}.log").write_text(done.stdout)
+    return outcomes
+
+
+def _collect(suite: Suite, directory: Path, name: str) -> list[str]:
+    """Names of all tests of a file, `Class::test` or `test`."""
+    command = ("-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", name)
+    done = _run_python(Suite(suite.name, "", suite.files), directory, command, _FILE_LIMIT_S)
+    found = [line.split("::", 1)[1] for line in done.stdout.splitlines() if "::" in line]
+    if not found:
+        raise SystemExit(f"{suite.name}: no tests in {name}:\n{done.stdout[-4000:]}")
+    return found
+
+
+def read_report(text: str) -> Outcomes:
+    """What a JUnit report says of each test; one with several entries has passed when all of them have."""
+    outcomes: Outcomes = {}
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        name = "::".join([*case.attrib["classname"].split(".")[1:], case.attrib["name"]])
+        outcomes[name] = "failed" if "failed" in (outcome, outcomes.get(name)) else outcome
+    return outcomes
+
+
+def _run_script(suite: Suite, module: str) -> str:
+    with tempfile.TemporaryDirectory(prefix="hetstream-peers-") as directory:
+        done = _run_python(suite, Path(directory), ("-m", module), _SCRIPT_LIMIT_S)
+    (ROOT / "build").mkdir(exist_ok=True)
+    (ROOT / "build" / f"peers-{suite.name}-{module.rpartition('.')[2]}.log").write_text(done.stdout)
+    return "passed" if done.returncode == 0 else "failed"
+
+
+def _run_python(
+    suite: Suite, directory: Path, arguments: Sequence[str], limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    if suite.data_workers is not None:
+        command = [sys.executable, "-m", "slurm_plugin.cli", "run", "--data-workers", str(suite.data_workers)]
+        command += ["--", sys.executable, *arguments]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
+    # No display, no network, and no GPU, so that each run is like the other.
+    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(directory)}
+    with (directory / "output.txt").open("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # `hetstream run` ends what it has started
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+        output.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, output.read(), "")
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+def differences(found: Mapping[str, Outcomes], stored: Mapping[str, Outcomes]) -> Iterator[tuple[str, str, str, str]]:
+    """(file, test, expected, found) of each test that did something else."""
+    for file, outcomes in found.items():
+        before = stored.get(file, {})
+        for name in sorted({*outcomes, *before}):
+            pair = before.get(name, "unknown"), outcomes.get(name, "missing")
+            if pair[0] != pair[1]:
+                yield (file, name, *pair)
+
+
+def check(suite: Suite, peers: Path) -> list[str]:
+    """Run a suite and compare it with what is expected: returns what got worse, in words."""
+    found, stored = run(suite, peers), expected(suite.name)
+    print_table(suite, found)
+    again = [name for _, name, _, now in differences(found, stored) if now == "failed"]
+    if again:
+        for file, outcomes in run(suite, peers, again).items():
+            found[file] |= {name: outcome for name, outcome in outcomes.items() if name in again}
+    worse = []
+    for file, name, before, now in differences(found, stored):
+        print(f"  {file} {name}: {before} is expected, {now} was found")
+        if now != "passed":
+            worse.append(f"{suite.name}: {file} {name}: {before} is expected, {now} was found")
+    return worse
+
+
+def worse_than_plain(suite: Suite) -> list[str]:
+    """Tests that pass without hetstream and fail with it, as far as they are not excluded."""
+    plain, here = expected(suite.plain), expected(suite.name)
+    return [
+        f"{file}: {name}"
+        for file, outcomes in here.items()
+        for name, outcome in outcomes.items()
+        if outcome == "failed" and plain[file].get(name) == "passed"
+    ]
+
+
+def count(outcomes: Outcomes) -> dict[str, int]:
+    """How many tests have each outcome."""
+    counted = Counter(outcomes.values())
+    return {outcome: counted[outcome] for outcome in ("passed", "failed", "excluded", "skipped")}
+
+
+def print_table(suite: Suite, found: Mapping[str, Outcomes]) -> None:
+    print(f"\n{suite.name}: {suite.title}")
+    print(f"{'file':44} {'passed':>7} {'failed':>7} {'excluded':>9} {'skipped':>8}")
+    for file, outcomes in found.items():
+        numbers = count(outcomes)
+        print(
+            f"{file:44} {numbers['passed']:7} {numbers['failed']:7} {numbers['excluded']:9} {numbers['skipped']:8}",
+            flush=True,
+        )
+
+
+# --- write ------------------------------------------------------------------------------------------------------------
+
+
+def store(suite: Suite, found: Mapping[str, Outcomes]) -> None:
+    """Keep what was found as the expectation."""
+    stored: dict[str, Any] = {
+        file: {
+            outcome: sorted(name for name, one in outcomes.items() if one == outcome)
+            for outcome in ("passed", "failed", "excluded", "skipped")
+        }
+        for file, outcomes in found.items()
+    }
+    suite.expectation.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def tables() -> str:
+    """The part of the document that follows from the stored expectations."""
+    lines = ["| suite | file | passed | failed | excluded | skipped |", "|---|---|---|---|---|---|"]
+    known = [suite for suite in SUITES.values() if suite.expectation.exists()]
+    for suite in known:
+        for file, outcomes in expected(suite.name).items():
+            numbers = count(outcomes)
+            cells = (suite.title, f"`{file}`", *map(str, numbers.values()))
+            lines.append(f"| {' | '.join(cells)} |")
+    for suite in known:
+        named = [(file, name, one) for file, outcomes in expected(suite.name).items() for name, one in outcomes.items()]
+        plain = expected(suite.plain) if suite.plain else {}
+        failed = [
+            f"`{name}`"
+            + ("" if plain.get(file, {}).get(name, "failed") == "passed" or not plain else " (without, too)")
+            for file, name, one in named
+            if one == "failed"
+        ]
+        reasons = excluded(suite.name)
+        if not failed and not reasons:
+            continue
+        lines += ["", f"### {suite.name}: {suite.title}", ""]
+        for reason, patterns in reasons.items():
+            names = [name for _, name, one in named if one == "excluded" and is_excluded(name, {reason: patterns})]
+            lines.append(f"* Excluded, {len(names)}: {reason}. {', '.join(f'`{pattern}`' for pattern in patterns)}.")
+        if failed:
+            lines.append(f"* Failed, {len(failed)}: {', '.join(failed)}.")
+    return "\n".join(lines)
+
+
+def write_document() -> None:
+    """Bring docs/peers.md up to date."""
+    before, _, rest = DOCUMENT.read_text().partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    DOCUMENT.write_text(f"{before}{_BEGIN}\n\n{tables()}\n\n{_END}{after}")
+
+
+def document_tables() -> str:
+    """What the document has in that place."""
+    return DOCUMENT.read_text().partition(_BEGIN)[2].partition(_END)[0].strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run peers' test suites against hetstream.")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"default all: {', '.join(SUITES)}")
+    parser.add_argument("--peers", type=Path, default=ROOT.parent / "shared" / "peers", help="folder of their files")
+    parser.add_argument("--write", action="store_true", help="store what was found, and write docs/peers.md")
+    parser.add_argument("--document", action="store_true", help="run nothing; write docs/peers.md")
+    parser.add_argument("--all", action="store_true", help="run what is excluded, too; store nothing")
+    parser.add_argument("--file", default="", metavar="TEXT", help="only files with this in their names")
+    parser.add_argument("--only", nargs="*", default=(), metavar="TEST", help="tests by name; store nothing")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.suites if name not in SUITES]
+    if unknown:
+        parser.error(f"unknown suites: {', '.join(unknown)}")
+    if arguments.document:
+        write_document()
+        return 0
+    peers = arguments.peers.resolve()
+    if not (peers / "torchdata").is_dir():
+        parser.error(f"{peers} has no folder torchdata: docs/peers.md says which files belong there")
+    worse: list[str] = []
+    for name in arguments.suites or SUITES:
+        suite = SUITES[name]
+        if arguments.file:
+            suite = replace(suite, files=tuple(file for file in suite.files if arguments.file in file))
+        if arguments.all or arguments.only or arguments.file:
+            found = run(suite, peers, arguments.only, arguments.all)
+            print_table(suite, found)
+            for file, outcomes in found.items():
+                print(*(f"  {file} {test}" for test, one in outcomes.items() if one == "failed"), sep="\n")
+        elif arguments.write:
+            found = run(suite, peers)
+            print_table(suite, found)
+            store(suite, found)
+            write_document()
+        else:
+            worse += check(suite, peers)
+    print(*worse, sep="\n")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

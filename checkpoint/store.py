@@ -45,6 +45,7 @@ class _Slot:
         segment: it, mapped for writing; None if there is no usable file.
         is_busy: a save writes to it, or a thread prepares it.
         is_given_up: there was no memory for it, and the others have to do.
+        lock: of its file, held by the save that writes to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,6 +53,7 @@ class _Slot:
         self.segment: Segment | None = None
         self.is_busy = False
         self.is_given_up = False
+        self.lock: FileLock | None = None
         if os.path.lexists(path):
             try:
                 self.segment = Segment.open(path, writable=True)
@@ -94,6 +96,12 @@ class _Slot:
                 lock.release()
             self.close()
 
+    def unlock(self) -> None:
+        """Let others have its file."""
+        if self.lock:
+            self.lock.release()
+            self.lock = None
+
     def close(self) -> None:
         """Unmap it."""
         if self.segment:
@@ -111,12 +119,11 @@ class WritableSlot:
         allocated: the slot had to be made for this save: it took longer than the next one will.
     """
 
-    def __init__(self, store: Store, slot: _Slot, lock: FileLock, waited_s: float, allocated: bool) -> None:
+    def __init__(self, store: Store, slot: _Slot, waited_s: float, allocated: bool) -> None:
         assert slot.segment is not None
         self._store = store
         self._slot = slot
         self.segment = slot.segment
-        self._lock = lock
         self._is_open = True
         self.payload = self.segment.payload
         self.waited_s = waited_s
@@ -144,7 +151,16 @@ class WritableSlot:
     def abandon(self) -> None:
         """Give up what was copied: the slot is empty, and the other generations are as they were."""
         self._check_open()
-        self.segment.abandon()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """End it wherever it is: what is complete stays, anything else is given up. It may be called again."""
+        try:
+            if self._is_open and self.segment.header.state != State.COMPLETE:
+                self.segment.abandon()
+        except DamagedSegment as error:
+            # An interrupt came while the header was written: the slot gets a new file before it is used again.
+            _log.debug("a slot is given up: %s", error)
         self._end()
 
     def _check_open(self) -> None:
@@ -156,7 +172,6 @@ class WritableSlot:
         # An array over it keeps it; then the program must not write to it any more.
         with contextlib.suppress(BufferError):
             self.payload.release()
-        self._lock.release()
         self._store._end_writing(self._slot)
 
     def __enter__(self) -> WritableSlot:
@@ -185,6 +200,7 @@ class Store:
         self._is_saving = False
         self._has_said_full = False
         self._writing: WritableSlot | None = None
+        self._taken: _Slot | None = None
         self._changed = threading.Condition()
         self._slots = _take_slots(files, num_slots)
         self._serial = max((content.header.serial for content in self.held()), default=0)
@@ -329,6 +345,15 @@ class Store:
                 ) from error
             raise
 
+    def abandon(self) -> None:
+        """Give up a save that was begun and not ended, as by an interrupt between two lines; without one, nothing."""
+        writing, taken = self._writing, self._taken
+        if writing:
+            writing.give_up()
+        elif taken:
+            self._end_writing(taken)
+        self._is_saving = False
+
     def mark_closed(self) -> None:
         """Tell the saver that what is in memory may go once it is on disk and this process is gone.
 
@@ -349,9 +374,7 @@ class Store:
             if not self._is_open or os.getpid() != self._pid:
                 return
             self._is_open = False
-            writing = self._writing
-        if writing:
-            writing.abandon()
+        self.abandon()
         with self._changed:
             # A thread that prepares a slot ends with it.
             self._changed.wait_for(lambda: not any(slot.is_busy for slot in self._slots), _PREPARED_TIMEOUT_S)
@@ -385,33 +408,31 @@ class Store:
     def _begin(self, payload_bytes: int, metadata_bytes: int) -> WritableSlot:
         began_s = time.monotonic()
         while True:
-            slot, lock = self._take(payload_bytes, metadata_bytes)
+            slot = self._take(payload_bytes, metadata_bytes)
             waited_s = time.monotonic() - began_s
             try:
                 allocated = not slot.fits(payload_bytes, metadata_bytes)
                 if allocated:
-                    if lock:
-                        lock.release()
+                    slot.unlock()
                     self._replace(slot, payload_bytes, metadata_bytes)
                     # Somebody who meant the file before may hold the new one, for a moment.
-                    lock = FileLock.wait_exclusive(slot.path, _GRACE_S)
+                    slot.lock = FileLock.wait_exclusive(slot.path, _GRACE_S)
                 assert slot.segment is not None
-                assert lock is not None
                 slot.segment.begin(payload_bytes)
             except BaseException as error:
-                if lock:
-                    lock.release()
+                slot.unlock()
                 self._free(slot)
+                self._taken = None
                 if not isinstance(error, SharedMemoryFull) or not self._has_other(slot, payload_bytes, metadata_bytes):
                     raise
                 self._give_up(slot, error)
             else:
                 reach("slot.begun")
-                self._writing = WritableSlot(self, slot, lock, waited_s, allocated)
+                self._writing = WritableSlot(self, slot, waited_s, allocated)
                 return self._writing
 
-    def _take(self, payload_bytes: int, metadata_bytes: int) -> tuple[_Slot, FileLock | None]:
-        """A slot to overwrite, busy from here on, and the lock of its file if it has one."""
+    def _take(self, payload_bytes: int, metadata_bytes: int) -> _Slot:
+        """A slot to overwrite, busy from here on, and its file locked if it has one."""
         began_s, has_said = time.monotonic(), False
         with self._changed:
             while True:
@@ -423,10 +444,11 @@ class Store:
                     # What is being prepared will be ready before what is begun now.
                     free = [slot for slot in free if slot.fits(payload_bytes, metadata_bytes)]
                 for slot in sorted(free, key=lambda slot: slot.age(payload_bytes, metadata_bytes)):
-                    lock = FileLock.try_exclusive(slot.path) if slot.segment else None
-                    if lock or not slot.segment:
-                        slot.is_busy = True
-                        return slot, lock
+                    self._taken, slot.is_busy = slot, True
+                    slot.lock = FileLock.try_exclusive(slot.path) if slot.segment else None
+                    if slot.lock or not slot.segment:
+                        return slot
+                    self._taken, slot.is_busy = None, False
                 self._changed.wait(_POLL_S)
                 if not has_said and time.monotonic() > began_s + _SAY_WAITING_S:
                     has_said = True
@@ -523,9 +545,11 @@ class Store:
             self._changed.notify_all()
 
     def _end_writing(self, slot: _Slot) -> None:
-        self._writing = None
+        slot.unlock()
         self._is_saving = False
+        self._writing = None
         self._free(slot)
+        self._taken = None
 
 
 def _take_slots(files: StoreFiles, num_slots: int) -> list[_Slot]:

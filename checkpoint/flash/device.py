@@ -6,11 +6,13 @@ their own into pinned memory; the slot is pinned once, when it is first used.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ _SHARED_BYTES = 64 << 10
 _PIECE_BYTES = 8 << 20
 _THREAD_BYTES = 64 << 20
 _MAX_THREADS = 8
+_MAX_INTERRUPTS = 100
 
 
 class Copier:
@@ -58,18 +61,20 @@ class Copier:
             if not devices:
                 copy_in_memory(destinations, tensors, moves)
                 return
-            for device in devices:
-                chosen = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-                with torch.cuda.stream(self._streams[device]):
-                    torch._foreach_copy_(
-                        [destinations[index] for index in chosen],
-                        [tensors[index] for index in chosen],
-                        non_blocking=True,
-                    )
-            here = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
-            copy_in_memory([destinations[index] for index in here], [tensors[index] for index in here], moves)
-            for device in devices:
-                self._streams[device].synchronize()
+            try:
+                for device in devices:
+                    chosen = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+                    with torch.cuda.stream(self._streams[device]):
+                        torch._foreach_copy_(
+                            [destinations[index] for index in chosen],
+                            [tensors[index] for index in chosen],
+                            non_blocking=True,
+                        )
+                here = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
+                copy_in_memory([destinations[index] for index in here], [tensors[index] for index in here], moves)
+            finally:
+                # After an error too: who gives the slot up gives it to the next save.
+                settle([self._streams[device].synchronize for device in devices])
 
 
 def pin(memory: torch.Tensor) -> Callable[[], object] | None:
@@ -114,25 +119,86 @@ def copy_in_memory(
         else:
             moves.append((destination.data_ptr(), tensor.data_ptr(), tensor.nbytes))
     shared = [move for move in moves if move[2] >= _SHARED_BYTES]
-    remaining = iter([piece for move in shared for piece in (_pieces(*move) if move[2] > _PIECE_BYTES else (move,))])
-
-    def work() -> None:
-        for piece in remaining:
-            ctypes.memmove(*piece)  # without the GIL
-
+    remaining = deque(piece for move in shared for piece in (_pieces(*move) if move[2] > _PIECE_BYTES else (move,)))
     shared_bytes = sum(move[2] for move in shared)
     wanted = min(torch.get_num_threads(), _MAX_THREADS, shared_bytes // _THREAD_BYTES)
-    helpers = [threading.Thread(target=work, name="checkpoint copy") for _ in range(1, wanted)]
-    for helper in helpers:
-        helper.start()
-    if left_to_torch[0]:
-        torch._foreach_copy_(*left_to_torch)
-    for move in moves:
-        if move[2] < _SHARED_BYTES:
-            ctypes.memmove(*move)
-    work()
-    for helper in helpers:
-        helper.join()
+    helpers = [_Helper(remaining) for _ in range(1, wanted)]
+    try:
+        for helper in helpers:
+            helper.start()
+        if left_to_torch[0]:
+            torch._foreach_copy_(*left_to_torch)
+        for move in moves:
+            if move[2] < _SHARED_BYTES:
+                ctypes.memmove(*move)
+        _copy_pieces(remaining)
+    except BaseException:
+        remaining.clear()
+        raise
+    finally:
+        settle([helper.end for helper in helpers], remaining.clear)
+
+
+def settle(ends: Iterable[Callable[[], object]], hasten: Callable[[], object] = lambda: None) -> None:
+    """Call functions that wait, each until it has returned: what they wait for writes to memory that others get.
+
+    An interrupt meanwhile (Ctrl-C, a signal handler that raises) is raised when all have.
+
+    Args:
+        ends: each may be called again.
+        hasten: called when an interrupt has come, and the result is of no more use.
+    """
+    interrupt: BaseException | None = None
+    for end in ends:
+        for _ in range(_MAX_INTERRUPTS):  # a device that is lost fails each time, and writes no more
+            try:
+                end()
+                break
+            except BaseException as error:  # noqa: BLE001, raised below
+                interrupt = error
+                hasten()
+    if interrupt:
+        raise interrupt
+
+
+class _Helper:
+    """A thread that copies pieces until none is left.
+
+    Args:
+        remaining: the pieces, for all threads.
+    """
+
+    def __init__(self, remaining: deque[Move]) -> None:
+        self._remaining = remaining
+        # Each side first says what it does, and then looks what the other one does: at least one of them sees it.
+        self._has_begun = False
+        self._is_over = False
+        # Thread.join would do, but Ctrl-C in it makes Python take the thread for ended (bpo-45274).
+        self._is_done = threading.Event()
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._work, name="checkpoint copy").start()
+
+    def end(self) -> None:
+        """Wait until it copies no more, and never will. It may be called again."""
+        self._is_over = True
+        if self._has_begun:
+            self._is_done.wait()
+
+    def _work(self) -> None:
+        self._has_begun = True
+        try:
+            if not self._is_over:
+                _copy_pieces(self._remaining)
+        finally:
+            self._is_done.set()
+
+
+def _copy_pieces(remaining: deque[Move]) -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            ctypes.memmove(*remaining.popleft())  # without the GIL
 
 
 def _pieces(into: int, start: int, num_bytes: int) -> Iterator[Move]:

@@ -115,7 +115,7 @@ class Saving:
         with collector.held_off():
             taken = self._take(generation, state, metrics, finds_stepped=True)
         if taken:
-            pending = self._pending = _Pending(taken)
+            pending = _Pending(taken)
             later = [entry for entry, leaf in enumerate(taken.plan.sources) if leaf in taken.stepped]
             at_once = sorted({*range(len(taken.tensors))} - {*later})
 
@@ -133,6 +133,7 @@ class Saving:
                     pending.is_done.set()
 
             try:
+                self._pending = pending
                 pending.checksums = self._checksums(taken)
                 self._copy(taken, at_once)
                 threading.Thread(target=work, name="checkpoint copy").start()
@@ -171,6 +172,7 @@ class Saving:
         """All of a save that comes before the copy; None: there is no slot for it."""
         captured = self._capture.take(state, metrics, finds_stepped=finds_stepped)
         plan, metadata, leaves = captured.plan, captured.metadata, captured.leaves
+        self._store.abandon()
         try:
             slot = self._store.begin(plan.layout.payload_bytes, len(metadata))
         except (SharedMemoryFull, OSError) as error:

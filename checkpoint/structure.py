@@ -37,6 +37,11 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     mesh_shape: tuple[int, ...] = ()
     placements: tuple[str, ...] = ()
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks have different parts. The same on all of them, as this follows from the placements."""
+        return any(placement != "R" for placement in self.placements)
+
 
 class TensorRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One tensor of the tree: an entry of the layout, or a view of one.

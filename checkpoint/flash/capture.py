@@ -49,7 +49,7 @@ class Capture:
     """Takes states apart.
 
     Args:
-        shared: top-level keys that are equal on every rank.
+        shared: top-level keys that are equal on every rank, but for the parts that a rank has of sharded tensors.
         rank: of this process.
         world_size: number of ranks.
         options: of the checkpointer.
@@ -149,7 +149,7 @@ class Capture:
         structure = Record.write_with(
             plan.encoded_refs,
             tree=leaves.tree,
-            shared=self._shared,
+            shared=plan.shared,
             rank=self._rank,
             world_size=self._world_size,
             metrics=numbers,

@@ -61,7 +61,8 @@ class FlashCheckpointer:
     Args:
         directory: of the checkpoints on disk; one for each training. None: the one that the job's script names.
         shared: top-level keys of the state that are equal on every rank, such as "model" in data parallel training. On
-            disk rank 0 writes them.
+            disk rank 0 writes them. A key that holds sharded tensors (DTensors, as FSDP2 makes them) is written by
+            every rank all the same.
         interval: how often `should_save` says so: a number of steps, a rule, or None: as failures and costs suggest.
         keep: which checkpoints stay on disk; None: the newest two.
         ranks: how ranks talk; None: torch.distributed, where it is initialised.

@@ -19,6 +19,7 @@ import torch
 from checkpoint.flash.tensors import CARRIERS, DTYPES, NAMES, Leaves, Move, Signature, dtype_of, view_of
 from checkpoint.layout import ALIGN_BYTES, ITEM_BYTES, Layout, TensorSpec, lay_out
 from checkpoint.structure import TensorRef
+from checkpoint.tree import numbers_in
 
 # Overlapping tensors are kept as the memory that they span unless that is so much more than the tensors themselves.
 _MAX_SPAN_FACTOR = 2
@@ -57,6 +58,7 @@ class Plan:
         offsets: for each tensor, how many bytes behind the beginning of that entry's memory it begins.
         num_bytes: for each entry, how much memory its tensors take; 0 if it shares none whatever lies there.
         are_plain: for each entry, whether its bytes are copied as they lie in main memory.
+        shared: top-level keys that are equal on every rank, so that rank 0 alone writes them.
     """
 
     layout: Layout
@@ -68,6 +70,7 @@ class Plan:
     offsets: np.ndarray[Any, np.dtype[np.int64]]
     num_bytes: np.ndarray[Any, np.dtype[np.int64]]
     are_plain: np.ndarray[Any, np.dtype[np.bool_]]
+    shared: tuple[str, ...] = ()
 
     def fits(self, addresses: Sequence[int]) -> bool:
         """Whether tensors at these addresses share memory as those did that the plan was made for."""
@@ -85,6 +88,7 @@ class Plan:
     def is_like(self, other: Plan) -> bool:
         """Whether the same is copied to the same places."""
         same_tensors = (self.sources, self.spans) == (other.sources, other.spans)
+        same_tensors = same_tensors and self.shared == other.shared
         return same_tensors and self.layout.digest == other.layout.digest and self.encoded_refs == other.encoded_refs
 
     def moves(self, addresses: Sequence[int], begin: int, entries: np.ndarray[Any, np.dtype[np.int64]]) -> list[Move]:
@@ -137,11 +141,14 @@ def make_plan(leaves: Leaves, shared: Iterable[str] = ()) -> Plan:
     """Decide which entries a state needs; what counts is its signature, not what its tensors may have become since.
 
     Args:
-        shared: top-level keys whose tensors come last, so that a rank's own lie together.
+        shared: top-level keys that are said to be equal on every rank. Those that hold a sharded tensor are not. Their
+            tensors come last, so that a rank's own lie together.
     """
     seen = leaves.signature
-    shared = set(shared)
-    groups = sorted(_group(leaves, seen), key=lambda group: _place(group, seen.names[group.named_after], shared))
+    sharded = {number for number, shard in seen.shards.items() if shard.is_sharded}
+    equal = tuple(key for key in shared if not sharded or sharded.isdisjoint(numbers_in(leaves.tree[key])))
+    last = {*equal}
+    groups = sorted(_group(leaves, seen), key=lambda group: _place(group, seen.names[group.named_after], last))
     specs: list[TensorSpec] = []
     sources: list[int] = []
     spans: list[Span] = []
@@ -168,6 +175,7 @@ def make_plan(leaves: Leaves, shared: Iterable[str] = ()) -> Plan:
         np.array([ref.offset_bytes for ref in known], np.int64),
         np.array([group.num_bytes for group in groups], np.int64),
         np.array([group.is_plain(seen) for group in groups], bool),
+        equal,
     )
 
 

@@ -22,6 +22,7 @@ from checkpoint.generation import Generation
 from checkpoint.layout import TensorSpec, lay_out
 from checkpoint.manifest import Manifest, Part
 from checkpoint.rank_file import open_file
+from hetstream.base.files import Directory
 
 # Top-level keys of a state that say where the data stands.
 DATA_KEYS = ("loader",)
@@ -66,13 +67,13 @@ def export_hdf5(saved: Sequence[SavedState], source: Source, target: Path) -> No
 def _saved_state(
     directory: CheckpointDirectory, one: Checkpoint, keys: Sequence[str], there: dict[str, None]
 ) -> SavedState:
-    with directory.hold(one.generation):
-        ranks = [_rank_state(one.path, manifest, keys, there) for manifest in one.manifests]
+    with directory.hold(one.generation) as held:
+        ranks = [_rank_state(held.place, manifest, keys, there) for manifest in one.manifests]
     return SavedState(one.generation, one.world_size, one.num_bytes, one.time_s, one.metrics, ranks)
 
 
-def _rank_state(path: Path, manifest: Manifest, keys: Sequence[str], there: dict[str, None]) -> RankState:
-    with open_file(path / manifest.part.file_name, manifest, tensors=False) as file:
+def _rank_state(place: Directory, manifest: Manifest, keys: Sequence[str], there: dict[str, None]) -> RankState:
+    with open_file(place, manifest, tensors=False) as file:
         there.update(dict.fromkeys(file.record.tree))
         table = [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
         record, indices = file.record.only([key for key in keys if key in file.record.tree])

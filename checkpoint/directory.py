@@ -7,6 +7,7 @@ what is there is what the directory says, so a restart, another host or a person
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -15,21 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import commit, ownership
-from checkpoint.errors import CheckpointError, DamagedCheckpoint, MissingRanks, NoCheckpoint
+from checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignOwner, MissingRanks, NoCheckpoint
 from checkpoint.faults import reach
-from checkpoint.files import write_whole
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
-from checkpoint.manifest import Manifest
+from checkpoint.manifest import Manifest, ranks_of_name
 from checkpoint.ownership import Event, Identity, Owner
 from checkpoint.policy.interval import Attempt
 from checkpoint.policy.retention import Retention, Saved, Verdict, judge
 from checkpoint.rank_file import RankFile, open_file
+from hetstream.base.files import Directory, UntrustedFile
 
 _log = logging.getLogger(__name__)
 
 # In a checkpoint whose bytes were found to be wrong: retention does not count it as good.
 _DAMAGED = "damaged.txt"
+_MAX_REASON_BYTES = 64 << 10
 KEEP_ALL = Retention(keep_last=None)
 
 
@@ -68,6 +70,19 @@ class Checkpoint:
     def time_s(self) -> float:
         """When the last part was whole on disk, in seconds since 1970."""
         return max((manifest.time_s for manifest in self.manifests), default=0.0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A checkpoint that is kept from being removed.
+
+    Attributes:
+        checkpoint: it.
+        place: its open directory.
+    """
+
+    checkpoint: Checkpoint
+    place: Directory
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,17 @@ class CheckpointDirectory:
 
         self._lock, self.attempt = ownership.take(self.path, identity, keep, seen(), time.time())
         return self.attempt
+
+    def check_own(self) -> None:
+        """Refuse to change a directory that is not this user's alone to write to.
+
+        Raises:
+            ForeignOwner: it is another user's, or others can write to it.
+        """
+        with Directory.open(self.path) as root:
+            reason = root.strangers()
+        if reason:
+            raise ForeignOwner(f"{reason}. Nothing of it is changed: let its owner do so (sudo -u)")
 
     def release(self) -> None:
         """End the attempt in order; without `acquire`, nothing."""
@@ -181,9 +207,9 @@ class CheckpointDirectory:
         found = []
         for generation in commit.announced(self.path):
             path = commit.partial_path(self.path, generation)
-            names = [name.removesuffix(".json").split("-") for name in commit.parts_in(path)]
-            world_size = max((int(name[3]) for name in names), default=None)
-            found.append(Partial(path, generation, tuple(int(name[1]) for name in names), world_size))
+            there = [ranks for name in commit.manifests_in(self.path, path.name) if (ranks := ranks_of_name(name))]
+            world_size = max((ranks[1] for ranks in there), default=None)
+            found.append(Partial(path, generation, tuple(ranks[0] for ranks in there), world_size))
         return found
 
     def complete_partials(self) -> list[Generation]:
@@ -194,21 +220,30 @@ class CheckpointDirectory:
         """
         return commit.complete(self.path)
 
+    def left_over(self) -> list[Path]:
+        """Directories of checkpoints that were being removed when whoever did so died; `complete_partials` removes
+        them."""
+        return [self.path / name for name in commit.left_over(self.path)]
+
     @contextlib.contextmanager
-    def hold(self, generation: Generation) -> Iterator[Checkpoint]:
+    def hold(self, generation: Generation) -> Iterator[Held]:
         """Keep a checkpoint from being removed while it is read.
 
         Raises:
             NoCheckpoint: it is not there.
-            DamagedCheckpoint: its manifests or files are not what was committed.
+            DamagedCheckpoint: its manifests or files are not what was committed, or not what this user may trust.
         """
-        with commit.holding(self.path, generation) as path:
-            checkpoint = self._look_at(generation) if path else None
-            if checkpoint is None:
+        with contextlib.ExitStack() as stack:
+            try:
+                place = stack.enter_context(commit.holding(self.path, generation))
+            except UntrustedFile as error:
+                raise DamagedCheckpoint(str(error)) from error
+            checkpoint = self._look_at(generation) if place else None
+            if place is None or checkpoint is None:
                 raise NoCheckpoint(f"{self.path} has no {generation}: hetstream ckpt ls {self.path}")
             if not checkpoint.manifests:
                 raise DamagedCheckpoint(checkpoint.problem)
-            yield checkpoint
+            yield Held(checkpoint, place)
 
     def read(self, generation: Generation, rank: int, *, num_threads: int = 1) -> RankFile:
         """Map a rank's file after every byte was compared with its checksum. Hold the checkpoint meanwhile.
@@ -219,49 +254,59 @@ class CheckpointDirectory:
             DamagedCheckpoint: the file is not what was written; the checkpoint is marked, so that the next one to ask
                 passes it over.
         """
-        with self.hold(generation) as checkpoint:
+        with self.hold(generation) as held:
+            checkpoint = held.checkpoint
             if not 0 <= rank < checkpoint.world_size:
                 raise MissingRanks(
                     f"{checkpoint.path} was saved by {checkpoint.world_size} rank(s), there is no rank {rank}"
                 )
-            manifest = checkpoint.manifests[rank]
             try:
-                return open_file(checkpoint.path / manifest.part.file_name, manifest, num_threads)
+                return open_file(held.place, checkpoint.manifests[rank], num_threads)
             except DamagedCheckpoint as error:
                 self.mark_damaged(generation, str(error))
                 raise
 
     def mark_damaged(self, generation: Generation, problem: str) -> None:
-        """Write down that a checkpoint is damaged; where the directory cannot be written to, nothing."""
-        with contextlib.suppress(OSError):
-            write_whole(self.path / generation.directory_name / _DAMAGED, problem.encode())
+        """Write down that a checkpoint is damaged; where the directory cannot be written to, or is not this user's
+        alone, nothing."""
+        self._mark(generation, problem)
+
+    def _mark(self, generation: Generation, problem: str) -> None:
+        with contextlib.suppress(OSError), Directory.open(self.path) as root:
+            root.check_own()
+            with root.enter(generation.directory_name) as place:
+                if problem:
+                    place.write_whole(_DAMAGED, problem.encode(errors="replace")[:_MAX_REASON_BYTES])
+                else:
+                    place.unlink(_DAMAGED, missing_ok=True)
 
     def verify(self, generation: Generation, progress: Callable[[int], None] | None = None) -> list[str]:
-        """Compare every byte of a checkpoint; what is wrong, and nothing if all is well. Marks it accordingly.
+        """Compare every byte of a checkpoint; what is wrong, and nothing if all is well. Marks it accordingly, if it
+        lies in a directory of this user's.
 
         Args:
             generation: which.
             progress: told how many more bytes have been compared.
         """
         problems = []
-        with commit.holding(self.path, generation) as path:
-            if path is None:
+        with contextlib.ExitStack() as stack:
+            try:
+                place = stack.enter_context(commit.holding(self.path, generation))
+            except UntrustedFile as error:
+                return [str(error)]
+            if place is None:
                 raise NoCheckpoint(f"{self.path} has no {generation}: hetstream ckpt ls {self.path}")
             try:
-                manifests = self._manifests(generation)
-            except CheckpointError as error:
+                manifests = self._manifests(place, generation)
+            except (CheckpointError, OSError) as error:
                 problems.append(str(error))
                 manifests = ()
             for manifest in manifests:
                 try:
-                    open_file(path / manifest.part.file_name, manifest, progress=progress).close()
+                    open_file(place, manifest, progress=progress).close()
                 except DamagedCheckpoint as error:
                     problems.append(str(error))
-            if problems:
-                self.mark_damaged(generation, "; ".join(problems))
-            else:
-                with contextlib.suppress(OSError):
-                    (path / _DAMAGED).unlink(missing_ok=True)
+        self._mark(generation, "; ".join(problems))
         return problems
 
     def retain(self, rule: Retention, *, dry_run: bool = False) -> list[Verdict]:
@@ -271,36 +316,40 @@ class CheckpointDirectory:
         for verdict in verdicts if not dry_run else ():
             if not verdict.keep:
                 name = Generation(verdict.saved.attempt, verdict.saved.step, verdict.saved.repeat).directory_name
-                removed = commit.remove(self.path, name)
+                try:
+                    removed = commit.remove(self.path, name)
+                except UntrustedFile as error:
+                    _log.warning("checkpoint %s stays: %s", name, error)
+                    continue
                 _log.info("checkpoint %s %s: %s", name, "removed" if removed else "stays, it is read", verdict.reason)
         return verdicts
 
     def _look_at(self, generation: Generation) -> Checkpoint | None:
         path = self.path / generation.directory_name
+        problem = ""
         try:
-            manifests = self._manifests(generation)
+            with Directory.open(self.path) as root, root.enter(generation.directory_name) as place:
+                manifests = self._manifests(place, generation)
+                with contextlib.suppress(FileNotFoundError):
+                    problem = place.read(_DAMAGED, _MAX_REASON_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return None
         except CheckpointError as error:
             return Checkpoint(path, generation, (), str(error))
         except OSError as error:
             return Checkpoint(path, generation, (), f"{path} cannot be read: {error}")
-        try:
-            problem = (path / _DAMAGED).read_text(errors="replace")
-        except OSError:
-            problem = ""
         return Checkpoint(path, generation, manifests, problem)
 
-    def _manifests(self, generation: Generation) -> tuple[Manifest, ...]:
-        path = self.path / generation.directory_name
-        parts = commit.read_parts(path, generation)
+    def _manifests(self, place: Directory, generation: Generation) -> tuple[Manifest, ...]:
+        parts = commit.read_parts(place, generation)
         world_size = next(iter(parts.values())).world_size if parts else 1
-        missing = [rank for rank in range(world_size) if rank not in parts]
+        missing = world_size - len(parts)
         if missing:
-            if not path.is_dir():
-                raise FileNotFoundError(path)
-            named = ", ".join(map(str, missing[:10])) + (" and more" if len(missing) > 10 else "")
-            raise MissingRanks(f"{path} lacks the parts of rank(s) {named} of {world_size}")
+            if not self.path.joinpath(generation.directory_name).is_dir():
+                raise FileNotFoundError(place.path)
+            first = [str(rank) for rank in itertools.islice((r for r in range(world_size) if r not in parts), 10)]
+            named = ", ".join(first) + (" and more" if missing > len(first) else "")
+            raise MissingRanks(f"{place.path} lacks the parts of rank(s) {named} of {world_size}")
         return tuple(parts[rank] for rank in range(world_size))
 
 

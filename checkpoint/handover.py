@@ -17,12 +17,13 @@ import msgspec
 from checkpoint import typed_json
 from checkpoint.errors import CheckpointError, DirectoryInUse
 from checkpoint.faults import reach
-from checkpoint.files import write_whole
 from checkpoint.locks import FileLock, is_locked
 from checkpoint.ownership import Identity
+from hetstream.base.files import Directory
 
 _REQUEST = "handover.json"
 _LOCK = ".handover.lock"
+_MAX_REQUEST_BYTES = 64 << 10
 # Whoever looks whether a taker lives holds its lock for a moment.
 _GRACE_S = 1.0
 
@@ -44,15 +45,19 @@ class Request(msgspec.Struct, frozen=True):
 def read_request(path: Path) -> Request | None:
     """The newest request; None if there is none. Cheap: an owner looks about once a second."""
     try:
-        return typed_json.decode((path / _REQUEST).read_bytes(), Request)
-    except (OSError, msgspec.MsgspecError):
+        with Directory.open(path) as root:
+            return typed_json.decode(root.read(_REQUEST, _MAX_REQUEST_BYTES), Request)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
 def living_request(path: Path) -> Request | None:
     """The request of a living process."""
     request = read_request(path)
-    return request if request and is_locked(path / _LOCK) else None
+    if request is None:
+        return None
+    with Directory.open(path) as root:
+        return request if is_locked(path / _LOCK, root) else None
 
 
 class Claim:
@@ -70,7 +75,8 @@ class Claim:
         self._path = path
         self._taker = taker
         try:
-            self._lock = FileLock.wait_exclusive(path / _LOCK, _GRACE_S)
+            with Directory.open(path) as root:
+                self._lock = FileLock.wait_exclusive(path / _LOCK, _GRACE_S, root)
         except CheckpointError as error:
             other = read_request(path)
             named = other.taker if other else "another process"
@@ -79,12 +85,14 @@ class Claim:
 
     def ask(self, attempt: int, now_s: float) -> None:
         """Ask an owner, in place of any that was asked before."""
-        write_whole(self._path / _REQUEST, msgspec.json.encode(Request(attempt, self._taker, now_s)))
+        with Directory.open(self._path) as root:
+            root.check_own()
+            root.write_whole(_REQUEST, msgspec.json.encode(Request(attempt, self._taker, now_s)))
         reach("handover.asked")
 
     def withdraw(self) -> None:
         """Give the claim up, or have no more need of it. A second time does nothing."""
         if self._lock.is_held:
-            with contextlib.suppress(OSError):
-                (self._path / _REQUEST).unlink(missing_ok=True)
+            with contextlib.suppress(OSError), Directory.open(self._path) as root:
+                root.unlink(_REQUEST, missing_ok=True)
         self._lock.release()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from checkpoint.errors import CheckpointError
+from hetstream.base.files import Directory
 
 _POLL_S = 0.005
 _held: set[FileLock] = set()
@@ -31,28 +32,39 @@ class FileLock:
         _held.add(self)
 
     @classmethod
-    def try_exclusive(cls, path: Path) -> FileLock | None:
+    def try_exclusive(cls, path: Path, directory: Directory | None = None) -> FileLock | None:
         """Take the lock alone, or None while anybody holds it.
 
+        Args:
+            path: of the file; it is made if it is missing.
+            directory: that the file is in: then it is opened there, and no link is followed.
+
         Raises:
             CheckpointError: the file system has no locks.
             OSError: the file cannot be opened.
         """
-        return cls._try(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
+        flags = os.O_RDWR | os.O_CREAT
+        descriptor = directory.open_file(path.name, flags) if directory else os.open(path, flags | os.O_CLOEXEC, 0o600)
+        return cls._try(path, descriptor, fcntl.LOCK_EX)
 
     @classmethod
-    def try_shared(cls, path: Path) -> FileLock | None:
+    def try_shared(cls, path: Path, directory: Directory | None = None) -> FileLock | None:
         """Take the lock beside others that share it, or None while somebody holds it alone. The file must exist.
 
+        Args:
+            path: of the file.
+            directory: as of `try_exclusive`.
+
         Raises:
             CheckpointError: the file system has no locks.
             OSError: the file cannot be opened.
         """
-        return cls._try(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
+        descriptor = directory.open_file(path.name) if directory else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return cls._try(path, descriptor, fcntl.LOCK_SH)
 
     @classmethod
-    def wait_exclusive(cls, path: Path, timeout_s: float) -> FileLock:
-        """Take the lock alone, waiting for it.
+    def wait_exclusive(cls, path: Path, timeout_s: float, directory: Directory | None = None) -> FileLock:
+        """Take the lock alone, waiting for it; for `directory` see `try_exclusive`.
 
         Raises:
             CheckpointError: it was not free within `timeout_s`, or the file system has no locks.
@@ -60,7 +72,7 @@ class FileLock:
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            lock = cls.try_exclusive(path)
+            lock = cls.try_exclusive(path, directory)
             if lock:
                 return lock
             if time.monotonic() > deadline_s:
@@ -115,14 +127,15 @@ class FileLock:
         self.release()
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock of a file alone; False if the file cannot be opened.
+def is_locked(path: Path, directory: Directory | None = None) -> bool:
+    """Whether a living process holds the lock of a file alone; False if the file cannot be opened. For `directory` see
+    `FileLock.try_exclusive`.
 
     Raises:
         CheckpointError: the file system has no locks.
     """
     try:
-        lock = FileLock.try_shared(path)
+        lock = FileLock.try_shared(path, directory)
     except OSError:
         return False
     if lock:

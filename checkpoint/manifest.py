@@ -23,10 +23,13 @@ from checkpoint.generation import Generation
 VERSION = 1
 # One checksum for each so many bytes, so that damage has a place.
 CHUNK_BYTES = 64 << 20
-_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}\.json")
+# More ranks than any machine has; a file that says so takes no more memory than one that is right.
+MAX_RANKS = 1_000_000
+_NAME = re.compile(r"rank-(\d{5,7})-of-(\d{5,7})\.json")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
 
 
@@ -102,7 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempt: _Positive
     step: _Count
     rank: _Count
-    world_size: _Positive
+    world_size: _Ranks
     num_bytes: _Positive
     checksums: tuple[_Digest, ...]
     layout_digest: str
@@ -161,4 +164,13 @@ def read_manifest(data: bytes, name: str) -> Manifest:
 
 def is_manifest_name(name: str) -> bool:
     """Whether a file of this name is a manifest."""
-    return _NAME.fullmatch(name) is not None
+    return ranks_of_name(name) is not None
+
+
+def ranks_of_name(name: str) -> tuple[int, int] | None:
+    """The rank and the number of ranks in a manifest's name; None if it is no such name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    rank, world_size = int(match[1]), int(match[2])
+    return (rank, world_size) if rank < world_size <= MAX_RANKS else None

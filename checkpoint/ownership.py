@@ -18,17 +18,19 @@ from checkpoint import typed_json
 from checkpoint.config import NO_JOB
 from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, ForeignOwner
 from checkpoint.faults import reach
-from checkpoint.files import is_temporary, sync_directory, write_whole
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
 from checkpoint.policy.interval import Attempt
 from checkpoint.policy.retention import Retention
+from hetstream.base.files import Directory, UntrustedFile, is_temporary, writable_above
 
 _log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
 _OWNER = "owner.json"
 _HISTORY = "history.jsonl"
+# A line for each start and each end.
+_MAX_OWNER_BYTES, _MAX_HISTORY_BYTES = 64 << 10, 16 << 20
 _ENDS = ("ended", "died", "handed over")
 # A job that is started again knows that its earlier start is over. Its lock may last: a killed process gives back its
 # memory first, and the file server of a node that is gone waits for the end of its lease (NFS: 90 s).
@@ -98,18 +100,24 @@ def prepare_directory(path: Path) -> None:
     """Make a directory for checkpoints, or check that it is ours to write to.
 
     Raises:
-        ForeignOwner: it belongs to another user.
+        ForeignOwner: it belongs to another user, or others can write to it, and so could put a checkpoint there.
         DirectoryNotWritable: it cannot be made or written to.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = path.stat().st_uid
+        with Directory.open(path) as root:
+            owner, strangers, above = root.owner, root.strangers(), writable_above(path)
     except OSError as error:
         raise DirectoryNotWritable(f"{path} cannot be made a checkpoint directory: {error}") from error
     if owner != os.geteuid():
         raise ForeignOwner(
             f"{path} belongs to user {owner}, this is user {os.geteuid()}; a checkpoint directory belongs to the user "
             "who trains: choose another one"
+        )
+    if strangers or above:
+        raise ForeignOwner(
+            f"{strangers or f'anybody can put another directory into {above}'}: what others can write to holds no "
+            "checkpoints that can be trusted. Change the mode, or choose another directory"
         )
     if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
         raise DirectoryNotWritable(f"{path} cannot be written to (ls -ld {path}; findmnt -T {path})")
@@ -150,9 +158,10 @@ def take(
             "or choose another directory"
         )
     try:
-        for name in os.listdir(path):
-            if is_temporary(name, _OWNER):  # made with this lock only: whoever began it is dead
-                (path / name).unlink(missing_ok=True)
+        with Directory.open(path) as root:
+            for name in root.names():
+                if is_temporary(name, _OWNER):  # made with this lock only: whoever began it is dead
+                    root.unlink(name, missing_ok=True)
         events = history(path)
         last_seen = dict(_last_seen(seen))
         owner = read_owner(path)
@@ -160,7 +169,9 @@ def take(
         attempt = max(known) + 1
         reach("owner.numbered")
         # On disk before anybody uses it: no other attempt may have the same.
-        write_whole(path / _OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
+        with Directory.open(path) as root:
+            root.check_own()
+            root.write_whole(_OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
         reach("owner.written")
         _append(path, [*_died(events, last_seen), Event("started", attempt, now_s, identity)])
     except OSError as error:
@@ -177,7 +188,8 @@ def _lock(path: Path, identity: Identity) -> FileLock | None:
     deadline_s = time.monotonic() + _PATIENCE_S
     has_said = False
     while True:
-        lock = FileLock.try_exclusive(path / _LOCK)
+        with Directory.open(path) as root:
+            lock = FileLock.try_exclusive(path / _LOCK, root)
         owner = None if lock else read_owner(path)
         if owner is None or owner.identity.job != identity.job or owner.identity.job == NO_JOB:
             return lock
@@ -233,8 +245,9 @@ def take_over(path: Path, attempt: int, identity: Identity, now_s: float) -> Eve
 def read_owner(path: Path) -> Owner | None:
     """The newest attempt; None if there was none, or its file is no longer to be read."""
     try:
-        return typed_json.decode((path / _OWNER).read_bytes(), Owner)
-    except (FileNotFoundError, msgspec.MsgspecError, ValueError):
+        with Directory.open(path) as root:
+            return typed_json.decode(root.read(_OWNER, _MAX_OWNER_BYTES), Owner)
+    except (FileNotFoundError, UntrustedFile, msgspec.MsgspecError, ValueError, RecursionError):
         return None
 
 
@@ -272,23 +285,28 @@ def _last_seen(seen: Iterable[tuple[Generation, float]]) -> Iterable[tuple[int, 
 def history(path: Path) -> list[Event]:
     """The lines of the history; a crash may have cut one off, and the one behind it begins a line of its own."""
     try:
-        lines = (path / _HISTORY).read_bytes().splitlines()
+        with Directory.open(path) as root:
+            lines = root.read(_HISTORY, _MAX_HISTORY_BYTES).splitlines()
     except FileNotFoundError:
+        return []
+    except UntrustedFile as error:
+        _log.warning("the time between failures is not known: %s", error)
         return []
     events = []
     for line in lines:
         try:
             events.append(typed_json.decode(line, Event))
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
     return events
 
 
 def _append(path: Path, events: Iterable[Event]) -> None:
-    descriptor = os.open(path / _HISTORY, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "r+b", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        file.write(b"\n" * torn + b"".join(msgspec.json.encode(event) + b"\n" for event in events))
-        os.fsync(descriptor)
-    sync_directory(path)
+    with Directory.open(path) as root:
+        descriptor = root.open_file(_HISTORY, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        with open(descriptor, "r+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            file.write(b"\n" * torn + b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+            os.fsync(descriptor)
+        root.sync()

@@ -26,6 +26,7 @@ from checkpoint.layout import Entry
 from checkpoint.manifest import CHUNK_BYTES, Manifest
 from checkpoint.pages import Populate, populate
 from checkpoint.structure import Record
+from hetstream.base.files import Directory, UntrustedFile
 
 # What O_DIRECT wants of memory, offset and size; more than any disk asks for.
 _BLOCK_BYTES = 4096
@@ -39,7 +40,7 @@ _SYNC_BYTES = 256 << 20
 
 
 def write_file(
-    path: Path,
+    descriptor: int,
     plan: FilePlan,
     payload: memoryview,
     progress: Callable[[int], None] = lambda num_bytes: None,  # noqa: ARG005
@@ -47,7 +48,7 @@ def write_file(
     """Write a file and bring its content to disk.
 
     Args:
-        path: an old file of this name is overwritten.
+        descriptor: of a new file.
         plan: what it shall hold.
         payload: the record's payload; it begins on a page, so that most of it goes to disk without a copy.
         progress: told again and again how many bytes are written.
@@ -58,7 +59,6 @@ def write_file(
     Raises:
         OSError: as from write(2); what was written so far stays.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     chunks = _chunks(plan, payload)
     left = deque(range(len(chunks)))
     digests: dict[int, str] = {}
@@ -86,7 +86,6 @@ def write_file(
             return tuple(digests[number] for number in range(len(chunks)))
         finally:
             left.clear()
-            os.close(descriptor)
 
 
 class _Writer:
@@ -226,6 +225,7 @@ class RankFile:
     data: memoryview
     _mapping: mmap.mmap
     _unchecked: list[int]
+    _status: os.stat_result
 
     @functools.cached_property
     def record(self) -> Record:
@@ -244,8 +244,13 @@ class RankFile:
         """
         if self._unchecked:
             begin = len(self._mapping) - len(self.data)
-            with open(self.path, "rb") as file:
-                damaged = _damaged_chunks(file.fileno(), self._mapping, self.manifest, self._unchecked, num_threads)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if not os.path.samestat(os.fstat(descriptor), self._status):
+                    raise DamagedCheckpoint(f"{self.path} has been replaced since it was opened")
+                damaged = _damaged_chunks(descriptor, self._mapping, self.manifest, self._unchecked, num_threads)
+            finally:
+                os.close(descriptor)
             if damaged:
                 raise DamagedCheckpoint(_describe(self.path, self.manifest, damaged, self.entries, begin))
             self._unchecked.clear()
@@ -270,7 +275,7 @@ class RankFile:
 
 
 def open_file(
-    path: Path,
+    directory: Directory,
     manifest: Manifest,
     num_threads: int = 1,
     progress: Callable[[int], None] | None = None,
@@ -280,7 +285,7 @@ def open_file(
     """Map a rank's file and compare it with its checksums.
 
     Args:
-        path: the file.
+        directory: that the file is in.
         manifest: what is said about it.
         num_threads: how many compare.
         progress: told how many more bytes have been compared.
@@ -289,12 +294,16 @@ def open_file(
     Raises:
         DamagedCheckpoint: it is missing, too short, or not what was written; the bytes and their tensors are named.
     """
+    path = directory.path / manifest.part.file_name
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = directory.open_file(path.name)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{path} is missing") from error
+    except UntrustedFile as error:
+        raise DamagedCheckpoint(str(error)) from error
     try:
-        num_bytes = os.fstat(descriptor).st_size
+        status = os.fstat(descriptor)
+        num_bytes = status.st_size
         if num_bytes != manifest.num_bytes:
             raise DamagedCheckpoint(f"{path} has {num_bytes} bytes, {manifest.num_bytes} were written")
         # A private mapping: torch wants memory that it may write to, and nobody may change the file.
@@ -319,7 +328,7 @@ def open_file(
     if unreadable:
         raise unreadable
     unchecked = sorted({*range(len(manifest.checksums))} - {*chunks})
-    return RankFile(path, manifest, metadata, entries, memoryview(mapping)[begin:], mapping, unchecked)
+    return RankFile(path, manifest, metadata, entries, memoryview(mapping)[begin:], mapping, unchecked, status)
 
 
 def _chunks_beside(entries: Sequence[Entry], begin: int, manifest: Manifest) -> list[int]:

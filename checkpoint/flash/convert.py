@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from checkpoint.commit import commit
 from checkpoint.conversion import Kind, Source, attempt_on, choose
 from checkpoint.errors import DamagedCheckpoint, OptionsError, UnsupportedState
-from checkpoint.files import replacing, sync_directory, temporary_path
 from checkpoint.flash.shards import Clash, Parts, open_parts, part_of
 from checkpoint.flash.tensors import tensor_of
 from checkpoint.flash.write import plan_state, write_state
@@ -42,6 +41,7 @@ from checkpoint.formats.part import STRUCTURE, Format, read_part, structure_in
 from checkpoint.generation import Generation
 from checkpoint.manifest import Part
 from checkpoint.rank_file import write_file
+from hetstream.base.files import Directory, temporary_name
 
 # What torch.distributed.checkpoint's metadata are made of. Nothing else is made, and nothing is called, for a file.
 _METADATA_MODULES: dict[str, Mapping[str, Any]] = {
@@ -374,8 +374,8 @@ def write(content: Content, kind: Kind, target: Path, *, form: Format = "safeten
     else:
         part = Part(Generation(1, content.step or 0), 0, 1, format=kind)
         plan, payload = plan_state(content.state, part, target.absolute().parent, shared=content.state)
-        with replacing(target) as temporary:
-            write_file(temporary, plan, payload)
+        with Directory.open(target.absolute().parent) as parent, parent.replacing(target.name) as descriptor:
+            write_file(descriptor, plan, payload)
     return target
 
 
@@ -400,7 +400,8 @@ def _write_checkpoint(content: Content, target: Path, form: Format, step: int) -
 
 
 def _write_dcp(state: dict[str, Any], target: Path) -> None:
-    temporary = temporary_path(target)
+    temporary = target.with_name(temporary_name(target.name))
+    temporary.mkdir(mode=0o700)
     try:
         with _alone():
             dcp_save(plain(state), checkpoint_id=temporary, no_dist=True)
@@ -408,7 +409,8 @@ def _write_dcp(state: dict[str, Any], target: Path) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    sync_directory(target.absolute().parent)
+    with Directory.open(target.absolute().parent) as parent:
+        parent.sync()
 
 
 def plain(value: Any) -> Any:

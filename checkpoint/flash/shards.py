@@ -300,12 +300,12 @@ def open_parts(path: CheckpointPath, own_rank: int = 0, *, allow_pickle: bool = 
         held = generation and stack.enter_context(commit.holding(place.parent, generation))
         if generation is None or held is None:
             raise NoCheckpoint(f"{path} is no committed checkpoint, such as DIR/step-0000000120.2 or DIR/latest")
-        manifests = commit.read_parts(place, generation)
+        manifests = commit.read_parts(held, generation)
         world_size = next((one.world_size for one in manifests.values()), 1)
         missing = [rank for rank in range(world_size) if rank not in manifests]
         if missing:
             raise MissingRanks(f"{place} lacks the parts of {len(missing)} of {world_size} ranks, first {missing[0]}")
-        files = [open_file(place / one.part.file_name, one, tensors=False) for one in manifests.values()]
+        files = [open_file(held, one, tensors=False) for one in manifests.values()]
         parts = [
             part_of(file.manifest.rank, file.record, file.entries, data, str(file.path), file.check)
             for file, data in ((file, [file.bytes_of(entry) for entry in file.entries]) for file in files)

@@ -84,7 +84,7 @@ def open_disk(directory: CheckpointDirectory, generation: Generation, rank: int)
         Damaged: it is not what was written.
     """
     with contextlib.ExitStack() as held:
-        world_size = held.enter_context(directory.hold(generation)).world_size
+        world_size = held.enter_context(directory.hold(generation)).checkpoint.world_size
         owner = rank % world_size
         num_threads = min(_MAX_READERS, max(2, len(os.sched_getaffinity(0))))
         own = held.enter_context(directory.read(generation, owner, num_threads=num_threads))

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from checkpoint import typed_json
 from checkpoint.errors import ForeignOwner, ReplicaError
-from checkpoint.files import write_whole
+from hetstream.base.files import Directory
 
 _FOLDER = "replicas"
 _KEY_BYTES = 32
@@ -45,18 +46,16 @@ def make_key(directory: Path, attempt: int) -> None:
     """Write a new attempt's key; what earlier attempts left goes. For rank 0.
 
     Raises:
-        OSError: the directory cannot be written to.
+        OSError: the directory cannot be written to, or is not this user's alone.
     """
-    folder = directory / _FOLDER
     key = secrets.token_hex(_KEY_BYTES).encode()
     for _ in range(_TRIES):
         # The last saver of the attempt before may remove the folder meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            for left_over in list(folder.iterdir()):
-                left_over.unlink(missing_ok=True)
-            return write_whole(_key_path(directory, attempt), key)
-    raise FileNotFoundError(f"{folder} is removed again and again")
+        with contextlib.suppress(FileNotFoundError), _folder(directory, make=True) as folder:
+            for left_over in folder.names():
+                folder.unlink(left_over, missing_ok=True)
+            return folder.write_whole(_key_name(attempt), key)
+    raise FileNotFoundError(f"{directory / _FOLDER} is removed again and again")
 
 
 def read_key(directory: Path, attempt: int) -> bytes:
@@ -66,19 +65,19 @@ def read_key(directory: Path, attempt: int) -> bytes:
         ReplicaError: there is none.
         ForeignOwner: it is another user's, or others can read it.
     """
-    path = _key_path(directory, attempt)
-    text = _read_private(path)
+    text = _read_private(directory, _key_name(attempt))
     key = bytes.fromhex(text.decode("ascii")) if text and len(text) == 2 * _KEY_BYTES else b""
     if len(key) != _KEY_BYTES:
-        raise ReplicaError(f"{path} is missing or no key: the attempt has ended, or rank 0 has no replicas")
+        raise ReplicaError(
+            f"{directory / _FOLDER / _key_name(attempt)} is missing or no key: the attempt has ended, or rank 0 has no "
+            "replicas"
+        )
     return key
 
 
 def remove_key(directory: Path, attempt: int) -> None:
     """The attempt has ended. For rank 0."""
-    with contextlib.suppress(OSError):
-        _key_path(directory, attempt).unlink(missing_ok=True)
-        (directory / _FOLDER).rmdir()  # unless a saver is still listed; the last one removes it
+    _remove(directory, _key_name(attempt))
 
 
 def publish(directory: Path, endpoint: Endpoint) -> None:
@@ -87,15 +86,15 @@ def publish(directory: Path, endpoint: Endpoint) -> None:
     Raises:
         OSError: the directory cannot be written to.
     """
-    write_whole(_endpoint_path(directory, endpoint.rank), msgspec.json.encode(endpoint))
+    with _folder(directory) as folder:
+        folder.write_whole(_endpoint_name(endpoint.rank), msgspec.json.encode(endpoint))
 
 
 def withdraw(directory: Path, endpoint: Endpoint) -> None:
     """Take a saver off the list, unless another has taken its place."""
-    with contextlib.suppress(OSError, ForeignOwner):
-        if find(directory, endpoint.rank, endpoint.attempt) == endpoint:
-            _endpoint_path(directory, endpoint.rank).unlink(missing_ok=True)
-        (directory / _FOLDER).rmdir()
+    with contextlib.suppress(ForeignOwner):
+        is_listed = find(directory, endpoint.rank, endpoint.attempt) == endpoint
+        _remove(directory, _endpoint_name(endpoint.rank) if is_listed else None)
 
 
 def find(directory: Path, rank: int, attempt: int) -> Endpoint | None:
@@ -105,28 +104,48 @@ def find(directory: Path, rank: int, attempt: int) -> Endpoint | None:
         ForeignOwner: the file is another user's.
     """
     with contextlib.suppress(msgspec.MsgspecError):
-        text = _read_private(_endpoint_path(directory, rank))
+        text = _read_private(directory, _endpoint_name(rank))
         endpoint = typed_json.decode(text, Endpoint) if text else None
         if endpoint and (endpoint.rank, endpoint.attempt) == (rank, attempt):
             return endpoint
     return None
 
 
-def _key_path(directory: Path, attempt: int) -> Path:
-    return directory / _FOLDER / f"key-{attempt}"
+def _key_name(attempt: int) -> str:
+    return f"key-{attempt}"
 
 
-def _endpoint_path(directory: Path, rank: int) -> Path:
-    return directory / _FOLDER / f"rank-{rank:05}.json"
+def _endpoint_name(rank: int) -> str:
+    return f"rank-{rank:05}.json"
 
 
-def _read_private(path: Path) -> bytes | None:
+@contextlib.contextmanager
+def _folder(directory: Path, *, make: bool = False) -> Iterator[Directory]:
+    """The folder of keys and endpoints, in a directory that is this user's alone."""
+    with Directory.open(directory) as root:
+        root.check_own()
+        with root.make(_FOLDER) if make else root.enter(_FOLDER) as folder:
+            folder.check_own()
+            yield folder
+
+
+def _remove(directory: Path, name: str | None) -> None:
+    """Remove a file, and the folder with the last one."""
+    with contextlib.suppress(OSError), Directory.open(directory) as root:
+        root.check_own()
+        if name is not None:
+            with root.enter(_FOLDER) as folder:
+                folder.unlink(name, missing_ok=True)
+        os.rmdir(_FOLDER, dir_fd=root.descriptor)  # unless another saver is still listed
+
+
+def _read_private(directory: Path, name: str) -> bytes | None:
+    path = directory / _FOLDER / name
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with Directory.open(directory) as root, root.enter(_FOLDER) as folder:
+            status = folder.status(name)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise ForeignOwner(f"{path} belongs to user {status.st_uid} or is open to others; it is not used")
+            return folder.read(name, _MAX_FILE_BYTES)
     except OSError:
         return None
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise ForeignOwner(f"{path} belongs to user {status.st_uid} or is open to others; it is not used")
-        return file.read(_MAX_FILE_BYTES)

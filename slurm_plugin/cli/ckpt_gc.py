@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         except SlurmCommandError as error:
             print(f"hetstream ckpt gc: {error}", file=sys.stderr)
             jobs = None
+    for directory in directories:
+        directory.check_own()
     rows = [_collect(store, jobs, args) for store in stores]
     for directory in directories:
         rows += _complete(directory, args.dry_run)
@@ -92,11 +94,13 @@ def _complete(directory: CheckpointDirectory, dry_run: bool) -> list[dict[str, A
             planned[part.path] = ("removed", f"{newest} is newer and complete")
         else:
             planned[part.path] = ("kept", "no checkpoint is newer; a job may still complete it")
+    for path in directory.left_over():
+        planned[path] = ("removed", "it was being removed when whoever did so died")
     if not dry_run:
         directory.complete_partials()
         for path, (action, _) in planned.items():
             if action != "kept" and path.exists():
-                planned[path] = ("kept", "somebody reads or writes it, or a part of it is damaged")
+                planned[path] = ("kept", "somebody reads or writes it, it is damaged, or not this user's alone")
             elif action == "kept" and not path.exists():
                 planned[path] = ("removed", "a newer one was committed meanwhile")
     return [

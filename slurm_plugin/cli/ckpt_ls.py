@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -145,7 +146,8 @@ def _attempt(generation: Generation) -> str:
 def _missing(part: Partial) -> str:
     if part.world_size is None:
         return "no rank has written its part"
-    missing = [rank for rank in range(part.world_size) if rank not in part.ranks]
+    there = {*part.ranks}
+    missing = list(itertools.islice((rank for rank in range(part.world_size) if rank not in there), 11))
     if not missing:
         return "complete but not committed; hetstream ckpt gc commits it"
     named = ", ".join(map(str, missing[:10])) + (" and more" if len(missing) > 10 else "")

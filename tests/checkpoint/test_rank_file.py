@@ -19,7 +19,8 @@ from checkpoint.formats.safetensors import plan_file, read_header
 from checkpoint.generation import Generation
 from checkpoint.layout import ITEM_BYTES, TensorSpec
 from checkpoint.manifest import Manifest, Part
-from checkpoint.rank_file import open_file, write_file
+from checkpoint.rank_file import RankFile, open_file, write_file
+from hetstream.base.files import Directory
 from tests.checkpoint.parts import Record, make_record
 
 # What this safetensors and this torch know both.
@@ -41,8 +42,19 @@ TORCH_DTYPES = {
 }
 
 
+def write_at(path: Path, plan: FilePlan, payload: memoryview) -> tuple[str, ...]:
+    with path.open("wb") as file:
+        return write_file(file.fileno(), plan, payload)
+
+
+def open_at(path: Path, manifest: Manifest, num_threads: int = 1) -> RankFile:
+    assert path.name == manifest.part.file_name
+    with Directory.open(path.parent) as directory:
+        return open_file(directory, manifest, num_threads)
+
+
 def written(path: Path, record: Record) -> Manifest:
-    checksums = write_file(path, record.plan, record.payload)
+    checksums = write_at(path, record.plan, record.payload)
     return Part(Generation(1, 120), 0, 1, record.layout.digest).manifest(path.stat().st_size, checksums, 0.0)
 
 
@@ -59,7 +71,7 @@ def test_safetensors_reads_every_dtype_and_odd_sizes(tmp_path: Path) -> None:
             record.payload[entry.offset : entry.offset + entry.num_bytes] = bytes(
                 byte & 1 for byte in record.payload[entry.offset : entry.offset + entry.num_bytes]
             )
-    path = tmp_path / "rank.safetensors"
+    path = tmp_path / "rank-00000-of-00001.safetensors"
     written(path, record)
     loaded = load_file(path)
     assert list(loaded)
@@ -101,10 +113,10 @@ def test_what_is_read_back_is_what_was_written(
         for number, entry in enumerate(sorted(record.layout.entries, key=lambda entry: entry.offset))
         if number not in left_out
     ]
-    path = tmp_path / "rank.safetensors"
+    path = tmp_path / "rank-00000-of-00001.safetensors"
     plan = plan_file(wanted, {})
-    manifest = Part(Generation(1, 1), 0, 1).manifest(plan.num_bytes, write_file(path, plan, record.payload), 0.0)
-    with open_file(path, manifest) as file:
+    manifest = Part(Generation(1, 1), 0, 1).manifest(plan.num_bytes, write_at(path, plan, record.payload), 0.0)
+    with open_at(path, manifest) as file:
         assert {entry.name: bytes(file.bytes_of(entry)) for entry in file.entries} == {
             entry.name: record.bytes_of(entry.name) for entry in wanted
         }
@@ -126,7 +138,7 @@ def test_pieces_that_lie_differently_in_memory_and_file_are_written_right(tmp_pa
     )
     plan = FilePlan(pieces)
     path = tmp_path / "file"
-    write_file(path, plan, record.payload)
+    write_at(path, plan, record.payload)
     assert path.read_bytes() == b"".join(plan.buffers(record.payload))
 
 
@@ -138,26 +150,26 @@ def test_a_file_system_that_refuses_direct_writes_is_written_to_all_the_same(
     data = os.urandom((3 << 20) + 5)
     plan = FilePlan((b"h" * 4096, Range(0, len(data) - 17), Range(11, 5)))
     path = tmp_path / "file"
-    write_file(path, plan, memoryview(b"!" + data)[1:])
+    write_at(path, plan, memoryview(b"!" + data)[1:])
     assert path.read_bytes() == b"h" * 4096 + data[:-17] + data[11:16]
 
 
 @pytest.mark.parametrize("at", [0, 7, 9, 4095, 4096, 5000, -1])
 def test_a_flipped_bit_is_found_and_its_place_named(tmp_path: Path, at: int) -> None:
-    path = tmp_path / "rank.safetensors"
+    path = tmp_path / "rank-00000-of-00001.safetensors"
     manifest = written(path, make_record(4))
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match=rf"{path} .*bytes 0-{len(data) - 1}"):
-        open_file(path, manifest)
+        open_at(path, manifest)
 
 
 def test_the_damaged_chunk_and_its_tensors_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_file, "CHUNK_BYTES", 8192)
     record = make_record(5, [TensorSpec(f"layer.{number}", "U8", (4096,)) for number in range(10)])
-    path = tmp_path / "rank.safetensors"
-    checksums = write_file(path, record.plan, record.payload)
+    path = tmp_path / "rank-00000-of-00001.safetensors"
+    checksums = write_at(path, record.plan, record.payload)
     manifest = Manifest(1, 1, 0, 1, path.stat().st_size, checksums, "", {}, 0.0, chunk_bytes=8192)
     data = bytearray(path.read_bytes())
     data[4096 * 5 + 9] ^= 0x80
@@ -165,19 +177,19 @@ def test_the_damaged_chunk_and_its_tensors_are_named(tmp_path: Path, monkeypatch
     with pytest.raises(
         DamagedCheckpoint, match=r"1 of 6 chunks, first in bytes 16384-24575 \(tensors layer\.3, layer\.4"
     ):
-        open_file(path, manifest, num_threads=2)
+        open_at(path, manifest, num_threads=2)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, 9000])
 def test_a_truncated_or_missing_file_is_refused(tmp_path: Path, num_bytes: int) -> None:
-    path = tmp_path / "rank.safetensors"
+    path = tmp_path / "rank-00000-of-00001.safetensors"
     manifest = written(path, make_record(6))
     os.truncate(path, num_bytes)
     with pytest.raises(DamagedCheckpoint, match=f"has {num_bytes} bytes, {manifest.num_bytes} were written"):
-        open_file(path, manifest)
+        open_at(path, manifest)
     path.unlink()
     with pytest.raises(DamagedCheckpoint, match="is missing"):
-        open_file(path, manifest)
+        open_at(path, manifest)
 
 
 @pytest.mark.parametrize(

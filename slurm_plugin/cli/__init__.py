@@ -19,6 +19,8 @@ from importlib.metadata import version
 
 from checkpoint.errors import CheckpointError, OptionsError
 from hetjob.errors import HetstreamError, UsageError
+from hetstream.base.files import UntrustedFile
+from hetstream.base.text import printable
 
 VERBS = {
     "convert": "print the heterogeneous script that an sbatch script becomes",
@@ -80,10 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except (HetstreamError, CheckpointError) as error:
+    except (HetstreamError, CheckpointError, UntrustedFile) as error:
         if args.verbose:
             logging.getLogger(__name__).exception("hetstream %s failed", verb)
-        print(f"hetstream {verb}: {type(error).__name__}: {error}", file=sys.stderr)
+        # The lines are ours; what stands in them may be from a file.
+        told = "\n".join(map(printable, str(error).split("\n")))
+        print(f"hetstream {verb}: {type(error).__name__}: {told}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | OptionsError) else 1
     except BrokenPipeError:
         # The reader of a pipe (`| head`) has enough. Nothing more may be written, not even by Python at its end.
@@ -95,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         path = str(error.filename)
         print(
-            f"hetstream {verb}: {type(error).__name__}: {path}: {error.strerror}. Check: namei -l {shlex.quote(path)}",
+            f"hetstream {verb}: {type(error).__name__}: {printable(path)}: {error.strerror}. "
+            f"Check: namei -l {printable(shlex.quote(path))}",
             file=sys.stderr,
         )
         return 1

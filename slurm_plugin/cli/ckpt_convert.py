@@ -13,6 +13,7 @@ from checkpoint.errors import OptionsError
 from checkpoint.formats.part import FORMATS
 from hetjob.errors import HetstreamError
 from hetjob.table import size_words
+from hetstream.base.text import printable
 
 EPILOG = """\
 SRC is recognised by what is in it: a directory of checkpoints, or one checkpoint in it; a directory of
@@ -76,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"meta": {"version": 1}, "conversion": done}, indent=1))
         return 0
     verb = "would write" if args.dry_run else "wrote"
-    print(f"{verb} {done['target']}: {done['what']}, from {args.source} ({source.kind})")
+    print(printable(f"{verb} {done['target']}: {done['what']}, from {args.source} ({source.kind})"))
     for note in done["notes"]:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {printable(note)}", file=sys.stderr)
     return 0
 
 

@@ -14,6 +14,7 @@ from checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from checkpoint.view import FoundStore, StoreView, find_stores, places
 from hetjob.errors import SlurmCommandError
 from hetjob.table import size_words
+from hetstream.base.text import printable
 from slurm_plugin.cli.ckpt_ls import existing
 from slurm_plugin.client.slurm import CommandSlurm
 
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"meta": {"version": 1}, "dry_run": args.dry_run, "found": rows}, indent=1))
         return 0
     for row in rows:
-        print(f"{'would be ' if args.dry_run and row['action'] != 'kept' else ''}{row['action']}  {row['path']}")
+        would = "would be " if args.dry_run and row["action"] != "kept" else ""
+        print(f"{would}{row['action']}  {printable(row['path'])}")
         print(f"    because {row['reason']}" + (f"; {size_words(row['num_bytes'])}" if row["num_bytes"] else ""))
     if not rows:
         print("nothing to collect")

@@ -18,6 +18,7 @@ from checkpoint.errors import NoCheckpoint
 from checkpoint.generation import Generation
 from checkpoint.view import FoundStore, find_stores, places
 from hetjob.table import RED, YELLOW, Cell, duration_words, size_words, table
+from hetstream.base.text import printable
 
 EPILOG = """\
 States on disk: `committed` (the newest is `latest`), `damaged` with what is wrong, `partial` with the ranks that are
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if directory:
         print("\n".join(disk_table(directory.path, checkpoints, partials, now_s, color)))
-        problem = problem_of_latest(directory.path)
+        problem = printable(problem_of_latest(directory.path))
         print(f"note: {problem}\n" if problem else "")
     print("\n".join(memory_table(stores, color)))
     return 0
@@ -84,7 +85,7 @@ def disk_table(
         state = "committed, latest" if one.generation == newest else "committed"
         mark = ""
         if one.problem:
-            state, mark = f"damaged: {one.problem}", RED
+            state, mark = f"damaged: {printable(one.problem)}", RED
         rows.append(
             (
                 one.generation,
@@ -104,10 +105,10 @@ def disk_table(
         cells = [str(part.generation.step), _attempt(part.generation), there, "-", "-"]
         rows.append((part.generation, [*((cell, "") for cell in cells), (state, YELLOW)]))
     if not rows:
-        return [f"{path}: no checkpoint"]
+        return [f"{printable(str(path))}: no checkpoint"]
     rows.sort(key=lambda row: row[0], reverse=True)
     head = ["STEP", "ATTEMPT", "RANKS", "SIZE", "AGE", "STATE"]
-    return [str(path), *table(head, [cells for _, cells in rows], ("STATE",), color)]
+    return [printable(str(path)), *table(head, [cells for _, cells in rows], ("STATE",), color)]
 
 
 def memory_table(stores: Sequence[FoundStore], color: bool = False) -> list[str]:
@@ -120,7 +121,7 @@ def memory_table(stores: Sequence[FoundStore], color: bool = False) -> list[str]
         unsaved = newest and (store.persisted is None or newest > store.persisted)
         rows.append(
             [
-                (store.holder.job, ""),
+                (printable(store.holder.job), ""),
                 (f"{store.holder.component}", ""),
                 (str(store.holder.rank), ""),
                 (", ".join(map(_short, store.generations)) or "-", ""),

@@ -12,6 +12,7 @@ from typing import Any
 from checkpoint.directory import Checkpoint
 from checkpoint.errors import NoCheckpoint
 from hetjob.table import size_words
+from hetstream.base.text import printable
 from slurm_plugin.cli.ckpt_ls import as_fields, existing
 
 EPILOG = """\
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         results.append({**as_fields(one.generation), "path": str(one.path), "problems": problems, "took_s": took_s})
         if not args.json:
             good = f"good  {size_words(one.num_bytes)} in {took_s:.1f} s"
-            print(f"{one.path.name}  {'damaged: ' + '; '.join(problems) if problems else good}", flush=True)
+            print(f"{one.path.name}  {'damaged: ' + printable('; '.join(problems)) if problems else good}", flush=True)
     if args.json:
         print(json.dumps({"meta": {"version": 1}, "checkpoints": results}, indent=1))
     return 1 if any(result["problems"] for result in results) else 0

@@ -1,0 +1,233 @@
+"""A checkpoint directory is input: nothing that a stranger or an archive has put there makes a command read, write or
+delete something elsewhere. Real users and real files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoint import commit
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
+from checkpoint.generation import Generation
+from checkpoint.ownership import Identity
+from checkpoint.policy.retention import Retention
+from checkpoint.replica import rendezvous
+from hetstream.base.files import UntrustedFile, temporary_name
+from slurm_plugin.cli import main
+from tests.base.conftest import common_place  # noqa: F401, a fixture
+from tests.base.users import STRANGER, VICTIM, needs_root, run_as
+from tests.checkpoint.parts import write_checkpoint
+
+ME = Identity("8123", "gpu01", 77)
+STEP = Generation(1, 10)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """What no command may touch."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / ".profile").write_text("mine")
+    (folder / ".in-use").write_text("mine too")
+    return folder
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory of this user's with one good checkpoint."""
+    path = tmp_path / "ckpt"
+    path.mkdir(mode=0o700)
+    write_checkpoint(path, STEP)
+    return path
+
+
+def give(path: Path, uid: int) -> None:
+    """Make a tree another user's, its links included."""
+    for folder, folders, files in os.walk(path):
+        for name in (".", *folders, *files):
+            os.lchown(os.path.join(folder, name), uid, uid)
+
+
+def flip(path: Path) -> None:
+    """Damage a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def untouched(home: Path) -> bool:
+    return {one.name: one.read_text() for one in home.iterdir()} == {".profile": "mine", ".in-use": "mine too"}
+
+
+@needs_root
+def test_verify_of_a_strangers_directory_writes_nothing_anywhere(
+    directory: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = directory / STEP.directory_name
+    flip(next(step.glob("*.safetensors")))
+    for name in ("damaged.txt", temporary_name("damaged.txt")):
+        (step / name).symlink_to(home / ".profile")
+    give(directory, STRANGER)
+    before = sorted(os.listdir(step))
+    assert main(["ckpt", "verify", str(directory)]) == 1
+    assert "damaged" in capsys.readouterr().out
+    assert untouched(home)
+    assert sorted(os.listdir(step)) == before
+
+
+@needs_root
+def test_nothing_of_a_strangers_directory_is_removed(
+    directory: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "step-0000000007.1.deleted").symlink_to(home)
+    give(directory, STRANGER)
+    for words in (["--dry-run"], []):
+        assert main(["ckpt", "gc", *words, str(directory)]) == 1
+        assert f"belongs to user {STRANGER}" in capsys.readouterr().err
+    for act in (commit.clean_up, commit.complete):
+        with pytest.raises(UntrustedFile):
+            act(directory)
+    assert untouched(home)
+
+
+def test_links_of_an_archive_are_neither_followed_nor_removed_through(
+    directory: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They belong to who has unpacked it."""
+    for name in ("step-0000000007.1.deleted", "step-0000000008.1.partial", "step-0000000020.1"):
+        (directory / name).symlink_to(home)
+    (directory / temporary_name("latest")).symlink_to(home / ".profile")
+    assert main(["ckpt", "ls", str(directory)]) == 0
+    assert "step-0000000020" not in capsys.readouterr().out
+    assert main(["ckpt", "gc", str(directory)]) == 0
+    assert CheckpointDirectory(directory).newest() == STEP
+    assert os.readlink(directory / "latest") == STEP.directory_name
+    assert untouched(home)
+
+
+def test_gc_removes_what_it_has_listed(directory: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = directory / "step-0000000007.1.deleted"
+    left.mkdir()
+    (left / "rank-00000-of-00001.safetensors").write_text("half removed")
+    (left / "profile").symlink_to(home / ".profile")
+    deep = directory / "step-0000000006.1.deleted"
+    (deep / "deeper").mkdir(parents=True)
+    assert main(["ckpt", "gc", "--dry-run", str(directory)]) == 0
+    assert f"would be removed  {left}" in capsys.readouterr().out
+    assert left.exists()
+    assert main(["ckpt", "gc", str(directory)]) == 0
+    said = capsys.readouterr().out
+    assert f"removed  {left}" in said
+    assert f"kept  {deep}" in said
+    assert not left.exists()
+    assert deep.exists()
+    assert untouched(home)
+
+
+@pytest.mark.parametrize("name", ["rank-00000-of-00001.safetensors", "rank-00000-of-00001.json", "damaged.txt"])
+def test_a_file_of_a_checkpoint_that_is_a_link_is_not_read(directory: Path, tmp_path: Path, name: str) -> None:
+    file = directory / STEP.directory_name / name
+    if file.exists():
+        file.rename(tmp_path / name)
+    else:
+        (tmp_path / name).write_text("secret")
+    file.symlink_to(tmp_path / name)
+    (found,) = CheckpointDirectory(directory).scan()
+    assert "secret" not in found.problem
+    assert "link" in found.problem or "no regular file" in found.problem
+    if name != "damaged.txt":
+        with pytest.raises(DamagedCheckpoint, match=r"link|regular file"):
+            CheckpointDirectory(directory).read(STEP, 0)
+
+
+@needs_root
+def test_a_step_that_another_user_put_there_is_not_restored(directory: Path) -> None:
+    newer = Generation(1, 20)
+    write_checkpoint(directory, newer)
+    give(directory / newer.directory_name, STRANGER)
+    place = CheckpointDirectory(directory)
+    assert [one.generation for one in place.checkpoints()] == [STEP]
+    problems = {one.generation: one.problem for one in place.scan()}
+    assert f"belongs to user {STRANGER}" in problems[newer]
+    assert f"belongs to user {STRANGER}" in place.verify(newer)[0]
+    place.retain(Retention(keep_last=1))
+    assert (directory / newer.directory_name).is_dir()
+    file = next((directory / STEP.directory_name).glob("*.safetensors"))
+    os.chown(file, STRANGER, STRANGER)
+    with pytest.raises(DamagedCheckpoint, match=f"belongs to user {STRANGER}"):
+        place.read(STEP, 0)
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777])
+def test_no_training_begins_where_others_can_write(common_place: Path, mode: int) -> None:  # noqa: F811
+    directory = common_place / "ckpt"
+
+    def begin() -> None:
+        directory.mkdir()
+        directory.chmod(mode)
+
+    def plant() -> None:
+        (directory / "owner.json").symlink_to(common_place / "elsewhere")
+
+    def train() -> None:
+        for act in (
+            lambda: CheckpointDirectory(directory).acquire(ME),
+            lambda: CheckpointDirectory(directory).check_own(),
+        ):
+            with pytest.raises(ForeignOwner, match="others can write to"):
+                act()
+        with pytest.raises(UntrustedFile, match="others can write to"):
+            rendezvous.make_key(directory, 1)
+
+    run_as(VICTIM, begin)
+    if mode & 0o002:
+        run_as(STRANGER, plant)
+    run_as(VICTIM, train)
+    assert not (common_place / "elsewhere").exists()
+
+
+def test_no_training_begins_below_what_anybody_can_write_to(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ForeignOwner, match="anybody can put another directory into"):
+        CheckpointDirectory(tmp_path / "open" / "ckpt").acquire(ME)
+
+
+@pytest.mark.parametrize("name", [".lock", ".commit", "owner.json", "history.jsonl", "handover.json", "replicas"])
+def test_planted_files_of_the_directory_itself_are_not_written_through(directory: Path, home: Path, name: str) -> None:
+    with_link = directory / name
+    with_link.unlink(missing_ok=True)
+    with_link.symlink_to(home if name == "replicas" else home / ".profile")
+
+    place = CheckpointDirectory(directory)
+    refusals: list[str] = []
+
+    def attempt(act: Callable[[], object]) -> None:
+        try:
+            act()
+        except (OSError, DirectoryNotWritable) as error:
+            refusals.append(str(error))
+
+    for act in (
+        lambda: place.acquire(ME),
+        lambda: rendezvous.make_key(directory, 1),
+        lambda: commit.clean_up(directory),
+        place.release,
+        lambda: rendezvous.remove_key(directory, 1),
+    ):
+        attempt(act)
+    assert all("link" in one for one in refusals)
+    assert bool(refusals) == (name not in ("owner.json", "handover.json"))  # a new file takes the link's place
+    assert untouched(home)
+
+
+def test_a_directory_that_is_gone_meanwhile_is_told_as_before(directory: Path) -> None:
+    shutil.rmtree(directory)
+    with pytest.raises(NoCheckpoint), CheckpointDirectory(directory).hold(STEP):
+        pass

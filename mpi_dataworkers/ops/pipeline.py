@@ -327,7 +327,8 @@ def seed_generators(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch's CPU."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
+    # torch's generator makes the same numbers of it, and user code can put `torch.initial_seed()` into a tensor.
+    torch.default_generator.manual_seed(seed & _LARGEST_BASE_SEED)
 
 
 @contextlib.contextmanager

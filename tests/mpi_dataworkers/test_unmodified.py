@@ -292,8 +292,8 @@ def test_a_loader_that_collates_with_its_own_method_is_freed_with_its_connection
     gc.collect()
     assert known() is None
     assert client is not None
-    client._thread.join(10)
-    assert not client._thread.is_alive()
+    assert client._left.acquire(timeout=10), "it has left the service"
+    client._left.release()
 
 
 @pytest.mark.usefixtures("streamed")

@@ -7,6 +7,7 @@ sparse tensor) is pickled as a leaf; both sides have proved that they hold the j
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import math
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import msgspec
 import numpy as np
 import torch
@@ -30,6 +32,10 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
+# What cloudpickle knows of the classes that it has written or read by value.
+_CloudPickler: Any = cloudpickle.Pickler
+_id_of_class: Any = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
+_class_by_id: Any = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
 _look = operator.attrgetter("dtype", "shape", "layout", "is_cpu")
 _INT64_MAX = 2**63 - 1
@@ -189,9 +195,11 @@ def _plan_of_features(names: tuple[str, ...], looks: tuple[tuple[Any, ...], ...]
         looks: `_look` of each.
 
     Returns:
-        None if one of them is no plain tensor.
+        None if one of them is no plain tensor, or one of the names no text.
     """
     if any(dtype in _QUANTIZED or layout is not _STRIDED or not is_cpu for dtype, _, layout, is_cpu in looks):
+        return None
+    if not all(map(_is_text, names)):
         return None
     plan = _plan(tuple(look[0] for look in looks), tuple(look[1] for look in looks))
     tree = ["d", [["v", name] for name in names], ["t"] * len(names)]
@@ -362,6 +370,17 @@ def _names_in(tree: Any) -> list[str] | None:
 _read_cached = functools.lru_cache(maxsize=64)(_read)
 
 
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 can hold it: names of files may have surrogates in the place of bytes that are none (PEP 383)."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> Any:
     kind = type(value)
     if kind is _TENSOR and value.is_cpu and value.layout is _STRIDED and not value.is_quantized:
@@ -371,6 +390,8 @@ def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> An
         array = np.ascontiguousarray(value)
         arrays.append(array.reshape(-1).view(np.uint8).data if array.size else b"")
         return ["n", value.dtype.str, list(value.shape)]
+    if kind is str:
+        return ["v", value] if _is_text(value) else ["p", _pickle(value)]
     if kind in _PLAIN and not (kind is int and abs(value) > _INT64_MAX):
         return ["v", value]
     if kind is list:
@@ -378,7 +399,8 @@ def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> An
     if kind is tuple:
         return ["u", _describe_all(value, tensors, arrays)]
     if kind is dict:
-        keys = [["v", key] if type(key) is str else _describe(key, tensors, arrays) for key in value]
+        are_names = all(type(key) is str and _is_text(key) for key in value)
+        keys = [["v", key] if are_names else _describe(key, tensors, arrays) for key in value]
         return ["d", keys, _describe_all(value.values(), tensors, arrays)]
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return ["k", _pickle(kind), _describe_all(value, tensors, arrays)]
@@ -464,16 +486,77 @@ def resolve_class(module: str, qualified_name: str) -> Any:
     return found
 
 
-class _LeafPickler(pickle.Pickler):
-    """Writes a class of the trainer's `__main__` by name: the copy in the data worker is not the trainer's class."""
+def find_class(class_id: str, module: str, qualified_name: str) -> Any:
+    """Find the class whose copy a data worker has: by its name, or among those that this process has sent by value.
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type) and value.__module__ == "__main__":
+    Args:
+        class_id: the one that cloudpickle gave it in the process whose definition the data worker has, which may be
+            another one with the same definition.
+        module, qualified_name: where it was defined.
+
+    Raises:
+        LookupError: it is not here.
+    """
+    if "<locals>" not in qualified_name:
+        with contextlib.suppress(KeyError, AttributeError):
+            return resolve_class(module, qualified_name)
+    if class_id in _class_by_id:
+        return _class_by_id[class_id]
+    alike = [one for one in list(_id_of_class) if (one.__module__, one.__qualname__) == (module, qualified_name)]
+    if len(alike) != 1:
+        raise LookupError(
+            f"there are {len(alike)} classes {qualified_name} of {module} in the training process. Define the class of "
+            "the batch at the top of a module"
+        )
+    return alike[0]
+
+
+def _set_attributes(value: object, state: Any) -> None:
+    for part in state if isinstance(state, tuple) else (state,):
+        for name, attribute in (part or {}).items():
+            object.__setattr__(value, name, attribute)
+
+
+def _reduce_for_trainer(value: Any) -> Any:
+    """Write a class that came from the trainer as its name: the copy in the data worker is not the trainer's class."""
+    if isinstance(value, type):
+        if value in _id_of_class:
+            return find_class, (_id_of_class[value], value.__module__, value.__qualname__)
+        if value.__module__ == "__main__" and "<locals>" not in value.__qualname__:
             return resolve_class, ("__main__", value.__qualname__)
         return NotImplemented
+    kind = type(value)
+    if kind in _id_of_class and hasattr(kind, "__slots__") and not hasattr(kind, "__setstate__"):
+        # The copy has no slots (cloudpickle leaves them out) but a `__dict__`, which the trainer's class may not have.
+        reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(reduced, tuple) and len(reduced) > 2 and reduced[2] is not None:
+            return (*(*reduced, None, None)[:5], _set_attributes)
+    return NotImplemented
+
+
+class _LeafPickler(pickle.Pickler):
+    """Writes what both processes can find by name."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return _reduce_for_trainer(value)
+
+
+class _ByValuePickler(_CloudPickler):  # type: ignore[misc]
+    """Writes also functions and classes that only this process has, made by user code: several times slower."""
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = _reduce_for_trainer(value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
 def _pickle(value: object) -> bytes:
+    try:
+        return _dump(_LeafPickler, value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return _dump(_ByValuePickler, value)
+
+
+def _dump(kind: Any, value: object) -> bytes:
     stream = io.BytesIO()
-    _LeafPickler(stream, protocol=5).dump(value)
+    kind(stream, protocol=5).dump(value)
     return stream.getvalue()

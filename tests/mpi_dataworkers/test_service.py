@@ -575,6 +575,60 @@ def test_where_no_rail_reaches_the_loader_works_itself(
 
 # --- programs -------------------------------------------------------------------------------------------------------
 
+BATCH_CLASSES = """
+import collections, dataclasses, enum, sys, torch
+from mpi_dataworkers import DataLoader
+from sample_datasets import Augmented
+
+class Slotted:
+    __slots__ = ("values",)
+    def __init__(self, values):
+        self.values = values
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Frozen:
+    values: torch.Tensor
+
+class Kind(enum.Enum):
+    ONLY = 1
+
+Named = collections.namedtuple("Named", "values")
+
+def main():
+    LocalNamed = collections.namedtuple("LocalNamed", "values")
+
+    class Local:
+        def __init__(self, values):
+            self.values = values
+
+    def of_each_call(values):
+        class Fresh(Local):
+            pass
+        return Fresh(values)
+
+    def collate(samples):
+        values = torch.stack([values for values, _ in samples])
+        makers = Slotted, Frozen, Named, LocalNamed, Local, of_each_call
+        return [Kind.ONLY, *(maker(values + number) for number, maker in enumerate(makers))]
+
+    batch = next(iter(loader := DataLoader(Augmented(8), batch_size=8, collate_fn=collate, service=sys.argv[1])))
+    kind, *others = batch
+    assert kind is Kind.ONLY
+    assert [type(one) for one in others[:5]] == [Slotted, Frozen, Named, LocalNamed, Local], others
+    assert [torch.equal(one.values, others[0].values + number) for number, one in enumerate(others)] == [True] * 6
+    assert loader.stats()["local_steps"] == 0
+    loader.close()
+
+main()
+print("done")
+"""
+
+
+def test_batches_may_be_of_classes_that_only_the_program_has(three: Any, run_program: Any, tmp_path: Path) -> None:
+    finished = run_program(BATCH_CLASSES, tmp_path, three.name)
+    assert finished.stdout == "done\n", finished.stderr
+
+
 UNMODIFIED = """
 import hashlib, json, torch
 from torch.utils.data import DataLoader, IterableDataset

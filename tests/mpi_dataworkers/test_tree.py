@@ -7,6 +7,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -226,3 +227,33 @@ def test_each_of_many_tensors_is_itself_however_they_are_copied() -> None:
         assert all(torch.equal(came[name], tensor) for name, tensor in batch.items())
         came["1"] += 1  # in place, as of a batch of one's own
         assert torch.equal(came["2"], batch["2"])
+
+
+def test_text_that_is_no_text_travels() -> None:
+    """As `os.listdir` gives the name of a file whose bytes are no UTF-8."""
+    name = b"caf\xe9.jpg".decode("utf-8", "surrogateescape")
+    batch = {"names": [name, "café.jpg", "cafe.jpg"], name: torch.ones(3)}
+    came = travel(batch)
+    assert came["names"] == batch["names"]
+    assert torch.equal(came[name], torch.ones(3))
+    assert list(travel({name: torch.ones(3)})) == [name]
+
+
+def local_class(number: int) -> type:
+    class Local:
+        which = number
+
+    return Local
+
+
+def test_a_class_that_is_local_to_a_function_is_found_by_its_id_or_when_there_is_no_other_like_it() -> None:
+    first = local_class(1)
+    cloudpickle.dumps(first)
+    assert type(travel(first())) is first
+    names = first.__module__, first.__qualname__
+    assert tree.find_class("of another process", *names) is first
+    second = local_class(2)
+    cloudpickle.dumps(second)
+    assert [type(travel(one())) for one in (first, second)] == [first, second]
+    with pytest.raises(LookupError, match=r"there are 2 classes local_class\.<locals>\.Local of .*test_tree"):
+        tree.find_class("of another process", *names)

@@ -1,8 +1,9 @@
-"""Who is at the other end of a batch connection, as far as the kernel says. Used by `shm.py` and `sockets.py`."""
+"""Who is at the other end of a connection, as far as the kernel says, and how many strangers may be there."""
 
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 import time
@@ -10,6 +11,17 @@ import time
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # A connection that cannot be taken stays, and with it the listener's readiness: without a pause the thread would spin.
 _PAUSE_S = 0.01
+
+
+def most_unproven(most: int) -> int:
+    """How many connections that have not proved the key a process keeps: an eighth of the descriptors that it may have
+    at most, since each takes one, and the training program needs them.
+
+    Args:
+        most: where there are many.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if limit == resource.RLIM_INFINITY else max(1, min(most, limit // 8))
 
 
 def is_own_user(connection: socket.socket) -> bool:

@@ -33,7 +33,7 @@ from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, rail
 from mpi_dataworkers.transports.channels import ChannelSender
 from mpi_dataworkers.transports.compression import compress, decompress
 from mpi_dataworkers.transports.extents import find_frames, lay_out
-from mpi_dataworkers.transports.peer import accept_peer
+from mpi_dataworkers.transports.peer import accept_peer, most_unproven
 from mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 
 _LENGTH = struct.Struct("<Q")
@@ -54,8 +54,10 @@ _INSIDE_S = 0.001
 _BURST_S = 0.01
 # Bytes taken off one connection in one go: others have their turn, and so have the dispatcher's messages.
 _BURST_BYTES = 32 << 20
-# Connections that have not proved the key; the oldest make room. Data workers come in by the hundreds at most.
-_MAX_UNPROVEN = 1024
+# Connections that have not proved the key; the oldest make room. A data worker needs some milliseconds for it.
+_MAX_UNPROVEN = 256
+# What the kernel keeps until we look; the descriptors are not ours yet.
+_BACKLOG = 1024
 # How far a data worker goes ahead of a connection that takes less than it makes: one message like the next one, and so
 # much more, may not have left when that is put together. So it is made while the one before leaves, and in memory that
 # was used a moment ago.
@@ -220,6 +222,7 @@ class SocketReceiver:
     def __init__(self, batch_key: str, binds: Sequence[str], compress: bool = False) -> None:
         self._key = bytes.fromhex(batch_key)
         self._compress = compress
+        self._most_unproven = most_unproven(_MAX_UNPROVEN)
         self._memory = _Memory()
         self._stage = memoryview(bytearray(_STAGE_BYTES))
         self._connections: dict[int, _Connection] = {}
@@ -239,7 +242,7 @@ class SocketReceiver:
         self._listeners[listener.fileno()] = listener, ""
         listener.setblocking(False)
         listener.bind(name)
-        listener.listen(_MAX_UNPROVEN)
+        listener.listen(_BACKLOG)
         address = bind if rail_of(bind) == "ipc" else "tcp://{}:{}".format(*listener.getsockname())
         self._listeners[listener.fileno()] = listener, address
         self._epoll.register(listener, select.EPOLLIN)
@@ -282,7 +285,7 @@ class SocketReceiver:
         except OSError:
             accepted.close()
             return
-        if len(self._unproven) >= _MAX_UNPROVEN:
+        if len(self._unproven) >= self._most_unproven:
             self._drop(next(iter(self._unproven.values())))
         one = _Connection(accepted, address, self._key)
         self._connections[accepted.fileno()] = self._unproven[accepted.fileno()] = one

@@ -5,9 +5,11 @@ The only module that imports zmq; its errors leave it as hetstream's.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +33,7 @@ from mpi_dataworkers.transports.base import (
     parse_peer,
     peer_name,
 )
+from mpi_dataworkers.transports.peer import most_unproven
 
 # Frames that libzmq takes; larger messages (datasets in pickled form, which are rare) travel in pieces. What a stranger
 # can make a process hold is one frame for each connection, until the handshake's time is over.
@@ -49,6 +52,8 @@ _CLOSE_LINGER_MS = 1000
 _CUT_MS = 5000
 _PROBE_S = 2
 _NUM_PROBES = 3
+# Connections to the dispatcher that have brought no message yet; the oldest make room.
+_MAX_UNPROVEN = 256
 # One attempt to connect; within an attempt the kernel tries ever more seldom too.
 _ATTEMPT_MS = 2000
 # Who waits for a dispatcher looks this often whether the service has ended.
@@ -120,6 +125,45 @@ def _decode_control(pieces: list[memoryview]) -> tuple[Message, int | None]:
     return decode(first), int(number)
 
 
+class _Newcomers:
+    """Connections that libzmq has accepted and that have brought no message: strangers, or peers in their handshake.
+
+    libzmq sets them a time but no number. Each is held by a descriptor of our own, because libzmq's may be another
+    connection's by the time that we use it, and what is shut down must not be a peer's.
+
+    Args:
+        most: of them; the oldest make room.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: dict[int, socket.socket] = {}  # by libzmq's descriptor, in order of arrival
+
+    def came(self, descriptor: int) -> None:
+        """libzmq has accepted a connection. If it is closed already, `gone` follows before the next `make_room`."""
+        self.gone(descriptor)
+        with contextlib.suppress(OSError):
+            self._held[descriptor] = socket.socket(fileno=os.dup(descriptor))
+
+    def gone(self, descriptor: int) -> None:
+        """It has closed, or brought a message."""
+        if (one := self._held.pop(descriptor, None)) is not None:
+            one.close()
+
+    def make_room(self) -> None:
+        """End those that are too many. Call it when nothing is left to be read of the monitor."""
+        while len(self._held) > self._most:
+            one = self._held.pop(next(iter(self._held)))
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def close(self) -> None:
+        """Let go of all."""
+        for descriptor in list(self._held):
+            self.gone(descriptor)
+
+
 class ZmqDispatcherEndpoint:
     """Binds the control socket. See `base.DispatcherEndpoint`.
 
@@ -147,6 +191,7 @@ class ZmqDispatcherEndpoint:
         # A peer that comes back after a cut keeps its name: the new connection takes over from the dead one.
         self._socket.router_handover = True
         _notice_cuts(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         host, _, port = bind.removeprefix("tcp://").rpartition(":")
         try:
             self._socket.bind(f"tcp://{host}:{'*' if port == '0' else port}")
@@ -160,7 +205,7 @@ class ZmqDispatcherEndpoint:
         # The connection that each process's last message came by: the monitor names a closed one by its descriptor.
         self._process_by_descriptor: dict[int, str] = {}
         self._descriptor_by_process: dict[str, int] = {}
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._newcomers = _Newcomers(most_unproven(_MAX_UNPROVEN))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -181,9 +226,11 @@ class ZmqDispatcherEndpoint:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self._newcomers.make_room()
                 break
             process = frames[0].bytes.hex()
             descriptor = int(frames[0].get(zmq.SRCFD))
+            self._newcomers.gone(descriptor)
             self._process_by_descriptor[descriptor], self._descriptor_by_process[process] = process, descriptor
             try:
                 message, loader = _decode_control([frame.buffer for frame in frames[1:]])
@@ -196,7 +243,12 @@ class ZmqDispatcherEndpoint:
         """Connections that closed. Reported after the messages that they still brought."""
         closed: list[Received] = []
         while self._monitor.poll(0):
-            descriptor = recv_monitor_message(self._monitor)["value"]
+            event = recv_monitor_message(self._monitor)
+            descriptor = event["value"]
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._newcomers.came(descriptor)
+                continue
+            self._newcomers.gone(descriptor)
             process = self._process_by_descriptor.pop(descriptor, None)
             # Who came back after a cut is not gone with the connection that it had before.
             if process is not None and self._descriptor_by_process.get(process) == descriptor:
@@ -209,11 +261,12 @@ class ZmqDispatcherEndpoint:
         self._socket.send_multipart([bytes.fromhex(process), *_frames_of(message, loader)])
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        self._newcomers.close()
         self._close_socket()
 
     def _close_socket(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
         self._gate.socket.close()
         self._context.term()

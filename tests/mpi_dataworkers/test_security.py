@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import resource
 import select
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from mpi_dataworkers.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, 
 from mpi_dataworkers.transports import sockets
 from mpi_dataworkers.transports.base import PeerUnreachable
 from mpi_dataworkers.transports.extents import find_frames, lay_out
+from mpi_dataworkers.transports.peer import most_unproven
 from mpi_dataworkers.transports.proof import (
     SEAL_BYTES,
     LoaderHandshake,
@@ -316,6 +318,12 @@ def test_who_does_not_prove_the_key_in_time_is_cut_off(monkeypatch: pytest.Monke
         assert is_closed(stranger)
     assert receiver.look_again_s == math.inf
     receiver.close()
+
+
+def test_strangers_get_an_eighth_of_the_descriptors_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, most in ((1024, 128), (64, 8), (1 << 20, 256), (4, 1), (resource.RLIM_INFINITY, 256)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert most_unproven(256) == most
 
 
 def test_a_crowd_of_strangers_makes_room_for_data_workers(monkeypatch: pytest.MonkeyPatch, wait_until: Any) -> None:

@@ -573,6 +573,26 @@ def test_where_no_rail_reaches_the_loader_works_itself(
     assert "hetstream-of-another-host" in service.log("dispatcher") + service.log("worker")
 
 
+def test_the_buffer_holds_what_it_may_from_the_first_batch_on(three: Any, loaders: Any, wait_until: Any) -> None:
+    options = {"batch_size": 1, "num_workers": 1, "prefetch_factor": 2, "buffer_bytes": 8 << 20}
+    loader = loaders(datasets.Heavy(40), service=three.name, **options)
+    for _ in range(2):
+        waiting = []
+        passing = iter(loader)
+        for step in range(40):
+            # Once there are as many as may be, more would come at any moment.
+            wait_until(lambda step=step: waiting_of(loader) >= min(2, 40 - step), what="batches")
+            waiting.append(waiting_of(loader))
+            next(passing)
+        assert list(passing) == []
+        assert max(waiting) <= 4, f"batches of 2 MiB that waited: {waiting}"
+    assert loader.stats()["local_steps"] == 0
+
+
+def waiting_of(loader: DataLoader) -> int:
+    return int(loader.stats()["batches_waiting"])
+
+
 # --- programs -------------------------------------------------------------------------------------------------------
 
 BATCH_CLASSES = """

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -12,6 +16,7 @@ import zmq
 
 from mpi_dataworkers.codec import encode
 from mpi_dataworkers.messages import WorkerHeartbeat
+from mpi_dataworkers.transports import zmq as zmq_module
 from mpi_dataworkers.transports.base import Disconnected, Received
 from mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
 
@@ -75,3 +80,48 @@ def test_a_peer_that_came_back_is_not_gone_when_its_old_connection_or_a_stranger
         assert Received(PEER, Disconnected()) not in received
         new.close(0)
         receive_until(endpoint, Received(PEER, Disconnected()))
+
+
+CROWD = """
+import contextlib, resource, socket, sys
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+crowd = []
+for _ in range(int(sys.argv[2])):
+    with contextlib.suppress(OSError):
+        crowd.append(socket.create_connection(("127.0.0.1", int(sys.argv[1]))))
+print(len(crowd), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_crowd_of_strangers_takes_few_descriptors_and_keeps_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_module, "_MAX_UNPROVEN", 20)
+    endpoint = ZmqDispatcherEndpoint("tcp://127.0.0.1:0", SERVER_SECRET, SERVER_PUBLIC, CLIENT_PUBLIC)
+    port = endpoint.address.rpartition(":")[2]
+    argv = [sys.executable, "-c", CROWD, port, "300"]
+    with contextlib.closing(endpoint), zmq.Context() as context:
+        peer = peer_of(context, endpoint, PEER)
+        before = len(os.listdir("/proc/self/fd"))
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as crowd:
+            assert crowd.stdout is not None
+            received: list[Received] = []
+            deadline = time.monotonic() + 10
+            num_seen = len(endpoint._newcomers._held)
+            while not select.select([crowd.stdout], [], [], 0)[0] or len(endpoint._newcomers._held) != 20:
+                assert time.monotonic() < deadline, f"{len(endpoint._newcomers._held)} are held"
+                received += endpoint.poll(0.02)
+                num_seen = max(num_seen, len(endpoint._newcomers._held))
+            assert crowd.stdout.readline() == b"300\n"
+            assert num_seen == 20
+            peer.send(encode(WorkerHeartbeat([])))
+            received += receive_until(endpoint, Received(PEER, WorkerHeartbeat([])))
+            newcomer = peer_of(context, endpoint, OTHER)
+            assert Received(PEER, Disconnected()) not in received
+            # A stranger's connection and ours to it; libzmq closes what was shut down a moment later.
+            while len(os.listdir("/proc/self/fd")) > before + 2 * 20 + 10:
+                assert time.monotonic() < deadline
+                endpoint.poll(0.02)
+            crowd.kill()
+        newcomer.close(0)
+        peer.close(0)

@@ -315,8 +315,10 @@ def test_a_process_reads_from_two_services_at_once(three: Any, service: Any, loa
 FORKING = """
 import json, os, signal, sys
 import torch
+from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
 from sample_datasets import Augmented
 from mpi_dataworkers import DataLoader
+from mpi_dataworkers.errors import ServiceError
 
 def read(passing):
     return [int(index) for batch in passing for index in batch[1]]
@@ -347,9 +349,32 @@ def on():
     before = loader.stats()["local_steps"]
     return [read(passing), loader.stats()["local_steps"] - before]
 
+torch.manual_seed(3)
+sampled = DataLoader(Augmented(400), batch_size=8, sampler=RandomSampler(range(400)), service=sys.argv[1])
+drawing = iter(sampled)
+first_drawn = [int(index) for index in next(drawing)[1]]
+
+class Parts(IterableDataset):
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(range(worker.id, 4000, worker.num_workers))
+
+parts = DataLoader(Parts(), batch_size=8, num_workers=2, service=sys.argv[1])
+reading_parts = iter(parts)
+next(reading_parts)
+
+def inherited():
+    try:
+        return str(next(reading_parts))
+    except ServiceError as error:
+        return str(error)
+
 print(json.dumps({"anew": [in_child(anew) for _ in range(2)], "on": in_child(on), "taken": taken, "rest": read(passing),
-                  "local_steps": loader.stats()["local_steps"]}))
-loader.close()
+                  "drawn": in_child(lambda: read(drawing)), "rest_drawn": read(drawing), "first_drawn": first_drawn,
+                  "inherited": in_child(inherited), "parts": sum(len(batch) for batch in reading_parts) + 8,
+                  "local_steps": [one.stats()["local_steps"] for one in (loader, sampled, parts)]}))
+for one in (loader, sampled, parts):
+    one.close()
 """
 
 
@@ -362,5 +387,9 @@ def test_a_forked_process_has_a_connection_of_its_own(three: Any, run_program: A
     assert sorted(whole) == list(range(800))
     assert said["anew"] == [[whole, 0]] * 2
     assert said["on"] == [said["rest"], 0]
-    assert said["local_steps"] == 0
+    assert said["drawn"] == said["rest_drawn"], "the sampler's order, as the parent has it"
+    assert sorted(said["first_drawn"] + said["rest_drawn"]) == list(range(400))
+    assert "Iterate the DataLoader anew in the forked process" in said["inherited"]
+    assert said["parts"] == 4000
+    assert said["local_steps"] == [0, 0, 0]
     assert "was registered again" not in three.log("dispatcher")

@@ -5,12 +5,16 @@ which writes the record (`summary.json` in the job's directory), and by `hetstre
 from __future__ import annotations
 
 import json
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetstream.base.files import Directory
+
 SUMMARY_FILE = "summary.json"
+_MAX_SUMMARY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +55,17 @@ def read_ended(directory: Path) -> EndedJob | None:
     Raises:
         OSError: it cannot be read.
     """
-    path = directory / SUMMARY_FILE
     try:
-        text, ended_s = path.read_text(), path.stat().st_mtime
+        with Directory.open(directory) as opened:  # of a user who may have put anything there
+            text, status = opened.read(SUMMARY_FILE, _MAX_SUMMARY_BYTES), opened.status(SUMMARY_FILE)
     except FileNotFoundError:
         return None
     try:
-        user = path.owner()
-    except KeyError:  # a name that this host does not know
-        user = str(path.stat().st_uid)
+        user = pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:  # a number that this host has no name for
+        user = str(status.st_uid)
     try:
-        return ended_of(json.loads(text), directory.name.split("-")[1], user, ended_s)
+        return ended_of(json.loads(text), directory.name.split("-")[1], user, status.st_mtime)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None  # of another version, or no record of ours
 

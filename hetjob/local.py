@@ -21,7 +21,8 @@ from hetjob.errors import MasterError, ProgramNotFound, UsageError
 from hetjob.master.state import MasterState, Phase
 from hetjob.ports import Child
 from hetjob.processes import next_signal, signals_held, start_child
-from hetjob.service import Service, make_private, read_summary
+from hetjob.service import Service, read_summary
+from hetstream.base.private import make_private
 
 _READY_LIMIT_S = 30.0
 _IDLE_S = 5.0  # the program's end wakes the wait at once

@@ -15,7 +15,7 @@ from checkpoint.config import JOB_SAVER
 from hetjob.errors import SaversError
 from hetjob.job_environment import JobEnvironment
 from hetjob.ports import SlurmClient
-from hetjob.service import make_private
+from hetstream.base.private import make_private
 
 # A step starts in a fraction of a second; Python from a busy shared file system may take many.
 _START_LIMIT_S = 60.0
@@ -53,8 +53,8 @@ def start(
     """
     job = JobEnvironment.read(environ)
     try:
-        make_private(job.directory)
-        make_private(job.savers)
+        make_private(job.directory, own_parents=1)
+        make_private(job.savers, own_parents=2)
     except OSError as error:
         raise SaversError(
             f"the savers' directory {job.savers} cannot be made: {error.strerror}. Submit from a directory that you "

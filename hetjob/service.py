@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -35,12 +34,14 @@ from hetjob.master.state import (
 )
 from hetjob.ports import Child
 from hetjob.processes import next_signal
+from hetstream.base.files import Directory
 from mpi_dataworkers.errors import HetstreamError
 
 log = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.05  # the address file is looked for this often, only until it is there
 _LONGEST_WAIT_S = 5.0  # children wake the loop at once; this only bounds the cost of a missed wake-up
+_MAX_SUMMARY_BYTES = 64 << 20
 _GRACE_S = 10.0  # a dispatcher writes its summary and data workers finish their batch; then SIGKILL
 
 
@@ -196,7 +197,8 @@ class Service:
 def read_summary(work_dir: Path) -> dict[str, Any]:
     """The dispatcher's `summary.json`; empty when it left none (it was killed)."""
     try:
-        summary = json.loads((work_dir / "summary.json").read_text())
+        with Directory.open(work_dir) as directory:
+            summary = json.loads(directory.read("summary.json", _MAX_SUMMARY_BYTES))
     except (OSError, ValueError) as error:
         log.warning("no summary in %s: %s", work_dir, error)
         return {}
@@ -222,9 +224,3 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     return (
         f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}, {processes}"
     )
-
-
-def make_private(directory: Path) -> None:
-    """Make a directory that only its owner can enter: it will hold the keys of a job."""
-    directory.mkdir(parents=True, exist_ok=True)
-    os.chmod(directory, 0o700)

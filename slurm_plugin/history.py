@@ -11,12 +11,14 @@ import errno
 import os
 import shlex
 import sqlite3
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
+from hetstream.base.files import others_can_write
 from slurm_plugin.errors import HistoryError
 from slurm_plugin.observation import Sample
 
@@ -37,9 +39,13 @@ def create_private(path: Path) -> None:
         OSError: it cannot be made, is a directory, or it or its directory is not this user's to read and write.
     """
     with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    for status in (os.lstat(path), os.stat(path)):
+        if status.st_uid not in (os.geteuid(), 0) or (others_can_write(status) and not stat.S_ISLNK(status.st_mode)):
+            text = f"user {status.st_uid} or others may have prepared {path}: it is not used. Give a file of your own"
+            raise PermissionError(errno.EPERM, text, str(path))
     # SQLite makes its journal beside the file.
     for place, mode in ((path.parent, os.W_OK | os.X_OK), (path, os.R_OK | os.W_OK)):
         if not os.access(place, mode, effective_ids=True):

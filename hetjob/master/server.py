@@ -28,7 +28,9 @@ from hetjob.master.notebook import Notebook
 from hetjob.master.state import MasterState, Phase
 from hetjob.ports import Child, SiteLimit, SlurmClient
 from hetjob.processes import signals_held, start_child
-from hetjob.service import Service, make_private, read_summary, summary_line
+from hetjob.service import Service, read_summary, summary_line
+from hetstream.base.files import Directory
+from hetstream.base.private import make_private
 from mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
 from mpi_dataworkers.dispatcher.journal import remove_leftovers
 from mpi_dataworkers.errors import ServiceError
@@ -115,7 +117,7 @@ def start(
     """
     job = JobEnvironment.read(environ)
     try:
-        make_private(job.directory)
+        make_private(job.directory, own_parents=1)
         # A job of the same number whose job master was killed with its keeper: its keys and addresses are nobody's.
         remove_leftovers(job.work_dir)
         for left in (job.address_file, job.notebook):
@@ -200,7 +202,8 @@ def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) ->
         summary["elastic"] = {**elastic.summary(), "trainer_cpus": config.trainer_cpus}
     if summary:
         summary["job_name"] = job.job_name
-        (job.directory / SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n")
+        with Directory.open(job.directory) as directory:
+            directory.write_whole(SUMMARY_FILE, json.dumps(summary, indent=1).encode() + b"\n")
     log.info("job=%s summary: %s", job.job_id, summary_line(summary))
     ended = ended_of(summary, job.job_id, "", time.time())
     if ended and ended.advice:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.files import Directory
 from mpi_dataworkers.dispatcher.events import ALL_EVENTS, Event, MessageRefused
 
 _log = logging.getLogger(__name__)
@@ -35,12 +36,17 @@ class EventLog:
 
     def __init__(self, directory: Path, max_bytes: int = _MAX_BYTES) -> None:
         self._path = directory / EVENTS_FILE
+        self._directory = Directory.open(directory)
         self._max_bytes = max_bytes
         self._fails = False
-        self._descriptor = self._open()
+        try:
+            self._descriptor = self._open()
+        except BaseException:
+            self._directory.close()
+            raise
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return self._directory.open_file(EVENTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def report(self, events: Sequence[Event]) -> None:
         """Tell events that just happened. A full disk costs lines of the file, not the service."""
@@ -57,7 +63,7 @@ class EventLog:
     def _append(self, events: Sequence[Event], now_s: float) -> None:
         lines = b"".join(event.as_json(now_s) + b"\n" for event in events)
         if os.fstat(self._descriptor).st_size + len(lines) > self._max_bytes:
-            os.replace(self._path, older(self._path))
+            self._directory.rename(EVENTS_FILE, older(self._path).name)
             os.close(self._descriptor)
             self._descriptor = self._open()
         os.write(self._descriptor, lines)
@@ -65,6 +71,7 @@ class EventLog:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+        self._directory.close()
 
 
 def older(path: Path) -> Path:

@@ -18,11 +18,14 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.files import Directory
+from hetstream.base.private import own_directory
 from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.faults import reach
 from mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterConsumer
 
 _SCHEMA_VERSION = 1
+_DATABASE = "journal.sqlite"
 # SQLite writes its log back into the database after about 4 MiB; the file is cut to this then.
 _MAX_WAL_BYTES = 1 << 20
 # A pipeline is stored in parts, because SQLite takes blobs up to 10**9 bytes.
@@ -46,23 +49,24 @@ def remove_leftovers(work_dir: Path) -> None:
     """
     if not work_dir.is_dir():
         return
-    lock = _locked(work_dir)
+    with Directory.open(work_dir) as directory:
+        lock = _locked(directory)
     try:
         shutil.rmtree(work_dir)
     finally:
         os.close(lock)
 
 
-def _locked(work_dir: Path) -> int:
+def _locked(directory: Directory) -> int:
     """The descriptor whose lock says that this process has the directory."""
-    lock = os.open(work_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = directory.open_file("lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(lock)
         raise ServiceError(
-            f"work directory {work_dir} is in use by the dispatcher with process id {holder}. One dispatcher a "
+            f"work directory {directory.path} is in use by the dispatcher with process id {holder}. One dispatcher a "
             "directory: stop that one, or give another --work-dir."
         ) from error
     return lock
@@ -79,9 +83,17 @@ class Journal:
     """
 
     def __init__(self, work_dir: Path) -> None:
-        work_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.path = work_dir / "journal.sqlite"
-        self._lock = _locked(work_dir)
+        self.path = work_dir / _DATABASE
+        try:
+            with own_directory(work_dir) as directory:
+                self._lock = _locked(directory)
+                self._prepare(directory)
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise ServiceError(
+                f"work directory {work_dir} cannot be used: {error.strerror or error}{where}. It holds the keys of the "
+                "service, and is to be this user's alone: give another --work-dir"
+            ) from error
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         try:
@@ -94,8 +106,6 @@ class Journal:
             ) from error
 
     def _open(self) -> None:
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         self._database = sqlite3.connect(self.path, isolation_level=None)
         try:
             self._database.execute("pragma journal_mode=wal")
@@ -110,6 +120,17 @@ class Journal:
             self.commit()
         except Exception:
             self._database.close()
+            raise
+
+    def _prepare(self, directory: Directory) -> None:
+        """Make the file with mode 0600, and refuse what somebody else has put where SQLite looks."""
+        try:
+            os.close(directory.open_file(_DATABASE, os.O_RDWR | os.O_CREAT))
+            for name in (f"{_DATABASE}-wal", f"{_DATABASE}-shm", f"{_DATABASE}-journal"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.close(directory.open_file(name, os.O_RDWR))
+        except BaseException:
+            os.close(self._lock)
             raise
 
     def _check(self) -> None:

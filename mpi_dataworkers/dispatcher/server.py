@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetstream.base.files import Directory
 from mpi_dataworkers.address import ServiceAddress, remove_address_file, write_address_file
 from mpi_dataworkers.dispatcher.event_log import EventLog
 from mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped
@@ -215,6 +215,5 @@ def _write_summary(state: DispatcherState, journal: Journal, work_dir: Path) -> 
         "leases_revoked": state.leases_revoked,
         "dispatcher_starts": journal.incarnation,
     }
-    temporary = work_dir / f".{SUMMARY_FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(summary, indent=1) + "\n")
-    temporary.replace(work_dir / SUMMARY_FILE)
+    with Directory.open(work_dir) as directory:
+        directory.write_whole(SUMMARY_FILE, json.dumps(summary, indent=1).encode() + b"\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hetstream.base.files import Directory
 from mpi_dataworkers.config import Identity
 from mpi_dataworkers.errors import PipelineError, StateError
 from mpi_dataworkers.messages import ErrorPolicy, Failure
@@ -22,6 +24,7 @@ MAX_QUARANTINED = 1000
 # What is remembered and what is logged one by one; all are counted.
 MAX_REMEMBERED = 1000
 _MAX_WARNINGS = 20
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 class SkippedSample(NamedTuple):
@@ -42,10 +45,11 @@ def writing_problem(file: Path) -> str:
     """Why a file could not be appended to, found out by trying, and "" where it can; leaves no file behind."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
-            file.open("a").close()
-        else:
-            tempfile.TemporaryFile(dir=file.parent).close()
+        with Directory.open(file.parent) as directory:
+            if directory.has(file.name):
+                os.close(directory.open_file(file.name, _APPEND))
+            else:
+                tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -108,11 +112,14 @@ class SkippedSamples:
     def _write(self, file: Path, line: dict[str, Any]) -> None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as stream:
+            with Directory.open(file.parent) as directory:
+                descriptor = directory.open_file(file.name, _APPEND)
+            with open(descriptor, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
         except OSError as error:
             raise PipelineError(
-                f"sample {line['index']} is to be put in quarantine, and {file} cannot be written: {error.strerror}. "
+                f"sample {line['index']} is to be put in quarantine, and {file} cannot be written: "
+                f"{error.strerror or error}. "
                 "Make room or choose another quarantine_dir"
             ) from error
 

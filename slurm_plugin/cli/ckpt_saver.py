@@ -18,7 +18,7 @@ from hetjob.errors import UsageError
 from hetjob.job_end import JobEnd
 from hetjob.job_environment import JobEnvironment
 from hetjob.savers import log_file, ready_file
-from hetjob.service import make_private
+from hetstream.base.private import make_private
 from slurm_plugin.client.slurm import CommandSlurm
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     if "SLURM_JOB_ID" not in os.environ:
         raise UsageError("a job's saver is a step of that job. What dead trainers left: hetstream ckpt saver --once")
     job = JobEnvironment.read(os.environ)
-    make_private(job.directory)
-    make_private(job.savers)
+    make_private(job.directory, own_parents=1)
+    make_private(job.savers, own_parents=2)
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.
     with log_file(job).open("a") as file:
         for descriptor in (1, 2):

@@ -1,0 +1,93 @@
+"""Directories that a program makes for itself, below places where others may write too. Built on `files.py`.
+
+A shared directory to submit from, /tmp, a path that a script names: whoever can write there may have prepared the name
+before us, as a directory of his own or as a link. What holds keys, or is read as instructions, is only put where nobody
+else can have a hand in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+
+from hetstream.base.files import Directory, UntrustedFile, others_can_write, writable_above
+
+
+def own_directory(path: str | os.PathLike[str], *, own_parents: int = 0, mode: int = 0o700) -> Directory:
+    """Open a directory that this user alone can write to; it is made if it is missing.
+
+    What is above it is made, too, and may lead through links, but for the last `own_parents` of it: they are this
+    user's, as the directory is. A link with its name counts only if it is this user's own.
+
+    Args:
+        path: of the directory.
+        own_parents: how many directories above it are made by programs of ours, such as `.hetstream` in
+            `.hetstream/job-7`.
+        mode: of the directory when it is made.
+
+    Raises:
+        UntrustedFile: it, or such a parent, is somebody else's, others can write to it, or anybody could put another
+            one in its place.
+        OSError: it cannot be made.
+    """
+    whole = Path(os.path.abspath(path))
+    names = whole.parts[len(whole.parts) - own_parents - 1 :]
+    base = Path(*whole.parts[: len(whole.parts) - own_parents - 1])
+    for missing in reversed([one for one in (base, *base.parents) if not one.exists()]):
+        with contextlib.suppress(FileExistsError):
+            missing.mkdir(mode=0o755)
+    open_to_all = writable_above(base / names[0])
+    if open_to_all is not None:
+        raise _untrusted(
+            f"anybody could put another directory in the place of {whole}: all can write to {open_to_all}, which has "
+            f"no sticky bit. Use another place, or: chmod +t {open_to_all}"
+        )
+    directory = Directory.open(base)
+    for number, name in enumerate(names):
+        outer = directory
+        try:
+            directory = _own(outer, name, mode if number == own_parents else 0o755)
+        finally:
+            outer.close()
+    return directory
+
+
+def make_private(path: str | os.PathLike[str], *, own_parents: int = 0) -> None:
+    """Make a directory that only this user can enter, as `own_directory` does: it will hold keys.
+
+    Raises:
+        OSError: see `own_directory`.
+    """
+    with own_directory(path, own_parents=own_parents) as directory:
+        os.fchmod(directory.descriptor, 0o700)
+
+
+def _own(outer: Directory, name: str, mode: int) -> Directory:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, mode & ~0o022, dir_fd=outer.descriptor)
+    found = outer.status(name)
+    if stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid():
+        directory = Directory.open(outer.path / name)  # where it leads is looked at below
+    else:
+        if found.st_uid != os.geteuid():
+            raise _untrusted(f"{outer.path / name} belongs to user {found.st_uid}, this is user {os.geteuid()}")
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=outer.descriptor)
+        directory = Directory(outer.path / name, descriptor)
+    try:
+        status = os.fstat(directory.descriptor)
+        if status.st_uid == os.geteuid() and others_can_write(status):
+            # Ours, made with a wide umask. What others have put there is refused when it is opened.
+            os.fchmod(directory.descriptor, stat.S_IMODE(status.st_mode) & ~0o022)
+        if reason := directory.strangers():
+            raise _untrusted(reason)
+    except BaseException:
+        directory.close()
+        raise
+    return directory
+
+
+def _untrusted(reason: str) -> UntrustedFile:
+    return UntrustedFile(errno.EPERM, reason)

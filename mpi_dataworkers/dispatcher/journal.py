@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from hetstream.base.files import Directory
+from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.private import own_directory
 from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.faults import reach
@@ -79,7 +79,8 @@ class Journal:
         work_dir: made with mode 0700 where it does not exist.
 
     Raises:
-        ServiceError: another dispatcher holds the directory, or its contents are damaged.
+        ServiceError: another dispatcher holds the directory, somebody else may have a hand in it, or its contents are
+            damaged.
     """
 
     def __init__(self, work_dir: Path) -> None:
@@ -88,10 +89,9 @@ class Journal:
             with own_directory(work_dir) as directory:
                 self._lock = _locked(directory)
                 self._prepare(directory)
-        except OSError as error:
-            where = f" ({error.filename})" if error.filename else ""
+        except UntrustedFile as error:
             raise ServiceError(
-                f"work directory {work_dir} cannot be used: {error.strerror or error}{where}. It holds the keys of the "
+                f"work directory {work_dir} cannot be used: {error.strerror or error}. It holds the keys of the "
                 "service, and is to be this user's alone: give another --work-dir"
             ) from error
         os.ftruncate(self._lock, 0)

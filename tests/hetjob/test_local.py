@@ -18,7 +18,7 @@ from hetjob.service import summary_line
 from slurm_plugin.cli import main
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
-STAND_IN = (sys.executable, str(Path(__file__).parent / "programs" / "hetstream.py"))
+STAND_IN = (sys.executable, str(Path(__file__).parent / "programs" / "stand_in.py"))
 WaitUntil = Callable[..., None]
 
 
@@ -97,7 +97,7 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pyt
     words = ["--bind", "tcp://127.0.0.1:0", "--work-dir", f"{tmp_path}/file/work", "--address-file", "address"]
     assert main(["dispatcher", *words]) == 1
     said = capsys.readouterr().err
-    path = f"{tmp_path}/file/work"
+    path = f"{tmp_path}/file"
     assert said == f"hetstream dispatcher: NotADirectoryError: {path}: Not a directory. Check: namei -l {path}\n"
 
 

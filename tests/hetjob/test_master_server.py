@@ -21,7 +21,7 @@ from hetjob.master.server import MasterConfig, start
 from hetjob.ports import Child
 from slurm_plugin.client.fake import FakeSlurm
 
-PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "hetstream.py"))
+PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "stand_in.py"))
 WaitUntil = Callable[..., None]
 
 

@@ -18,7 +18,7 @@ from hetjob.ports import Child
 from hetjob.savers import ready_file, start
 from slurm_plugin.client.fake import FakeSlurm
 
-PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "hetstream.py"))
+PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "stand_in.py"))
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,12 +80,22 @@ def _no_job(job_id: str) -> Path:
     )
 
 
+def _is_own(path: Path) -> bool:
+    """Whether a file and its directory are this user's, and neither is a link: anybody can make names in /tmp."""
+    try:
+        found = path.parent.lstat(), path.lstat()
+    except OSError:
+        return False
+    is_kind = stat.S_ISDIR(found[0].st_mode) and stat.S_ISREG(found[1].st_mode)
+    return is_kind and all(one.st_uid == os.getuid() for one in found)
+
+
 def _only_one(here: Path) -> Path:
     candidates = [
         *(here / ".hetstream").glob("job-*/address"),
         *Path(tempfile.gettempdir()).glob("hetstream-*/address"),
     ]
-    found = sorted(path for path in candidates if path.stat().st_uid == os.getuid())
+    found = sorted(path for path in candidates if _is_own(path))
     if len(found) == 1:
         return found[0]
     if found:

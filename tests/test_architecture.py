@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "hetjob": {"hetjob", "mpi_dataworkers", "checkpoint", "hetstream"},
     "mpi_dataworkers": {"mpi_dataworkers", "hetstream"},
     "checkpoint": {"checkpoint", "hetstream"},
-    "hetstream": set(),
+    "hetstream": {"hetstream"},
 }
 # One library, one place. A path ending in "/" is a folder.
 HOMES = {

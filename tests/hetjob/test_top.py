@@ -91,6 +91,11 @@ def test_a_service_is_found_by_name_number_directory_or_alone(tmp_path: Path, mo
     assert find(str(first)) == first / "address"
     assert find(service="file:/a/b") == find(HETSTREAM_SERVICE="file:/a/b") == Path("/a/b")
     assert find("123", HETSTREAM_SERVICE="file:/a/b") == other / "address"
+    linked, link = tmp_path / ".hetstream/job-13", tmp_path / ".hetstream/job-14"
+    linked.mkdir()
+    (linked / "address").symlink_to(other / "address")
+    link.symlink_to(other)
+    assert find() == other / "address", "a link is no service: anybody may have made it"
     (first / "address").touch()
     with pytest.raises(UsageError, match="several services run"):
         find()

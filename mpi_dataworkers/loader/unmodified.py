@@ -30,6 +30,7 @@ from mpi_dataworkers.loader.torch_loader import (
     why_not_streamable,
 )
 from mpi_dataworkers.messages import ProvideDefinition
+from mpi_dataworkers.ops.reachable import device_of
 
 _log = logging.getLogger(__name__)
 _TorchIterator: Any = torch_dataloader._BaseDataLoaderIter
@@ -105,6 +106,8 @@ def _keep(loader: Any, stream: Stream | None) -> _Kept:
 def _adopt(loader: Any) -> Stream | None:
     service = service_from_environment()
     reason = why_not_streamable(loader)
+    if reason is None and service is not None and (device := device_of(loader.dataset, loader.collate_fn)):
+        reason = f"it holds a tensor on {device}, a device that data workers do not have. Keep its data in host memory"
     if reason is None:
         try:
             return _make(loader, service)

@@ -3,7 +3,7 @@
 torch's worker processes each have a copy of them, so what they draw depends on how many processes there are and on what
 each made before. Here they are seeded before each sample, as the global generators are: a sample then does not depend
 on who makes it. Found are generators of `random`, NumPy and torch, and objects with `set_random_state(seed=...)`
-(MONAI's transforms), in attributes, lists, tuples and dictionaries.
+(MONAI's transforms), wherever `reachable` looks.
 """
 
 from __future__ import annotations
@@ -11,20 +11,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections import deque
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from mpi_dataworkers.ops.reachable import reachable
 from mpi_dataworkers.sharding import derive_seed
-
-# Looking for them takes a moment for each object: long lists are data.
-_MAX_ITEMS = 1_000
-_MAX_OBJECTS = 20_000
-_OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.Tensor, np.ndarray)
 
 
 class OwnGenerators:
@@ -35,7 +29,7 @@ class OwnGenerators:
     """
 
     def __init__(self, *roots: Any) -> None:
-        self._found = list(_find(roots))
+        self._found = list(reachable(roots, lambda one: _is_generator(one) or _is_randomizable(one)))
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -54,33 +48,6 @@ class OwnGenerators:
         finally:
             for one, state in zip(self._found, states, strict=True):
                 _restore(one, state)
-
-
-def _find(roots: tuple[Any, ...]) -> Iterator[Any]:
-    waiting, seen = deque(roots), {id(root) for root in roots}
-    kept_alive = list(roots)  # an id belongs to one object for as long as that lives
-    while waiting:
-        one = waiting.popleft()
-        if _is_generator(one) or _is_randomizable(one):
-            yield one
-            continue
-        for part in _parts_of(one):
-            if isinstance(part, _OPAQUE) or inspect.isroutine(part) or id(part) in seen:
-                continue
-            if len(seen) < _MAX_OBJECTS:
-                seen.add(id(part))
-                kept_alive.append(part)
-                waiting.append(part)
-
-
-def _parts_of(value: Any) -> Iterator[Any]:
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield from list(attributes.values())
-    if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
-        yield from value
-    elif isinstance(value, dict) and len(value) <= _MAX_ITEMS:
-        yield from list(value.values())
 
 
 def _is_generator(value: Any) -> bool:

@@ -336,7 +336,7 @@ def test_iter_may_be_wrapped_as_libraries_do(three: Any, monkeypatch: pytest.Mon
 def test_a_resume_that_moves_torchs_own_iterator_continues_at_its_sample(
     three: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with hooked(three.name, monkeypatch):
+    with hooked(three.name, monkeypatch), monkeypatch.context() as changed:
         as_torch, as_torch_reset = _Iterator.__init__, _Iterator._reset
 
         # As SpeechBrain does it.
@@ -350,8 +350,8 @@ def test_a_resume_that_moves_torchs_own_iterator_continues_at_its_sample(
             if not first_iter:
                 as_torch_reset(self, loader)
 
-        monkeypatch.setattr(_Iterator, "__init__", recovering)
-        monkeypatch.setattr(_Iterator, "_reset", reset)
+        changed.setattr(_Iterator, "__init__", recovering)
+        changed.setattr(_Iterator, "_reset", reset)
         for num_workers in (0, 2):
             loader: Any = DataLoader(programs.Numbers(10), 1, num_workers=num_workers)
             loader.skip_to = 4
@@ -375,6 +375,14 @@ def test_a_dataset_that_grows_between_epochs_is_streamed_as_it_is() -> None:
     loader.collate_fn = sum
     assert sum(loader) == 10
     assert_no_local_step(loader)
+
+
+@pytest.mark.usefixtures("streamed")
+def test_a_dataset_on_a_device_stays_with_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    data = torch.utils.data.TensorDataset(torch.empty(4, 2, device="meta"))  # stands for a GPU
+    assert [batch[0].device.type for batch in DataLoader(data, 2)] == ["meta"] * 2
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "TensorDataset stays local: it holds a tensor on meta, a device that data workers do not have" in said
 
 
 @pytest.fixture

@@ -1,0 +1,55 @@
+"""What a dataset or a collate function holds: a look through attributes, lists, tuples and dictionaries."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+# Looking takes a moment for each object: of a long list, which is data, only the beginning.
+_MAX_ITEMS = 1_000
+_MAX_OBJECTS = 20_000
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, np.ndarray)
+
+
+def reachable(roots: tuple[Any, ...], is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """The wanted ones among the objects that some roots hold, the near ones first, each once; not what those hold."""
+    waiting, seen = deque(roots), {id(root) for root in roots}
+    kept_alive = list(roots)  # an id belongs to one object for as long as that lives
+    while waiting:
+        one = waiting.popleft()
+        if is_wanted(one):
+            yield one
+            continue
+        for part in _parts_of(one):
+            if isinstance(part, _PLAIN) or inspect.isroutine(part) or id(part) in seen:
+                continue
+            if len(seen) < _MAX_OBJECTS:
+                seen.add(id(part))
+                kept_alive.append(part)
+                waiting.append(part)
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        return
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from list(attributes.values())
+    if isinstance(value, list | tuple):
+        yield from value[:_MAX_ITEMS]
+    elif isinstance(value, dict):
+        yield from list(itertools.islice(value.values(), _MAX_ITEMS))
+
+
+def device_of(*roots: Any) -> str:
+    """The device of a tensor that is not in the host's memory, as `cuda:0`; "" when there is none."""
+    for tensor in reachable(roots, lambda one: isinstance(one, torch.Tensor) and one.device.type != "cpu"):
+        return str(tensor.device)
+    return ""

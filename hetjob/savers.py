@@ -57,8 +57,8 @@ def start(
         make_private(job.savers, own_parents=2)
     except OSError as error:
         raise SaversError(
-            f"the savers' directory {job.savers} cannot be made: {error.strerror}. Submit from a directory that you "
-            "can write to and that all hosts share"
+            f"the savers' directory {job.savers} cannot be made: {error.strerror or error}. Submit from a directory "
+            "that you can write to and that all hosts share"
         ) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]

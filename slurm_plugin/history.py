@@ -36,20 +36,21 @@ def create_private(path: Path) -> None:
     closing it would drop the locks of other connections of this process (https://sqlite.org/howtocorrupt.html, 2.2).
 
     Raises:
-        OSError: it cannot be made, is a directory, or it or its directory is not this user's to read and write.
+        OSError: it cannot be made, is a directory, or it or its directory is not this user's to read and
+            write; or it is another user's, or others can write to it.
     """
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    for status in (os.lstat(path), os.stat(path)):
-        if status.st_uid not in (os.geteuid(), 0) or (others_can_write(status) and not stat.S_ISLNK(status.st_mode)):
-            text = f"user {status.st_uid} or others may have prepared {path}: it is not used. Give a file of your own"
-            raise PermissionError(errno.EPERM, text, str(path))
     # SQLite makes its journal beside the file.
     for place, mode in ((path.parent, os.W_OK | os.X_OK), (path, os.R_OK | os.W_OK)):
         if not os.access(place, mode, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+    for status in (os.lstat(path), os.stat(path)):
+        if status.st_uid not in (os.geteuid(), 0) or (others_can_write(status) and not stat.S_ISLNK(status.st_mode)):
+            text = f"user {status.st_uid} or others may have prepared {path}: it is not used"
+            raise PermissionError(errno.EPERM, text, str(path))
 
 
 class History:

@@ -126,8 +126,8 @@ def start(
         raise MasterError(f"the job master of job {job.job_id} runs already: {error}") from error
     except OSError as error:
         raise MasterError(
-            f"the job's directory {job.directory} cannot be made: {error.strerror}. Submit from a directory that you "
-            "can write to and that all hosts share"
+            f"the job's directory {job.directory} cannot be made: {error.strerror or error}. Submit from a directory "
+            "that you can write to and that all hosts share"
         ) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]

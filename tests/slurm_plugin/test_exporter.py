@@ -193,6 +193,19 @@ def test_a_history_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> Non
         History(foreign)
 
 
+def test_a_history_that_others_may_have_prepared_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    History(path).close()
+    path.chmod(0o666)
+    with pytest.raises(HistoryError, match="others may have prepared"):
+        History(path)
+    path.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(path, 61002, -1)
+        with pytest.raises(HistoryError, match="user 61002 or others may have prepared"):
+            History(path)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize(("directory_mode", "mode"), [(0o755, 0o666), (0o777, 0o600), (0o777, 0o644)])
 def test_a_history_of_somebody_else_is_told_as_that(tmp_path: Path, directory_mode: int, mode: int) -> None:

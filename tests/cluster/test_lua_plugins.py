@@ -57,7 +57,7 @@ class Cluster:
     def directory(self, name: str, **scripts: str) -> Path:
         directory = self.out_dir / name
         directory.mkdir()
-        directory.chmod(0o777)
+        directory.chmod(0o1777)  # a second user submits here, too
         for script, text in scripts.items():
             (directory / f"{script}.sbatch").write_text(text)
         return directory

@@ -1,4 +1,4 @@
-"""Checksums of what is saved: XXH3 with 64 bits, as fast as memory is read. The one home of xxhash.
+"""Checksums of what is saved: XXH3 with 64 bits, as fast as memory is read. The home of xxhash in this package.
 
 They find flipped and missing bits; they do not prove who wrote them. Large buffers are read without the GIL.
 """

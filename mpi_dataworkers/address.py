@@ -7,11 +7,12 @@ for as long as the service is: a dispatcher that ends in order takes it away, on
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
 import stat
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mpi_dataworkers.errors import ConfigError, ServiceError
@@ -28,6 +29,7 @@ class ServiceAddress:
         server_public_key: the dispatcher's CURVE key, Z85 text; clients connect to no other.
         client_public_key, client_secret_key: the job's CURVE key; the dispatcher accepts no other.
         batch_key: 32 random bytes in hex; both ends of a batch connection prove that they hold it.
+        directory: where the address file is, on a file system that all processes of the service share.
     """
 
     address: str
@@ -35,6 +37,12 @@ class ServiceAddress:
     client_public_key: str
     client_secret_key: str
     batch_key: str
+    directory: Path = field(default=Path(), compare=False)
+
+    @property
+    def definitions_dir(self) -> Path:
+        """Where trainers put what is too large for a message; of this service alone."""
+        return self.directory / f"definitions-{hashlib.sha256(self.server_public_key.encode()).hexdigest()[:16]}"
 
     def __repr__(self) -> str:
         return f"ServiceAddress({self.address!r}, keys hidden)"
@@ -46,7 +54,8 @@ def write_address_file(path: Path, service: ServiceAddress) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
-        json.dump({"format": _FORMAT, **asdict(service)}, stream, indent=1)
+        fields = {name: value for name, value in asdict(service).items() if name != "directory"}
+        json.dump({"format": _FORMAT, **fields}, stream, indent=1)
     os.replace(temporary, path)
 
 
@@ -98,6 +107,6 @@ def read_address_file(path: Path) -> ServiceAddress:
             fields = json.load(stream)
             if fields.pop("format") != _FORMAT:
                 raise ServiceError(f"address file {path} has another format than {_FORMAT}: use one hetstream release")
-            return ServiceAddress(**fields)
+            return ServiceAddress(**fields, directory=path.parent)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ServiceError(f"address file {path} is damaged ({error}); start the dispatcher again") from error

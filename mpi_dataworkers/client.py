@@ -52,6 +52,7 @@ from mpi_dataworkers.messages import (
     LoaderStats,
     Membership,
     Message,
+    NeedDefinition,
     Notice,
     OpenEpoch,
     PlannedOrder,
@@ -721,18 +722,29 @@ class ServiceClient:
             _log.info("the connection to the dispatcher is back: registering again")
             self._register(now)
         elif isinstance(message, ConsumerRegistered):
-            if message.need_definition:
-                self._send(self._definition)
+            known = "" if message.need_definition else message.definition_id
             with self._lock:
                 # The rest is said again, from the passes as they are now; the end of one would be lost.
                 self._outbox = collections.deque(one for one in self._outbox if isinstance(one, CloseEpoch))
-                for one in self._passes.values():
-                    if one.definition is not self._definition:
+                # Passes of what is known come first: the dispatcher forgets what no pass uses when another one comes.
+                current = self._definition.definition_id
+                passes = {one: one.definition.definition_id for one in self._passes.values()}
+                for one in sorted(passes, key=lambda one: (passes[one] != known, passes[one] == current, passes[one])):
+                    if passes[one] != known:
+                        known = passes[one]
                         self._outbox.append(one.definition)
                     self._outbox.append(self._open_message(one))
+                if current != known:
+                    self._outbox.append(self._definition)
                 self._set_workers(message.num_data_workers, now)
                 self._registered, self._asked_at = True, None
                 self._news.tell()
+        elif isinstance(message, NeedDefinition):
+            with self._lock:
+                definitions = [self._definition, *(one.definition for one in self._passes.values())]
+            asked = [one for one in definitions if one.definition_id == message.definition_id]
+            if asked:
+                self._send(asked[0])
         elif isinstance(message, Membership):
             with self._lock:
                 self._set_workers(message.num_data_workers, now)

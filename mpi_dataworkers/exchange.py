@@ -1,111 +1,168 @@
-"""One copy of a large dataset for all processes of a data worker: loaded by the supervisor, which forks them anew.
+"""One copy of each definition for all processes of a data worker: fetched once, and mapped by each.
 
-A child that meets a pipeline of which the pickled form is large puts that form here and leaves with
-`LOAD_IN_SUPERVISOR`; the supervisor loads it and renews its children, which have it then and share its memory with each
-other for as long as nobody writes to it. Only one child of a data worker fetches at a time; the others see that a large
-one came and wait to be renewed. Small ones are loaded by each child itself.
+What is shared are bytes, never objects: each process unpickles for itself, so what a dataset opens in `__setstate__` is
+its own. Arrays and tensors lie in the mapped memory, which a process copies page by page as it writes to it.
+
+The memory belongs to no name: it is made by the supervisor before it forks, and is gone with the last process. Who has
+mapped a slot holds a lock on it, which the kernel takes away at the process's end; a slot that nobody has locked is
+used again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 
-from mpi_dataworkers.ops.pipeline import Definition, Pipeline
+from mpi_dataworkers.handover import places_of, read_into
+from mpi_dataworkers.messages import ProvideDefinition
+from mpi_dataworkers.ops.pipeline import Definition
 
-LARGE_BYTES = 1 << 20
-# Exit code of a child that left a definition for its supervisor.
-LOAD_IN_SUPERVISOR = 3
-# A supervisor that has not renewed a child by then does not: it loads the dataset itself.
-RENEWED_WITHIN_S = 60.0
-_ID_BYTES = 64
+_NUM_SLOTS = 16
+# A small definition stays for processes that come later.
+_KEEP_UNUSED_BYTES = 1 << 20
+# Of a slot: the definition's id, written last; the bytes of the message without its contents.
+_NAME_BYTES = 64
+_LENGTH_BYTES = 8
 _LOOK_AGAIN_S = 0.02
 
 
-class Renew(Exception):
-    """A large definition is left for the supervisor: this process is to end, and be forked anew."""
-
-
 class Exchange:
-    """Shared by a supervisor and its children; made before the fork.
+    """The slots, shared by a supervisor and its children; made before the fork.
 
-    Attributes:
-        pipelines: what the supervisor has loaded, by definition id.
-        in_place: definitions that it could not load; its children find out why.
+    Args:
+        num_slots: definitions that can be kept at a time; what comes when all are in use is kept by one process alone.
     """
 
-    def __init__(self) -> None:
-        self.pipelines: dict[str, Pipeline] = {}
-        self.in_place: set[str] = set()
-        self._file = os.memfd_create("hetstream-definition")
+    def __init__(self, num_slots: int = _NUM_SLOTS) -> None:
+        self._turn = os.memfd_create("hetstream-turn")
+        self._slots = [os.memfd_create("hetstream-definition") for _ in range(num_slots)]
 
     @contextlib.contextmanager
-    def alone(self, definition_id: str, should_stop: Callable[[], bool]) -> Iterator[bool]:
-        """Wait until no other child fetches a definition.
+    def alone(self, should_stop: Callable[[], bool]) -> Iterator[bool]:
+        """Wait until no other process of this data worker fetches a definition.
 
         Gives:
-            Whether to fetch this one; else to stop, because the supervisor loads it or the service ends.
+            Whether it is this one's turn; else it is to stop.
         """
-        deadline = time.monotonic() + RENEWED_WITHIN_S
-        # A lock of this open file, not of the inherited one, which all children have in common.
-        own = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR)
+        own = _opened(self._turn)
         try:
-            while not should_stop():
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if self._left() != definition_id or time.monotonic() > deadline or definition_id in self.in_place:
-                        yield True
-                        return
-                    fcntl.flock(own, fcntl.LOCK_UN)
+            while not (turn := _locked(own, fcntl.LOCK_EX)) and not should_stop():
                 time.sleep(_LOOK_AGAIN_S)
-            yield False
+            yield turn
         finally:
             os.close(own)
 
-    def leave(self, definition: Definition) -> None:
-        """Leave a large definition for the supervisor, if this is one that it may load.
+    def find(self, definition_id: str) -> Definition | None:
+        """Map a definition that is here."""
+        for slot in self._slots:
+            if _name_of(slot) != definition_id:
+                continue
+            own = _opened(slot)
+            try:
+                if _locked(own, fcntl.LOCK_SH) and _name_of(own) == definition_id:
+                    return _mapped(own)
+            finally:
+                os.close(own)
+        return None
+
+    def keep(self, message: ProvideDefinition, directory: Path) -> Definition:
+        """Put a definition here and map it. Call it inside `alone`.
+
+        Args:
+            message: as it came.
+            directory: where large definitions lie, the service's `definitions_dir`.
 
         Raises:
-            Renew: it is left.
+            HandoverFailed: its bytes cannot be had.
         """
-        if len(definition.blob) < LARGE_BYTES or definition.definition_id in self.in_place:
-            return
-        os.ftruncate(self._file, 0)
-        with open(os.dup(self._file), "wb") as stream:
-            stream.seek(_ID_BYTES)
-            fields = definition.definition_id, definition.sys_path, definition.working_dir
-            head = msgspec.msgpack.encode(fields)
-            stream.write(len(head).to_bytes(8, "little") + head)
-            stream.write(definition.blob)
-            stream.flush()
-        os.pwrite(self._file, definition.definition_id.encode().ljust(_ID_BYTES, b"\0"), 0)
-        raise Renew
+        own = self._free_slot()
+        try:
+            _fill(own, message, directory)
+            # As `alone` holds the others back, none comes between the two locks.
+            fcntl.flock(own, fcntl.LOCK_SH)
+            return _mapped(own)
+        finally:
+            os.close(own)
 
-    def take(self) -> Definition | None:
-        """The definition that a child left, for the supervisor; None when there is none that it does not have."""
-        definition_id = self._left()
-        is_there = os.fstat(self._file).st_size > _ID_BYTES
-        if not is_there or definition_id in self.pipelines or definition_id in self.in_place:
-            return None
-        with open(os.dup(self._file), "rb") as stream:
-            stream.seek(_ID_BYTES)
-            head = stream.read(int.from_bytes(stream.read(8), "little"))
-            _, sys_path, working_dir = msgspec.msgpack.decode(head, type=tuple[str, list[str], str])
-            blob = stream.read()
-        return Definition(definition_id, sys_path, working_dir, blob)
-
-    def empty(self) -> None:
-        """Give the memory of the pickled form back; its id stays, for children that are not renewed yet."""
-        os.ftruncate(self._file, _ID_BYTES)
-
-    def _left(self) -> str:
-        return os.pread(self._file, _ID_BYTES, 0).rstrip(b"\0").decode()
+    def _free_slot(self) -> int:
+        """A slot that this process has locked, or memory of its own. Gives the memory of unused large ones back."""
+        free = [own for own in map(_opened, self._slots) if _locked_or_closed(own)]
+        facts = {own: os.fstat(own) for own in free}
+        chosen = min(free, key=lambda own: (facts[own].st_size > 0, facts[own].st_mtime), default=-1)
+        for own in free:
+            if own == chosen or facts[own].st_size > _KEEP_UNUSED_BYTES:
+                os.ftruncate(own, 0)
+            if own != chosen:
+                os.close(own)
+        return chosen if chosen >= 0 else os.memfd_create("hetstream-definition")
 
     def close(self) -> None:
-        """Give it all back."""
-        os.close(self._file)
+        """Give it all back; what is mapped stays for as long as it is used."""
+        for descriptor in (self._turn, *self._slots):
+            os.close(descriptor)
+
+
+def _opened(descriptor: int) -> int:
+    """Open the file anew: locks belong to an open file, and the inherited one is common to all processes."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _locked_or_closed(own: int) -> bool:
+    if _locked(own, fcntl.LOCK_EX):
+        return True
+    os.close(own)
+    return False
+
+
+def _locked(own: int, kind: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(own, kind | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _name_of(slot: int) -> str:
+    return os.pread(slot, _NAME_BYTES, 0).rstrip(b"\0").decode()
+
+
+def _fill(own: int, message: ProvideDefinition, directory: Path) -> None:
+    contents = message.contents
+    without_data = msgspec.structs.replace(contents, data=b"")
+    head = msgspec.msgpack.encode(msgspec.structs.replace(message, contents=without_data))
+    start = _start_of(len(head))
+    num_bytes = places_of(contents.sizes)[-1]
+    os.ftruncate(own, start + num_bytes)
+    with mmap.mmap(own, start + num_bytes) as whole, memoryview(whole) as view, view[start:] as room:
+        view[_NAME_BYTES : _NAME_BYTES + _LENGTH_BYTES] = len(head).to_bytes(_LENGTH_BYTES, "little")
+        view[_NAME_BYTES + _LENGTH_BYTES : _NAME_BYTES + _LENGTH_BYTES + len(head)] = head
+        read_into(room, contents, directory)
+    os.pwrite(own, message.definition_id.encode().ljust(_NAME_BYTES, b"\0"), 0)
+
+
+def _start_of(head_bytes: int) -> int:
+    """Where the buffers start: on a page, behind the head."""
+    return -(-(_NAME_BYTES + _LENGTH_BYTES + head_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _mapped(own: int) -> Definition:
+    """Map a full slot; what is written to the memory is seen by this process alone.
+
+    The mapping has a descriptor of the same open file, so the lock is held for as long as an array lies in the memory.
+    """
+    whole = memoryview(mmap.mmap(own, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+    head_bytes = int.from_bytes(whole[_NAME_BYTES : _NAME_BYTES + _LENGTH_BYTES], "little")
+    head = whole[_NAME_BYTES + _LENGTH_BYTES :][:head_bytes]
+    message = msgspec.msgpack.decode(head, type=ProvideDefinition)
+    start, contents = _start_of(head_bytes), message.contents
+    buffers = [
+        whole[start + place :][:size] for place, size in zip(places_of(contents.sizes), contents.sizes, strict=False)
+    ]
+    blob = buffers.pop(0) if contents.with_blob else message.blob
+    return Definition(message.definition_id, message.sys_path, message.working_dir, blob, buffers)

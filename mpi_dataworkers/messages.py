@@ -7,12 +7,12 @@ end of an epoch (by count, in the loader), end of a shard whose length nobody kn
 
     loader      -> dispatcher   RegisterConsumer ProvideDefinition OpenEpoch ExtendEpoch ReportProgress LoaderHeartbeat
                                 CloseEpoch LeaveConsumer
-    dispatcher  -> loader       ConsumerRegistered Membership Notice LeaseRevoked StepsLost BatchFailed Alive
-                                UnknownPeer Refused ShutDown
+    dispatcher  -> loader       ConsumerRegistered NeedDefinition Membership Notice LeaseRevoked StepsLost BatchFailed
+                                Alive UnknownPeer Refused ShutDown
     data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FailStep EndOfShard FetchDefinition
                                 Draining LeaveWorker
-    dispatcher  -> data worker  WorkerRegistered GrantLease TrimLease RevokeLease DrainWorker CloseSession Definition
-                                Alive UnknownPeer Refused ShutDown
+    dispatcher  -> data worker  WorkerRegistered GrantLease TrimLease RevokeLease DrainWorker CloseSession
+                                ProvideDefinition DropDefinition Alive UnknownPeer Refused ShutDown
     data worker -> loader       Hello Proof Compressed Batch Batches EndOfShard
     loader      -> data worker  Challenge
     whoever holds the job's key asks the dispatcher RequestStatus and gets Status
@@ -228,13 +228,33 @@ class RegisterConsumer(Message, frozen=True):
     divides: bool = False
 
 
-class ProvideDefinition(Message, frozen=True):
-    """The pickled pipeline and the import paths it needs."""
+class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The bytes that a pickle stream refers to, or that are too large for a message: see `handover.py`.
+
+    Attributes:
+        sizes: of each buffer, in bytes.
+        data: all of them, one after the other; b"" when they are in a file.
+        sha256: of the file's bytes, in hexadecimal; it also names the file. "" when there is none.
+        with_blob: the first buffer is the pickle stream itself.
+    """
+
+    sizes: list[int] = []
+    data: bytes = b""
+    sha256: str = ""
+    with_blob: bool = False
+
+
+class ProvideDefinition(Message, frozen=True, omit_defaults=True):
+    """The pickled pipeline and the import paths it needs; `blob` is the pickle stream.
+
+    The dispatcher keeps it and gives it to data workers that fetch it.
+    """
 
     definition_id: str
     sys_path: list[str]
     working_dir: str
     blob: bytes
+    contents: Contents = Contents()
 
 
 class OpenEpoch(Message, frozen=True):
@@ -296,10 +316,20 @@ class LeaveConsumer(Message, frozen=True):
 
 
 class ConsumerRegistered(Message, frozen=True):
-    """Answer to `RegisterConsumer`; the definition is sent once, by the first loader that has it."""
+    """Answer to `RegisterConsumer`; the definition is sent once, by the first loader that has it.
+
+    `definition_id` is the one of that registration: the loader may have come to another one since.
+    """
 
     need_definition: bool
     num_data_workers: int
+    definition_id: str = ""
+
+
+class NeedDefinition(Message, frozen=True):
+    """A data worker asks for a pipeline of this loader, and the dispatcher does not have it."""
+
+    definition_id: str
 
 
 class Notice(Message, frozen=True):
@@ -504,13 +534,10 @@ class CloseSession(Message, frozen=True):
     session_id: str
 
 
-class Definition(Message, frozen=True):
-    """Answer to `FetchDefinition`."""
+class DropDefinition(Message, frozen=True):
+    """No loader uses this pipeline any more: what was made of it may go."""
 
     definition_id: str
-    sys_path: list[str]
-    working_dir: str
-    blob: bytes
 
 
 class UnknownPeer(Message, frozen=True):
@@ -753,6 +780,7 @@ WorkerToDispatcher = (
 ToDispatcher = LoaderToDispatcher | WorkerToDispatcher | RequestStatus | SteerDataWorkers
 DispatcherToLoader = (
     ConsumerRegistered
+    | NeedDefinition
     | Membership
     | Notice
     | LeaseRevoked
@@ -770,7 +798,8 @@ DispatcherToWorker = (
     | RevokeLease
     | DrainWorker
     | CloseSession
-    | Definition
+    | ProvideDefinition
+    | DropDefinition
     | Alive
     | UnknownPeer
     | Refused

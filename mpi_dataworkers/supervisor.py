@@ -7,7 +7,6 @@ child goes to the dispatcher with its replacement's registration.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -19,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,10 +26,10 @@ from pathlib import Path
 from mpi_dataworkers.address import ServiceAddress, has_ended
 from mpi_dataworkers.ending import Ending
 from mpi_dataworkers.errors import HetstreamError, ServiceEnded
-from mpi_dataworkers.exchange import LOAD_IN_SUPERVISOR, Exchange, Renew
+from mpi_dataworkers.exchange import Exchange
 from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.messages import Fate
-from mpi_dataworkers.ops.pipeline import load_pipeline, seed_generators, use_one_thread
+from mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
 from mpi_dataworkers.watch import StackFile, Work, WorkPage, count_oom_kills, fate_of, how_it_ended
 from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker, wait_for_address_file
 
@@ -42,8 +41,6 @@ _EARLY_DEATH_S = 10.0
 _MAX_EARLY_DEATHS = 5
 # How often hung processes are looked for, and how long a stack may take.
 _WATCH_S = 0.25
-# A program may change its dataset for each epoch; the oldest forms are forgotten.
-_MAX_PIPELINES = 4
 _STACK_S = 1.0
 _STACK_SIGNAL = signal.SIGRTMAX - 1
 _PR_SET_PDEATHSIG = 1
@@ -59,24 +56,10 @@ class _Child:
     stacks: StackFile = field(default_factory=StackFile)
     started: float = field(default_factory=time.monotonic)
     hung: Work | None = None
-    renewed: bool = False
 
     def close(self) -> None:
         self.page.close()
         self.stacks.close()
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let a signal end this process at once, and its children with it: user code runs here that may never return."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in _SIGNALS}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _is_signalled() -> bool:
@@ -97,9 +80,8 @@ def run_data_workers(address_file: Path, num_processes: int, cache_bytes: int, n
         Exit code: 0 after an orderly end, 1 when processes died too often or could not work.
     """
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
-    exchange = Exchange() if num_processes > 1 else None
     ended = partial(has_ended, address_file)
-    return _Supervisor(service, ended, cache_bytes, exchange, num_threads).run(num_processes)
+    return _Supervisor(service, ended, cache_bytes, Exchange(), num_threads).run(num_processes)
 
 
 class _Supervisor:
@@ -110,7 +92,7 @@ class _Supervisor:
         service: ServiceAddress,
         ended: Callable[[], bool],
         cache_bytes: int,
-        exchange: Exchange | None,
+        exchange: Exchange,
         num_threads: int,
     ) -> None:
         self._exchange = exchange
@@ -144,29 +126,8 @@ class _Supervisor:
                     os.kill(pid, signal.SIGKILL)
             while self._children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 self._reap(ended[0], os.waitstatus_to_exitcode(ended[1]))
-        if self._exchange is not None:
-            self._exchange.close()
+        self._exchange.close()
         return 1 if self._failed else 0
-
-    def _load(self) -> None:
-        """Load what a child left, and renew the others, so that all have it."""
-        definition = self._exchange.take() if self._exchange is not None else None
-        if self._exchange is None or definition is None:
-            return
-        try:
-            with _ended_by_signals():
-                self._exchange.pipelines[definition.definition_id] = load_pipeline(definition)
-            _log.info("loaded a pipeline of %d bytes for all processes", len(definition.blob))
-        except Exception:  # noqa: BLE001, user code may raise anything; a child meets it again and reports it
-            self._exchange.in_place.add(definition.definition_id)
-        del definition
-        while len(self._exchange.pipelines) > _MAX_PIPELINES:
-            del self._exchange.pipelines[next(iter(self._exchange.pipelines))]
-        self._exchange.empty()
-        gc.freeze()
-        for pid, child in self._children.items():
-            child.renewed = True
-            os.kill(pid, signal.SIGTERM)
 
     def _on_signal(self, _: int, __: object) -> None:
         if not self._stopping:
@@ -202,10 +163,6 @@ class _Supervisor:
         work, num_steps = page.read(), page.num_steps
         child.close()
         oom_kills, self._oom_kills = self._oom_kills, count_oom_kills()
-        if not self._stopping and (code == LOAD_IN_SUPERVISOR or (child.renewed and code in (0, -signal.SIGTERM))):
-            self._load()
-            self._start("", None)
-            return
         if code == 0 or (self._stopping and not child.hung):
             return
         if child.hung:
@@ -259,8 +216,6 @@ class _Supervisor:
             for number in _SIGNALS:
                 signal.signal(number, lambda *_: worker.stop())
             worker.run()
-        except Renew:
-            return LOAD_IN_SUPERVISOR
         except ServiceEnded as ended:
             _log.info("%s", ended)
         except HetstreamError as error:

@@ -29,9 +29,10 @@ from mpi_dataworkers.codec import Leaf, fuse
 from mpi_dataworkers.config import slurm_job_from_environment
 from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
-from mpi_dataworkers.exchange import Exchange, Renew
+from mpi_dataworkers.exchange import Exchange
 from mpi_dataworkers.faults import reach
 from mpi_dataworkers.gather import Gatherer
+from mpi_dataworkers.handover import HandoverFailed
 from mpi_dataworkers.messages import (
     Alive,
     Batch,
@@ -39,6 +40,7 @@ from mpi_dataworkers.messages import (
     Delivery,
     Draining,
     DrainWorker,
+    DropDefinition,
     EndOfShard,
     FailLease,
     FailStep,
@@ -51,6 +53,7 @@ from mpi_dataworkers.messages import (
     LeaveWorker,
     Message,
     PlannedOrder,
+    ProvideDefinition,
     Refused,
     RegisterWorker,
     RevokeLease,
@@ -62,7 +65,6 @@ from mpi_dataworkers.messages import (
     WorkerHeartbeat,
     WorkerRegistered,
 )
-from mpi_dataworkers.messages import Definition as DefinitionMessage
 from mpi_dataworkers.ops.iterable import ShardReader
 from mpi_dataworkers.ops.pipeline import (
     Definition,
@@ -95,8 +97,8 @@ GIVE_UP_S = 60.0
 _ASK_FILE_S = 2.0
 # Time for the last batches to leave at an orderly end; after a signal `ending.py` says until when.
 _LINGER_S = 2.0
-# A dispatcher that was restarted does not know who waits for a definition: ask again this often.
-_ASK_AGAIN_S = 1.0
+# Who waits for a definition looks this often whether it is still to have it.
+_LOOK_AGAIN_S = 0.5
 # A pipeline that could not be loaded is loaded anew after this: what was missing may be there now.
 _LOAD_AGAIN_S = 5.0
 # A registration that got no answer (the dispatcher died before it gave one) is sent again after this.
@@ -153,7 +155,7 @@ class DataWorker:
         page: where it says what it is doing.
         fate: how the process that it replaces ended.
         over_mpi: this process is a rank of an MPI world.
-        exchange: large pipelines that its supervisor loads; None to load all itself.
+        exchange: definitions that this host has; None for a process that shares them with no other.
         num_threads: that make the samples of a batch, where the dataset is thread-safe.
         has_ended: whether the service is over, for when there is no connection on which to be told.
     """
@@ -176,7 +178,9 @@ class DataWorker:
             socket.gethostname(), os.getpid(), replaces, [], fate, slurm_job_from_environment()
         )
         self._page = page or WorkPage()
-        self._exchange = exchange
+        self._shares = exchange is not None
+        self._exchange = exchange or Exchange(num_slots=0)
+        self._definitions_dir = service.definitions_dir
         self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None
         self._said_one_thread = False
         self._endpoint: WorkerEndpoint = ZmqWorkerEndpoint(service, worker_id, CONNECT_TIMEOUT_S, has_ended)
@@ -192,12 +196,15 @@ class DataWorker:
         self._used: dict[Receivers, float] = {}  # of the main thread: when a lease for them was begun
         self._next_look = 0.0
         self._doubted: set[Receivers] = set()  # guarded by _lock: receivers to connect to afresh
-        self._definitions: dict[str, Definition] = {}  # guarded by _lock
+        self._definitions: dict[str, ProvideDefinition] = {}  # guarded by _lock: those that came
+        self._asked_for: set[str] = set()  # guarded by _lock: definitions that are on their way
+        self._dropped: set[str] = set()  # guarded by _lock: definitions that no loader uses
         self._definition_came = threading.Condition(self._lock)
         self._outbox: collections.deque[Message] = collections.deque()
         self._leases: queue.SimpleQueue[GrantLease | None] = queue.SimpleQueue()
         self._pipelines: dict[str, EnteredPipeline | Exception] = {}
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
+        self._definitions_used: dict[str, Definition] = {}  # of the pipelines: siblings find them while they are held
         self._readers: dict[str, ShardReader | RankReader] = {}  # by session
         self._rounds = SharedRounds()
         self._cache = BatchCache(cache_bytes)
@@ -220,7 +227,6 @@ class DataWorker:
 
         Raises:
             HetstreamError: the dispatcher refused this worker, or was away for longer than `GIVE_UP_S`.
-            Renew: after an orderly end, that its supervisor is to load a pipeline and fork it anew.
         """
         self._control.start()
         try:
@@ -244,6 +250,8 @@ class DataWorker:
         self._endpoint.close(ending.messages_by)
         if self._team is not None:
             self._team.close()
+        if not self._shares:
+            self._exchange.close()
 
     # --- main thread: user code -------------------------------------------------------------------------------------
 
@@ -305,7 +313,8 @@ class DataWorker:
                 if not goes_on:
                     break
             waited_s += self._send(receivers, gathered.rest())
-        except PeerUnreachable as error:
+        except (PeerUnreachable, HandoverFailed) as error:
+            _log.warning("session=%s gave a lease back: %s", lease.session.session_id, error)
             self._settle(lease.token, FailLease(lease.token, str(error)))
         except _LeaseGone:
             return
@@ -422,22 +431,24 @@ class DataWorker:
 
     def _pipeline(self, lease: GrantLease) -> Pipeline:
         definition_id = lease.session.definition_id
+        with self._lock:
+            dropped, self._dropped = self._dropped, set()
         if time.monotonic() - self._failed_at.get(definition_id, math.inf) > _LOAD_AGAIN_S:
-            del self._pipelines[definition_id], self._failed_at[definition_id]
+            dropped.add(definition_id)
+        for name in dropped:
+            self._forget(name)
         if definition_id not in self._pipelines:
             try:
                 pipeline = self._load(definition_id, lease.token)
                 self._pipelines[definition_id] = EnteredPipeline(pipeline, self._number)
                 self._say_if_threads_do_not_help(pipeline)
-            except (_LeaseGone, Renew):
+            except (_LeaseGone, HandoverFailed):
                 raise
             except Exception as error:  # noqa: BLE001, user code again; every step of this pipeline fails alike
                 self._pipelines[definition_id] = error
                 self._failed_at[definition_id] = time.monotonic()
             while len(self._pipelines) > _MAX_PIPELINES:
-                oldest = next(iter(self._pipelines))
-                del self._pipelines[oldest]
-                self._failed_at.pop(oldest, None)
+                self._forget(next(iter(self._pipelines)))
         entered = self._pipelines[definition_id]
         if isinstance(entered, EnteredPipeline):
             base_seed = lease.session.seed
@@ -450,6 +461,11 @@ class DataWorker:
                 self._failed_at[definition_id] = time.monotonic()
         raise _StepFailed(describe_failure(entered, is_final=True))
 
+    def _forget(self, definition_id: str) -> None:
+        self._pipelines.pop(definition_id, None)
+        self._failed_at.pop(definition_id, None)
+        self._definitions_used.pop(definition_id, None)
+
     def _say_if_threads_do_not_help(self, pipeline: Pipeline) -> None:
         if self._team is not None and not pipeline.threads_help and not self._said_one_thread:
             self._said_one_thread = True
@@ -460,36 +476,40 @@ class DataWorker:
             )
 
     def _load(self, definition_id: str, token: int) -> Pipeline:
-        """The pipeline from the supervisor, or from the dispatcher.
-
-        Raises:
-            Renew: it is so large that the supervisor is to load it, for all its processes.
-        """
-        if self._exchange is None:
-            definition = self._fetch(definition_id, token)
-        elif definition_id in self._exchange.pipelines:
-            self._page.at_sample(-1)
-            return self._exchange.pipelines[definition_id]
-        else:
-            self._page.rest()
-            with self._exchange.alone(definition_id, lambda: self._stopping) as to_fetch:
-                if not to_fetch:
-                    raise _LeaseGone
-                definition = self._fetch(definition_id, token)
-                self._exchange.leave(definition)
-        self._page.at_sample(-1)
-        return load_pipeline(definition)
-
-    def _fetch(self, definition_id: str, token: int) -> Definition:
+        """Unpickle a pipeline, from bytes that this host has or that come from the dispatcher."""
         self._page.rest()  # no user code runs while it waits
-        while True:
-            self._outbox.append(FetchDefinition(definition_id))
-            self._endpoint.wake()
-            with self._definition_came:
-                if self._definition_came.wait_for(lambda: definition_id in self._definitions, _ASK_AGAIN_S):
-                    return self._definitions.pop(definition_id)
+        found = self._exchange.find(definition_id)
+        if found is None:
+            with self._exchange.alone(lambda: not self._holds(token)) as is_its_turn:
+                if not is_its_turn:
+                    raise _LeaseGone
+                found = self._exchange.find(definition_id)
+                if found is None:
+                    came = self._fetch(definition_id, token)
+                    found = self._exchange.keep(came, self._definitions_dir)
+                    num_bytes = len(came.blob) + sum(came.contents.sizes)
+                    _log.info("pipeline=%s fetched for this host: %d bytes", definition_id[:8], num_bytes)
+        self._definitions_used[definition_id] = found
+        self._page.at_sample(-1)
+        return load_pipeline(found)
+
+    def _holds(self, token: int) -> bool:
+        with self._lock:
+            return token in self._held and not self._stopping
+
+    def _fetch(self, definition_id: str, token: int) -> ProvideDefinition:
+        """Ask the dispatcher for a definition, once for each connection, and wait for it."""
+        with self._lock:
+            if definition_id not in self._asked_for and definition_id not in self._definitions:
+                self._asked_for.add(definition_id)
+                self._outbox.append(FetchDefinition(definition_id))
+        self._endpoint.wake()
+        with self._definition_came:
+            while definition_id not in self._definitions:
+                self._definition_came.wait(_LOOK_AGAIN_S)
                 if token not in self._held or self._stopping:
                     raise _LeaseGone
+            return self._definitions.pop(definition_id)
 
     # --- control thread: the dispatcher -----------------------------------------------------------------------------
 
@@ -589,18 +609,22 @@ class DataWorker:
                 ended = [t for t, lease in self._held.items() if lease.session.session_id == message.session_id]
                 for token in ended:
                     del self._held[token]
-        elif isinstance(message, DefinitionMessage):
+        elif isinstance(message, ProvideDefinition):
             with self._definition_came:
-                self._definitions[message.definition_id] = Definition(
-                    message.definition_id, message.sys_path, message.working_dir, message.blob
-                )
+                self._asked_for.discard(message.definition_id)
+                self._definitions[message.definition_id] = message
                 self._definition_came.notify_all()
+        elif isinstance(message, DropDefinition):
+            with self._lock:
+                self._definitions.pop(message.definition_id, None)
+                self._dropped.add(message.definition_id)
         elif isinstance(message, WorkerRegistered):
             self._number, self._asked_at = message.number, None
             self._registration = msgspec.structs.replace(self._registration, replaces="", fate=None)
             _log.info("data_worker=%d registered", message.number)
             reach("worker.registered")
             with self._lock:
+                self._outbox.extend(FetchDefinition(one) for one in sorted(self._asked_for))
                 if self._drains:  # and another incarnation of the dispatcher does not know
                     self._outbox.append(Draining([(lease.token, lease.stop_step) for lease in self._held.values()]))
         elif isinstance(message, Reconnected):

@@ -31,7 +31,7 @@ HOMES = {
     "prometheus_client": ("mpi_dataworkers/dispatcher/metrics.py", "slurm_plugin/metrics.py"),
     "pyslurm": ("slurm_plugin/client/pyslurm_backend.py",),
     "zstandard": ("mpi_dataworkers/transports/compression.py",),
-    "xxhash": ("checkpoint/checksum.py",),
+    "xxhash": ("checkpoint/checksum.py", "mpi_dataworkers/ops/pickling.py"),
     "sqlite3": ("mpi_dataworkers/dispatcher/journal.py", "slurm_plugin/history.py", "slurm_plugin/daemon/store.py"),
 }
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

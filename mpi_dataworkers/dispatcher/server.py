@@ -29,6 +29,7 @@ from mpi_dataworkers.dispatcher.records import (
 from mpi_dataworkers.dispatcher.state import DispatcherState
 from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.faults import reach
+from mpi_dataworkers.handover import is_there, remove_all, remove_unused
 from mpi_dataworkers.messages import ShutDown, ToDispatcher
 from mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received, parse_peer
 from mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 SUMMARY_FILE = "summary.json"
 _METRICS_S = 1.0
+# How often files of definitions that nobody uses are looked for.
+_SWEEP_S = 10.0
 
 
 def serve(
@@ -66,7 +69,7 @@ def serve(
     """
     journal = Journal(work_dir)
     try:
-        endpoint, service = _open_endpoint(bind, journal)
+        endpoint, service = _open_endpoint(bind, journal, address_file.parent)
         event_log = EventLog(work_dir)
         metrics = None
         try:
@@ -79,15 +82,19 @@ def serve(
             )
             event_log.report([ready])
             state = DispatcherState(journal.incarnation, time.monotonic(), journal.workers)
-            state.definitions = {definition.definition_id: definition for definition in journal.definitions}
+            for definition in journal.definitions:
+                # The loader that has it is asked again where the file is gone.
+                if is_there(definition.contents, service.definitions_dir):
+                    state.definitions[definition.definition_id] = definition
             metrics = _open_metrics(metrics_at, state)
-            _loop(state, journal, event_log, metrics, endpoint, should_stop)
+            _loop(state, journal, event_log, metrics, endpoint, should_stop, service.definitions_dir)
             event_log.report([DispatcherStopped(cause="it was told to")])
             # First: who is not connected is not told, and looks there.
             remove_address_file(address_file, service)
             for peer in (*state.consumers, *state.workers):
                 endpoint.send(peer, ShutDown())
             _write_summary(state, journal, work_dir)
+            remove_all(service.definitions_dir)
         finally:
             if metrics is not None:
                 metrics.close()
@@ -97,7 +104,7 @@ def serve(
         journal.close()
 
 
-def _open_endpoint(bind: str, journal: Journal) -> tuple[ZmqDispatcherEndpoint, ServiceAddress]:
+def _open_endpoint(bind: str, journal: Journal, directory: Path) -> tuple[ZmqDispatcherEndpoint, ServiceAddress]:
     if not journal.keys:
         journal.keys = [*new_keys(), *new_keys(), secrets.token_hex(32)]
         journal.begin()
@@ -112,7 +119,8 @@ def _open_endpoint(bind: str, journal: Journal) -> tuple[ZmqDispatcherEndpoint, 
     journal.begin()
     journal.set_fact("port", endpoint.address.rpartition(":")[2])
     journal.commit()
-    return endpoint, ServiceAddress(endpoint.address, server_public, client_public, client_secret, batch_key)
+    keys = server_public, client_public, client_secret, batch_key
+    return endpoint, ServiceAddress(endpoint.address, *keys, directory)
 
 
 def _open_metrics(where: tuple[str, int] | None, state: DispatcherState) -> MetricsServer | None:
@@ -136,9 +144,10 @@ def _loop(
     metrics: MetricsServer | None,
     endpoint: DispatcherEndpoint,
     should_stop: Callable[[], bool],
+    definitions_dir: Path,
 ) -> None:
     told = 0
-    next_tick = next_metrics = time.monotonic()
+    next_tick = next_metrics = next_sweep = time.monotonic()
     while not should_stop():
         received = endpoint.poll(state.next_deadline())
         now = time.monotonic()
@@ -151,6 +160,9 @@ def _loop(
             if metrics is not None and now >= next_metrics:
                 metrics.publish(state.status(now))
                 next_metrics = now + _METRICS_S
+            if now >= next_sweep:
+                remove_unused(definitions_dir, {one.contents.sha256 for one in state.definitions.values()})
+                next_sweep = now + _SWEEP_S
         if instructions:
             reach("dispatcher.decided")
         _carry_out(instructions, journal, endpoint)

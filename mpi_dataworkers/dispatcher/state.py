@@ -44,9 +44,9 @@ from mpi_dataworkers.messages import (
     CloseEpoch,
     CloseSession,
     ConsumerRegistered,
-    Definition,
     Draining,
     DrainWorker,
+    DropDefinition,
     EndOfShard,
     ExtendEpoch,
     FailLease,
@@ -61,6 +61,7 @@ from mpi_dataworkers.messages import (
     LoaderStats,
     LoaderToDispatcher,
     Message,
+    NeedDefinition,
     Notice,
     OpenEpoch,
     ProvideDefinition,
@@ -274,7 +275,8 @@ class DispatcherState(Leasing):
         self._ranks_seen.note(message)
         count = self._reachable_workers(peer, now)
         self.consumers[peer].announced_workers = count
-        out.append(Send(peer, ConsumerRegistered(message.definition_id not in self.definitions, count)))
+        definition_id = message.definition_id
+        out.append(Send(peer, ConsumerRegistered(definition_id not in self.definitions, count, definition_id)))
         return out
 
     def _provide_definition(self, peer: str, message: ProvideDefinition, _: float) -> list[Instruction]:
@@ -283,17 +285,18 @@ class DispatcherState(Leasing):
         consumer.registration = msgspec.structs.replace(consumer.registration, definition_id=message.definition_id)
         used = {record.session.definition_id for record in self.sessions.values()}
         used |= {consumer.registration.definition_id for consumer in self.consumers.values()}
-        for old in self.definitions.keys() - used - {message.definition_id}:
+        for old in sorted(self.definitions.keys() - used - {message.definition_id}):
             del self.definitions[old]
-            for one in self.workers.values():
-                one.standings.pop(old, None)
-            out.append(ForgetDefinition(old))
-        self.definitions[message.definition_id] = message
-        out.append(RememberDefinition(message))
-        self._tell(events.DefinitionRemembered(definition_id=message.definition_id, num_bytes=len(message.blob)))
-        for worker in sorted(self._waiting_for_definition.pop(message.definition_id, ())):
-            out.append(Send(worker, _definition_of(message)))
-        return out
+            for worker in self.workers.values():
+                worker.standings.pop(old, None)
+            out += [ForgetDefinition(old), *(Send(worker, DropDefinition(old)) for worker in self.workers)]
+        if self.definitions.get(message.definition_id) != message:
+            self.definitions[message.definition_id] = message
+            out.append(RememberDefinition(message))
+            num_bytes = len(message.blob) + sum(message.contents.sizes)
+            self._tell(events.DefinitionRemembered(definition_id=message.definition_id, num_bytes=num_bytes))
+        waiting = self._waiting_for_definition.pop(message.definition_id, set())
+        return out + [Send(worker, message) for worker in sorted(waiting) if worker in self.workers]
 
     def _open_epoch(self, peer: str, message: OpenEpoch, _: float) -> list[Instruction]:
         session = message.session
@@ -588,9 +591,13 @@ class DispatcherState(Leasing):
     def _fetch_definition(self, peer: str, message: FetchDefinition, _: float) -> list[Instruction]:
         definition = self.definitions.get(message.definition_id)
         if definition is not None:
-            return [Send(peer, _definition_of(definition))]
+            return [Send(peer, definition)]
+        # It is on its way, or was lost: its loaders say it again.
         self._waiting_for_definition.setdefault(message.definition_id, set()).add(peer)
-        return []
+        sessions = [one for one in self.sessions.values() if one.session.definition_id == message.definition_id]
+        return [
+            Send(loader, NeedDefinition(message.definition_id)) for loader in sorted({s.consumer for s in sessions})
+        ]
 
     def _draining(self, peer: str, message: Draining, _: float) -> list[Instruction]:
         worker = self.workers[peer]
@@ -655,10 +662,6 @@ def _who(loader: RegisterConsumer) -> dict[str, Any]:
 
 def _smooth(old_s: float, new_s: float) -> float:
     return new_s if old_s == 0 else 0.8 * old_s + 0.2 * new_s
-
-
-def _definition_of(provided: ProvideDefinition) -> Definition:
-    return Definition(provided.definition_id, provided.sys_path, provided.working_dir, provided.blob)
 
 
 def _split_steps(steps: StepList) -> Iterable[tuple[int, bytes]]:

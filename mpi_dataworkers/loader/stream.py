@@ -26,7 +26,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from mpi_dataworkers.address import parse_service
-from mpi_dataworkers.client import Delivered, MakeItYourself, Pass, ServiceClient
+from mpi_dataworkers.client import CONNECT_TIMEOUT_S, Delivered, MakeItYourself, Pass, ServiceClient
 from mpi_dataworkers.codec import Buffer, split
 from mpi_dataworkers.config import (
     Identity,
@@ -35,6 +35,7 @@ from mpi_dataworkers.config import (
     rails_from_environment,
 )
 from mpi_dataworkers.errors import PipelineError, RemoteError, ServiceUnavailable
+from mpi_dataworkers.handover import pack
 from mpi_dataworkers.loader.order import ListedPass, LookAhead, Order, steps_to_gather
 from mpi_dataworkers.loader.sharing import SharedStream
 from mpi_dataworkers.loader.skipped import SkippedSamples
@@ -50,12 +51,14 @@ from mpi_dataworkers.ops.pipeline import (
     copy_of,
     define,
     difference,
+    has_changed,
     enter_worker,
     generators_kept,
     make_step,
 )
 from mpi_dataworkers.ops.tree import holds_objects, resolve_class, unflatten
 from mpi_dataworkers.rates import RecentRates, step_time_s
+from mpi_dataworkers.worker import wait_for_address_file
 
 _pin_memory: Any = torch_pin.pin_memory
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
@@ -94,6 +97,8 @@ class Stream:
         self.min_window = min_window
         self._pin = pin
         self._client: ServiceClient | None = None
+        self._service = parse_service(service) if service is not None else None
+        self._provided: ProvideDefinition | None = None  # what data workers were given last
         self._stats = LoaderStats()
         self._recent = RecentRates(time.monotonic(), 0, 0, 0)
         # When the pass that is open began; its time is counted at its end.
@@ -103,9 +108,9 @@ class Stream:
         self._fallback: tuple[str, EnteredPipeline] | None = None
         self.local_passes: LocalPasses | None = None
         self.closed = False
-        if service is not None:
+        if self._service is not None:
             self._client = ServiceClient(
-                parse_service(service),
+                self._service,
                 identity,
                 name_loader(identity, description, divides),
                 self.definition(),
@@ -172,25 +177,34 @@ class Stream:
         sent, if nothing else of it shows a change.
 
         Raises:
-            PipelineError: it cannot be pickled.
+            PipelineError: it cannot be pickled, or not be handed over.
         """
         try:
-            self._defined = define(self.pipeline)
+            defined = define(self.pipeline)
         except PipelineError as error:
             if self._defined is None:
                 raise
-            if changed := difference(copy_of(self._defined), self.pipeline):
+            changed = "an array" if has_changed(self._defined) else difference(copy_of(self._defined), self.pipeline)
+            if changed:
                 raise PipelineError(f"{changed} changed since data workers got it, and now {error}") from error
             if not self._said_kept:
                 _log.warning("hetstream: data workers keep the dataset as they got it: now %s", error)
             self._said_kept = True
+            return self.last_definition()
+        if self._service is not None and (
+            self._defined is None or self._defined.definition_id != defined.definition_id
+        ):
+            directory = wait_for_address_file(self._service, CONNECT_TIMEOUT_S).definitions_dir
+            blob, contents = pack(defined.blob, defined.buffers, directory)
+            names = defined.definition_id, defined.sys_path, defined.working_dir
+            self._provided = ProvideDefinition(*names, blob, contents)
+        self._defined = defined
         return self.last_definition()
 
     def last_definition(self) -> ProvideDefinition:
         """The pipeline as it was at the last call of `definition`."""
-        defined = self._defined
-        assert defined is not None
-        return ProvideDefinition(defined.definition_id, defined.sys_path, defined.working_dir, defined.blob)
+        assert self._provided is not None
+        return self._provided
 
     def check_length(self) -> None:
         """Refuse a dataset whose length changed since it was sent to the data workers.

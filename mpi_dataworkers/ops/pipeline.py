@@ -8,7 +8,6 @@ Python's `random`, of NumPy and of torch are seeded (see `sharding.SampleSeeds`)
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import os
 import pickle
@@ -29,17 +28,16 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 
 from mpi_dataworkers.bucketing import LengthBuckets
+from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.failures import StepFailures, Verdict
 from mpi_dataworkers.generators import making_sample
 from mpi_dataworkers.messages import ErrorPolicy, Failure
 from mpi_dataworkers.ops.own_generators import OwnGenerators
+from mpi_dataworkers.ops.pickling import digest_of, pickle_apart
 from mpi_dataworkers.rounds import StreamBuckets
 from mpi_dataworkers.sharding import Indices
 from mpi_dataworkers.threads import ThreadTeam
-
-# A message takes byte strings up to 2**32 - 1 bytes (the bin 32 format of msgpack).
-_MAX_BLOB_BYTES = 4_000_000_000
 
 _pin_memory: Any = torch_pin.pin_memory
 _numpy_seed: Any = torch_worker._generate_state
@@ -365,13 +363,16 @@ class Definition:
         definition_id: see `digest_of`.
         sys_path: directories that the trainer imports from and a data worker may not.
         working_dir: the trainer's, where relative paths in the dataset start.
-        blob: the bytes, for `load_pipeline`.
+        blob: the pickle stream, for `load_pipeline`.
+        buffers: the large buffers that the stream refers to. In the trainer they are the dataset's own memory; in a
+            data worker they are shared with others until someone writes to them.
     """
 
     definition_id: str
     sys_path: list[str]
     working_dir: str
-    blob: bytes
+    blob: Buffer
+    buffers: Sequence[Buffer] = ()
 
 
 def define(pipeline: Pipeline) -> Definition:
@@ -381,40 +382,26 @@ def define(pipeline: Pipeline) -> Definition:
         PipelineError: something in it cannot be pickled; the message names the object.
     """
     try:
-        blob = cloudpickle.dumps(pipeline)
+        blob, buffers = pickle_apart(pipeline)
     except Exception as error:  # pickling runs user code (__reduce__, __getstate__): any exception may come
         where = find_unpicklable(pipeline)
         raise PipelineError(
             f"the dataset cannot be sent to data workers: {where} cannot be pickled ({error}). Open files, locks and "
             "connections belong into __getitem__ or worker_init_fn, or leave them out in __getstate__."
         ) from error
-    if len(blob) > _MAX_BLOB_BYTES:
-        raise PipelineError(
-            f"the dataset is {len(blob)} bytes in pickled form, more than the {_MAX_BLOB_BYTES} that can be sent to "
-            "data workers. Have it read its data from files."
-        )
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     script_dir = [os.path.dirname(os.path.abspath(main_file))] if main_file else []
     inherited = (os.path.abspath(entry or os.getcwd()) for entry in sys.path)
     outside = (entry for entry in inherited if not entry.startswith((sys.prefix, sys.base_prefix)))
     paths = list(dict.fromkeys([*script_dir, *outside]))
-    return Definition(digest_of(blob, [*paths, os.getcwd()]), paths, os.getcwd(), blob)
+    # Relative paths and imports start at the directories, so they belong to what is digested.
+    return Definition(digest_of(blob, buffers, [*paths, os.getcwd()]), paths, os.getcwd(), blob, buffers)
 
 
-def digest_of(blob: bytes, directories: Sequence[str]) -> str:
-    """Digest of a pickled pipeline, alike in every process that runs the same program.
-
-    cloudpickle gives each class that travels by value a random id in each process; here such a class counts by the
-    place of its first mention. The directories belong to it, because relative paths and imports start there. Sets of
-    strings still differ, as Python orders them anew in each process (PYTHONHASHSEED).
-    """
-    random_ids = {class_id.encode() for class_id in cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.values()}
-    mentioned = sorted((blob.find(class_id), class_id) for class_id in random_ids if class_id in blob)
-    for number, (_, class_id) in enumerate(mentioned):
-        blob = blob.replace(class_id, b"%032x" % number)
-    digest = hashlib.blake2b(repr(directories).encode(), digest_size=16)
-    digest.update(blob)
-    return digest.hexdigest()
+def has_changed(definition: Definition) -> bool:
+    """Whether the program has written to the arrays of a dataset since it was defined in this process."""
+    now = digest_of(definition.blob, definition.buffers, [*definition.sys_path, definition.working_dir])
+    return now != definition.definition_id
 
 
 def load_pipeline(definition: Definition) -> Pipeline:
@@ -427,7 +414,7 @@ def load_pipeline(definition: Definition) -> Pipeline:
     with contextlib.suppress(OSError):  # not on this host: a relative path then fails with its own error
         os.chdir(definition.working_dir)
     try:
-        pipeline: Pipeline = pickle.loads(definition.blob)
+        pipeline: Pipeline = pickle.loads(definition.blob, buffers=definition.buffers)
         here = len(pipeline.dataset) if pipeline.num_samples >= 0 else -1
     except BaseException as error:  # unpickling runs user code: anything may come (a module that calls sys.exit, too)
         text = f"{type(error).__name__}: {error}"
@@ -447,7 +434,9 @@ def copy_of(definition: Definition) -> Pipeline:
         PipelineError: user code raised.
     """
     try:
-        pipeline: Pipeline = pickle.loads(definition.blob)
+        # What samples write into the arrays of the copy is not written into the program's own.
+        copies = [bytearray(buffer) for buffer in definition.buffers]
+        pipeline: Pipeline = pickle.loads(definition.blob, buffers=copies)
     except Exception as error:  # unpickling runs user code: any exception may come
         raise PipelineError(f"the dataset cannot be rebuilt in the trainer: {type(error).__name__}: {error}") from error
     return pipeline

@@ -26,9 +26,9 @@ from mpi_dataworkers.messages import (
     CloseEpoch,
     CloseSession,
     ConsumerRegistered,
-    Definition,
     Draining,
     DrainWorker,
+    DropDefinition,
     ExtendEpoch,
     FailLease,
     FetchDefinition,
@@ -43,6 +43,7 @@ from mpi_dataworkers.messages import (
     LoaderStats,
     Membership,
     Message,
+    NeedDefinition,
     Notice,
     OpenEpoch,
     PlannedOrder,
@@ -237,14 +238,25 @@ def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
 def test_definition_is_sent_once_and_fetched_when_it_comes() -> None:
     state = DispatcherState(1, 0.0)
     state.handle("w0", RegisterWorker("host", 0, "", []), 0.0)
-    assert sent(state.handle(LOADER, consumer(0), 0.0), ConsumerRegistered) == [(LOADER, ConsumerRegistered(True, 1))]
+    assert sent(state.handle(LOADER, consumer(0), 0.0), ConsumerRegistered) == [
+        (LOADER, ConsumerRegistered(True, 1, "d"))
+    ]
     assert state.handle("w0", FetchDefinition("d"), 0.0) == []
     provided = ProvideDefinition("d", [], "/", b"blob")
     out = state.handle(LOADER, provided, 0.0)
-    assert out == [RememberDefinition(provided), Send("w0", Definition("d", [], "/", b"blob"))]
+    assert out == [RememberDefinition(provided), Send("w0", provided)]
     assert sent(state.handle("other", consumer(1), 0.0), ConsumerRegistered) == [
-        ("other", ConsumerRegistered(False, 1))
+        ("other", ConsumerRegistered(False, 1, "d"))
     ]
+
+
+def test_a_definition_that_was_lost_is_asked_for_once_for_each_data_worker_that_wants_it() -> None:
+    state = ready_state()
+    assert state.handle("w0", FetchDefinition("d"), 0.0) == [Send(LOADER, NeedDefinition("d"))]
+    provided = ProvideDefinition("d", [], "/", b"blob")
+    assert sent(state.handle(LOADER, provided, 0.0), ProvideDefinition) == [("w0", provided)]
+    assert state.handle(LOADER, provided, 0.0) == [], "it is journaled once, and was asked for once"
+    assert state.handle("w0", FetchDefinition("d"), 0.0) == [Send("w0", provided)]
 
 
 def test_one_job_name_with_two_pipelines_is_refused_and_names_the_difference() -> None:
@@ -689,6 +701,7 @@ def test_definitions_that_no_loader_uses_are_forgotten() -> None:
     for number in range(3):
         out = state.handle(LOADER, ProvideDefinition(f"d{number}", [], "/", b""), 0.0)
     assert out[0] == ForgetDefinition("d1")
+    assert sent(out, DropDefinition) == [(f"w{number}", DropDefinition("d1")) for number in range(len(state.workers))]
     assert state.definitions.keys() == {"d2"}
     current = Session("t", "d2", 0, 0, planned(5), ["tcp://loader:1"])
     state.handle(LOADER, OpenEpoch(current, 5, 0, [], 8, None), 0.0)

@@ -1,19 +1,26 @@
-"""The processes of a data worker share one copy of a large dataset, which is fetched once."""
+"""The processes of a data worker share the bytes of a large dataset, which are fetched once, and no object."""
 
 from __future__ import annotations
 
+import collections
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sample_datasets as datasets
+import torch
 
-from mpi_dataworkers import DataLoader
+from mpi_dataworkers import DataLoader, handover
 from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.exchange import LARGE_BYTES, Exchange, Renew
-from mpi_dataworkers.ops.pipeline import Definition
+from mpi_dataworkers.exchange import Exchange
+from mpi_dataworkers.handover import HandoverFailed, pack, read_into, remove_unused
+from mpi_dataworkers.messages import Contents, ProvideDefinition
+from mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
+from mpi_dataworkers.ops.pipeline import Definition, Pipeline, define, load_pipeline
 
 
 def pss_bytes(pid: int) -> int:
@@ -31,53 +38,221 @@ def pss_of_all(pid: int) -> int:
 
 
 @pytest.mark.usefixtures("commands")
-def test_four_processes_hold_one_copy_of_a_large_array(service: Any, wait_until: Any) -> None:
+def test_four_processes_hold_one_copy_of_a_large_array_and_a_tensor(service: Any, wait_until: Any) -> None:
     worker = service.start_workers(4)
     empty = pss_of_all(worker.pid)
-    array = np.arange(12_500_000, dtype=np.int64)
-    with DataLoader(datasets.InMemory(array), batch_size=4, service=service.name) as loader:
+    array = np.arange(6_000_000, dtype=np.int64)
+    dataset = torch.utils.data.ConcatDataset([datasets.InMemory(array), datasets.InMemory(torch.from_numpy(array + 1))])
+    with DataLoader(dataset, batch_size=4, service=service.name) as loader:
 
         def streamed_epoch() -> bool:
             before = loader.stats()["local_steps"]
             rows = [row for batch in loader for row in batch.tolist()]
-            assert rows == array[:: len(array) // 400][:400].tolist()
+            assert rows == [*array[:: len(array) // 400].tolist(), *(array[:: len(array) // 400] + 1).tolist()]
             return bool(loader.stats()["local_steps"] == before)
 
         # Until it has come to them, the loader may make steps itself.
         wait_until(streamed_epoch, timeout_s=60, what="an epoch from data workers")
-        # Each is renewed to have the copy; the last may be on its way.
-        wait_until(lambda: len(children_of(worker.pid)) == 4, timeout_s=30, what="four processes")
         grown = pss_of_all(worker.pid) - empty
-        assert grown < 1.6 * array.nbytes, f"{grown / array.nbytes:.2f} copies"
-    assert service.log("worker").count("loaded a pipeline of") == 1
+        assert grown < 1.6 * (num_bytes := 2 * array.nbytes), f"{grown / num_bytes:.2f} copies"
+        assert len(list((service.address_file.parent).glob("definitions-*/*"))) == 1
+    assert service.log("worker").count("fetched for this host") == 1
+    service.stop()
+    assert not list(service.address_file.parent.glob("definitions-*")), "nothing is left of it"
 
 
-def test_a_large_dataset_that_cannot_be_loaded_is_reported(service: Any) -> None:
-    service.start_workers(2)
+def test_what_a_dataset_opens_when_it_is_loaded_belongs_to_one_process(three: Any, tmp_path: Path) -> None:
+    dataset = datasets.OpenedWhenLoaded(tmp_path / "records", 20_000)
+    with DataLoader(dataset, batch_size=50, service=three.name, job_name="opened") as loader:
+        assert [row for batch in loader for row in batch.tolist()] == list(range(len(dataset)))
+        assert loader.stats()["local_steps"] == 0
+    dataset.file.close()
+
+
+def test_what_a_process_writes_into_its_dataset_is_seen_by_no_other(three: Any) -> None:
+    dataset = datasets.WritesIntoItsTable(np.zeros(1 << 20, dtype=np.int64))
+    with DataLoader(dataset, batch_size=1, service=three.name, job_name="writes") as loader:
+        made = [tuple(int(one) for one in batch) for batch in loader]
+    times: dict[int, list[int]] = collections.defaultdict(list)
+    for pid, count in made:
+        times[pid].append(count)
+    assert all(sorted(counts) == list(range(1, len(counts) + 1)) for counts in times.values())
+    assert dataset.table[0] == 0
+
+
+def test_a_dataset_that_changes_between_epochs_is_seen_and_the_old_one_is_dropped(three: Any) -> None:
+    table = np.zeros(2 << 20, dtype=np.int64)
+    with DataLoader(datasets.InMemory(table), batch_size=100, service=three.name, job_name="changes") as loader:
+        for epoch in range(3):
+            table[:] = epoch
+            assert [row for batch in loader for row in batch.tolist()] == [epoch] * 400
+        assert loader.stats()["local_steps"] == 0
+
+
+def test_a_large_dataset_that_cannot_be_loaded_is_reported(three: Any) -> None:
     with (
-        DataLoader(datasets.LargeOnlyHere(), batch_size=4, service=service.name) as loader,
+        DataLoader(datasets.LargeOnlyHere(), batch_size=4, service=three.name, job_name="only here") as loader,
         pytest.raises(PipelineError, match="cannot be rebuilt in a data worker: UserError: not here"),
     ):
         next(iter(loader))
 
 
-def test_what_was_left_is_taken_once_and_small_pipelines_are_not_left() -> None:
-    exchange = Exchange()
-    try:
-        exchange.leave(Definition("small", [], "/", b"x"))
-        assert exchange.take() is None
-        large = Definition("large", ["/a"], "/", bytes(LARGE_BYTES))
-        with exchange.alone("large", lambda: False) as to_fetch:
-            assert to_fetch
-            with pytest.raises(Renew):
-                exchange.leave(large)
-        assert exchange.take() == large
-        with exchange.alone("large", lambda: True) as to_fetch:
-            assert not to_fetch, "the supervisor has it"
-        exchange.empty()
-        assert exchange.take() is None
-    finally:
-        exchange.close()
+@pytest.fixture
+def exchange() -> Iterator[Exchange]:
+    with_two_slots = Exchange(num_slots=2)
+    yield with_two_slots
+    with_two_slots.close()
+
+
+def message_of(name: str, *buffers: bytes, blob: bytes = b"pickle") -> ProvideDefinition:
+    return ProvideDefinition(name, ["/a"], "/", *pack(blob, buffers, Path("/nowhere")))
+
+
+def test_a_definition_is_kept_for_all_and_each_one_writes_to_its_own(exchange: Exchange) -> None:
+    assert exchange.find("d") is None
+    buffers = [b"a" * 100, b"", b"b" * 5000]
+    with exchange.alone(lambda: False) as is_its_turn, exchange.alone(lambda: True) as is_anothers:
+        assert is_its_turn
+        assert not is_anothers
+        first = exchange.keep(message_of("d", *buffers), Path("/nowhere"))
+    second = exchange.find("d")
+    assert second is not None
+    assert [bytes(one) for one in second.buffers] == buffers
+    assert (second.definition_id, second.sys_path, second.working_dir, second.blob) == ("d", ["/a"], "/", b"pickle")
+    memoryview(first.buffers[0])[:1] = b"x"
+    assert bytes(second.buffers[0][:2]) == b"aa"
+
+
+def test_a_slot_in_use_is_not_used_again(exchange: Exchange) -> None:
+    large = bytes(2 << 20)
+    held = [exchange.keep(message_of(name, large), Path("/nowhere")) for name in ("d0", "d1")]
+    alone = exchange.keep(message_of("d2", b"x" * 100), Path("/nowhere"))
+    assert bytes(alone.buffers[0]) == b"x" * 100, "it has memory of its own"
+    assert exchange.find("d2") is None
+    assert exchange.find("d1") is not None
+    del held[0]
+    exchange.keep(message_of("d3", large), Path("/nowhere"))
+    assert exchange.find("d0") is None
+    assert exchange.find("d3") is not None
+    assert bytes(held[0].buffers[0]) == large
+
+
+def test_a_process_that_ended_while_it_fetched_holds_up_nobody(exchange: Exchange) -> None:
+    pid = os.fork()
+    if pid == 0:
+        with exchange.alone(lambda: False):
+            os._exit(0)
+    os.waitpid(pid, 0)
+    with exchange.alone(lambda: True) as is_its_turn:
+        assert is_its_turn
+
+
+@pytest.mark.parametrize("blob_bytes", [10, 3000], ids=["small stream", "large stream"])
+def test_what_is_too_large_for_a_message_goes_by_a_file_that_is_checked(
+    exchange: Exchange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blob_bytes: int
+) -> None:
+    monkeypatch.setattr(handover, "IN_MESSAGE_BYTES", 1000)
+    blob, data = os.urandom(blob_bytes), os.urandom(2000)
+    directory = tmp_path / "definitions"
+    for _ in range(2):  # another rank
+        sent, contents = pack(blob, [data], directory)
+    (file,) = directory.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len(sent) + len(contents.data) <= 1000
+    message = ProvideDefinition("d", [], "/", sent, contents)
+    kept = exchange.keep(message, directory)
+    assert (bytes(kept.blob), [bytes(one) for one in kept.buffers]) == (blob, [data])
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    with pytest.raises(HandoverFailed, match="is damaged"):
+        exchange.keep(message, directory)
+    file.chmod(0o644)
+    with pytest.raises(HandoverFailed, match="not this user's own"):
+        exchange.keep(message, directory)
+    now = file.stat().st_mtime
+    remove_unused(directory, {file.name}, now + 3600)
+    remove_unused(directory, (), now + 1)
+    assert file.exists()
+    remove_unused(directory, (), now + 3600)
+    with pytest.raises(HandoverFailed, match=r"cannot be read on this host: .* share"):
+        exchange.keep(message, directory)
+
+
+def test_a_dataset_above_the_cap_or_without_room_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PipelineError, match=r"by a file, and it cannot be written: .*Not a dir"):
+        pack(b"", [bytes(handover.IN_MESSAGE_BYTES + 1)], tmp_path / "file" / "definitions")
+    monkeypatch.setattr(handover, "MOST_BYTES", 1000)
+    with pytest.raises(PipelineError, match="is 1,002 bytes in pickled form, more than the 1,000"):
+        pack(b"xx", [bytes(1000)], tmp_path)
+
+
+def test_a_message_whose_bytes_are_too_few_is_refused() -> None:
+    with pytest.raises(HandoverFailed, match="3 bytes came instead of 64"):
+        read_into(memoryview(bytearray(64)), Contents([3], b"abc"), Path("/nowhere"))
+
+
+def through(value: Any) -> Any:
+    """What a data worker makes of it."""
+    blob, buffers = pickle_apart(Pipeline(value, list, -1))
+    copies = [memoryview(bytearray(buffer)) for buffer in buffers]
+    return load_pipeline(Definition("d", [], os.getcwd(), blob, copies)).dataset
+
+
+def test_tensors_and_arrays_leave_without_a_copy_and_views_stay_views() -> None:
+    tensor = torch.arange(40_000).reshape(200, 200)
+    array = np.arange(20_000.0)
+    half = torch.zeros(50_000, dtype=torch.bfloat16)
+    value = {
+        "whole": tensor,
+        "row": tensor[3],
+        "turned": tensor.T,
+        "array": array,
+        "half": half,
+        "small": torch.ones(3),
+    }
+    blob, buffers = pickle_apart(value)
+    assert sorted(map(len, buffers)) == [100_000, 160_000, 320_000]
+    assert len(blob) < 5000
+    assert {np.frombuffer(one, dtype=np.uint8).ctypes.data for one in buffers} == {
+        tensor.data_ptr(),
+        array.ctypes.data,
+        half.data_ptr(),
+    }
+    made = through(value)
+    assert all(torch.equal(made[name], value[name]) for name in ("whole", "row", "turned", "half", "small"))
+    assert np.array_equal(made["array"], array)
+    made["whole"][3, 5] = -1
+    made["array"][0] = -1
+    assert made["row"][5] == made["turned"][5, 3] == -1
+    assert tensor[3, 5] == 605
+
+
+def test_other_tensors_go_torchs_own_way() -> None:
+    parameter = torch.nn.Parameter(torch.ones(APART_FROM_BYTES))
+    tagged = torch.ones(APART_FROM_BYTES)
+    tagged.tag = "mine"  # type: ignore[attr-defined]
+    conjugate = torch.ones(APART_FROM_BYTES, dtype=torch.complex64).conj()
+    sparse = torch.eye(3).to_sparse()
+    value = [parameter, tagged, conjugate, sparse, torch.empty(0), torch.tensor(7)]
+    made = through(value)
+    assert isinstance(made[0], torch.nn.Parameter)
+    assert made[0].requires_grad
+    assert made[1].tag == "mine"
+    assert torch.equal(made[2], conjugate)
+    assert torch.equal(made[3].to_dense(), torch.eye(3))
+    assert made[4].numel() == 0
+    assert made[5] == 7
+
+
+def test_a_change_of_one_byte_is_another_definition() -> None:
+    array = np.zeros(1 << 20, dtype=np.uint8)
+    pipeline = Pipeline(array, list, len(array))
+    before = define(pipeline).definition_id
+    assert define(pipeline).definition_id == before
+    array[-1] = 1
+    assert define(pipeline).definition_id != before
 
 
 def test_a_data_worker_whose_dataset_never_loads_ends_when_told(service: Any, tmp_path: Path, wait_until: Any) -> None:
@@ -85,7 +260,7 @@ def test_a_data_worker_whose_dataset_never_loads_ends_when_told(service: Any, tm
     flag = tmp_path / "loading"
     with DataLoader(datasets.NeverLoaded(8, flag), batch_size=8, service=service.name) as loader:
         passing = iter(loader)
-        wait_until(flag.exists, timeout_s=30, what="the load in the supervisor")
+        wait_until(flag.exists, timeout_s=30, what="the load in a data worker")
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(timeout=10) == -signal.SIGTERM
+        assert worker.wait(timeout=15) == 0
         assert sum(1 for _ in passing) == 1, "the trainer makes it itself"

@@ -165,6 +165,48 @@ class NoneCanBeMade(Augmented):
         raise UserError(f"sample {index} is bad")
 
 
+class OpenedWhenLoaded(Dataset[Any]):
+    """Records of a file that it opens in `__setstate__`, as is right with torch's workers; its index is large."""
+
+    RECORD = 8
+
+    def __init__(self, path: Path, length: int) -> None:
+        self.path = path
+        path.write_bytes(np.arange(length, dtype="<i8").tobytes())
+        self.index = [
+            (i * self.RECORD, f"record {i:08d} of an index that makes the pickle large") for i in range(length)
+        ]
+        self.file = path.open("rb", buffering=0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "file"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.file = self.path.open("rb", buffering=0)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(self.index[index][0])
+        return int.from_bytes(self.file.read(self.RECORD), "little")
+
+
+class WritesIntoItsTable(Dataset[Any]):
+    """Each sample is the number of times that this process has written to the table, which starts as zeros."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.table[0] += 1
+        return os.getpid(), int(self.table[0])
+
+
 class NeverLoaded(Augmented):
     """Large, and rebuilding it in a data worker does not end."""
 

@@ -51,9 +51,9 @@ from mpi_dataworkers.ops.pipeline import (
     copy_of,
     define,
     difference,
-    has_changed,
     enter_worker,
     generators_kept,
+    has_changed,
     make_step,
 )
 from mpi_dataworkers.ops.tree import holds_objects, resolve_class, unflatten

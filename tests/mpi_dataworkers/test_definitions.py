@@ -30,6 +30,7 @@ from mpi_dataworkers.messages import (
     RegisterConsumer,
     UnknownPeer,
 )
+from mpi_dataworkers.naming import LoaderName
 
 ORDER = PlannedOrder(10, 1, 1, 0, False, False, 0)
 
@@ -76,7 +77,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
     monkeypatch.setattr(client, "open_loader_endpoint", lambda *_: endpoint)
     endpoint.answer(ConsumerRegistered(False, 1, "old"))
     loader = ServiceClient(
-        Path("/nowhere"), Identity(0, 1, "job"), 0, definition("old"), {}, lambda *_: None, 1 << 20, frozenset()
+        Path("/nowhere"),
+        Identity(0, 1, "job"),
+        LoaderName(0, 0, "", "", False),
+        definition("old"),
+        {},
+        lambda *_: None,
+        1 << 20,
+        frozenset(),
     )
     endpoint.next_of(RegisterConsumer)
     yield endpoint, loader

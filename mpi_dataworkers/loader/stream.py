@@ -26,7 +26,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from mpi_dataworkers.address import parse_service
-from mpi_dataworkers.client import CONNECT_TIMEOUT_S, Delivered, MakeItYourself, Pass, ServiceClient
+from mpi_dataworkers.client import Delivered, MakeItYourself, Pass, ServiceClient
 from mpi_dataworkers.codec import Buffer, split
 from mpi_dataworkers.config import (
     Identity,
@@ -58,7 +58,7 @@ from mpi_dataworkers.ops.pipeline import (
 )
 from mpi_dataworkers.ops.tree import holds_objects, resolve_class, unflatten
 from mpi_dataworkers.rates import RecentRates, step_time_s
-from mpi_dataworkers.worker import wait_for_address_file
+from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, wait_for_address_file
 
 _pin_memory: Any = torch_pin.pin_memory
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import sample_datasets as datasets
 
-from mpi_dataworkers import DataLoader, client
+from mpi_dataworkers import DataLoader, client, connection
 from mpi_dataworkers.address import ServiceAddress
 from mpi_dataworkers.client import ServiceClient
 from mpi_dataworkers.config import Identity
@@ -31,6 +31,7 @@ from mpi_dataworkers.messages import (
     UnknownPeer,
 )
 from mpi_dataworkers.naming import LoaderName
+from mpi_dataworkers.transports.base import ToLoader
 
 ORDER = PlannedOrder(10, 1, 1, 0, False, False, 0)
 
@@ -52,15 +53,15 @@ class Scripted:
             pass
         return message
 
-    def send(self, message: Message) -> None:
+    def send(self, _: int, message: Message) -> None:
         self.sent.put(message)
 
-    def poll(self, timeout_s: float) -> tuple[list[Message], list[Any]]:
+    def poll(self, timeout_s: float) -> tuple[list[ToLoader], list[Any]]:
         try:
             message = self._answers.get(timeout=timeout_s)
         except queue.Empty:
             return [], []
-        return [message] if message is not None else [], []
+        return [ToLoader(1, message)] if message is not None else [], []
 
     def wake(self) -> None:
         self._answers.put(None)
@@ -74,7 +75,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
     """A loader that is registered with definition `old`, and its dispatcher."""
     endpoint = Scripted()
     monkeypatch.setattr(client, "wait_for_address_file", lambda *_: ServiceAddress("tcp://127.0.0.1:1", *"abcd"))
-    monkeypatch.setattr(client, "open_loader_endpoint", lambda *_: endpoint)
+    monkeypatch.setattr(connection, "open_loader_endpoint", lambda *_: endpoint)
     endpoint.answer(ConsumerRegistered(False, 1, "old"))
     loader = ServiceClient(
         Path("/nowhere"),
@@ -83,6 +84,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
         definition("old"),
         {},
         lambda *_: None,
+        lambda _: False,
         1 << 20,
         frozenset(),
     )

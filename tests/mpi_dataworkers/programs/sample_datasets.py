@@ -214,11 +214,13 @@ class NeverLoaded(Augmented):
         super().__init__(length)
         self.flag = flag
         self.table = os.urandom(2 << 20)
+        self.trainer = os.getpid()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.flag.touch()
-        time.sleep(600)
+        if os.getpid() != self.trainer:
+            self.flag.touch()
+            time.sleep(600)
 
 
 class Holding(Augmented):

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 import mpi_dataworkers.errors
+from mpi_dataworkers.address import ServiceAddress
 from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.config import Identity
 from mpi_dataworkers.connection import CONNECT_TIMEOUT_S, REPORT_S, Connection, ConnectionOptions, join_service
@@ -290,6 +291,15 @@ class _ClientOptions:
     compress: bool
 
 
+def service_at(address_file: Path) -> ServiceAddress:
+    """Wait for a service's address file.
+
+    Raises:
+        ServiceUnavailable, ServiceError: as they say.
+    """
+    return wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
+
+
 class ServiceClient:
     """One loader at its service, over the connection of its process.
 
@@ -323,7 +333,7 @@ class ServiceClient:
         compress: bool = False,
     ) -> None:
         keep_freed_memory()
-        service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
+        service = service_at(address_file)
         self._options = _ClientOptions(
             address_file, identity, name, description, prepare, runs_program, buffer_bytes, rails, compress
         )

@@ -26,7 +26,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from mpi_dataworkers.address import parse_service
-from mpi_dataworkers.client import Delivered, MakeItYourself, Pass, ServiceClient
+from mpi_dataworkers.client import Delivered, MakeItYourself, Pass, ServiceClient, service_at
 from mpi_dataworkers.codec import Buffer, split
 from mpi_dataworkers.config import (
     Identity,
@@ -58,7 +58,6 @@ from mpi_dataworkers.ops.pipeline import (
 )
 from mpi_dataworkers.ops.tree import holds_objects, resolve_class, unflatten
 from mpi_dataworkers.rates import RecentRates, step_time_s
-from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, wait_for_address_file
 
 _pin_memory: Any = torch_pin.pin_memory
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
@@ -194,7 +193,7 @@ class Stream:
         if self._service is not None and (
             self._defined is None or self._defined.definition_id != defined.definition_id
         ):
-            directory = wait_for_address_file(self._service, CONNECT_TIMEOUT_S).definitions_dir
+            directory = service_at(self._service).definitions_dir
             blob, contents = pack(defined.blob, defined.buffers, directory)
             names = defined.definition_id, defined.sys_path, defined.working_dir
             self._provided = ProvideDefinition(*names, blob, contents)

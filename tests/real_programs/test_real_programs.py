@@ -26,7 +26,7 @@ from mpi_dataworkers.hook import environment
 from tests.mpi_dataworkers.conftest import Service, Zygote
 
 HERE = Path(__file__).parent
-PROGRAM_TIMEOUT_S = 120.0
+PROGRAM_TIMEOUT_S = 240.0  # two ranks import their framework in half a minute each, on a busy machine
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 WaitUntil = Callable[..., None]
@@ -42,7 +42,6 @@ class Program:
         is_random: it draws random numbers while it makes batches, so that these differ from the plain run's.
         exit_code: how it ends.
         launcher: words between Python and the file.
-        local_because: words of the reason for which a loader leaves the data workers; without, none may.
         quick: it runs in `make test`.
     """
 
@@ -50,7 +49,6 @@ class Program:
     is_random: bool = True
     exit_code: int = 0
     launcher: tuple[str, ...] = ()
-    local_because: str = ""
     quick: bool = False
 
 
@@ -64,10 +62,9 @@ PROGRAMS = [
     Program("huggingface_ranks", launcher=TORCHRUN),
     Program("nested", exit_code=3),
     Program("folds"),
-    Program("changing", quick=True),
+    Program("changing"),
     Program("growing", is_random=False),
 ]
-TWO_PROGRAMS = Program("two_programs", is_random=False)
 
 
 @dataclass(frozen=True)
@@ -83,10 +80,6 @@ class Run:
     lines: list[dict[str, Any]]
     stderr: str
     num_files: int
-
-    @property
-    def num_steps(self) -> int:
-        return sum("ids" in line for line in self.lines)
 
     def order(self) -> list[dict[str, Any]]:
         """The ledger without what depends on the bytes."""
@@ -206,6 +199,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield begin
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "program", [pytest.param(one, id=one.name, marks=() if one.quick else pytest.mark.slow) for one in PROGRAMS]
 )
@@ -222,7 +216,7 @@ def test_a_program_gets_from_data_workers_what_it_gets_without_hetstream(
     assert_same(program, *runs)
     assert marker.exists(), "no data worker was killed"
     for service, run in zip((sound, hurt), runs[2:], strict=True):
-        assert_streamed(program, service.loaders(), run)
+        assert_streamed(service.loaders(), run)
 
 
 def assert_same(program: Program, plain: Run, without_workers: Run, *streamed: Run) -> None:
@@ -236,71 +230,11 @@ def assert_same(program: Program, plain: Run, without_workers: Run, *streamed: R
     assert (without_workers.lines != plain.lines) == program.is_random
 
 
-def assert_streamed(program: Program, loaders: list[dict[str, Any]], run: Run) -> None:
-    """Fail where batches were made in the training process."""
+def assert_streamed(loaders: list[dict[str, Any]], run: Run) -> None:
+    """Fail where batches were made in the training process, or hetstream had anything to say."""
+    assert sum(row["steps"] for row in loaders) > 0
     assert [row for row in loaders if row["local_steps"]] == []
-    if program.local_because:
-        assert re.search(rf"stays local: .*{program.local_because}", run.stderr), run.stderr
-    else:
-        assert "stays local" not in run.stderr
-        assert sum(row["steps"] for row in loaders) >= run.num_steps
-
-
-ROWS = """
-import torch
-from torch.utils.data import Dataset
-
-
-class Rows(Dataset):
-    def __init__(self, path):
-        self.path = path
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        numbers = [float(word) for word in self.path.read_text().split()]  # relative to the program's directory
-        return EXPRESSION, index
-"""
-
-
-def write_program(folder: Path, expression: str, first: int) -> None:
-    """The module and the data of a program, under the same names in each folder."""
-    folder.mkdir(exist_ok=True)
-    (folder / "dataset.py").write_text(ROWS.replace("EXPRESSION", expression))
-    (folder / "rows.txt").write_text(" ".join(str(first + number) for number in range(40)))
-
-
-@pytest.mark.parametrize(
-    "is_hurt", [pytest.param(False, id="sound"), pytest.param(True, id="hurt", marks=pytest.mark.slow)]
-)
-def test_two_programs_on_one_service_get_each_its_own_data(
-    is_hurt: bool, tmp_path: Path, zygote: Zygote, start: Start, wait_until: WaitUntil
-) -> None:
-    marker = tmp_path / "killed"
-    folders = {name: tmp_path / name for name in ("first", "second")}
-    write_program(folders["first"], "torch.tensor(numbers[index])", 0)
-    write_program(folders["second"], "torch.tensor(numbers[index]) * 2", 1000)
-    runs: list[Run] = []
-
-    def run(how: str, variables: Mapping[str, str], *names: str) -> None:
-        started = [start(TWO_PROGRAMS, f"{name}, {how}", variables, folders[name]) for name in names]
-        runs.extend(one.finish(wait_until) for one in started)
-
-    with TwoWorkers(tmp_path / "service", zygote, marker if is_hurt else None) as service:
-        run("plain", {}, "first", "second")
-        run("streamed", environment(service.name), "first", "second")
-        write_program(folders["first"], "torch.tensor([numbers[index], -1.0])", 5000)
-        run("edited, plain", {}, "first")
-        run("edited, streamed", environment(service.name), "first")
-    assert zygote.children() == set(), "processes of the service are left"
-    first, second, streamed_first, streamed_second, edited, streamed_edited = runs
-    assert first.lines != second.lines != edited.lines != first.lines, "the data are the same, which shows nothing"
-    assert_same(TWO_PROGRAMS, first, first, streamed_first)
-    assert_same(TWO_PROGRAMS, second, second, streamed_second)
-    assert_same(TWO_PROGRAMS, edited, edited, streamed_edited)
-    assert marker.exists() == is_hurt
-    assert [row for row in service.loaders() if row["local_steps"]] == []
+    assert "hetstream: " not in run.stderr
 
 
 # --- the page that tells users --------------------------------------------------------------------------------------
@@ -308,7 +242,7 @@ def test_two_programs_on_one_service_get_each_its_own_data(
 
 def test_the_page_tells_of_every_program_and_every_program_is_run() -> None:
     files = {path.stem for path in (HERE / "programs").glob("*.py")} - {"ledger"}
-    assert files == {program.name for program in [*PROGRAMS, TWO_PROGRAMS]}
+    assert files == {program.name for program in PROGRAMS}
     page = (HERE.parents[1] / "docs" / "real-programs.md").read_text()
     told = re.findall(r"^\| `(\w+)\.py` \|", page, re.MULTILINE)
     assert sorted(told) == sorted(files)

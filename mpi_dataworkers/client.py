@@ -810,17 +810,16 @@ class ServiceClient:
             return
         came = received.header.batches if isinstance(received.header, Batches) else [received.header]
         self.batches_by_rail[received.rail] += len(came)
-        for header in came:
-            runs_program = self._options.runs_program(header)
-            with self._lock:
+        wanted: list[tuple[Pass, Batch]] = []
+        with self._lock:
+            for header in came:
                 one = self._who_wants(header)
-                if one is None:
-                    continue
-                if runs_program:
+                if one is not None and self._options.runs_program(header):
                     one.buffer.expect(header.step)
                     self._open_rebuilder().put(one, header, received.frames)
-            if not runs_program:
-                self._rebuild_into(one, header, received.frames)
+                elif one is not None:
+                    wanted.append((one, header))
+        self._put_all([(one, header, self._rebuild(header, received.frames)) for one, header in wanted])
 
     def _open_rebuilder(self) -> _Rebuilder:
         if self._rebuilder is None or self._rebuilder.is_ending:
@@ -834,12 +833,15 @@ class ServiceClient:
 
     def _rebuild_into(self, one: Pass, header: Batch, frames: Sequence[Buffer]) -> None:
         """Rebuild a batch that is wanted, and put it into the pass."""
-        item = self._rebuild(header, frames)
+        self._put_all([(one, header, self._rebuild(header, frames))])
+
+    def _put_all(self, items: Sequence[tuple[Pass, Batch, Delivered | BatchFailed | None]]) -> None:
         with self._lock:
-            if item is None:
-                one.buffer.expect_no_more(header.step)
-            elif one.put(header.step, item) and isinstance(item, Delivered):
-                one.place(item.shift)
+            for one, header, item in items:
+                if item is None:
+                    one.buffer.expect_no_more(header.step)
+                elif one.put(header.step, item) and isinstance(item, Delivered):
+                    one.place(item.shift)
             self._news.tell()
 
     def _end_shard(self, header: EndOfShard) -> None:

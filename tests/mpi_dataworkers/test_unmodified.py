@@ -25,7 +25,9 @@ from torch.utils.data import dataloader as torch_dataloader
 from mpi_dataworkers import DataLoader as OwnLoader
 from mpi_dataworkers.hook import environment, patch
 from mpi_dataworkers.loader import stream as streams
+from mpi_dataworkers.loader.order import LookAhead
 from mpi_dataworkers.loader.stream import Stream
+from mpi_dataworkers.loader.torch_loader import look_ahead_of
 
 _Iterator: Any = torch_dataloader._BaseDataLoaderIter
 
@@ -246,6 +248,49 @@ def test_order_and_the_programs_own_random_numbers_are_torchs(
         assert run() == plain, "without data workers"
     with hooked(three.name, monkeypatch):
         assert run() == plain, "with data workers"
+
+
+def test_only_what_nobody_can_see_is_drawn_further_ahead_than_torch_does() -> None:
+    data, generator = programs.Numbers(40), torch.Generator()
+    seen = programs.CountsEpochs(data)
+    shard: Any = DistributedSampler(data, num_replicas=2, rank=0)
+    for loader, expected in (
+        (DataLoader(data, 4), LookAhead(0, 9)),
+        (DataLoader(data, 4, shuffle=True, num_workers=2), LookAhead(4, 9)),
+        (DataLoader(data, 4, shuffle=True, generator=generator), LookAhead(0, 9)),
+        (DataLoader(data, 4, sampler=shard, num_workers=1, prefetch_factor=5), LookAhead(5, 4)),
+        (DataLoader(data, batch_size=None, sampler=WeightedRandomSampler([1.0] * 4, 7)), LookAhead(0, 6)),
+        (DataLoader(data, 4, sampler=seen), LookAhead(0, 0)),
+        (DataLoader(data, 4, sampler=RandomSampler(data, True, generator=generator)), LookAhead(0, 0)),
+        (DataLoader(data, 4, sampler=RandomSampler(data, num_samples=50, generator=generator)), LookAhead(0, 0)),
+        (DataLoader(data, batch_sampler=programs.Eager(), num_workers=2), LookAhead(4, 0)),
+    ):
+        assert look_ahead_of(loader) == expected
+
+
+def test_the_sampler_is_drawn_when_torch_would_and_then_as_far_as_can_be() -> None:
+    own = LookAhead()
+    assert own.goal(position=10, window=8, taking=False, has_begun=False) == 10 + 8 + 64
+    with_workers = LookAhead(4)
+    assert with_workers.goal(0, 8, taking=False, has_begun=False) == 4
+    assert with_workers.goal(0, 8, taking=True, has_begun=True) == 5
+    assert with_workers.goal(7, 8, taking=True, has_begun=True) == 12
+    unseen = LookAhead(0, 100)
+    assert unseen.goal(0, 8, taking=False, has_begun=False) == 0, "torch draws nothing before the first step is taken"
+    assert unseen.goal(0, 8, taking=True, has_begun=False) == 72
+    assert unseen.goal(95, 8, taking=True, has_begun=True) == 100, "the last step when torch draws it"
+    assert unseen.goal(100, 8, taking=True, has_begun=True) == 101
+
+
+def test_accelerates_samplers_are_known_by_name() -> None:
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    data = programs.Numbers(40)
+    batches = BatchSampler(accelerate.SeedableRandomSampler(data, data_seed=1), 4, drop_last=False)
+    shard = accelerate.BatchSamplerShard(batches, num_processes=2, process_index=1)
+    assert look_ahead_of(DataLoader(data, batch_sampler=batches)) == LookAhead(0, 9)
+    assert look_ahead_of(DataLoader(data, batch_sampler=shard)) == LookAhead(0, 4)
+    skipping = accelerate.SkipBatchSampler(shard, skip_batches=2)
+    assert look_ahead_of(DataLoader(data, batch_sampler=skipping)) == LookAhead(0, 2)
 
 
 # --- loaders and iterators ------------------------------------------------------------------------------------------
@@ -524,8 +569,7 @@ import torch.utils.data
 loader = torch.utils.data.DataLoader(range(400), 4)
 iterator = iter(loader)
 next(iterator)
-import builtins
-builtins.kept = iterator
+torch.kept = iterator  # when it goes, the modules that it needs have gone
 """
     result = run_program(program, tmp_path, **environment(three.name, {}))
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

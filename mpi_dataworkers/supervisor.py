@@ -7,6 +7,7 @@ child goes to the dispatcher with its replacement's registration.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -67,6 +68,12 @@ def _is_signalled() -> bool:
     return not signal.sigpending().isdisjoint(_SIGNALS)
 
 
+def _end_group(pid: int) -> None:
+    """End what a process has started and left behind: it is of the same group, unless it chose another."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def run_data_workers(address_file: Path, num_processes: int, cache_bytes: int, num_threads: int = 1) -> int:
     """Fork data worker processes, restart those that die, and wait until the service ends.
 
@@ -124,8 +131,12 @@ class _Supervisor:
                     self._look_at(pid, child)
                 elif self._ending.is_overdue(time.monotonic(), child.page.read() is not None):
                     os.kill(pid, signal.SIGKILL)
-            while self._children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self._reap(ended[0], os.waitstatus_to_exitcode(ended[1]))
+            # Looked at before it is reaped: until then no other process gets its id.
+            while self._children and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+                if (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
+                    _end_group(ended.si_pid)
+                pid, status = os.waitpid(ended.si_pid, 0)
+                self._reap(pid, os.waitstatus_to_exitcode(status))
         self._exchange.close()
         return 1 if self._failed else 0
 
@@ -201,6 +212,7 @@ class _Supervisor:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return 1
+        os.setpgid(0, 0)  # a group of its own, with all that user code starts
         # Until it is connected a signal simply ends it.
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)

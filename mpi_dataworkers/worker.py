@@ -93,6 +93,8 @@ CONNECT_TIMEOUT_S = 30.0
 _QUIET_WAIT_S = 3.0
 # A dispatcher may be away for as long as a restart takes; after this the data worker takes the job for ended.
 GIVE_UP_S = 60.0
+# The control thread looks several times a second; if it did not for so long, it could not.
+_HELD_UP_S = 2.0
 # A silent dispatcher may have come to its end; the address file says so.
 _ASK_FILE_S = 2.0
 # Time for the last batches to leave at an orderly end; after a signal `ending.py` says until when.
@@ -524,11 +526,14 @@ class DataWorker:
     def _talk(self) -> None:
         self._register()
         next_heartbeat = time.monotonic() + HEARTBEAT_S
-        last_heard = time.monotonic()
+        last_heard = looked_at = time.monotonic()
         # The main thread may wait for a loader; the dispatcher is to know in any case that this data worker leaves.
         while not self._done and (now := time.monotonic()) < (leave_by := self._page.ending.batches_by):
             messages = self._endpoint.poll(max(0.0, min(next_heartbeat, leave_by) - now))
             now = time.monotonic()
+            if now - looked_at > _HELD_UP_S:
+                last_heard = now  # user code held the GIL: nobody was asked, so nobody could answer
+            looked_at = now
             for message in messages:
                 last_heard = now
                 self._handle(message)

@@ -82,7 +82,8 @@ from mpi_dataworkers.messages import (
 )
 from mpi_dataworkers.rates import RecentRates
 
-# A worker is lost when it was silent this long; it sends a heartbeat every HEARTBEAT_S.
+# A worker is lost when it was silent this long and has no work; it sends a heartbeat every HEARTBEAT_S. One that works
+# may hold the GIL: while its connection is alive, its sample has the time that the program gives a sample.
 HEARTBEAT_S = 0.5
 WORKER_TIMEOUT_S = 4.0
 # A trainer may hold the GIL in a long call; taking it for dead only pauses its prefetch, it registers again by itself.
@@ -172,7 +173,7 @@ class DispatcherState(Leasing):
         note_rates(self, now)
         out: list[Instruction] = []
         for peer, worker in list(self.workers.items()):
-            if now - worker.last_seen > WORKER_TIMEOUT_S:
+            if now - worker.last_seen > WORKER_TIMEOUT_S + self._may_hold_gil_s(worker):
                 out += self._lose_worker(peer, now, f"silent for {now - worker.last_seen:.1f} s")
         for peer, consumer in list(self.consumers.items()):
             if now - consumer.last_seen > CONSUMER_TIMEOUT_S:
@@ -212,6 +213,11 @@ class DispatcherState(Leasing):
             )
             out.append(Send(peer, Notice(text)))
         return out
+
+    def _may_hold_gil_s(self, worker: WorkerRecord) -> float:
+        """How long user code may keep a data worker from saying anything; its connection says that it is alive."""
+        sessions = [self.sessions.get(self.leases[token].session_id) for token in worker.tokens]
+        return max((one.session.errors.sample_timeout_s for one in sessions if one is not None), default=0.0)
 
     def _unreported_s(self, lease: Lease, now: float) -> float:
         """How long a sent lease could have been reported; a loader that is held up says nothing of its connections."""

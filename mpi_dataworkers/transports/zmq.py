@@ -56,6 +56,12 @@ _NUM_PROBES = 3
 _MAX_UNPROVEN = 256
 # One attempt to connect; within an attempt the kernel tries ever more seldom too.
 _ATTEMPT_MS = 2000
+# libzmq's own thread tells the dispatcher this often that a data worker is alive, also while user code holds the GIL.
+# Silent for the longer time it is taken for gone: it is stopped, or the network between is cut.
+_ALIVE_MS = 500
+_GONE_MS = 4000
+# A dispatcher that is stopped is waited for as one that is away.
+_NO_ANSWER_MS = 60_000
 # Who waits for a dispatcher looks this often whether the service has ended.
 _LOOK_MS = 200
 
@@ -295,6 +301,7 @@ class _ZmqControl:
         self._control.reconnect_ivl = 50
         self._control.reconnect_ivl_max = 200
         _notice_cuts(self._control)
+        self._set_options()
         self._poller = zmq.Poller()
         self._poller.register(self._control, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
@@ -304,6 +311,9 @@ class _ZmqControl:
             self._control.linger = 0
             self._close_control()
             raise
+
+    def _set_options(self) -> None:
+        """Set what one kind of peer has beyond the others."""
 
     def _connect(self, address: str, timeout_s: float, has_ended: Callable[[], bool]) -> None:
         """Wait until the dispatcher has let us in, so that a wrong key is an error and not a silence."""
@@ -397,6 +407,10 @@ class ZmqWorkerEndpoint(_ZmqControl):
 
     def send(self, message: Message) -> None:
         self._send(message, None)
+
+    def _set_options(self) -> None:
+        self._control.heartbeat_ivl, self._control.heartbeat_ttl = _ALIVE_MS, _GONE_MS
+        self._control.heartbeat_timeout = _NO_ANSWER_MS
 
     def poll(self, timeout_s: float) -> list[Message | Reconnected]:
         ready = self._poll_sockets(timeout_s)

@@ -156,14 +156,30 @@ def test_a_data_worker_that_reaches_nobody_is_told_once_for_all_its_leases() -> 
     ]
 
 
-@pytest.mark.parametrize("how", ["silent", "left", "replaced", "failed"])
+def test_a_worker_whose_sample_holds_the_gil_is_not_lost_before_the_sample_hangs() -> None:
+    state = ready_state(steps=2, workers=2)
+    held = {token for token, lease in state.leases.items() if lease.worker == "w0"}
+    state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), 250.0)
+    state.handle(LOADER, LoaderHeartbeat(STATS), 250.0)
+    assert not sent(state.tick(250.0), LeaseRevoked)
+    assert "w0" in state.workers
+    assert state.workers["w0"].tokens == held
+    state.handle(LOADER, LoaderHeartbeat(STATS), 304.0)
+    state.tick(rules.WORKER_TIMEOUT_S + 300.1)
+    assert "w0" not in state.workers, "its supervisor would have replaced it"
+
+
+@pytest.mark.parametrize("how", ["gone", "silent", "left", "replaced", "failed"])
 def test_a_lost_workers_steps_go_to_the_others(how: str) -> None:
     state = ready_state(steps=2, workers=2)
     victims = [lease.token for lease in state.leases.values() if lease.worker == "w0"]
     assert victims
-    if how == "silent":
-        state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), 3.0)
-        out = state.tick(rules.WORKER_TIMEOUT_S + 0.1)
+    if how == "gone":
+        out = state.peer_gone("w0", 3.0)
+    elif how == "silent":
+        state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), 300.0)
+        state.handle(LOADER, LoaderHeartbeat(STATS), 300.0)
+        out = state.tick(rules.WORKER_TIMEOUT_S + 300.1)
     elif how == "left":
         out = state.handle("w0", LeaveWorker(), 1.0)
     elif how == "replaced":
@@ -181,8 +197,7 @@ def test_a_lost_workers_steps_go_to_the_others(how: str) -> None:
 def test_a_worker_that_was_stopped_and_continues_is_fenced() -> None:
     state = ready_state(steps=4, workers=2)
     mine = next(lease for lease in state.leases.values() if lease.worker == "w0")
-    state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), 4.0)
-    state.tick(4.5)
+    state.peer_gone("w0", 4.5)  # libzmq was no more told that it is alive
     assert "w0" not in state.workers
     assert state.handle("w0", FinishLease(mine.token, 1.0), 10.0) == [Send("w0", UnknownPeer())]
     held = HeldLease(mine.token, "s", mine.first, mine.stop)

@@ -415,6 +415,26 @@ def test_a_sample_that_ends_its_process_is_left_out_and_nothing_else(service: An
     assert loader.stats()["local_steps"] == 0
 
 
+def test_a_sample_that_holds_the_gil_for_long_costs_nobody_a_data_worker(service: Any, loaders: Any) -> None:
+    service.start_workers(1)
+    loader = loaders(datasets.HoldsTheGil(24, 11, 6), service=service.name)
+    assert ids_of(loader) == ids_of(loaders(datasets.Augmented(24)))
+    assert loader.stats()["local_steps"] == 0
+    assert "lost" not in service.log("dispatcher")
+
+
+@pytest.mark.parametrize("how", ["hung", "killed"])
+def test_what_a_sample_has_started_ends_with_its_process(
+    service: Any, loaders: Any, tmp_path: Path, wait_until: Any, how: str
+) -> None:
+    service.start_workers()
+    note = tmp_path / "child"
+    loader = loaders(datasets.LeavesAChild(16, note, how), service=service.name, sample_timeout_s=1.0)
+    assert [i for ids in ids_of(loader) for i in ids] == list(range(16))
+    stat = Path(f"/proc/{note.read_text()}/stat")
+    wait_until(lambda: not stat.exists() or stat.read_text().split()[2] == "Z", 10, "the end of what it had started")
+
+
 def test_a_process_that_dies_again_and_again_is_raised_in_the_trainer(service: Any, loaders: Any) -> None:
     service.start_workers()
     passing = iter(loaders(datasets.Deadly(24, {3}, "exit"), service=service.name))

@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -205,6 +206,38 @@ class WritesIntoItsTable(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[int, int]:
         self.table[0] += 1
         return os.getpid(), int(self.table[0])
+
+
+class HoldsTheGil(Augmented):
+    """One sample is in C code for longer than a heartbeat may be late, and lets no other thread run."""
+
+    def __init__(self, length: int, slow: int, seconds: int) -> None:
+        super().__init__(length)
+        self.slow, self.seconds = slow, seconds
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.slow:
+            ctypes.PyDLL(None).sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+class LeavesAChild(Augmented):
+    """One sample starts a program, writes down its process id, and then hangs or ends its process."""
+
+    def __init__(self, length: int, note: Path, how: str) -> None:
+        super().__init__(length)
+        self.note, self.how = note, how
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3 and not self.note.exists():
+            child = subprocess.Popen(["sleep", "600"])
+            written = self.note.with_suffix(".new")
+            written.write_text(str(child.pid))
+            written.rename(self.note)
+            if self.how == "killed":
+                os._exit(7)
+            time.sleep(600)
+        return super().__getitem__(index)
 
 
 class NeverLoaded(Augmented):

@@ -300,6 +300,17 @@ def service_at(address_file: Path) -> ServiceAddress:
     return wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
 
 
+_trainer: tuple[int, str] = (0, "")
+
+
+def _trainer_name() -> str:
+    """A random name of this process; a forked one gets its own."""
+    global _trainer
+    if _trainer[0] != os.getpid():
+        _trainer = os.getpid(), secrets.token_hex(8)
+    return _trainer[1]
+
+
 class ServiceClient:
     """One loader at its service, over the connection of its process.
 
@@ -354,6 +365,7 @@ class ServiceClient:
             place=name.place,
             made_at=name.made_at,
             divides=name.divides,
+            trainer=_trainer_name(),
         )
         self._lock = threading.Lock()
         self._news = _News()

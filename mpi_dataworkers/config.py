@@ -19,11 +19,39 @@ import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from mpi_dataworkers.errors import ConfigError
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 DEFAULT_CACHE_BYTES = 256 << 20
+# What a program's environment says of its own process, host, launcher or session; data workers keep theirs. A name that
+# ends in "_" stands for all that begin with it.
+_NOT_SENT = (
+    # launchers, and where a process is among others
+    *("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "PBS_", "LSB_", "FLUX_", "KUBERNETES_"),
+    *("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_", "HYDI_", "HOROVOD_", "TORCHELASTIC_", "PET_", "ACCELERATE_"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX"),
+    # what a process reads when it starts, its accelerators, its threads, its network
+    *("HETSTREAM_", "PYTHON", "PYTHON_", "LD_PRELOAD", "MALLOC_", "GLIBC_"),
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+    *("ZE_AFFINITY_MASK", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_"),
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_"),
+    # the session and the shell
+    *("_", "PWD", "OLDPWD", "SHLVL", "HOST", "HOSTNAME", "MAIL", "TMPDIR", "TMP", "TEMP", "DISPLAY", "WINDOWID"),
+    *("XDG_", "DBUS_", "SSH_", "GPG_", "TERM", "TERM_", "COLORTERM", "COLUMNS", "LINES", "TMUX", "TMUX_", "STY"),
+    *("XAUTHORITY", "WAYLAND_", "KRB5CCNAME", "INVOCATION_ID", "JOURNAL_STREAM", "DESKTOP_", "BASH_", "PS1"),
+    # names of one run
+    *("WANDB_", "MLFLOW_", "PYTEST_"),
+)
+# What a host's own set-up decides; it is sent when the program itself has changed it.
+_SENT_IF_CHANGED = (
+    *("PATH", "MANPATH", "INFOPATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_", "TZ", "LD_"),
+    *("CONDA_", "_CE_", "VIRTUAL_ENV", "VIRTUAL_ENV_", "PYENV_", "LS_COLORS", "LESS", "LESS_", "PAGER", "EDITOR"),
+    *("MODULE", "MODULES_", "MODULEPATH", "MODULEPATH_", "MODULESHOME", "LOADEDMODULES", "LMOD_", "_LMFILES_"),
+    *("PKG_CONFIG_PATH", "CPATH", "LIBRARY_PATH", "CMAKE_PREFIX_PATH"),
+)
 RAILS = ("shm", "ipc", "tcp")
 ALL_RAILS = ("mpi", *RAILS)
 
@@ -69,6 +97,41 @@ def service_from_environment(environ: Mapping[str, str] = os.environ) -> str | N
 def slurm_job_from_environment(environ: Mapping[str, str] = os.environ) -> str:
     """Id of the Slurm job that this process belongs to; "" outside of Slurm."""
     return environ.get("SLURM_JOB_ID", "")
+
+
+def _is_named(name: str, names: tuple[str, ...]) -> bool:
+    return name in names or any(one.endswith("_") and len(one) > 1 and name.startswith(one) for one in names)
+
+
+def environment_at_start() -> dict[str, str]:
+    """The environment that this process was started with (environ in proc(5)); empty where that cannot be read."""
+    try:
+        lines = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(line).partition("=") for line in lines if line)
+    return {name: value for name, _, value in pairs}
+
+
+def travelling_environment(
+    environ: Mapping[str, str] = os.environ, at_start: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """What data workers take over of a trainer's environment.
+
+    Args:
+        environ: the trainer's.
+        at_start: as it was when the trainer started; None to find out.
+
+    Returns:
+        Variables with their values, and the names of those that the program has removed.
+    """
+    at_start = environment_at_start() if at_start is None else at_start
+    sent = {
+        name: value
+        for name, value in sorted(environ.items())
+        if not _is_named(name, _NOT_SENT) and (at_start.get(name) != value or not _is_named(name, _SENT_IF_CHANGED))
+    }
+    return sent, [name for name in sorted(at_start.keys() - environ.keys()) if not _is_named(name, _NOT_SENT)]
 
 
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:

@@ -165,4 +165,4 @@ def _mapped(own: int) -> Definition:
         whole[start + place :][:size] for place, size in zip(places_of(contents.sizes), contents.sizes, strict=False)
     ]
     blob = buffers.pop(0) if contents.with_blob else message.blob
-    return Definition(message.definition_id, message.sys_path, message.working_dir, blob, buffers)
+    return Definition(message.definition_id, message.program, message.settings, blob, buffers)

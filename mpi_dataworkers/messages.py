@@ -11,8 +11,8 @@ end of an epoch (by count, in the loader), end of a shard whose length nobody kn
                                 Alive UnknownPeer Refused ShutDown
     data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FailStep EndOfShard FetchDefinition
                                 Draining LeaveWorker
-    dispatcher  -> data worker  WorkerRegistered GrantLease TrimLease RevokeLease DrainWorker CloseSession
-                                ProvideDefinition DropDefinition Alive UnknownPeer Refused ShutDown
+    dispatcher  -> data worker  WorkerRegistered GrantLease TrimLease RevokeLease DrainWorker RenewWorker AddProcess
+                                CloseSession ProvideDefinition DropDefinition Alive UnknownPeer Refused ShutDown
     data worker -> loader       Hello Proof Compressed Batch Batches EndOfShard
     loader      -> data worker  Challenge
     whoever holds the job's key asks the dispatcher RequestStatus and gets Status
@@ -145,6 +145,20 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_final: bool = False
 
 
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The program that a pipeline comes from. A data worker process serves one: what Python has loaded stays loaded.
+
+    Attributes:
+        working_dir: where relative paths start.
+        sys_path: where it imports from, in its order; "" stands for the directories of the Python installation.
+        modules: digest of the source of each module of its own that the pipeline needs, by name.
+    """
+
+    working_dir: str
+    sys_path: list[str]
+    modules: dict[str, str] = {}
+
+
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One pass of one loader over one epoch, or over one shard of it.
 
@@ -209,9 +223,13 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RegisterConsumer(Message, frozen=True):
-    """A loader introduces itself; `description` is compared between programs of one job name.
+    """A loader introduces itself.
 
     `ordinal`, `occurrence`, `place`, `made_at` and `divides` are as in `naming.LoaderName`.
+
+    Attributes:
+        description: compared between programs of one job name.
+        trainer: random name of its process; the loaders of one process have the same.
     """
 
     job_name: str
@@ -226,6 +244,7 @@ class RegisterConsumer(Message, frozen=True):
     place: str = ""
     made_at: str = ""
     divides: bool = False
+    trainer: str = ""
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -245,14 +264,14 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class ProvideDefinition(Message, frozen=True, omit_defaults=True):
-    """The pickled pipeline and the import paths it needs; `blob` is the pickle stream.
+    """The pickled pipeline, the program that it comes from, and what that has set, as `ops.program` writes it.
 
-    The dispatcher keeps it and gives it to data workers that fetch it.
+    The dispatcher keeps it and gives it to data workers that fetch it. `blob` is the pickle stream.
     """
 
     definition_id: str
-    sys_path: list[str]
-    working_dir: str
+    program: Program
+    settings: bytes
     blob: bytes
     contents: Contents = Contents()
 
@@ -406,6 +425,9 @@ class RegisterWorker(Message, frozen=True, omit_defaults=True):
     Attributes:
         replaces: a dead sibling, whose leases are free at once; `fate` is how it ended.
         slurm_job: id of the Slurm job that it belongs to; "" outside of Slurm.
+        slot: its place among the processes of its supervisor, of which several may be there for several programs; ""
+            for a process that nobody can replace.
+        program: that it serves; None while it serves none.
     """
 
     host: str
@@ -414,6 +436,8 @@ class RegisterWorker(Message, frozen=True, omit_defaults=True):
     held: list[HeldLease]
     fate: Fate | None = None
     slurm_job: str = ""
+    slot: str = ""
+    program: Program | None = None
 
 
 class WorkerHeartbeat(Message, frozen=True):
@@ -517,6 +541,14 @@ class TrimLease(Message, frozen=True):
 
 class DrainWorker(Message, frozen=True):
     """Leave after the step in work, as after SIGTERM."""
+
+
+class RenewWorker(Message, frozen=True):
+    """Leave after the step in work, to be forked anew: the process's program is over, and another one is there."""
+
+
+class AddProcess(Message, frozen=True):
+    """Have one more process forked in this one's slot, for another program that is there at the same time."""
 
 
 class RevokeLease(Message, frozen=True):
@@ -797,6 +829,8 @@ DispatcherToWorker = (
     | TrimLease
     | RevokeLease
     | DrainWorker
+    | RenewWorker
+    | AddProcess
     | CloseSession
     | ProvideDefinition
     | DropDefinition

@@ -45,18 +45,27 @@ _WATCH_S = 0.25
 _STACK_S = 1.0
 _STACK_SIGNAL = signal.SIGRTMAX - 1
 _PR_SET_PDEATHSIG = 1
+# Exit code of a process that makes room for a fresh one: what Python has loaded stays loaded.
+FRESH_PROCESS = 4
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
 class _Child:
-    """One data worker process."""
+    """One data worker process.
+
+    Attributes:
+        slot: its place; processes for several programs may be in one.
+        num_asked: how often it has asked for another process there, as far as was looked.
+    """
 
     worker_id: str
+    slot: str
     page: WorkPage = field(default_factory=WorkPage)
     stacks: StackFile = field(default_factory=StackFile)
     started: float = field(default_factory=time.monotonic)
     hung: Work | None = None
+    num_asked: int = 0
 
     def close(self) -> None:
         self.page.close()
@@ -121,12 +130,12 @@ class _Supervisor:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         for _ in range(num_processes):
-            self._start("", None)
+            self._start("", None, secrets.token_hex(8))
         while self._children:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             signal.sigtimedwait([signal.SIGCHLD], self._ending.next_look_s(time.monotonic(), _WATCH_S))
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-            for pid, child in self._children.items():
+            for pid, child in list(self._children.items()):
                 if not self._stopping:
                     self._look_at(pid, child)
                 elif self._ending.is_overdue(time.monotonic(), child.page.read() is not None):
@@ -149,7 +158,10 @@ class _Supervisor:
             os.kill(pid, signal.SIGTERM)
 
     def _look_at(self, pid: int, child: _Child) -> None:
-        """End a process that hangs, with its stack in hand."""
+        """Fork another process where one asks for it; end one that hangs, with its stack in hand."""
+        if (num_asked := child.page.num_asked) > child.num_asked:
+            child.num_asked = num_asked
+            self._start("", None, child.slot)
         work = child.page.read()
         if work is None or child.hung or time.monotonic() - work.since < work.limit_s:
             return
@@ -174,7 +186,10 @@ class _Supervisor:
         work, num_steps = page.read(), page.num_steps
         child.close()
         oom_kills, self._oom_kills = self._oom_kills, count_oom_kills()
-        if code == 0 or (self._stopping and not child.hung):
+        if code == FRESH_PROCESS and not self._stopping:
+            self._start("", None, child.slot)
+            return
+        if code in (0, FRESH_PROCESS) or (self._stopping and not child.hung):
             return
         if child.hung:
             reason = f"hung: it was at one sample for longer than sample_timeout_s={child.hung.limit_s:g}"
@@ -192,10 +207,10 @@ class _Supervisor:
             _log.error("data worker processes died %d times in a row; this data worker gives up", self._early_deaths)
             self._failed = True
         else:
-            self._start(child.worker_id, fate)
+            self._start(child.worker_id, fate, child.slot)
 
-    def _start(self, replaces: str, fate: Fate | None) -> None:
-        child = _Child(secrets.token_hex(16))
+    def _start(self, replaces: str, fate: Fate | None, slot: str) -> None:
+        child = _Child(secrets.token_hex(16), slot)
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -224,10 +239,12 @@ class _Supervisor:
         keep_freed_memory()
         try:
             options = self._cache_bytes, child.page, fate, False, self._exchange, self._num_threads, self._has_ended
-            worker = DataWorker(self._service, child.worker_id, replaces, *options)
+            worker = DataWorker(self._service, child.worker_id, replaces, *options, child.slot)
             for number in _SIGNALS:
                 signal.signal(number, lambda *_: worker.stop())
             worker.run()
+            if worker.wants_renewal:
+                return FRESH_PROCESS
         except ServiceEnded as ended:
             _log.info("%s", ended)
         except HetstreamError as error:

@@ -23,12 +23,14 @@ from mpi_dataworkers.messages import Failure, Fate
 from mpi_dataworkers.threads import MAX_THREADS
 
 # Steps begun, limit, token, step, session id; for each thread since when (0: no user code runs) and which sample; when
-# it was told to end (0: it was not).
+# it was told to end (0: it was not); how often it asked for another process.
 _PAGE = struct.Struct("<qdqq64s")
 _THREAD = struct.Struct("<dq")
 _THREADS_BYTES = _THREAD.size * MAX_THREADS
 _SINCE = _TOLD = struct.Struct("<d")
 _TOLD_AT = _PAGE.size + _THREADS_BYTES
+_ASKED = struct.Struct("<q")
+_ASKED_AT = _TOLD_AT + _TOLD.size
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,15 @@ class WorkPage:
     @ending.setter
     def ending(self, ending: Ending) -> None:
         _TOLD.pack_into(self._page, _TOLD_AT, ending.told_at)
+
+    def ask_for_another(self) -> None:
+        """The supervisor is to fork one more process in the same slot."""
+        _ASKED.pack_into(self._page, _ASKED_AT, self.num_asked + 1)
+
+    @property
+    def num_asked(self) -> int:
+        """How often another process was asked for."""
+        return int(_ASKED.unpack_from(self._page, _ASKED_AT)[0])
 
     @property
     def num_steps(self) -> int:

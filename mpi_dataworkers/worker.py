@@ -34,6 +34,7 @@ from mpi_dataworkers.faults import reach
 from mpi_dataworkers.gather import Gatherer
 from mpi_dataworkers.handover import HandoverFailed
 from mpi_dataworkers.messages import (
+    AddProcess,
     Alive,
     Batch,
     CloseSession,
@@ -53,9 +54,11 @@ from mpi_dataworkers.messages import (
     LeaveWorker,
     Message,
     PlannedOrder,
+    Program,
     ProvideDefinition,
     Refused,
     RegisterWorker,
+    RenewWorker,
     RevokeLease,
     Session,
     ShardOrder,
@@ -77,8 +80,10 @@ from mpi_dataworkers.ops.pipeline import (
     use_one_thread,
     without,
 )
+from mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
 from mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
 from mpi_dataworkers.ops.tree import flatten
+from mpi_dataworkers.programs import joined, serves
 from mpi_dataworkers.sharding import Indices, SampleSeeds
 from mpi_dataworkers.threads import ThreadTeam
 from mpi_dataworkers.transports.base import PeerUnreachable, Reconnected, WorkerEndpoint
@@ -138,6 +143,10 @@ class _LeaseGone(Exception):
     """The lease was revoked, or the worker is to stop, while it waited: nobody is to hear of it."""
 
 
+class _OtherProgram(Exception):
+    """The lease is of a program that this process does not serve: a fresh one is to make its steps."""
+
+
 class _StepFailed(Exception):
     """User code raised for a step."""
 
@@ -159,6 +168,7 @@ class DataWorker:
         over_mpi: this process is a rank of an MPI world.
         exchange: definitions that this host has; None for a process that shares them with no other.
         num_threads: that make the samples of a batch, where the dataset is thread-safe.
+        slot: its place among its supervisor's processes; "" where nobody can fork it anew.
         has_ended: whether the service is over, for when there is no connection on which to be told.
     """
 
@@ -174,10 +184,11 @@ class DataWorker:
         exchange: Exchange | None = None,
         num_threads: int = 1,
         has_ended: Callable[[], bool] = lambda: False,
+        slot: str = "",
     ) -> None:
         self._address = service.address
         self._registration = RegisterWorker(
-            socket.gethostname(), os.getpid(), replaces, [], fate, slurm_job_from_environment()
+            socket.gethostname(), os.getpid(), replaces, [], fate, slurm_job_from_environment(), slot
         )
         self._page = page or WorkPage()
         self._shares = exchange is not None
@@ -207,6 +218,9 @@ class DataWorker:
         self._pipelines: dict[str, EnteredPipeline | Exception] = {}
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
         self._definitions_used: dict[str, Definition] = {}  # of the pipelines: siblings find them while they are held
+        self._program: Program | None = None  # guarded by _lock: that this process serves
+        self._in_force = SettingsInForce()
+        self._said_changed = False
         self._readers: dict[str, ShardReader | RankReader] = {}  # by session
         self._rounds = SharedRounds()
         self._cache = BatchCache(cache_bytes)
@@ -214,6 +228,7 @@ class DataWorker:
         # A plain flag, because `stop` runs in signal handlers, where a second signal may come inside the first:
         # the lock of an Event would then wait for itself.
         self._stopping = False
+        self._renew = False
         self._drains = False  # guarded by _lock
         self._done = False  # the main thread makes no more batches
         self._control = threading.Thread(target=self._run_control, name="hetstream-control", daemon=True)
@@ -223,6 +238,11 @@ class DataWorker:
         self._stopping = True
         self._leases.put(None)  # SimpleQueue.put may be interrupted by itself
         self._endpoint.wake()  # its lock is reentrant
+
+    @property
+    def wants_renewal(self) -> bool:
+        """Whether it has left so that its supervisor forks a fresh process in its slot."""
+        return self._renew
 
     def run(self) -> None:
         """Work until the dispatcher ends the service or `stop` is called.
@@ -318,6 +338,10 @@ class DataWorker:
         except (PeerUnreachable, HandoverFailed) as error:
             _log.warning("session=%s gave a lease back: %s", lease.session.session_id, error)
             self._settle(lease.token, FailLease(lease.token, str(error)))
+        except _OtherProgram:
+            self._settle(lease.token, FailLease(lease.token, "its process serves another program"))
+            self._renew = True
+            self.stop()
         except _LeaseGone:
             return
         else:
@@ -444,7 +468,7 @@ class DataWorker:
                 pipeline = self._load(definition_id, lease.token)
                 self._pipelines[definition_id] = EnteredPipeline(pipeline, self._number)
                 self._say_if_threads_do_not_help(pipeline)
-            except (_LeaseGone, HandoverFailed):
+            except (_LeaseGone, _OtherProgram, HandoverFailed):
                 raise
             except Exception as error:  # noqa: BLE001, user code again; every step of this pipeline fails alike
                 self._pipelines[definition_id] = error
@@ -457,6 +481,7 @@ class DataWorker:
             if entered.is_new(base_seed):
                 self._page.at_sample(-1)
             try:
+                self._apply(self._definitions_used[definition_id].settings)
                 return entered.enter(base_seed)
             except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
                 entered = self._pipelines[definition_id] = error
@@ -493,7 +518,37 @@ class DataWorker:
                     _log.info("pipeline=%s fetched for this host: %d bytes", definition_id[:8], num_bytes)
         self._definitions_used[definition_id] = found
         self._page.at_sample(-1)
+        self._enter(found.program, found.settings)
         return load_pipeline(found)
+
+    def _enter(self, program: Program, settings: bytes) -> None:
+        """Be a process of a program, under its settings.
+
+        Raises:
+            _OtherProgram: this process serves another one, or has loaded another version of its modules.
+        """
+        if self._program is None:
+            enter_program(program)
+        elif not serves(self._program, program):
+            raise _OtherProgram
+        with self._lock:
+            self._program = program if self._program is None else joined(self._program, program)
+        self._apply(settings)
+        changed = changed_since(program)
+        if changed and not self._said_changed:
+            self._said_changed = True
+            _log.warning(
+                "on this host the source of %s is not what the program has loaded: samples may differ until it "
+                "starts again",
+                ", ".join(changed),
+            )
+
+    def _apply(self, settings: bytes) -> None:
+        try:
+            self._in_force.apply(settings)
+        except BaseException as error:  # the program's modules are imported: anything may come
+            text = f"{type(error).__name__}: {error}"
+            raise PipelineError(f"the program's modules cannot be imported in a data worker: {text}") from error
 
     def _holds(self, token: int) -> bool:
         with self._lock:
@@ -566,7 +621,8 @@ class DataWorker:
                 HeldLease(lease.token, lease.session.session_id, lease.first_step, lease.stop_step, lease.shift)
                 for lease in self._held.values()
             ]
-        self._endpoint.send(msgspec.structs.replace(self._registration, held=held))
+            program = self._program
+        self._endpoint.send(msgspec.structs.replace(self._registration, held=held, program=program))
 
     def _drain(self) -> None:
         """Keep only the step in work, and say once how far that leaves each lease. Call it with the lock."""
@@ -637,8 +693,11 @@ class DataWorker:
         elif isinstance(message, UnknownPeer):
             if self._asked_at is None or time.monotonic() - self._asked_at > _REGISTER_AGAIN_S:
                 self._register()
-        elif isinstance(message, ShutDown | DrainWorker):
+        elif isinstance(message, ShutDown | DrainWorker | RenewWorker):
+            self._renew = isinstance(message, RenewWorker)
             self.stop()
+        elif isinstance(message, AddProcess):
+            self._page.ask_for_another()
         elif isinstance(message, Refused):
             raise HetstreamError(f"the dispatcher refused this data worker: {message.text}")
         elif not isinstance(message, Alive):

@@ -132,6 +132,14 @@ class DataWorkerDrains(_OfWorker, frozen=True, kw_only=True):
         return "drains"
 
 
+class ProcessAdded(_OfWorker, frozen=True, kw_only=True):
+    """A further process was asked for in a data worker's slot."""
+
+    @property
+    def happened(self) -> str:
+        return "gets another process beside it"
+
+
 class DataWorkerUnreachable(_OfWorker, frozen=True, kw_only=True):
     """A data worker cannot deliver to a loader, and gets no leases of it for `for_s` seconds."""
 
@@ -360,6 +368,7 @@ ALL_EVENTS = (
     | DataWorkerRegistered
     | DataWorkerLost
     | DataWorkerDrains
+    | ProcessAdded
     | DataWorkerUnreachable
     | DataWorkerPaused
     | DataWorkersMissing

@@ -15,8 +15,11 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from mpi_dataworkers.dispatcher import events
 from mpi_dataworkers.dispatcher.records import (
+    Binding,
     ConsumerRecord,
     Instruction,
     Lease,
@@ -34,12 +37,15 @@ from mpi_dataworkers.messages import (
     ListedOrder,
     Membership,
     OpenEpoch,
+    Program,
+    ProvideDefinition,
     RevokeLease,
     ShardOrder,
     StepList,
     StepsLost,
     TrimLease,
 )
+from mpi_dataworkers.programs import joined, serves
 from mpi_dataworkers.rates import RecentRates
 from mpi_dataworkers.reorder import as_ranges
 
@@ -58,6 +64,8 @@ _REPORT_DELAY_S = 0.15
 _MAX_UNEXPLAINED = 2
 # A worker that has made no step of a pass may have to load its pipeline first.
 _UNKNOWN_STEP_S = 1.0
+
+_NO_PROGRAM = Program("", [])
 
 # Long enough for one burst of messages, which is what the server logs at a time.
 _STORY_LENGTH = 512
@@ -78,6 +86,8 @@ class Leasing:
         self.consumers: dict[str, ConsumerRecord] = {}
         self.sessions: dict[str, SessionRecord] = {}
         self.leases: dict[int, Lease] = {}
+        self.definitions: dict[str, ProvideDefinition] = {}
+        self._slots: dict[str, set[str]] = {}  # which workers are in each slot
         self.leases_granted = 0
         self.leases_revoked = 0
         self.recent = RecentRates(now, 0)  # of `leases_granted`
@@ -89,6 +99,8 @@ class Leasing:
         self._token_base = incarnation << 32
         self._grant_from = grant_from
         self._next_steal = now
+        # Something has changed which may leave a program without a process: see `rooms.py`.
+        self._rooms_changed = False
 
     def _grant_retries(self, now: float) -> list[Instruction]:
         """Lease steps that failed, each alone, to data workers that have not failed them where there are such."""
@@ -116,7 +128,7 @@ class Leasing:
         return {
             peer: worker.host
             for peer, worker in self.workers.items()
-            if not worker.draining and worker.unreachable.get(record.consumer, 0.0) <= now
+            if not worker.draining and self._can_make(worker, record, now)
         }
 
     def _is_fit(self, peer: str, record: SessionRecord, now: float) -> bool:
@@ -129,7 +141,7 @@ class Leasing:
 
     def _may_try(self, peer: str, record: SessionRecord, now: float) -> bool:
         """Whether a data worker is to be given steps of the session: where none is fit, who is there has to try."""
-        if self.workers[peer].unreachable.get(record.consumer, 0.0) > now:
+        if not self._can_make(self.workers[peer], record, now):
             return False
         return self._is_fit(peer, record, now) or not any(
             self._is_fit(other, record, now) for other in self._able(record, now)
@@ -221,7 +233,69 @@ class Leasing:
         return out
 
     def _may_serve(self, worker: WorkerRecord, record: SessionRecord, now: float) -> bool:
-        return not worker.draining and worker.unreachable.get(record.consumer, 0.0) <= now
+        return not worker.draining and self._can_make(worker, record, now)
+
+    def _can_make(self, worker: WorkerRecord, record: SessionRecord, now: float) -> bool:
+        """Whether a data worker reaches the session's loader, and may run its program."""
+        reaches = worker.unreachable.get(record.consumer, 0.0) <= now
+        return reaches and self._definition_for(worker, record) is not None
+
+    def _definition_for(self, worker: WorkerRecord, record: SessionRecord) -> str | None:
+        """The pipeline from which a data worker process would make the session's steps; None if it must not.
+
+        Where jobs share a stream under a name of their choice, they promise that their pipelines agree.
+        """
+        session = record.session
+        if self._fits(worker, session.definition_id, record.consumer):
+            return session.definition_id
+        if session.sharing is None or worker.binding is None:
+            return None
+        agreed = worker.binding.streams.get(session.sharing.key, "")
+        return agreed if agreed in self.definitions else None
+
+    def _fits(self, worker: WorkerRecord, definition_id: str, consumer: str) -> bool:
+        """Whether a process may run a pipeline of a loader: it works for this program now, or is fresh and no other
+        process of its slot works for it.
+
+        A program that runs again gets fresh processes: the last run may have left something behind. The ranks of one
+        run are there at the same time.
+        """
+        binding, trainer = worker.binding, self.consumers[consumer].registration.trainer
+        if binding is None:
+            others = [self.workers[peer] for peer in self._slots.get(worker.slot, ())]
+            return not any(
+                one.binding and not one.draining and self._fits(one, definition_id, consumer) for one in others
+            )
+        if (definition_id, trainer) in binding.granted:
+            return True
+        if not serves(binding.program, self._program_of(definition_id)):
+            return False
+        trainers = binding.trainers
+        if trainers is None or trainer in trainers:
+            return True
+        return any(other.registration.trainer in trainers for other in self.consumers.values())
+
+    def _program_of(self, definition_id: str) -> Program:
+        definition = self.definitions.get(definition_id)
+        return definition.program if definition is not None else _NO_PROGRAM
+
+    def _bind(self, worker: WorkerRecord, record: SessionRecord, definition_id: str) -> None:
+        """The data worker process gets a lease, and is one of the session's program from now on."""
+        session, trainer = record.session, self.consumers[record.consumer].registration.trainer
+        if worker.binding is not None and (definition_id, trainer) in worker.binding.granted:
+            return
+        if definition_id != session.definition_id:
+            return  # it goes on with its own program
+        program = self._program_of(definition_id)
+        if worker.binding is None:
+            worker.binding = Binding(program, {trainer})
+            self._rooms_changed = True
+        binding = worker.binding
+        binding.program = joined(binding.program, program)
+        binding.trainers = {*(binding.trainers or ()), trainer}
+        binding.granted.add((definition_id, trainer))
+        if session.sharing is not None:
+            binding.streams[session.sharing.key] = definition_id
 
     def _group_of(self, record: SessionRecord) -> ShareGroup | None:
         sharing = record.session.sharing
@@ -330,6 +404,10 @@ class Leasing:
         self.leases_granted += 1
         token = self._token_base + self.leases_granted
         session = record.session
+        definition_id = self._definition_for(worker, record) or session.definition_id
+        self._bind(worker, record, definition_id)
+        if definition_id != session.definition_id:
+            session = msgspec.structs.replace(session, definition_id=definition_id)
         shift = record.shift(first)
         self.leases[token] = Lease(token, session.session_id, peer, first, stop, now, shift, cached, begun_at=now)
         record.tokens.add(token)

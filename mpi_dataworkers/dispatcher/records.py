@@ -19,6 +19,7 @@ from mpi_dataworkers.failures import StepFailures
 from mpi_dataworkers.messages import (
     LoaderStats,
     Message,
+    Program,
     ProvideDefinition,
     Ranges,
     RegisterConsumer,
@@ -129,6 +130,24 @@ class WorkDone:
 
 
 @dataclass
+class Binding:
+    """The program that a data worker process serves.
+
+    Attributes:
+        program: with all modules that it may have loaded.
+        trainers: the processes that it has served, as in `RegisterConsumer`; None when that is not known, because the
+            dispatcher was restarted.
+        granted: (definition, trainer) of the leases that it had.
+        streams: of each stream that sessions share, which definition it makes that from.
+    """
+
+    program: Program
+    trainers: set[str] | None
+    granted: set[tuple[str, str]] = field(default_factory=set)
+    streams: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class WorkerRecord:
     """One data worker process.
 
@@ -143,6 +162,9 @@ class WorkerRecord:
         standings: how it does with each pipeline that it was given, by definition id.
         draining: it leaves after the step in work and gets no more leases.
         slurm_job: id of the Slurm job that it belongs to.
+        slot: its place among its supervisor's processes; "" where nobody can fork it anew.
+        binding: None until it has its first lease.
+        renews: it leaves to be forked anew.
     """
 
     number: int
@@ -157,6 +179,9 @@ class WorkerRecord:
     standings: dict[str, Standing] = field(default_factory=dict)
     draining: bool = False
     slurm_job: str = ""
+    slot: str = ""
+    binding: Binding | None = None
+    renews: bool = False
 
     def standing(self, definition_id: str) -> Standing:
         """How it does with a pipeline."""

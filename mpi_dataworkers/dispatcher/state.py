@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 from mpi_dataworkers.dispatcher import events
-from mpi_dataworkers.dispatcher.leasing import Leasing, first_line
+from mpi_dataworkers.dispatcher.leasing import first_line
 from mpi_dataworkers.dispatcher.matching import RanksSeen, cannot_be_one_job, conflict, key_of
 from mpi_dataworkers.dispatcher.records import (
+    Binding,
     ConsumerRecord,
     ForgetDefinition,
     ForgetWorker,
@@ -34,6 +35,7 @@ from mpi_dataworkers.dispatcher.records import (
     WorkDone,
     WorkerRecord,
 )
+from mpi_dataworkers.dispatcher.rooms import Rooms
 from mpi_dataworkers.dispatcher.sharing import different_under_one_name
 from mpi_dataworkers.dispatcher.status import note_rates, status_of
 from mpi_dataworkers.errors import ProtocolError
@@ -104,7 +106,7 @@ _DECISIONS_SHOWN = 5
 _ENDLESS = 1 << 62
 
 
-class DispatcherState(Leasing):
+class DispatcherState(Rooms):
     """All that the dispatcher knows.
 
     Args:
@@ -117,7 +119,6 @@ class DispatcherState(Leasing):
 
     def __init__(self, incarnation: int, now: float, expected: Collection[str] = ()) -> None:
         super().__init__(incarnation, now, now + (RECOVERY_GRACE_S if expected else 0.0))
-        self.definitions: dict[str, ProvideDefinition] = {}
         self.incarnation = incarnation
         self.started_at = now
         self.workers_seen = 0
@@ -138,7 +139,7 @@ class DispatcherState(Leasing):
             KeyError: the message is of a type that no peer sends to a dispatcher; the server refuses those first.
         """
         if isinstance(message, RegisterWorker):
-            return self._register_worker(peer, message, now) + self._assign(now)
+            return self._register_worker(peer, message, now) + self._assign(now) + self._make_room(now)
         if isinstance(message, RegisterConsumer):
             return self._register_consumer(peer, message, now)
         if isinstance(message, RequestStatus):
@@ -157,7 +158,7 @@ class DispatcherState(Leasing):
         if not isinstance(message, WorkerToDispatcher if peer in self.workers else LoaderToDispatcher):
             role = "data worker" if peer in self.workers else "loader"
             return self._refuse(peer, "ProtocolError", f"{type(message).__name__} is no message of a {role}")
-        return _HANDLERS[type(message)](self, peer, message, now) + self._assign(now)
+        return _HANDLERS[type(message)](self, peer, message, now) + self._assign(now) + self._make_room(now)
 
     def peer_gone(self, peer: str, now: float) -> list[Instruction]:
         """A peer's connection closed. If only the network blinked, the peer registers again and says what it has."""
@@ -166,7 +167,7 @@ class DispatcherState(Leasing):
             out = self._lose_worker(peer, now, "its connection closed")
         elif peer in self.consumers:
             out = self._drop_consumer(peer, "its connection closed")
-        return out + self._assign(now)
+        return out + self._assign(now) + self._make_room(now)
 
     def tick(self, now: float) -> list[Instruction]:
         """Let time pass: find the silent and the undelivered, lease their steps again."""
@@ -191,7 +192,7 @@ class DispatcherState(Leasing):
                 out += self._revoke(lease, reason, reconnect=True)
         out += self._tell_lonely(now)
         # Announced here too, because workers that were unreachable become reachable by time alone.
-        return out + self._announce(now) + self._assign(now)
+        return out + self._announce(now) + self._assign(now) + self._make_room(now)
 
     def _tell_lonely(self, now: float) -> list[Instruction]:
         """Tell loaders that have taken steps of a share of the data whose rest nobody reads."""
@@ -279,6 +280,7 @@ class DispatcherState(Leasing):
         self.consumers[peer] = ConsumerRecord(message, now, recent, known.registered_at if known else now, stats)
         self.consumers[peer].told_alone = known is not None and known.told_alone
         self._ranks_seen.note(message)
+        self._rooms_changed = True
         count = self._reachable_workers(peer, now)
         self.consumers[peer].announced_workers = count
         definition_id = message.definition_id
@@ -298,6 +300,7 @@ class DispatcherState(Leasing):
             out += [ForgetDefinition(old), *(Send(worker, DropDefinition(old)) for worker in self.workers)]
         if self.definitions.get(message.definition_id) != message:
             self.definitions[message.definition_id] = message
+            self._rooms_changed = True
             out.append(RememberDefinition(message))
             num_bytes = len(message.blob) + sum(message.contents.sizes)
             self._tell(events.DefinitionRemembered(definition_id=message.definition_id, num_bytes=num_bytes))
@@ -322,6 +325,7 @@ class DispatcherState(Leasing):
         if record.reads_rounds:
             record.holder = next((one.holder for one in self.sessions.values() if one.shard == record.shard), "")
         self.sessions[session.session_id] = record
+        self._rooms_changed = True
         if message.steps is not None:
             self._take_steps(record, message.steps)
         # A pass that is declared again after this dispatcher's restart: workers may hold leases of it.
@@ -399,6 +403,7 @@ class DispatcherState(Leasing):
 
     def _drop_consumer(self, peer: str, cause: str, orderly: bool = False) -> list[Instruction]:
         consumer = self.consumers.pop(peer)
+        self._rooms_changed = True
         who, job_name = _who(consumer.registration), consumer.registration.job_name
         if not any(one.registration.job_name == job_name for one in self.consumers.values()):
             self._ranks_seen.forget(job_name)
@@ -440,8 +445,17 @@ class DispatcherState(Leasing):
         old_tokens = self.workers[peer].tokens if peer in self.workers else set()
         work = self.workers[peer].work if peer in self.workers else WorkDone(now, RecentRates(now, 0, 0))
         standings = self.workers[peer].standings if peer in self.workers else {}
+        binding = Binding(message.program, None) if message.program is not None else None
+        if peer in self.workers:
+            binding = self.workers[peer].binding
         of = number, message.host, message.pid, now, work
-        self.workers[peer] = WorkerRecord(*of, standings=standings, slurm_job=message.slurm_job)
+        self.workers[peer] = WorkerRecord(
+            *of, standings=standings, slurm_job=message.slurm_job, slot=message.slot, binding=binding
+        )
+        self._rooms_changed = True
+        if message.slot:
+            self._slots.setdefault(message.slot, set()).add(peer)
+            self._asked_at.pop(message.slot, None)
         host, pid, num_held = message.host, message.pid, len(message.held)
         self._tell(events.DataWorkerRegistered(data_worker=number, host=host, pid=pid, num_held=num_held, cause=cause))
         out += [RememberWorker(peer), Send(peer, WorkerRegistered(number))]
@@ -619,20 +633,17 @@ class DispatcherState(Leasing):
                     self._requeue(record, range(max(stop, lease.first), end))
         return []
 
-    def _begin_drain(self, peer: str, cause: str) -> None:
-        worker = self.workers[peer]
-        if not worker.draining:
-            self._tell(events.DataWorkerDrains(data_worker=worker.number, cause=cause))
-        worker.draining = True
-        self._note_load(peer)
-        self._shared.lose(peer)
-
     def _leave_worker(self, peer: str, _: LeaveWorker, now: float) -> list[Instruction]:
         return self._lose_worker(peer, now, "left", orderly=True)
 
     def _lose_worker(self, peer: str, now: float, reason: str, orderly: bool = False) -> list[Instruction]:
         """After an orderly end, what it said it sent is on its way and waited for as from a worker that is there."""
         worker = self.workers.pop(peer)
+        self._rooms_changed = True
+        if worker.slot:
+            self._slots[worker.slot].discard(peer)
+            if not self._slots[worker.slot]:
+                del self._slots[worker.slot]
         self.workers_lost += not orderly
         self._note_load(peer)
         self._shared.lose(peer)

@@ -195,7 +195,7 @@ class Stream:
         ):
             directory = service_at(self._service).definitions_dir
             blob, contents = pack(defined.blob, defined.buffers, directory)
-            names = defined.definition_id, defined.sys_path, defined.working_dir
+            names = defined.definition_id, defined.program, defined.settings
             self._provided = ProvideDefinition(*names, blob, contents)
         self._defined = defined
         return self.last_definition()

@@ -12,7 +12,6 @@ import inspect
 import os
 import pickle
 import random
-import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,9 +31,11 @@ from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.failures import StepFailures, Verdict
 from mpi_dataworkers.generators import making_sample
-from mpi_dataworkers.messages import ErrorPolicy, Failure
+from mpi_dataworkers.messages import ErrorPolicy, Failure, Program
 from mpi_dataworkers.ops.own_generators import OwnGenerators
 from mpi_dataworkers.ops.pickling import digest_of, pickle_apart
+from mpi_dataworkers.ops.program import is_own, program_of, settings_of
+from mpi_dataworkers.ops.reached import Reached
 from mpi_dataworkers.rounds import StreamBuckets
 from mpi_dataworkers.sharding import Indices
 from mpi_dataworkers.threads import ThreadTeam
@@ -357,20 +358,20 @@ def _name_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Definition:
-    """A pipeline in pickled form, with the import paths it needs.
+    """A pipeline in pickled form, with what its code needs of the program around it.
 
     Attributes:
         definition_id: see `digest_of`.
-        sys_path: directories that the trainer imports from and a data worker may not.
-        working_dir: the trainer's, where relative paths in the dataset start.
+        program: the trainer's.
+        settings: what the trainer has set, for `ops.program.SettingsInForce`.
         blob: the pickle stream, for `load_pipeline`.
         buffers: the large buffers that the stream refers to. In the trainer they are the dataset's own memory; in a
             data worker they are shared with others until someone writes to them.
     """
 
     definition_id: str
-    sys_path: list[str]
-    working_dir: str
+    program: Program
+    settings: bytes
     blob: Buffer
     buffers: Sequence[Buffer] = ()
 
@@ -382,37 +383,30 @@ def define(pipeline: Pipeline) -> Definition:
         PipelineError: something in it cannot be pickled; the message names the object.
     """
     try:
-        blob, buffers = pickle_apart(pipeline)
+        blob, buffers, met = pickle_apart(pipeline)
     except Exception as error:  # pickling runs user code (__reduce__, __getstate__): any exception may come
         where = find_unpicklable(pipeline)
         raise PipelineError(
             f"the dataset cannot be sent to data workers: {where} cannot be pickled ({error}). Open files, locks and "
             "connections belong into __getitem__ or worker_init_fn, or leave them out in __getstate__."
         ) from error
-    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-    script_dir = [os.path.dirname(os.path.abspath(main_file))] if main_file else []
-    inherited = (os.path.abspath(entry or os.getcwd()) for entry in sys.path)
-    outside = (entry for entry in inherited if not entry.startswith((sys.prefix, sys.base_prefix)))
-    paths = list(dict.fromkeys([*script_dir, *outside]))
-    # Relative paths and imports start at the directories, so they belong to what is digested.
-    return Definition(digest_of(blob, buffers, [*paths, os.getcwd()]), paths, os.getcwd(), blob, buffers)
+    reached = Reached(met, is_own)
+    program, settings = program_of(reached), settings_of(reached)
+    return Definition(digest_of(blob, buffers, program, settings), program, settings, blob, buffers)
 
 
 def has_changed(definition: Definition) -> bool:
     """Whether the program has written to the arrays of a dataset since it was defined in this process."""
-    now = digest_of(definition.blob, definition.buffers, [*definition.sys_path, definition.working_dir])
+    now = digest_of(definition.blob, definition.buffers, definition.program, definition.settings)
     return now != definition.definition_id
 
 
 def load_pipeline(definition: Definition) -> Pipeline:
-    """Rebuild a pipeline in a data worker.
+    """Rebuild a pipeline, in a data worker in the program that it comes from.
 
     Raises:
         PipelineError: it cannot be rebuilt here, or its dataset has another length here.
     """
-    sys.path.extend(entry for entry in definition.sys_path if entry not in sys.path)
-    with contextlib.suppress(OSError):  # not on this host: a relative path then fails with its own error
-        os.chdir(definition.working_dir)
     try:
         pipeline: Pipeline = pickle.loads(definition.blob, buffers=definition.buffers)
         here = len(pipeline.dataset) if pipeline.num_samples >= 0 else -1

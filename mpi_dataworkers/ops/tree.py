@@ -522,8 +522,8 @@ def _reduce_for_trainer(value: Any) -> Any:
     if isinstance(value, type):
         if value in _id_of_class:
             return find_class, (_id_of_class[value], value.__module__, value.__qualname__)
-        if value.__module__ == "__main__" and "<locals>" not in value.__qualname__:
-            return resolve_class, ("__main__", value.__qualname__)
+        if value.__module__ in ("__main__", "__mp_main__") and "<locals>" not in value.__qualname__:
+            return resolve_class, (value.__module__, value.__qualname__)
         return NotImplemented
     kind = type(value)
     if kind in _id_of_class and hasattr(kind, "__slots__") and not hasattr(kind, "__setstate__"):

@@ -24,7 +24,7 @@ def examples() -> list[messages.Message]:
     stats = messages.LoaderStats(1, 2, 3, 4, 0.5, 0.25, 6, 7)
     return [
         messages.RegisterConsumer("job", 0, 1, 2, "h", 3, "d", {"dataset": "A"}),
-        messages.ProvideDefinition("d", ["/a"], "/", b"blob"),
+        messages.ProvideDefinition("d", messages.Program("/", ["/a"]), b"", b"blob"),
         messages.OpenEpoch(session, 5, 1, [(2, 3)], 8, steps),
         messages.ExtendEpoch("s", steps, -1),
         messages.ReportProgress("s", 1, [(2, 4)], 8, stats),
@@ -48,9 +48,11 @@ def examples() -> list[messages.Message]:
         messages.GrantLease(1, session, 2, 3, None),
         messages.TrimLease(1, 5),
         messages.DrainWorker(),
+        messages.RenewWorker(),
+        messages.AddProcess(),
         messages.RevokeLease(1, "s", True, "why"),
         messages.CloseSession("s"),
-        messages.ProvideDefinition("d", [], "/", b"", messages.Contents([3], b"", "ab", True)),
+        messages.ProvideDefinition("d", messages.Program("/", []), b"s", b"", messages.Contents([3], b"", "ab", True)),
         messages.NeedDefinition("d"),
         messages.DropDefinition("d"),
         messages.Alive(),
@@ -81,6 +83,7 @@ def examples() -> list[messages.Message]:
         messages.BatchFailed("s", 1, failure),
         messages.FailStep(1, 2, failure),
         messages.RegisterWorker("h", 5, "w", [], messages.Fate("ended with code 7", "s", 1, 2, failure)),
+        messages.RegisterWorker("h", 5, "", [], slot="a", program=messages.Program("/", ["/a"], {"m": "d"})),
     ]
 
 

@@ -47,6 +47,7 @@ from mpi_dataworkers.messages import (
     Notice,
     OpenEpoch,
     PlannedOrder,
+    Program,
     ProvideDefinition,
     Refused,
     RegisterConsumer,
@@ -257,7 +258,7 @@ def test_definition_is_sent_once_and_fetched_when_it_comes() -> None:
         (LOADER, ConsumerRegistered(True, 1, "d"))
     ]
     assert state.handle("w0", FetchDefinition("d"), 0.0) == []
-    provided = ProvideDefinition("d", [], "/", b"blob")
+    provided = ProvideDefinition("d", Program("/", []), b"", b"blob")
     out = state.handle(LOADER, provided, 0.0)
     assert out == [RememberDefinition(provided), Send("w0", provided)]
     assert sent(state.handle("other", consumer(1), 0.0), ConsumerRegistered) == [
@@ -268,7 +269,7 @@ def test_definition_is_sent_once_and_fetched_when_it_comes() -> None:
 def test_a_definition_that_was_lost_is_asked_for_once_for_each_data_worker_that_wants_it() -> None:
     state = ready_state()
     assert state.handle("w0", FetchDefinition("d"), 0.0) == [Send(LOADER, NeedDefinition("d"))]
-    provided = ProvideDefinition("d", [], "/", b"blob")
+    provided = ProvideDefinition("d", Program("/", []), b"", b"blob")
     assert sent(state.handle(LOADER, provided, 0.0), ProvideDefinition) == [("w0", provided)]
     assert state.handle(LOADER, provided, 0.0) == [], "it is journaled once, and was asked for once"
     assert state.handle("w0", FetchDefinition("d"), 0.0) == [Send("w0", provided)]
@@ -714,11 +715,11 @@ def test_a_message_of_the_wrong_role_is_refused() -> None:
 def test_definitions_that_no_loader_uses_are_forgotten() -> None:
     state = ready_state()
     for number in range(3):
-        out = state.handle(LOADER, ProvideDefinition(f"d{number}", [], "/", b""), 0.0)
+        out = state.handle(LOADER, ProvideDefinition(f"d{number}", Program("/", []), b"", b""), 0.0)
     assert out[0] == ForgetDefinition("d1")
     assert sent(out, DropDefinition) == [(f"w{number}", DropDefinition("d1")) for number in range(len(state.workers))]
     assert state.definitions.keys() == {"d2"}
     current = Session("t", "d2", 0, 0, planned(5), ["tcp://loader:1"])
     state.handle(LOADER, OpenEpoch(current, 5, 0, [], 8, None), 0.0)
-    state.handle(LOADER, ProvideDefinition("d3", [], "/", b""), 0.0)
+    state.handle(LOADER, ProvideDefinition("d3", Program("/", []), b"", b""), 0.0)
     assert state.definitions.keys() == {"d2", "d3"}, "a pass still needs it"

@@ -11,7 +11,7 @@ import pytest
 from mpi_dataworkers.dispatcher import journal as journal_module
 from mpi_dataworkers.dispatcher.journal import Journal
 from mpi_dataworkers.errors import ServiceError
-from mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterConsumer
+from mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterConsumer
 
 CONSUMER = RegisterConsumer("job", 0, 0, 1, "host", 1, "d", {})
 
@@ -21,7 +21,7 @@ def write(directory: Path, groups: int = 1) -> None:
     journal = Journal(directory)
     for number in range(groups):
         journal.begin()
-        journal.remember_definition(ProvideDefinition(f"d{number}", [], "/", b"blob" * 100))
+        journal.remember_definition(ProvideDefinition(f"d{number}", Program("/", []), b"", b"blob" * 100))
         journal.remember_worker(f"w{number}")
         journal.remember_stats(CONSUMER, LoaderStats(epochs=number))
         journal.commit()
@@ -109,7 +109,7 @@ def duplicate_a_row(path: Path) -> None:
 def test_damage_is_refused_and_the_file_named(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
     journal = Journal(tmp_path)
     journal.begin()
-    journal.remember_definition(ProvideDefinition("d0", [], "/", b"blob"))
+    journal.remember_definition(ProvideDefinition("d0", Program("/", []), b"", b"blob"))
     journal.remember_worker("w0")
     journal.remember_stats(CONSUMER, LoaderStats())
     journal.commit()
@@ -121,7 +121,10 @@ def test_damage_is_refused_and_the_file_named(tmp_path: Path, damage: Callable[[
 
 def test_a_large_pipeline_is_stored_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_PART_BYTES", 1000)
-    large = [ProvideDefinition(name, [], "/", name.encode() * size) for name, size in (("d0", 3000), ("d1", 500))]
+    large = [
+        ProvideDefinition(name, Program("/", []), b"", name.encode() * size)
+        for name, size in (("d0", 3000), ("d1", 500))
+    ]
     journal = Journal(tmp_path)
     for definition in (*large, large[0]):
         journal.remember_definition(definition)
@@ -143,7 +146,7 @@ def test_it_stays_small_however_long_the_service_runs(tmp_path: Path) -> None:
         journal.remember_worker(f"w{number}")
         journal.forget_worker(f"w{number - 8}")
         journal.forget_definition(f"d{number - 1}")
-        journal.remember_definition(ProvideDefinition(f"d{number}", [], "/", b"x" * 20_000))
+        journal.remember_definition(ProvideDefinition(f"d{number}", Program("/", []), b"", b"x" * 20_000))
         journal.commit()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 6 << 20
     journal.close()

@@ -18,7 +18,7 @@ from mpi_dataworkers import DataLoader, handover
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.exchange import Exchange
 from mpi_dataworkers.handover import HandoverFailed, pack, read_into, remove_unused
-from mpi_dataworkers.messages import Contents, ProvideDefinition
+from mpi_dataworkers.messages import Contents, Program, ProvideDefinition
 from mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
 from mpi_dataworkers.ops.pipeline import Definition, Pipeline, define, load_pipeline
 
@@ -105,7 +105,7 @@ def exchange() -> Iterator[Exchange]:
 
 
 def message_of(name: str, *buffers: bytes, blob: bytes = b"pickle") -> ProvideDefinition:
-    return ProvideDefinition(name, ["/a"], "/", *pack(blob, buffers, Path("/nowhere")))
+    return ProvideDefinition(name, Program("/", ["/a"]), b"", *pack(blob, buffers, Path("/nowhere")))
 
 
 def test_a_definition_is_kept_for_all_and_each_one_writes_to_its_own(exchange: Exchange) -> None:
@@ -159,7 +159,7 @@ def test_what_is_too_large_for_a_message_goes_by_a_file_that_is_checked(
     (file,) = directory.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert len(sent) + len(contents.data) <= 1000
-    message = ProvideDefinition("d", [], "/", sent, contents)
+    message = ProvideDefinition("d", Program("/", []), b"", sent, contents)
     kept = exchange.keep(message, directory)
     assert (bytes(kept.blob), [bytes(one) for one in kept.buffers]) == (blob, [data])
     file.write_bytes(b"x" + file.read_bytes()[1:])
@@ -195,9 +195,9 @@ def test_a_message_whose_bytes_are_too_few_is_refused() -> None:
 
 def through(value: Any) -> Any:
     """What a data worker makes of it."""
-    blob, buffers = pickle_apart(Pipeline(value, list, -1))
+    blob, buffers, _ = pickle_apart(Pipeline(value, list, -1))
     copies = [memoryview(bytearray(buffer)) for buffer in buffers]
-    return load_pipeline(Definition("d", [], os.getcwd(), blob, copies)).dataset
+    return load_pipeline(Definition("d", Program(os.getcwd(), []), b"", blob, copies)).dataset
 
 
 def test_tensors_and_arrays_leave_without_a_copy_and_views_stay_views() -> None:
@@ -212,7 +212,7 @@ def test_tensors_and_arrays_leave_without_a_copy_and_views_stay_views() -> None:
         "half": half,
         "small": torch.ones(3),
     }
-    blob, buffers = pickle_apart(value)
+    blob, buffers, _ = pickle_apart(value)
     assert sorted(map(len, buffers)) == [100_000, 160_000, 320_000]
     assert len(blob) < 5000
     assert {np.frombuffer(one, dtype=np.uint8).ctypes.data for one in buffers} == {

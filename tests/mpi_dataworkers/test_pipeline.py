@@ -84,7 +84,7 @@ def test_user_errors_name_the_sample() -> None:
 def test_definition_travels_by_value_and_checks_the_length() -> None:
     pipeline = Pipeline(datasets.Augmented(5), lambda samples: [index for _, index in samples], 5)
     definition = define(pipeline)
-    assert definition.working_dir
+    assert definition.program.working_dir
     loaded = load_pipeline(definition)
     assert batch_of(loaded, [4, 2], 0, 0) == [4, 2]
     wrong = define(Pipeline(datasets.Augmented(5), default_collate, 6))

@@ -12,7 +12,7 @@ import time
 import zmq
 
 from mpi_dataworkers.codec import encode
-from mpi_dataworkers.messages import Batch, Hello, Proof, ProvideDefinition, RegisterWorker
+from mpi_dataworkers.messages import Batch, Hello, Program, Proof, ProvideDefinition, RegisterWorker
 from mpi_dataworkers.transports.base import PeerUnreachable
 from mpi_dataworkers.transports.extents import lay_out
 from mpi_dataworkers.transports.shm import ShmBatchSender
@@ -107,7 +107,7 @@ os.setuid(65534)
 attempt("address file", read_file, known["address_file"])
 attempt("journal", read_file, known["journal"])
 attempt("files of the trainer", os.listdir, f"/proc/{known['pid']}/fd")
-definition = encode(ProvideDefinition("d", [], "/", b"cos\nsystem\n(S'touch /tmp/intruder'\ntR."))
+definition = encode(ProvideDefinition("d", Program("/", []), b"", b"cos\nsystem\n(S'touch /tmp/intruder'\ntR."))
 attempt("dispatcher", talk_zmq, known["dispatcher"], [encode(RegisterWorker("h", 1, "", [])), definition])
 for address in known["receivers"]:
     talk = talk_seqpacket if address.startswith("shm:") else talk_stream

@@ -1,0 +1,343 @@
+"""What a data worker process takes over of the trainer's program: where it runs, what it imports, what it has set.
+
+In the trainer `program_of` and `settings_of` describe the program of a pipeline, each time that the pipeline is
+defined. In a data worker process `enter_program` runs once, because what Python has loaded stays loaded: a process
+serves one program (`dispatcher/programs.py`). `SettingsInForce.apply` runs whenever the process turns to a pipeline
+that was defined under other settings.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import pickle
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mpi_dataworkers.config import travelling_environment
+from mpi_dataworkers.messages import Program
+from mpi_dataworkers.ops.reached import Place, Reached
+
+_log = logging.getLogger(__name__)
+
+# Stands in `Program.sys_path` for the directories of the Python installation, each host's own.
+INSTALLATION = ""
+_STDLIB = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+_SITE = {"site-packages", "dist-packages"}
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+# Settings of libraries that programs are told to change, and that decide about samples. Other modules of installed
+# packages are as they are when they are imported.
+_LIBRARY_SETTINGS = (
+    ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
+    ("PIL.Image", "MAX_IMAGE_PIXELS"),
+)
+
+
+# --- in the trainer: where it runs and what it imports --------------------------------------------------------------
+
+
+def program_of(reached: Reached) -> Program:
+    """The program of this process, for a pipeline that reaches these modules.
+
+    Args:
+        reached: what the pipeline's code reads.
+    """
+    return Program(os.getcwd(), _sys_path(), _digests(reached.modules))
+
+
+def _is_installed(path: str) -> bool:
+    """Whether a directory or file belongs to the Python installation, which each host has for itself."""
+    real = os.path.realpath(path)
+    inside = any(real == directory or real.startswith(directory + os.sep) for directory in _STDLIB)
+    zipped = real.endswith(".zip") and os.path.dirname(real) in map(os.path.dirname, _STDLIB)
+    return inside or zipped or not _SITE.isdisjoint(Path(path).parts)
+
+
+def _sys_path() -> list[str]:
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    script_dir = [os.path.dirname(os.path.abspath(main_file))] if main_file else []
+    entries = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+    entries = [entry for entry in entries if not entry.startswith(_OURS + os.sep)]  # the start-up hook's
+    named = [INSTALLATION if _is_installed(entry) else entry for entry in entries]
+    # The script's directory is first anyway, unless the program took it out.
+    return list(dict.fromkeys(named if script_dir and script_dir[0] in entries else [*script_dir, *named]))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The source of a module as it was when it was first looked at.
+
+    Attributes:
+        spec: of the module; `importlib.reload` gives it a new one.
+        digest: of its bytes.
+        imports: names of modules, some of which may not exist.
+    """
+
+    spec: Any
+    digest: str
+    imports: frozenset[str]
+
+
+_sources: dict[str, _Source] = {}
+
+
+def is_own(module: ModuleType | None) -> bool:
+    """Whether a module is the program's own: Python source that lies outside of the installation and of hetstream."""
+    path = getattr(module, "__file__", None)
+    if not isinstance(path, str) or not path.endswith(".py"):
+        return False
+    path = os.path.abspath(path)
+    return not path.startswith(_OURS + os.sep) and not _is_installed(path)
+
+
+def _digests(reached: Iterable[str]) -> dict[str, str]:
+    """Digests of the program's own modules among the reached ones and those that they import."""
+    found: dict[str, str] = {}
+    waiting = list(reached)
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        if name in found or module is None or not is_own(module):
+            continue
+        if name in ("__main__", "__mp_main__"):
+            continue  # it travels by value
+        source = _source_of(name, module)
+        found[name] = source.digest
+        waiting += source.imports
+    return dict(sorted(found.items()))
+
+
+def _source_of(name: str, module: ModuleType) -> _Source:
+    known = _sources.get(name)
+    if known is not None and known.spec is module.__spec__:
+        return known  # the file may have been edited since, but the program runs what it loaded
+    try:
+        text = Path(str(module.__file__)).read_bytes()
+    except OSError:
+        text = b""
+    digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+    source = _Source(module.__spec__, digest, frozenset(_imports(text, module)))
+    _sources[name] = source
+    return source
+
+
+def _imports(text: bytes, module: ModuleType) -> Iterator[str]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    package = getattr(module, "__package__", None) or ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                try:
+                    base = importlib.util.resolve_name("." * node.level + base, package)
+                except ImportError:
+                    continue
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+# --- in the trainer: what it has set --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the program has set, as it travels.
+
+    Attributes:
+        argv: `sys.argv`.
+        environment: variables with their values.
+        removed: variables that the program started with and has removed.
+        torch: settings of torch that hold for all threads, by the name of their setter, with its arguments.
+        digests: of the values in `values`, by module and name.
+        values: the values, pickled together, so that what was one object stays one.
+    """
+
+    argv: list[str]
+    environment: dict[str, str]
+    removed: list[str]
+    torch: dict[str, tuple[Any, ...]]
+    digests: dict[Place, bytes]
+    values: bytes
+
+
+def settings_of(reached: Reached) -> bytes:
+    """What this process has set that a pipeline's code may read."""
+    environment, removed = travelling_environment()
+    places = dict(reached.values)
+    for module, name in _LIBRARY_SETTINGS:
+        if module in sys.modules:
+            places[module, name] = getattr(sys.modules[module], name, None)
+    kept, digests = {}, {}
+    for place, value in sorted(places.items(), key=lambda item: item[0]):
+        digest = reached.digest(value)
+        if digest is not None:
+            kept[place], digests[place] = value, digest
+    settings = _Settings(
+        list(sys.argv), environment, removed, _torch_settings(), digests, reached.pickled(kept) if kept else b""
+    )
+    return pickle.dumps(settings)
+
+
+def _torch_settings() -> dict[str, tuple[Any, ...]]:
+    return {
+        "set_default_dtype": (torch.get_default_dtype(),),
+        "set_float32_matmul_precision": (torch.get_float32_matmul_precision(),),
+        "use_deterministic_algorithms": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+    }
+
+
+# --- in a data worker -----------------------------------------------------------------------------------------------
+
+
+def enter_program(program: Program) -> None:
+    """Work where the program works and import from where it imports; once in a process."""
+    with contextlib.suppress(OSError):  # not on this host: a relative path then fails with its own error
+        os.chdir(program.working_dir)
+    own = [entry for entry in sys.path if entry not in program.sys_path]
+    entries: list[str] = []
+    for entry in program.sys_path:
+        entries += own if entry == INSTALLATION else [entry]
+    sys.path[:] = entries if INSTALLATION in program.sys_path else [*entries, *own]
+    importlib.invalidate_caches()  # of what the program has written a moment ago
+
+
+def changed_since(program: Program) -> list[str]:
+    """Loaded modules of the program whose files here are not what the trainer has loaded."""
+    changed = []
+    for name, digest in program.modules.items():
+        module = sys.modules.get(name)
+        if module is not None and is_own(module) and _source_of(name, module).digest != digest:
+            changed.append(name)
+    return changed
+
+
+@dataclass
+class SettingsInForce:
+    """The settings of a program as they are in force in this process.
+
+    Attributes:
+        blob: what was applied last.
+    """
+
+    blob: bytes = b""
+    _environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # of this process before all
+    _names: set[str] = field(default_factory=set)  # variables that were set or removed
+    _digests: dict[Place, bytes] = field(default_factory=dict)
+
+    def apply(self, blob: bytes) -> None:
+        """Set what the program had set when it defined a pipeline; what did not change since the last time stays.
+
+        Raises:
+            BaseException: a module of the program cannot be imported, or ends the process when it is.
+        """
+        if blob == self.blob or not blob:
+            return
+        settings: _Settings = pickle.loads(blob)
+        sys.argv[:] = settings.argv
+        self._set_environment(settings)
+        for setter, arguments in settings.torch.items():
+            if _torch_settings()[setter] != arguments:
+                if setter == "use_deterministic_algorithms":
+                    torch.use_deterministic_algorithms(arguments[0], warn_only=arguments[1])
+                else:
+                    getattr(torch, setter)(*arguments)
+        self._set_values(settings)
+        self.blob = blob
+
+    def _set_environment(self, settings: _Settings) -> None:
+        names = {*settings.environment, *settings.removed}
+        for name in names | self._names:
+            value = settings.environment.get(name)
+            if value is None and name not in settings.removed:
+                value = self._environment.get(name)
+            if value is None:
+                os.environ.pop(name, None)
+            elif os.environ.get(name) != value:
+                os.environ[name] = value
+        self._names = names
+
+    def _set_values(self, settings: _Settings) -> None:
+        new = {place for place, digest in settings.digests.items() if self._digests.get(place) != digest}
+        if not new:
+            return
+        for module in dict.fromkeys(module for module, _ in sorted(new)):
+            importlib.import_module(module)
+        try:
+            values: Mapping[Place, Any] = pickle.loads(settings.values)
+        except Exception as error:  # noqa: BLE001, user classes are rebuilt here: any exception may come
+            _log.warning("values that the program has set cannot be rebuilt here: %s: %s", type(error).__name__, error)
+            return
+        _overwrite({place: values[place] for place in sorted(new)}, settings.digests)
+        self._digests |= settings.digests
+
+
+def _overwrite(values: Mapping[Place, Any], digests: Mapping[Place, bytes]) -> None:
+    """Give modules and classes the program's values where they have others.
+
+    A container is changed in place, because other modules may have it under names of their own; but where the trainer
+    has two objects and this process has one, the second gets one of its own.
+    """
+    kept: set[int] = set()
+    different: list[tuple[Any, str, Any]] = []
+    for (module, path), value in values.items():
+        *owners, name = path.split(".")
+        holder: Any = sys.modules[module]
+        try:
+            for owner in owners:
+                holder = getattr(holder, owner)
+        except AttributeError:
+            continue
+        here = vars(holder).get(name)
+        if name in vars(holder) and Reached.digest(here) == digests[module, path]:
+            kept.add(id(here))
+        else:
+            different.append((holder, name, value))
+    became: dict[int, Any] = {}
+    for holder, name, value in different:
+        here = vars(holder).get(name)
+        taken = id(here) in kept or became.get(id(here), value) is not value
+        if not taken and _changed_in_place(here, value):
+            became[id(here)] = value
+        else:
+            setattr(holder, name, value)
+
+
+def _changed_in_place(here: Any, value: Any) -> bool:
+    if type(here) is not type(value) or not isinstance(here, dict | list | set):
+        return False
+    if isinstance(here, dict):
+        dict.clear(here)
+        dict.update(here, value)
+    elif isinstance(here, list):
+        here[:] = value
+    else:
+        set.clear(here)
+        set.update(here, value)
+    if hasattr(here, "__dict__"):
+        vars(here).clear()
+        vars(here).update(vars(value))
+    return True

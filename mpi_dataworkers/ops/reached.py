@@ -1,0 +1,220 @@
+"""What a pipeline's code reads outside of itself: the program's modules, their globals and class attributes.
+
+Found in the trainer, from the classes and functions that the pipeline is made of, by following the names in their code
+through the program's own modules. What code finds in another way (`getattr` with a made-up name, `globals()`, installed
+packages) is not seen. Used by `ops.program`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import io
+import logging
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.utils.data
+
+# (module, dotted name inside it).
+Place = tuple[str, str]
+
+# A larger value is data that belongs into the dataset.
+_MAX_VALUE_BYTES = 64 << 10
+_SCRIPTS = ("__main__", "__mp_main__")
+_Cached: Any = type(functools.lru_cache(print))
+# Plain data of a class's body; what else stands there was made by the class statement.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
+# States of this process, or far too large: they are not what a program sets for its dataset.
+_LEFT_OUT = (
+    torch.Tensor,
+    torch.Generator,
+    torch.nn.Module,
+    torch.utils.data.Dataset,
+    torch.utils.data.DataLoader,
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    logging.Logger,
+    logging.Handler,
+    io.IOBase,
+)
+
+
+class _TooLarge(Exception):
+    """A value is larger than what is sent."""
+
+
+class _Capped(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > _MAX_VALUE_BYTES:
+            raise _TooLarge
+        return super().write(data)
+
+
+class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, _LEFT_OUT):
+            raise pickle.PicklingError(f"{type(value).__qualname__} is not sent")
+        return super().reducer_override(value)
+
+
+class Reached:
+    """What is reached from some classes and functions.
+
+    Args:
+        roots: the classes and functions.
+        is_own: whether a module is the program's own.
+
+    Attributes:
+        modules: names of the program's own modules.
+        values: what stands in them under names that the code reads, by place.
+    """
+
+    def __init__(self, roots: Iterable[Any], is_own: Callable[[ModuleType | None], bool]) -> None:
+        self.modules: set[str] = set()
+        self.values: dict[Place, Any] = {}
+        self._is_own = functools.cache(is_own)
+        self._seen: dict[int, Any] = {}  # with the objects, so that no id is used again
+        self._waiting: list[Any] = list(roots)
+        while self._waiting:
+            self._visit(self._waiting.pop())
+
+    @staticmethod
+    def digest(value: Any) -> bytes | None:
+        """Digest of a value's pickled form; None for one that is not sent."""
+        stream = _Capped()
+        try:
+            _ValuePickler(stream, protocol=5).dump(value)
+        except Exception:  # noqa: BLE001, user code runs (__reduce__): what cannot be pickled is not sent
+            return None
+        return hashlib.blake2b(stream.getvalue(), digest_size=8).digest()
+
+    @staticmethod
+    def pickled(values: Mapping[Place, Any]) -> bytes:
+        """Values that have a digest, in one pickle."""
+        stream = io.BytesIO()
+        _ValuePickler(stream, protocol=5).dump(dict(values))
+        return stream.getvalue()
+
+    def _visit(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, staticmethod | classmethod | MethodType):
+            self._waiting.append(value.__func__)
+        elif isinstance(value, property):
+            self._waiting += [one for one in (value.fget, value.fset) if one is not None]
+        elif isinstance(value, functools.partial | functools.cached_property):
+            self._waiting.append(value.func)
+        elif isinstance(value, type):
+            for kind in value.__mro__:
+                self._visit_class(kind)
+        elif isinstance(value, FunctionType):
+            self._visit_function(value)
+        if isinstance(value, FunctionType | _Cached) and hasattr(value, "__wrapped__"):
+            self._waiting.append(value.__wrapped__)
+
+    def _home(self, value: Any) -> str | None:
+        """The module that a class or function says it comes from, if that is the program's own or its script."""
+        name = getattr(value, "__module__", None)
+        if not isinstance(name, str) or (name not in _SCRIPTS and not self._is_own(sys.modules.get(name))):
+            return None
+        return name
+
+    def _visit_class(self, kind: type) -> None:
+        home = self._home(kind)
+        if home is None:
+            return
+        self.modules.add(home)
+        # A class of the script travels whole; of a local one there is no name to find it by.
+        module = None if home in _SCRIPTS or not _is_found(kind) else home
+        for name, value in list(vars(kind).items()):
+            if isinstance(value, _PLAIN):
+                plain = not name.startswith("__") and not issubclass(kind, enum.Enum)
+                if module is not None and plain:
+                    self.values[module, f"{kind.__qualname__}.{name}"] = value
+            else:
+                self._waiting.append(value)
+                if module is not None and self._is_foreign(value, module, f"{kind.__qualname__}.{name}"):
+                    self.values[module, f"{kind.__qualname__}.{name}"] = value
+
+    def _visit_function(self, function: FunctionType) -> None:
+        name = function.__globals__.get("__name__")
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        is_script = name in _SCRIPTS
+        if not is_script and not self._is_own(module):
+            return
+        names = _names_in(function.__code__)
+        # What a function of the script reads travels with it; so its values are followed, but not sent.
+        holder = module if module is not None and vars(module) is function.__globals__ and not is_script else None
+        if holder is not None:
+            self.modules.add(holder.__name__)
+        for one in names & function.__globals__.keys():
+            self._see(holder, one, function.__globals__[one], names, set())
+        for cell in function.__closure__ or ():
+            try:
+                self._see(None, "", cell.cell_contents, names, set())
+            except ValueError:  # it is empty
+                continue
+
+    def _see(self, holder: ModuleType | None, name: str, value: Any, names: set[str], met: set[str]) -> None:
+        """Follow what a function finds under a name; in a module, what it may find under its other names.
+
+        Args:
+            holder: module in which it stands; None where it travels with what reads it.
+            name: its name there.
+            value: what it is.
+            names: that the function reads.
+            met: modules that were followed for this function.
+        """
+        if isinstance(value, ModuleType):
+            if self._is_own(value) and value.__name__ not in met:
+                met.add(value.__name__)
+                self.modules.add(value.__name__)
+                for one in names & vars(value).keys():
+                    self._see(value, one, vars(value)[one], names, met)
+            return
+        if isinstance(value, FunctionType | type):
+            self._waiting.append(value)
+            if holder is not None and self._is_foreign(value, holder.__name__, name):
+                self.values[holder.__name__, name] = value
+            return
+        self._waiting += [value, type(value)]
+        if holder is not None and not name.startswith("__"):
+            self.values[holder.__name__, name] = value
+
+    def _is_foreign(self, value: Any, module: str, name: str) -> bool:
+        """Whether a function or class stands where its own definition did not put it: the program may have done so."""
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        home = self._home(value) if isinstance(value, FunctionType | type) else None
+        if home is None or (home == module and value.__qualname__ == name):
+            return False
+        return home in _SCRIPTS or _is_found(value)
+
+
+def _is_found(value: Any) -> bool:
+    """Whether a class or function is found under its name in its module, so that it travels by name."""
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names of globals and attributes in a function's code and in what is defined inside it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names

@@ -25,31 +25,30 @@ from mpi_dataworkers.errors import ConfigError
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 DEFAULT_CACHE_BYTES = 256 << 20
-# What a program's environment says of its own process, host, launcher or session; data workers keep theirs. A name that
-# ends in "_" stands for all that begin with it.
+# What a program's environment says of its own process, host, launcher or session; data workers keep theirs. XX
 _NOT_SENT = (
     # launchers, and where a process is among others
-    *("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "PBS_", "LSB_", "FLUX_", "KUBERNETES_"),
-    *("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_", "HYDI_", "HOROVOD_", "TORCHELASTIC_", "PET_", "ACCELERATE_"),
+    *("SLURM_*", "SLURMD_*", "SRUN_*", "SBATCH_*", "SALLOC_*", "PBS_*", "LSB_*", "FLUX_*", "KUBERNETES_*"),
+    *("OMPI_*", "PMI_*", "PMIX_*", "PRTE_*", "MPI_*", "HYDI_*", "HOROVOD_*", "TORCHELASTIC_*", "PET_*", "ACCELERATE_*"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX"),
     # what a process reads when it starts, its accelerators, its threads, its network
-    *("HETSTREAM_", "PYTHON", "PYTHON_", "LD_PRELOAD", "MALLOC_", "GLIBC_"),
-    *("CUDA_VISIBLE_DEVICES", "NVIDIA_", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
-    *("ZE_AFFINITY_MASK", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_"),
-    *("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_"),
+    *("HETSTREAM_*", "PYTHON*", "LD_PRELOAD", "MALLOC_*", "GLIBC_*"),
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_*", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+    *("ZE_AFFINITY_MASK", "OMP_*", "KMP_*", "GOMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*", "VECLIB_*"),
+    *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH_NCCL_*"),
     # the session and the shell
     *("_", "PWD", "OLDPWD", "SHLVL", "HOST", "HOSTNAME", "MAIL", "TMPDIR", "TMP", "TEMP", "DISPLAY", "WINDOWID"),
-    *("XDG_", "DBUS_", "SSH_", "GPG_", "TERM", "TERM_", "COLORTERM", "COLUMNS", "LINES", "TMUX", "TMUX_", "STY"),
-    *("XAUTHORITY", "WAYLAND_", "KRB5CCNAME", "INVOCATION_ID", "JOURNAL_STREAM", "DESKTOP_", "BASH_", "PS1"),
+    *("XDG_*", "DBUS_*", "SSH_*", "GPG_*", "TERM", "TERM_*", "COLORTERM", "COLUMNS", "LINES", "TMUX", "TMUX_*", "STY"),
+    *("XAUTHORITY", "WAYLAND_*", "KRB5CCNAME", "INVOCATION_ID", "JOURNAL_STREAM", "DESKTOP_*", "BASH_*", "PS1"),
     # names of one run
-    *("WANDB_", "MLFLOW_", "PYTEST_"),
+    *("WANDB_*", "MLFLOW_*", "PYTEST_*"),
 )
 # What a host's own set-up decides; it is sent when the program itself has changed it.
 _SENT_IF_CHANGED = (
-    *("PATH", "MANPATH", "INFOPATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_", "TZ", "LD_"),
-    *("CONDA_", "_CE_", "VIRTUAL_ENV", "VIRTUAL_ENV_", "PYENV_", "LS_COLORS", "LESS", "LESS_", "PAGER", "EDITOR"),
-    *("MODULE", "MODULES_", "MODULEPATH", "MODULEPATH_", "MODULESHOME", "LOADEDMODULES", "LMOD_", "_LMFILES_"),
+    *("PATH", "MANPATH", "INFOPATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "LD_*"),
+    *("CONDA_*", "_CE_*", "VIRTUAL_ENV", "VIRTUAL_ENV_*", "PYENV_*", "LS_COLORS", "LESS", "LESS_*", "PAGER", "EDITOR"),
+    *("MODULE", "MODULES_*", "MODULEPATH", "MODULEPATH_*", "MODULESHOME", "LOADEDMODULES", "LMOD_*", "_LMFILES_*"),
     *("PKG_CONFIG_PATH", "CPATH", "LIBRARY_PATH", "CMAKE_PREFIX_PATH"),
 )
 RAILS = ("shm", "ipc", "tcp")
@@ -100,7 +99,7 @@ def slurm_job_from_environment(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _is_named(name: str, names: tuple[str, ...]) -> bool:
-    return name in names or any(one.endswith("_") and len(one) > 1 and name.startswith(one) for one in names)
+    return any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in names)
 
 
 def environment_at_start() -> dict[str, str]:

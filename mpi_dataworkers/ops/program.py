@@ -221,7 +221,7 @@ def enter_program(program: Program) -> None:
     entries: list[str] = []
     for entry in program.sys_path:
         entries += own if entry == INSTALLATION else [entry]
-    sys.path[:] = entries if INSTALLATION in program.sys_path else [*entries, *own]
+    sys.path[:] = dict.fromkeys([*entries, *own])
     importlib.invalidate_caches()  # of what the program has written a moment ago
 
 

@@ -1,0 +1,194 @@
+"""What a definition carries of the program around it, and how a data worker process takes it over."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from mpi_dataworkers.config import travelling_environment
+from mpi_dataworkers.messages import Program
+from mpi_dataworkers.ops.pipeline import Pipeline, define
+from mpi_dataworkers.ops.program import (
+    INSTALLATION,
+    SettingsInForce,
+    changed_since,
+    enter_program,
+    is_own,
+    program_of,
+    settings_of,
+)
+from mpi_dataworkers.ops.reached import Reached
+
+USER = """
+import settings_of_user as settings
+from settings_of_user import options
+
+hidden = 1
+counter = 0
+
+def load(path): return path
+def load_fast(path): return "fast " + path
+
+class Base:
+    scale = 2
+
+class Data(Base):
+    def __len__(self): return 3
+    def __getitem__(self, index):
+        return load(settings.NAME), options["size"], self.scale, index
+"""
+SETTINGS = """
+NAME = "a"
+OTHER = "not read"
+options = {"size": 1}
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module of the user's and one that it imports."""
+    (tmp_path / "user_data.py").write_text(USER)
+    (tmp_path / "settings_of_user.py").write_text(SETTINGS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("user_data")
+    for name in ("user_data", "settings_of_user"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def settings_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `SettingsInForce` changes is as it was after the test."""
+    argv, environment = list(sys.argv), dict(os.environ)
+    yield
+    sys.argv[:] = argv
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+
+
+def reached_from(*roots: Any) -> Reached:
+    return Reached(roots, is_own)
+
+
+def test_what_code_names_is_reached_through_modules_functions_and_classes(user: Any) -> None:
+    reached = reached_from(user.Data)
+    assert reached.modules == {"user_data", "settings_of_user"}
+    assert reached.values == {
+        ("user_data", "options"): {"size": 1},
+        ("settings_of_user", "NAME"): "a",
+        ("settings_of_user", "options"): {"size": 1},
+        ("user_data", "Base.scale"): 2,
+    }
+
+
+def test_what_the_program_has_put_in_the_place_of_something_is_reached(user: Any) -> None:
+    def patched(path: str) -> str:
+        return path + "!"
+
+    patched.__module__ = "__main__"
+    user.load = user.load_fast
+    user.Data.__getitem__ = patched
+    values = reached_from(user.Data).values
+    assert values["user_data", "Data.__getitem__"] is patched
+    assert ("user_data", "load") not in values, "the code that named it is gone"
+    assert reached_from(user.Base).values == {("user_data", "Base.scale"): 2}
+
+
+def test_what_belongs_to_the_process_or_is_large_is_not_sent() -> None:
+    left_out = [torch.zeros(3), torch.Generator(), torch.nn.Linear(1, 1), open, bytes(1 << 20), {"a": torch.zeros(1)}]
+    assert [Reached.digest(value) is None for value in left_out] == [True, True, True, False, True, True]
+    assert Reached.digest(sys.stderr) is None
+    assert Reached.digest({"a": [1, 2.0, "b"]}) == Reached.digest({"a": [1, 2.0, "b"]})
+
+
+@pytest.mark.usefixtures("settings_kept")
+def test_settings_are_applied_when_the_trainer_changed_them_and_in_place(
+    user: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = sys.modules["settings_of_user"]
+    options = user.options
+    before = settings_of(reached_from(user.Data))
+    settings.NAME, options["size"], user.Base.scale = "b", 7, 5  # type: ignore[attr-defined]
+    user.load = user.load_fast
+    monkeypatch.setenv("USERS_OWN", "x")
+    sys.argv.append("more")
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    after = settings_of(reached_from(user.Data))
+    assert before != after
+    in_force = SettingsInForce()
+
+    def seen() -> tuple[Any, ...]:
+        return user.Data()[0], sys.argv[-1] == "more", torch.get_default_dtype(), os.environ.get("USERS_OWN")
+
+    in_force.apply(before)
+    assert seen()[0][1:] == (1, 2, 0)
+    assert seen()[1:3] == (False, torch.float32)
+    in_force.apply(after)
+    assert seen() == (("fast b", 7, 5, 0), True, torch.float64, "x")
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert user.options is options is settings.options, "other modules have it under their own names"  # type: ignore[attr-defined]
+    options["size"] = 8  # by code of a data worker: it stays where the trainer changed nothing
+    in_force.apply(after)
+    assert user.options["size"] == 8
+
+
+def test_a_program_is_where_it_runs_and_what_its_pipeline_imports(user: Any, tmp_path: Path) -> None:
+    program = program_of(reached_from(user.Data))
+    assert program.working_dir == os.getcwd()
+    assert program.sys_path[0] == str(tmp_path) or str(tmp_path) in program.sys_path
+    assert program.sys_path.count(INSTALLATION) == 1
+    assert program.modules.keys() == {"user_data", "settings_of_user"}
+    assert changed_since(program) == []
+
+
+def test_a_module_has_the_source_that_was_loaded_until_it_is_reloaded(user: Any, tmp_path: Path) -> None:
+    first = program_of(reached_from(user.Data))
+    source = tmp_path / "settings_of_user.py"
+    source.write_text(SETTINGS.replace('"a"', '"c"'))
+    assert program_of(reached_from(user.Data)) == first, "the program goes on with what it has loaded"
+    importlib.reload(sys.modules["settings_of_user"])
+    second = program_of(reached_from(user.Data))
+    assert second.modules["user_data"] == first.modules["user_data"]
+    assert second.modules["settings_of_user"] != first.modules["settings_of_user"]
+    assert changed_since(first) == ["settings_of_user"]
+
+
+def test_a_process_imports_in_the_trainers_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = list(sys.path)
+    monkeypatch.setattr(sys, "path", own)
+    monkeypatch.chdir(tmp_path)
+    enter_program(Program("/", ["/front", INSTALLATION, "/back"]))
+    assert os.getcwd() == "/"
+    assert sys.path[0] == "/front"
+    assert sys.path[-1] == "/back"
+    assert len(sys.path) == len(set(sys.path))
+
+
+def test_the_environment_travels_without_what_a_process_is() -> None:
+    at_start = {"PATH": "/bin", "HOME": "/home/u", "GONE": "1", "SLURM_GONE": "1", "MINE": "1"}
+    now = {"PATH": "/bin:/more", "HOME": "/home/u", "MINE": "1", "SET": "2", "SLURM_PROCID": "3", "RANK": "1"}
+    now |= {"RANKING": "yes", "OMP_NUM_THREADS": "4", "_": "/bin/python", "_MINE": "5", "PYTHONHASHSEED": "0"}
+    sent, removed = travelling_environment(now, at_start)
+    assert sent == {"PATH": "/bin:/more", "MINE": "1", "SET": "2", "RANKING": "yes", "_MINE": "5"}
+    assert removed == ["GONE"]
+
+
+def test_pickling_a_pipeline_leaves_cloudpickle_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("__mp_main__")
+    exec("class Data:\n    def __len__(self): return 3", vars(script))  # as multiprocessing runs it
+    monkeypatch.setitem(sys.modules, "__mp_main__", script)
+    definition = define(Pipeline(script.Data(), list, 3))
+    monkeypatch.delitem(sys.modules, "__mp_main__")
+    assert len(cloudpickle.loads(definition.blob).dataset) == 3
+    assert "__mp_main__" not in cloudpickle.list_registry_pickle_by_value()

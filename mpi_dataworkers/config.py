@@ -25,7 +25,8 @@ from mpi_dataworkers.errors import ConfigError
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 DEFAULT_CACHE_BYTES = 256 << 20
-# What a program's environment says of its own process, host, launcher or session; data workers keep theirs. XX
+# What a program's environment says of its own process, host, launcher or session; data workers keep theirs. A name
+# that ends in * stands for all that begin so.
 _NOT_SENT = (
     # launchers, and where a process is among others
     *("SLURM_*", "SLURMD_*", "SRUN_*", "SBATCH_*", "SALLOC_*", "PBS_*", "LSB_*", "FLUX_*", "KUBERNETES_*"),

@@ -193,10 +193,12 @@ def settings_of(reached: Reached) -> bytes:
         digest = reached.digest(value)
         if digest is not None:
             kept[place], digests[place] = value, digest
-    settings = _Settings(
-        list(sys.argv), environment, removed, _torch_settings(), digests, reached.pickled(kept) if kept else b""
-    )
-    return pickle.dumps(settings)
+    try:
+        values = reached.pickled(kept) if kept else b""
+    except Exception as error:  # noqa: BLE001, user code runs, and does now what it did not a moment ago
+        _log.warning("hetstream: values that the program has set do not travel: %s: %s", type(error).__name__, error)
+        digests, values = {}, b""
+    return pickle.dumps(_Settings(list(sys.argv), environment, removed, _torch_settings(), digests, values))
 
 
 def _torch_settings() -> dict[str, tuple[Any, ...]]:

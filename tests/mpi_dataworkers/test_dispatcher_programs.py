@@ -42,7 +42,8 @@ def sent(instructions: Iterable[Instruction], kind: type[Message]) -> list[str]:
 
 def connect(state: DispatcherState, loader: str, program: Program, trainer: str = "", now: float = 0.0) -> None:
     """A loader of a program registers; its trainer has its name unless another is said."""
-    state.handle(loader, RegisterConsumer(loader, 0, 0, 1, "host", 1, f"d-{loader}", {}, trainer or loader), now)
+    registration = RegisterConsumer(loader, 0, 0, 1, "host", 1, f"d-{loader}", {}, trainer=trainer or loader)
+    state.handle(loader, registration, now)
     state.handle(loader, ProvideDefinition(f"d-{loader}", program, b"", b""), now)
 
 

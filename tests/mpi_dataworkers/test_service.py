@@ -22,7 +22,6 @@ import torch
 from mpi_dataworkers import DataLoader
 from mpi_dataworkers.errors import (
     AuthenticationError,
-    OptionsError,
     PipelineError,
     RemoteError,
     ServiceError,
@@ -394,11 +393,6 @@ def test_a_dataset_of_another_length_in_the_data_worker_is_refused(service: Any,
     service.start_workers()
     with pytest.raises(PipelineError, match="30 samples in a data worker and 40 in the trainer"):
         list(passing)
-
-
-def test_worker_processes_of_the_program_are_refused_by_name() -> None:
-    with pytest.raises(OptionsError, match="multiprocessing_context"):
-        DataLoader(datasets.Augmented(3), num_workers=1, multiprocessing_context="spawn")
 
 
 def test_one_job_name_with_two_datasets_is_refused(service: Any, run_program: RunProgram) -> None:

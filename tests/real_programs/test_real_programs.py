@@ -65,6 +65,7 @@ PROGRAMS = [
     Program("changing"),
     Program("growing", is_random=False),
 ]
+TWO_PROGRAMS = Program("two_programs", is_random=False)
 
 
 @dataclass(frozen=True)
@@ -237,12 +238,69 @@ def assert_streamed(loaders: list[dict[str, Any]], run: Run) -> None:
     assert "hetstream: " not in run.stderr
 
 
+ROWS = """
+import torch
+from torch.utils.data import Dataset
+
+
+class Rows(Dataset):
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        numbers = [float(word) for word in self.path.read_text().split()]  # relative to the program's directory
+        return EXPRESSION, index
+"""
+
+
+def write_program(folder: Path, expression: str, first: int) -> None:
+    """The module and the data of a program, under the same names in each folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "dataset.py").write_text(ROWS.replace("EXPRESSION", expression))
+    (folder / "rows.txt").write_text(" ".join(str(first + number) for number in range(40)))
+
+
+@pytest.mark.parametrize(
+    "is_hurt", [pytest.param(False, id="sound"), pytest.param(True, id="hurt", marks=pytest.mark.slow)]
+)
+def test_two_programs_on_one_service_get_each_its_own_data(
+    is_hurt: bool, tmp_path: Path, zygote: Zygote, start: Start, wait_until: WaitUntil
+) -> None:
+    marker = tmp_path / "killed"
+    folders = {name: tmp_path / name for name in ("first", "second")}
+    write_program(folders["first"], "torch.tensor(numbers[index])", 0)
+    write_program(folders["second"], "torch.tensor(numbers[index]) * 2", 1000)
+    runs: list[Run] = []
+
+    def run(how: str, variables: Mapping[str, str], *names: str) -> None:
+        started = [start(TWO_PROGRAMS, f"{name}, {how}", variables, folders[name]) for name in names]
+        runs.extend(one.finish(wait_until) for one in started)
+
+    with TwoWorkers(tmp_path / "service", zygote, marker if is_hurt else None) as service:
+        run("plain", {}, "first", "second")
+        run("streamed", environment(service.name), "first", "second")
+        write_program(folders["first"], "torch.tensor([numbers[index], -1.0])", 5000)
+        run("edited, plain", {}, "first")
+        run("edited, streamed", environment(service.name), "first")
+    assert zygote.children() == set(), "processes of the service are left"
+    first, second, streamed_first, streamed_second, edited, streamed_edited = runs
+    assert first.lines != second.lines != edited.lines != first.lines, "the data are the same, which shows nothing"
+    assert_same(TWO_PROGRAMS, first, first, streamed_first)
+    assert_same(TWO_PROGRAMS, second, second, streamed_second)
+    assert_same(TWO_PROGRAMS, edited, edited, streamed_edited)
+    assert marker.exists() == is_hurt
+    assert_streamed(service.loaders(), streamed_first)
+
+
 # --- the page that tells users --------------------------------------------------------------------------------------
 
 
 def test_the_page_tells_of_every_program_and_every_program_is_run() -> None:
     files = {path.stem for path in (HERE / "programs").glob("*.py")} - {"ledger"}
-    assert files == {program.name for program in PROGRAMS}
+    assert files == {program.name for program in [*PROGRAMS, TWO_PROGRAMS]}
     page = (HERE.parents[1] / "docs" / "real-programs.md").read_text()
     told = re.findall(r"^\| `(\w+)\.py` \|", page, re.MULTILINE)
     assert sorted(told) == sorted(files)

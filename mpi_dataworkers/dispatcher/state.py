@@ -164,7 +164,10 @@ class DispatcherState(Rooms):
         """A peer's connection closed. If only the network blinked, the peer registers again and says what it has."""
         out: list[Instruction] = []
         if peer in self.workers:
-            out = self._lose_worker(peer, now, "its connection closed")
+            silent_s = now - self.workers[peer].last_seen
+            # libzmq closes the connection of a process that is stopped or cut off; one that ends was heard of just now.
+            cause = f"silent for {silent_s:.1f} s" if silent_s > WORKER_TIMEOUT_S / 2 else "its connection closed"
+            out = self._lose_worker(peer, now, cause)
         elif peer in self.consumers:
             out = self._drop_consumer(peer, "its connection closed")
         return out + self._assign(now) + self._make_room(now)

@@ -118,7 +118,7 @@ def test_a_definition_is_kept_for_all_and_each_one_writes_to_its_own(exchange: E
     second = exchange.find("d")
     assert second is not None
     assert [bytes(one) for one in second.buffers] == buffers
-    assert (second.definition_id, second.sys_path, second.working_dir, second.blob) == ("d", ["/a"], "/", b"pickle")
+    assert (second.definition_id, second.program, second.blob) == ("d", Program("/", ["/a"]), b"pickle")
     memoryview(first.buffers[0])[:1] = b"x"
     assert bytes(second.buffers[0][:2]) == b"aa"
 

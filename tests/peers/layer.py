@@ -1,4 +1,4 @@
-"""Lay this environment over another one, whose packages it sees too: python layer.py OTHER_PYTHON"""
+"""Lay this environment over another one, whose packages it sees too, with hetstream's command: layer.py OTHER_PYTHON"""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
+_COMMAND = """#!{python}
+import sys
+
+from slurm_plugin.cli import main
+
+sys.exit(main())
+"""
+
 
 def main() -> None:
     question = [sys.argv[1], "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
@@ -14,6 +22,9 @@ def main() -> None:
     # addsitedir reads the other's .pth files, too: hetstream is installed there as one.
     line = f"import site; site.addsitedir({packages!r})\n"
     (Path(sysconfig.get_path("purelib")) / "base.pth").write_text(line)
+    command = Path(sysconfig.get_path("scripts")) / "hetstream"
+    command.write_text(_COMMAND.format(python=sys.executable))
+    command.chmod(0o755)
 
 
 if __name__ == "__main__":

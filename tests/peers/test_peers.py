@@ -1,0 +1,118 @@
+"""Other projects' test suites: what is stored agrees with the document and keeps its promises, and a few tests run.
+
+All of them run in `make test-peers`; see docs/peers.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("peers_suites", HERE / "suites.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+suites = _load()
+STORED = [name for name, suite in suites.SUITES.items() if suite.expectation.exists()]
+# Of each kind of loading some tests that take a second or so.
+SOME = (
+    "TestStatefulDataLoaderIterable_shard0::test_no_mp",
+    "TestStatefulDataLoaderGenerator_shard2::test_mp_x",
+    "TestStatefulSampler_shard1::test_no_mp",
+    "TestSnapshotZero_shard2::test_map_iterrupted_shuffle",
+    "TestJsonSerDe_shard3::test_json_serde_multi_process",
+    "TestStateInitializationDataset::test_inline",
+)
+
+
+def test_the_document_says_what_is_stored() -> None:
+    assert suites.document_tables() == suites.tables(), "run: python tests/peers/suites.py --document"
+
+
+def test_most_of_torchdatas_suite_passes_on_our_loader_and_little_is_excluded() -> None:
+    total = {"passed": 0, "failed": 0, "excluded": 0, "skipped": 0}
+    for outcomes in suites.expected("own").values():
+        for outcome, number in suites.count(outcomes).items():
+            total[outcome] += number
+    assert total["passed"] >= 0.9 * (total["passed"] + total["failed"]), total
+    assert total["excluded"] < 0.25 * sum(total.values()), total
+
+
+@pytest.mark.parametrize("name", [name for name in STORED if suites.SUITES[name].plain])
+def test_nothing_that_passes_without_hetstream_fails_with_it(name: str) -> None:
+    assert suites.worse_than_plain(suites.SUITES[name]) == []
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_each_exclusion_has_a_reason_and_excludes_something(name: str) -> None:
+    tests = [test for outcomes in suites.expected(name).values() for test in outcomes]
+    for reason, patterns in suites.excluded(name).items():
+        assert len(reason) > 20
+        for pattern in patterns:
+            assert any(suites.is_excluded(test, {reason: [pattern]}) for test in tests), f"{pattern} names no test"
+
+
+def test_the_import_is_replaced_also_in_programs_that_are_text() -> None:
+    source = '''
+from torchdata.stateful_dataloader import Stateful, StatefulDataLoader
+PROGRAM = """\\
+    from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader
+"""
+from torchdata.stateful_dataloader.sampler import RandomSampler
+'''
+    assert (
+        suites.adapt(source, "mpi_dataworkers.DataLoader")
+        == '''
+from mpi_dataworkers import DataLoader as StatefulDataLoader
+from torchdata.stateful_dataloader import Stateful
+PROGRAM = """\\
+    from mpi_dataworkers import DataLoader as DataLoader
+"""
+from torchdata.stateful_dataloader.sampler import RandomSampler
+'''
+    )
+
+
+def test_a_report_is_read_with_the_worst_of_each_test() -> None:
+    report = """<testsuites><testsuite>
+    <testcase classname="test_x.TestA" name="test_one"/>
+    <testcase classname="test_x.TestA" name="test_two"><failure message="no"/></testcase>
+    <testcase classname="test_x.TestA" name="test_two"/>
+    <testcase classname="test_x" name="test_three[0]"><skipped/></testcase>
+    <testcase classname="test_x" name="test_four"><error message="teardown"/></testcase>
+    </testsuite></testsuites>"""
+    assert suites.read_report(report) == {
+        "TestA::test_one": "passed",
+        "TestA::test_two": "failed",
+        "test_three[0]": "skipped",
+        "test_four": "failed",
+    }
+
+
+def test_some_of_torchdatas_tests_pass_on_our_loader() -> None:
+    peers = Path(os.environ.get("PEERS", ROOT.parent / "shared" / "peers"))
+    if not (peers / "torchdata").is_dir():
+        pytest.skip(f"{peers} has no folder torchdata: PEERS=DIR names the folder of peers' files")
+    python = ROOT / ".venv-peers" / "bin" / "python"
+    if not (ROOT / ".venv-peers" / ".ready").exists():
+        pytest.skip("the packages that peers' tests need are not installed: make .venv-peers/.ready")
+    command = [str(python), str(HERE / "suites.py"), "--peers", str(peers), "own", "--file", "state_dict", "--only"]
+    done = subprocess.run([*command, *SOME], capture_output=True, text=True, check=False, timeout=280)
+    numbers = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("torchdata/test_state_dict.py")]
+    assert numbers == [[str(len(SOME)), "0", "0", "0"]], done.stdout + done.stderr

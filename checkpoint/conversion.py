@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ def detect(path: Path) -> Source:
         generation = Generation.of_directory(place.name)
         if generation:
             return Source(place.parent, "flash", generation)
-        if (path / ".metadata").exists():
+        if os.path.lexists(path / ".metadata"):
             return Source(path, "dcp")
         if any(Generation.of_directory(name) for name in os.listdir(path)):
             return Source(path, "flash")
@@ -57,7 +58,11 @@ def detect(path: Path) -> Source:
             f"{path} is no checkpoint: neither a directory of hetstream's (with step-0000000120.2 or the like in it) "
             "nor one of torch.distributed.checkpoint (with .metadata)"
         )
-    with path.open("rb") as file:
+    # Without waiting for the other end of a pipe, and without reading a device.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NoCheckpoint(f"{path} is neither a directory nor a regular file")
         begin = file.read(len(_HDF5) + 1)
     if begin.startswith(_ZIP):
         return Source(path, "torch")

@@ -29,11 +29,13 @@ def decode(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
 
     Raises:
         msgspec.MsgspecError: it is no JSON, or no such value.
-        UnicodeDecodeError: it is no text.
     """
     decoder = _decoders.get(kind)
     if decoder is None:
         with _lock:
             decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
-    value: T = decoder.decode(data)
+    try:
+        value: T = decoder.decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"it is no text: {error}") from error
     return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import io
 import mmap
 import os
@@ -73,6 +74,8 @@ _ARRAY_GLOBALS = [
 # Longer lists hold no tensors each of their own.
 _MAX_ITEMS = 1 << 20
 _MAX_DEPTH = 200
+# Of a million pieces of tensors.
+_MAX_METADATA_BYTES = 1 << 30
 # Elements of two ranks' tensors that are compared for a note to the user.
 _MAX_COMPARED = 1 << 20
 
@@ -219,11 +222,20 @@ def load_safetensors(path: Path) -> dict[str, Any]:
 # torch.distributed.checkpoint
 
 
+def _member_of(kind: Any, name: Any) -> Any:
+    """The member of an enum, where a pickle asks for an attribute."""
+    if not isinstance(kind, enum.EnumMeta) or not isinstance(name, str) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it names the attribute {name!r} of {kind!r}")
+    return kind.__members__[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Reads metadata and nothing else: no name outside the table above is ever looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _METADATA_MODULES.get(module, {}).get(name)
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            return _member_of  # how Python 3.11.0 to 3.11.3 pickle the member of an enum
         if found is None and module == "torch":
             # dtypes and layouts are written by their names.
             found = getattr(torch, name, None)
@@ -238,8 +250,10 @@ class _Reader(filesystem.FileSystemReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
         path = Path(self.path) / ".metadata"
+        with Directory.open(path.parent) as directory:
+            data = directory.read(path.name, _MAX_METADATA_BYTES)
         try:
-            found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+            found = _MetadataUnpickler(io.BytesIO(data)).load()
             names = {one.relative_path for one in found.storage_data.values()}
             tensors = [one for one in found.state_dict_metadata.values() if hasattr(one, "size")]
             is_right = all(isinstance(one.size, torch.Size) for one in tensors) and isinstance(found, metadata.Metadata)
@@ -250,6 +264,10 @@ class _Reader(filesystem.FileSystemReader):
             raise DamagedCheckpoint(f"{path} cannot be read, and nothing of it was run: {error}") from error
         if not is_right or any(not isinstance(name, str) or os.path.basename(name) != name for name in names):
             raise DamagedCheckpoint(f"{path} names files outside its directory, or is no metadata at all")
+        with Directory.open(path.parent) as directory:
+            for name in sorted(names):
+                with contextlib.suppress(FileNotFoundError):  # torch names it
+                    os.close(directory.open_file(name))
         return found  # type: ignore[no-any-return]
 
 
@@ -423,6 +441,9 @@ def plain(value: Any) -> Any:
         return tuple(plain(one) for one in value)
     if isinstance(value, SimpleNamespace):
         return plain(vars(value))
+    if isinstance(value, range):
+        # torch would write it down number by number.
+        return (value.start, value.stop, value.step)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
     return value

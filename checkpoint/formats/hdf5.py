@@ -32,6 +32,7 @@ FORMAT, VERSION = "hetstream checkpoints", 1
 # A loader's state has some hundreds of values. These keep a hostile file from filling the memory.
 _MAX_NODES = 1_000_000
 _MAX_DATASET_BYTES = 1 << 28
+_MAX_BYTES = 1 << 30
 _KIND = "kind"
 # Dtypes that HDF5 and its readers know; others are written as bytes.
 _NUMPY = {
@@ -211,7 +212,10 @@ def read_hdf5(path: Path) -> list[SavedState]:
                     f"{file.attrs.get('version')!r}; this release reads {FORMAT!r} of version {VERSION}"
                 )
             reader = _Reader()
-            return [_read_checkpoint(reader, name, group) for name, group in reader.members(file["checkpoints"])]
+            return [
+                _read_checkpoint(reader, name, group)
+                for name, group in reader.members(reader.member(file, "checkpoints"))
+            ]
     except DamagedCheckpoint:
         raise
     except FileNotFoundError:
@@ -226,8 +230,8 @@ def _read_checkpoint(reader: _Reader, name: str, group: Any) -> SavedState:
     generation = Generation.of_directory(name)
     if generation is None or generation[:2] != (attempt, step) or world_size < 1:
         raise DamagedCheckpoint(f"checkpoint {name!r} says {Generation(attempt, step)}, {world_size} rank(s)")
-    metrics = {_unquoted(key): float(one[()]) for key, one in reader.members(group["metrics"])}
-    ranks = [reader.rank(int(rank), one) for rank, one in reader.members(group["ranks"])]
+    metrics = {_unquoted(key): float(one[()]) for key, one in reader.members(reader.member(group, "metrics"))}
+    ranks = [reader.rank(int(rank), one) for rank, one in reader.members(reader.member(group, "ranks"))]
     return SavedState(generation, world_size, num_bytes, float(group.attrs["time_s"]), metrics, ranks)
 
 
@@ -236,25 +240,30 @@ class _Reader:
 
     def __init__(self) -> None:
         self._num_nodes = 0
+        self._num_bytes = 0
         self._refs: list[TensorRef] = []
         self._specs: list[TensorSpec] = []
         self._values: list[bytes] = []
         self._entries: dict[str, int] = {}
 
+    def member(self, group: Any, name: str) -> Any:
+        """An object of a group, which lies in this file."""
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            raise DamagedCheckpoint(f"{group.name}/{name} is missing, or a link to elsewhere")
+        return group[name]
+
     def members(self, group: Any) -> Iterator[tuple[str, Any]]:
         """Names and objects of a group, in their order."""
         for name in group:
-            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-                raise DamagedCheckpoint(f"{group.name}/{name} is a link to elsewhere")
-            yield name, group[name]
+            yield name, self.member(group, name)
 
     def rank(self, rank: int, group: Any) -> RankState:
         """One rank's state."""
         self._refs, self._specs, self._values, self._entries = [], [], [], {}
-        tree = self._node(group["state"], 0)
+        tree = self._node(self.member(group, "state"), 0)
         if not isinstance(tree, dict):
             raise DamagedCheckpoint(f"{group.name}/state is no mapping")
-        shared = [one.decode() for one in self._array(group["shared"])]
+        shared = [one.decode() for one in self._array(self.member(group, "shared"))]
         return RankState(rank, (), Record(tree, self._refs, shared), self._specs, self._values)
 
     def _node(self, one: Any, depth: int) -> Node:
@@ -279,6 +288,11 @@ class _Reader:
     def _array(self, one: Any) -> Any:
         if not isinstance(one, h5py.Dataset) or one.size is None or one.nbytes > _MAX_DATASET_BYTES:
             raise DamagedCheckpoint(f"{one.name} is no dataset of at most {_MAX_DATASET_BYTES} bytes")
+        if one.external or one.is_virtual:
+            raise DamagedCheckpoint(f"{one.name} lies in another file, which is not read")
+        self._num_bytes += one.nbytes
+        if self._num_bytes > _MAX_BYTES:
+            raise DamagedCheckpoint(f"{one.name}: more than {_MAX_BYTES} bytes of values")
         self._num_nodes += one.size
         if one.dtype.hasobject and self._num_nodes > _MAX_NODES:
             raise DamagedCheckpoint(f"{one.name}: more than {_MAX_NODES} values")
@@ -291,7 +305,7 @@ class _Reader:
             lay_out([spec])
         except (msgspec.MsgspecError, DamagedLayout) as error:
             raise DamagedCheckpoint(f"{group.name}: {error}") from error
-        data = self._array(group["values"]).tobytes()
+        data = self._array(self.member(group, "values")).tobytes()
         if len(data) != lay_out([spec]).entries[0].num_bytes:
             raise DamagedCheckpoint(f"{group.name}: {len(data)} bytes of values for {spec.dtype}{list(spec.shape)}")
         # Tied tensors have one entry, and so one name.

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from checkpoint.bounds import bounded
 from checkpoint.conversion import KINDS, Source, check_target, detect
 from checkpoint.errors import OptionsError
 from checkpoint.formats.part import FORMATS
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args, source)
     check_target(args.target, args.to)
     without_torch = "hdf5" in (source.kind, args.to)
-    done = _convert_data(source, args) if without_torch else _convert_weights(source, args)
+    with bounded(source.path):
+        done = _convert_data(source, args) if without_torch else _convert_weights(source, args)
     done = {"source": str(args.source), "from": source.kind, "to": args.to, "dry_run": args.dry_run, **done}
     if args.json:
         print(json.dumps({"meta": {"version": 1}, "conversion": done}, indent=1))

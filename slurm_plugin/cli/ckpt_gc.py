@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from checkpoint.bounds import bounded
 from checkpoint.config import NO_JOB
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.policy.collection import reason_to_keep, reason_to_remove
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         directory.check_own()
     rows = [_collect(store, jobs, args) for store in stores]
     for directory in directories:
-        rows += _complete(directory, args.dry_run)
+        with bounded(directory.path):
+            rows += _complete(directory, args.dry_run)
     if args.json:
         print(json.dumps({"meta": {"version": 1}, "dry_run": args.dry_run, "found": rows}, indent=1))
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoint.bounds import bounded
 from checkpoint.commit import problem_of_latest
 from checkpoint.directory import Checkpoint, CheckpointDirectory, Partial
 from checkpoint.errors import NoCheckpoint
@@ -45,8 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Print them."""
     directory = existing(args.directory) if args.directory else None
-    checkpoints = directory.scan() if directory else []
-    partials = directory.partials() if directory else []
+    with bounded(directory.path) if directory else contextlib.nullcontext():
+        checkpoints = directory.scan() if directory else []
+        partials = directory.partials() if directory else []
     stores = find_stores(places([directory.path] if directory else []))
     if directory:
         wanted = os.path.realpath(directory.path)

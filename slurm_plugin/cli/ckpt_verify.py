@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from checkpoint.bounds import bounded
 from checkpoint.directory import Checkpoint
 from checkpoint.errors import NoCheckpoint
 from hetjob.table import size_words
@@ -49,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     for number, one in enumerate(chosen, start=1):
         progress = _Progress(one, f"{number}/{len(chosen)}")
         began_s = time.monotonic()
-        problems = directory.verify(one.generation, progress.advance)
+        with bounded(one.path):
+            problems = directory.verify(one.generation, progress.advance)
         took_s = time.monotonic() - began_s
         progress.clear()
         results.append({**as_fields(one.generation), "path": str(one.path), "problems": problems, "took_s": took_s})

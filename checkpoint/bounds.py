@@ -1,0 +1,76 @@
+"""How much memory and time a command may take to read a directory or a file that others may have made: in proportion to
+what lies on disk. A file of some kilobytes that says it is a terabyte is refused before it fills the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from checkpoint.errors import DamagedCheckpoint
+from hetstream.base.limits import TimeExceeded, limited
+
+# What the program takes by itself, most of it torch; and what for each byte on disk: a mapping that may be written to,
+# a copy, and one to be converted.
+_BASE_BYTES = 2 << 30
+_FACTOR = 4
+_BASE_CPU_S = 60
+_CPU_S_PER_GB = 30
+_MAX_ENTRIES = 1_000_000
+
+
+@contextlib.contextmanager
+def bounded(source: Path) -> Iterator[None]:
+    """Read a directory of checkpoints, or a file, within these bounds.
+
+    Args:
+        source: what is read.
+
+    Raises:
+        DamagedCheckpoint: it takes more memory or time than what is right can take.
+    """
+    num_bytes = bytes_on_disk(source)
+    memory_bytes = _BASE_BYTES + _FACTOR * num_bytes
+    cpu_s = _BASE_CPU_S + _CPU_S_PER_GB * num_bytes // 10**9
+    said = f"{source} takes {num_bytes} bytes on disk, and more than"
+    try:
+        with limited(memory_bytes, cpu_s):
+            yield
+    except MemoryError as error:
+        raise DamagedCheckpoint(f"{said} {memory_bytes} bytes of memory to read: it is damaged, or a trap") from error
+    except TimeExceeded as error:
+        raise DamagedCheckpoint(f"{said} {cpu_s} s of processor time to read: it is damaged, or a trap") from error
+    except RuntimeError as error:
+        # torch's own word for it.
+        if "can't allocate memory" not in str(error):
+            raise
+        raise DamagedCheckpoint(f"{said} {memory_bytes} bytes of memory to read: it is damaged, or a trap") from error
+
+
+def bytes_on_disk(source: Path) -> int:
+    """What a file takes on disk, or all files in a directory and one below; holes and links count nothing."""
+    total = 0
+    left = _MAX_ENTRIES
+    folders = [(str(source), 0)] if source.is_dir() else []
+    if not folders:
+        with contextlib.suppress(OSError):
+            total = _blocks(os.stat(source))
+    while folders:
+        folder, depth = folders.pop()
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                left -= 1
+                if left < 0:
+                    return total
+                if entry.is_dir(follow_symlinks=False):
+                    folders += [(entry.path, depth + 1)] if depth == 0 else []
+                else:
+                    total += _blocks(entry.stat(follow_symlinks=False))
+    return total
+
+
+def _blocks(status: os.stat_result) -> int:
+    return status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0

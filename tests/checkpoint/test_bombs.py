@@ -7,10 +7,8 @@ import json
 import os
 import random
 import re
-import resource
+import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,10 +25,11 @@ from checkpoint.manifest import MAX_RANKS, read_manifest
 from slurm_plugin.cli import main
 from tests.checkpoint.parts import write_checkpoint
 
+ROOT = Path(__file__).parents[2]
 STEP = Generation(1, 10)
 NAME = STEP.directory_name
 FILE, MANIFEST = "rank-00000-of-00001.safetensors", "rank-00000-of-00001.json"
-# Of a process that has the test's modules loaded already.
+# Of a process that has the commands loaded already.
 MAX_MORE_BYTES = 700 << 20
 MAX_TIME_S = 60.0
 
@@ -118,48 +117,50 @@ CORPUS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def run_commands(directory: Path, said: Path) -> tuple[int, float, int]:
-    """Exit code, seconds and bytes of memory of all commands on a directory, in a forked process."""
-    began_s = time.monotonic()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with said.open("w") as sys.stdout:
-                sys.stderr = sys.stdout
-                for words in (["ls"], ["ls", "--json"], ["verify"], ["gc", "--dry-run"], ["gc"]):
-                    assert main(["ckpt", *words, str(directory)]) in (0, 1)
-            code = 0
-        except BaseException:  # noqa: BLE001, the end of a process
-            with said.open("a") as file:
-                traceback.print_exc(file=file)
-        finally:
-            os._exit(code)
-    _, status, usage = os.wait4(child, 0)
-    more_bytes = (usage.ru_maxrss - before) << 10
-    return os.waitstatus_to_exitcode(status), time.monotonic() - began_s, more_bytes
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for each case, and a home that none of them may touch."""
+    place = tmp_path_factory.mktemp("corpus")
+    (place / "home").mkdir()
+    (place / "home" / "profile").write_text("mine")
+    for case, change in {**CORPUS, "whole": lambda _: None}.items():
+        directory = place / case
+        directory.mkdir(mode=0o700)
+        write_checkpoint(directory, STEP)
+        change(directory)
+    return place
 
 
+@pytest.fixture(scope="module")
+def results(place: Path) -> dict[str, tuple[int, float, int]]:
+    """What the commands came to in each directory; one process after the other."""
+    directories = [str(place / case) for case in (*CORPUS, "whole")]
+    argv = [sys.executable, "-m", "tests.checkpoint.programs.commands", *directories]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return {Path(name).name: (code, s, size) for name, code, s, size in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CORPUS)
-def test_no_directory_fills_memory_hangs_a_command_or_reaches_elsewhere(tmp_path: Path, case: str) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "profile").write_text("mine")
-    directory = tmp_path / "ckpt"
-    directory.mkdir(mode=0o700)
-    write_checkpoint(directory, STEP)
-    CORPUS[case](directory)
-    said = tmp_path / "said"
-    code, took_s, more_bytes = run_commands(directory, said)
-    text = said.read_text()
+def test_no_directory_fills_memory_hangs_a_command_or_reaches_elsewhere(
+    place: Path, results: dict[str, tuple[int, float, int]], case: str
+) -> None:
+    text = (place / f"{case}.said").read_text()
+    code, took_s, more_bytes = results[case]
     assert code == 0, text[-3000:]
     assert "Traceback" not in text
     assert "\x1b" not in text
     assert took_s < MAX_TIME_S
     assert more_bytes < MAX_MORE_BYTES
-    assert (home / "profile").read_text() == "mine"
-    assert [one.name for one in home.iterdir()] == ["profile"]
+    assert (place / "home" / "profile").read_text() == "mine"
+    assert [one.name for one in (place / "home").iterdir()] == ["profile"]
+
+
+@pytest.mark.slow
+def test_a_directory_without_damage_is_good(place: Path, results: dict[str, tuple[int, float, int]]) -> None:
+    assert results["whole"][0] == 0
+    assert "good" in (place / "whole.said").read_text()
 
 
 def test_a_manifest_of_too_many_ranks_is_refused(tmp_path: Path) -> None:
@@ -229,13 +230,3 @@ def test_values_that_an_hdf5_file_keeps_elsewhere_are_not_read(tmp_path: Path) -
                 state["stolen"] = h5py.ExternalLink("other.h5", "x")
         with pytest.raises(DamagedCheckpoint, match=r"another file|link to elsewhere"):
             read_hdf5(path)
-
-
-def test_the_corpus_is_whole(tmp_path: Path) -> None:
-    """Without the damage, the commands find nothing wrong."""
-    directory = tmp_path / "ckpt"
-    directory.mkdir(mode=0o700)
-    write_checkpoint(directory, STEP)
-    code, _, _ = run_commands(directory, tmp_path / "said")
-    assert code == 0
-    assert "good" in (tmp_path / "said").read_text()

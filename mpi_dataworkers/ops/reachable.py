@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -42,10 +42,15 @@ def _parts_of(value: Any) -> Iterator[Any]:
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         yield from list(attributes.values())
-    if isinstance(value, list | tuple):
-        yield from value[:_MAX_ITEMS]
+    # Not the methods of the user's own class, which may read a sample: looking runs nobody's code.
+    items: Iterable[Any] = ()
+    if isinstance(value, list):
+        items = list.__iter__(value)
+    elif isinstance(value, tuple):
+        items = tuple.__iter__(value)
     elif isinstance(value, dict):
-        yield from list(itertools.islice(value.values(), _MAX_ITEMS))
+        items = dict.values(value)
+    yield from list(itertools.islice(items, _MAX_ITEMS))
 
 
 def device_of(*roots: Any) -> str:

@@ -1,6 +1,6 @@
 """A loader's side of the service. Knows no torch.
 
-Used by `loader.py`. The training thread opens a pass over an epoch and takes its steps in order; everything else
+Used by `loader/stream.py`. The training thread opens a pass over an epoch and takes its steps in order; everything else
 (credits, heartbeats, registering again with a restarted dispatcher, dropping duplicates) happens in the thread of the
 process's connection (`connection.py`), which all loaders share. So nothing here waits, and batches whose rebuilding
 runs code of the program are rebuilt in a thread of the loader's own: if that hangs, other loaders go on.
@@ -277,8 +277,20 @@ class _Rebuilder:
 
 
 @dataclass(frozen=True)
-class _ClientOptions:
-    """The arguments of a `ServiceClient`."""
+class ClientOptions:
+    """What a loader says of itself at its service, and what it does with batches.
+
+    Attributes:
+        address_file: the dispatcher's address file.
+        identity: who this trainer is.
+        name: who the loader is among those of its program.
+        description: the pipeline in words, compared between programs of one job name.
+        prepare: builds the batch from its header and frames; runs in the connection's thread, or in the loader's own.
+        runs_program: whether `prepare` runs code of the program for this batch, which may hang.
+        buffer_bytes: finished batches to hold ahead of the training loop.
+        rails: the ways on which batches may come.
+        compress: ask data workers that come over TCP to compress.
+    """
 
     address_file: Path
     identity: Identity
@@ -288,7 +300,7 @@ class _ClientOptions:
     runs_program: Callable[[Batch], bool]
     buffer_bytes: int
     rails: frozenset[str]
-    compress: bool
+    compress: bool = False
 
 
 def service_at(address_file: Path) -> ServiceAddress:
@@ -315,43 +327,20 @@ class ServiceClient:
     """One loader at its service, over the connection of its process.
 
     Args:
-        address_file: the dispatcher's address file.
-        identity: who this trainer is.
-        name: who the loader is among those of its program.
+        options: who the loader is, and where.
         definition: the pipeline in pickled form.
-        description: the pipeline in words, compared between programs of one job name.
-        prepare: builds the batch from its header and frames; runs in the connection's thread, or in the loader's own.
-        runs_program: whether `prepare` runs code of the program for this batch, which may hang.
-        buffer_bytes: finished batches to hold ahead of the training loop.
-        rails: the ways on which batches may come.
-        compress: ask data workers that come over TCP to compress.
 
     Raises:
         ServiceUnavailable, AuthenticationError, JobNameConflict: as they say.
     """
 
-    def __init__(
-        self,
-        address_file: Path,
-        identity: Identity,
-        name: LoaderName,
-        definition: ProvideDefinition,
-        description: dict[str, str],
-        prepare: Callable[[Batch, Sequence[Buffer]], Any],
-        runs_program: Callable[[Batch], bool],
-        buffer_bytes: int,
-        rails: frozenset[str],
-        compress: bool = False,
-    ) -> None:
+    def __init__(self, options: ClientOptions, definition: ProvideDefinition) -> None:
         keep_freed_memory()
-        service = service_at(address_file)
-        self._options = _ClientOptions(
-            address_file, identity, name, description, prepare, runs_program, buffer_bytes, rails, compress
-        )
+        service = service_at(options.address_file)
+        self._options = options
         self._definition = definition
-        self._prepare = prepare
-        self._buffer_bytes = buffer_bytes
         self._step_size = StepSize()
+        identity, name = options.identity, options.name
         self._registration = RegisterConsumer(
             job_name=identity.job_name,
             ordinal=name.ordinal,
@@ -360,7 +349,7 @@ class ServiceClient:
             host=socket.gethostname(),
             pid=os.getpid(),
             definition_id=definition.definition_id,
-            description=description,
+            description=options.description,
             occurrence=name.occurrence,
             place=name.place,
             made_at=name.made_at,
@@ -392,7 +381,7 @@ class ServiceClient:
         self.batches_by_rail: collections.Counter[str] = collections.Counter()
         self._connection: Connection
         self._number: int
-        join_service(ConnectionOptions(service, rails, compress), self, buffer_bytes)
+        join_service(ConnectionOptions(service, options.rails, options.compress), self, options.buffer_bytes)
         try:
             self._wait_until_registered()
         except BaseException:
@@ -414,20 +403,9 @@ class ServiceClient:
         """
         if not self.is_inherited:
             return self
-        options = self._options
-        identity = replace(options.identity, job_name=f"{options.identity.job_name}.{os.getpid()}")
-        return ServiceClient(
-            options.address_file,
-            identity,
-            options.name,
-            self._definition,
-            options.description,
-            options.prepare,
-            options.runs_program,
-            options.buffer_bytes,
-            options.rails,
-            options.compress,
-        )
+        identity = self._options.identity
+        child = replace(identity, job_name=f"{identity.job_name}.{os.getpid()}")
+        return ServiceClient(replace(self._options, identity=child), self._definition)
 
     @property
     def receivers(self) -> list[str]:
@@ -506,7 +484,7 @@ class ServiceClient:
                 self._definition = definition
                 self._registration = msgspec.structs.replace(self._registration, definition_id=definition.definition_id)
                 self._outbox.append(definition)
-            limits = self._buffer_bytes // sharers, -(-min_window // sharers), MAX_STEPS // sharers
+            limits = self._options.buffer_bytes // sharers, -(-min_window // sharers), MAX_STEPS // sharers
             window = Window(*limits, self._step_size)
             one = Pass(session, definition, first_step, num_steps, window, shift, in_order, ahead, snapshot)
             self._passes[session.session_id] = one
@@ -744,20 +722,8 @@ class ServiceClient:
             _log.info("the connection to the dispatcher is back: registering again")
             self._register(now)
         elif isinstance(message, ConsumerRegistered):
-            known = "" if message.need_definition else message.definition_id
             with self._lock:
-                # The rest is said again, from the passes as they are now; the end of one would be lost.
-                self._outbox = collections.deque(one for one in self._outbox if isinstance(one, CloseEpoch))
-                # Passes of what is known come first: the dispatcher forgets what no pass uses when another one comes.
-                current = self._definition.definition_id
-                passes = {one: one.definition.definition_id for one in self._passes.values()}
-                for one in sorted(passes, key=lambda one: (passes[one] != known, passes[one] == current, passes[one])):
-                    if passes[one] != known:
-                        known = passes[one]
-                        self._outbox.append(one.definition)
-                    self._outbox.append(self._open_message(one))
-                if current != known:
-                    self._outbox.append(self._definition)
+                self._say_all("" if message.need_definition else message.definition_id)
                 self._set_workers(message.num_data_workers, now)
                 self._registered, self._asked_at = True, None
                 self._news.tell()
@@ -802,6 +768,25 @@ class ServiceClient:
                 self._news.tell()
         elif not isinstance(message, Alive):
             raise ProtocolError(f"the dispatcher sent {type(message).__name__}, which is no message for a loader")
+
+    def _say_all(self, known: str) -> None:
+        """Queue what a dispatcher that has just let this loader in is to know. Call it with the lock.
+
+        Args:
+            known: id of the definition that it has, "" for none.
+        """
+        # The rest is said again, from the passes as they are now; the end of one would be lost.
+        self._outbox = collections.deque(one for one in self._outbox if isinstance(one, CloseEpoch))
+        # Passes of what is known come first: the dispatcher forgets what no pass uses when another one comes.
+        current = self._definition.definition_id
+        passes = {one: one.definition.definition_id for one in self._passes.values()}
+        for one in sorted(passes, key=lambda one: (passes[one] != known, passes[one] == current, passes[one])):
+            if passes[one] != known:
+                known = passes[one]
+                self._outbox.append(one.definition)
+            self._outbox.append(self._open_message(one))
+        if current != known:
+            self._outbox.append(self._definition)
 
     def _lose(self, one: Pass, lost: StepsLost) -> None:
         if lost.stop_step < 0:
@@ -870,7 +855,7 @@ class ServiceClient:
 
     def _rebuild(self, header: Batch, frames: Sequence[Buffer]) -> Delivered | BatchFailed | None:
         try:
-            payload = self._prepare(header, frames)
+            payload = self._options.prepare(header, frames)
         except ProtocolError as error:
             _log.warning("refused step %d: %s; it will be leased again", header.step, error)
             return None

@@ -24,7 +24,8 @@ from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.faults import reach
 from mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterConsumer
 
-_SCHEMA_VERSION = 1
+# Also of the messages in it: a release whose `ProvideDefinition` or `LoaderStats` has another form has another number.
+_SCHEMA_VERSION = 2
 _DATABASE = "journal.sqlite"
 # SQLite writes its log back into the database after about 4 MiB; the file is cut to this then.
 _MAX_WAL_BYTES = 1 << 20
@@ -79,8 +80,8 @@ class Journal:
         work_dir: made with mode 0700 where it does not exist.
 
     Raises:
-        ServiceError: another dispatcher holds the directory, somebody else may have a hand in it, or its contents are
-            damaged.
+        ServiceError: another dispatcher holds the directory, somebody else may have a hand in it, or the journal in
+            it is damaged or of another release.
     """
 
     def __init__(self, work_dir: Path) -> None:
@@ -101,8 +102,8 @@ class Journal:
         except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             os.close(self._lock)
             raise ServiceError(
-                f"journal {self.path} is damaged: {error}. Move it away and start the dispatcher again; loaders and "
-                "data workers that still run register anew."
+                f"journal {self.path} cannot be used: {error}. Move it away and start the dispatcher again; loaders "
+                "and data workers that still run register anew."
             ) from error
 
     def _open(self) -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from mpi_dataworkers.address import parse_service
-from mpi_dataworkers.client import Delivered, MakeItYourself, Pass, ServiceClient, service_at
+from mpi_dataworkers.client import ClientOptions, Delivered, MakeItYourself, Pass, ServiceClient, service_at
 from mpi_dataworkers.codec import Buffer, split
 from mpi_dataworkers.config import (
     Identity,
@@ -108,11 +108,10 @@ class Stream:
         self.local_passes: LocalPasses | None = None
         self.closed = False
         if self._service is not None:
-            self._client = ServiceClient(
+            options = ClientOptions(
                 self._service,
                 identity,
                 name_loader(identity, description, divides),
-                self.definition(),
                 description,
                 functools.partial(_prepare, pin),  # not bound to this stream, which would live as long as the client
                 _runs_program,
@@ -120,6 +119,7 @@ class Stream:
                 rails_from_environment(),
                 compression_from_environment(),
             )
+            self._client = ServiceClient(options, self.definition())
             _open_streams.add(self)
 
     @property

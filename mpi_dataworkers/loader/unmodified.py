@@ -90,7 +90,8 @@ def notice(iterator: object, loader: Any) -> None:
         return
     _keep(loader, None)
     names = type(loader).__name__, type(iterator).__name__
-    _say_local(loader.dataset, "{} makes an iterator of its own, {}".format(*names))
+    reason = "{} makes an iterator of its own, {}, instead of asking DataLoader._get_iterator for one"
+    _say_local(loader.dataset, reason.format(*names))
 
 
 def _kept_by(loader: Any) -> _Kept | None:

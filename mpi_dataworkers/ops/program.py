@@ -2,7 +2,7 @@
 
 In the trainer `program_of` and `settings_of` describe the program of a pipeline, each time that the pipeline is
 defined. In a data worker process `enter_program` runs once, because what Python has loaded stays loaded: a process
-serves one program (`dispatcher/programs.py`). `SettingsInForce.apply` runs whenever the process turns to a pipeline
+serves one program (`programs.py`). `SettingsInForce.apply` runs whenever the process turns to a pipeline
 that was defined under other settings.
 """
 

@@ -1,4 +1,4 @@
-"""Bytes of messages: round trips, golden bytes of protocol version 3, and everything that must be refused."""
+"""Bytes of messages: round trips, golden bytes of protocol version 4, and everything that must be refused."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import sample_datasets as datasets
 
 from mpi_dataworkers import DataLoader, client, connection
 from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.client import ServiceClient
+from mpi_dataworkers.client import ClientOptions, ServiceClient
 from mpi_dataworkers.config import Identity
 from mpi_dataworkers.messages import (
     ConsumerRegistered,
@@ -26,6 +26,7 @@ from mpi_dataworkers.messages import (
     NeedDefinition,
     OpenEpoch,
     PlannedOrder,
+    Program,
     ProvideDefinition,
     RegisterConsumer,
     UnknownPeer,
@@ -77,24 +78,24 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
     monkeypatch.setattr(client, "wait_for_address_file", lambda *_: ServiceAddress("tcp://127.0.0.1:1", *"abcd"))
     monkeypatch.setattr(connection, "open_loader_endpoint", lambda *_: endpoint)
     endpoint.answer(ConsumerRegistered(False, 1, "old"))
-    loader = ServiceClient(
+    options = ClientOptions(
         Path("/nowhere"),
         Identity(0, 1, "job"),
         LoaderName(0, 0, "", "", False),
-        definition("old"),
         {},
         lambda *_: None,
         lambda _: False,
         1 << 20,
         frozenset(),
     )
+    loader = ServiceClient(options, definition("old"))
     endpoint.next_of(RegisterConsumer)
     yield endpoint, loader
     loader.close()
 
 
 def definition(name: str) -> ProvideDefinition:
-    return ProvideDefinition(name, [], "/", name.encode())
+    return ProvideDefinition(name, Program("/", []), b"", name.encode())
 
 
 def test_a_dataset_that_changes_while_the_loader_registers_again_is_sent(

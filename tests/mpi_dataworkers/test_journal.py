@@ -94,7 +94,7 @@ def duplicate_a_row(path: Path) -> None:
         (overwrite_a_page, "malformed|btree|Tree|page"),
         (duplicate_a_row, "never used|Freelist|malformed"),
         (sql("delete from facts where name = 'schema_version'"), "schema version is missing, and 'incarnation'"),
-        (sql("update facts set value = '9' where name = 'schema_version'"), "schema version 9"),
+        (sql("update facts set value = '1' where name = 'schema_version'"), "schema version 1, this release reads 2"),
         (sql("delete from facts where name = 'incarnation'"), "'missing'"),
         (sql("update facts set value = 'x' where name = 'incarnation'"), "'x'"),
         (sql("insert into facts values ('keys', '[\"a\"]')"), "1 keys instead of 5"),
@@ -115,7 +115,7 @@ def test_damage_is_refused_and_the_file_named(tmp_path: Path, damage: Callable[[
     journal.commit()
     journal.close()
     damage(journal.path)
-    with pytest.raises(ServiceError, match=rf"(?s)journal {journal.path} is damaged: .*({says})"):
+    with pytest.raises(ServiceError, match=rf"(?s)journal {journal.path} cannot be used: .*({says})"):
         Journal(tmp_path)
 
 

@@ -487,7 +487,7 @@ def test_damaged_state_is_refused_and_named(service: Any, wait_until: Any) -> No
         path.write_bytes(b"not a database, but long enough to look at" * 30)
     service.start_dispatcher()
     assert service.dispatcher.wait(timeout=20) == 1
-    assert "journal.sqlite is damaged" in service.log("dispatcher")
+    assert "journal.sqlite cannot be used" in service.log("dispatcher")
 
 
 def test_a_dispatcher_needs_a_work_dir() -> None:

@@ -354,7 +354,10 @@ def test_a_class_that_makes_its_own_iterators_stays_local_and_says_so_once(caplo
     loader = programs.OwnIteratorLoader(programs.Numbers(4), batch_size=2)
     assert epochs(loader) == [[[0, 1], [2, 3]]] * 2
     (said,) = [record.getMessage() for record in caplog.records]
-    reason = "OwnIteratorLoader makes an iterator of its own, _SingleProcessDataLoaderIter"
+    reason = (
+        "OwnIteratorLoader makes an iterator of its own, _SingleProcessDataLoaderIter, instead of asking "
+        "DataLoader._get_iterator for one"
+    )
     assert said == f"hetstream: a DataLoader over Numbers stays local: {reason}"
 
 

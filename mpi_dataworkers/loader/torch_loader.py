@@ -31,8 +31,8 @@ def why_not_streamable(loader: Any) -> str | None:
     """Why a torch DataLoader cannot be streamed, or None when it can."""
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return (
-            f"{type(loader.dataset).__name__} is an IterableDataset, and only indexed datasets stream under the start-up "
-            "hook. To stream it, use mpi_dataworkers.DataLoader"
+            f"{type(loader.dataset).__name__} is an IterableDataset, and the start-up hook streams indexed datasets "
+            "only. To stream it, use mpi_dataworkers.DataLoader"
         )
     if not hasattr(loader.dataset, "__len__") and loader.batch_sampler is None and loader.sampler is None:
         return f"{type(loader.dataset).__name__} has no length and there is no sampler"

@@ -413,8 +413,8 @@ def load_pipeline(definition: Definition) -> Pipeline:
     except BaseException as error:  # unpickling runs user code: anything may come (a module that calls sys.exit, too)
         text = f"{type(error).__name__}: {error}"
         raise PipelineError(
-            f"the dataset cannot be rebuilt in a data worker: {text}. What it imports and opens when it is unpickled must "
-            "be on the data workers' hosts, under the same names."
+            f"the dataset cannot be rebuilt in a data worker: {text}. What it imports and opens when it is unpickled "
+            "must be on the data workers' hosts, under the same names."
         ) from error
     if here != pipeline.num_samples:
         raise PipelineError(

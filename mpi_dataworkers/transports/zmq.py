@@ -60,6 +60,8 @@ _ATTEMPT_MS = 2000
 # Silent for the longer time it is taken for gone: it is stopped, or the network between is cut.
 _ALIVE_MS = 500
 _GONE_MS = 4000
+# The dispatcher asks, too: a peer that was stopped before it had said how long its silence may be is gone after this.
+_NO_REPLY_MS = 15_000
 # A dispatcher that is stopped is waited for as one that is away.
 _NO_ANSWER_MS = 60_000
 # Who waits for a dispatcher looks this often whether the service has ended.
@@ -197,6 +199,7 @@ class ZmqDispatcherEndpoint:
         # A peer that comes back after a cut keeps its name: the new connection takes over from the dead one.
         self._socket.router_handover = True
         _notice_cuts(self._socket)
+        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = _ALIVE_MS, _NO_REPLY_MS
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         host, _, port = bind.removeprefix("tcp://").rpartition(":")
         try:

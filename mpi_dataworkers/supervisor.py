@@ -142,7 +142,7 @@ class _Supervisor:
                     os.kill(pid, signal.SIGKILL)
             # Looked at before it is reaped: until then no other process gets its id.
             while self._children and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
-                if (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
+                if (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0) or self._is_at_work(ended.si_pid):
                     _end_group(ended.si_pid)
                 pid, status = os.waitpid(ended.si_pid, 0)
                 self._reap(pid, os.waitstatus_to_exitcode(status))
@@ -178,6 +178,10 @@ class _Supervisor:
         else:
             child.hung = None  # the signal has ended the system call that it waited in
 
+    def _is_at_work(self, pid: int) -> bool:
+        child = self._children.get(pid)
+        return child is not None and child.page.read() is not None
+
     def _reap(self, pid: int, code: int) -> None:
         child = self._children.pop(pid, None)
         if child is None:
@@ -186,10 +190,12 @@ class _Supervisor:
         work, num_steps = page.read(), page.num_steps
         child.close()
         oom_kills, self._oom_kills = self._oom_kills, count_oom_kills()
-        if code == FRESH_PROCESS and not self._stopping:
+        # User code may end the process with any code; only where none ran does the code say what we meant by it.
+        own_code = code if work is None else None
+        if own_code == FRESH_PROCESS and not self._stopping:
             self._start("", None, child.slot)
             return
-        if code in (0, FRESH_PROCESS) or (self._stopping and not child.hung):
+        if own_code in (0, FRESH_PROCESS) or (self._stopping and not child.hung):
             return
         if child.hung:
             reason = f"hung: it was at one sample for longer than sample_timeout_s={child.hung.limit_s:g}"
@@ -201,7 +207,7 @@ class _Supervisor:
         self._early_deaths = self._early_deaths + 1 if early else 0
         if self._stopping:
             return
-        if code == 1:
+        if own_code == 1:
             self._failed = True  # it said why on stderr; the same would happen again
         elif self._early_deaths > _MAX_EARLY_DEATHS:
             _log.error("data worker processes died %d times in a row; this data worker gives up", self._early_deaths)

@@ -37,6 +37,7 @@ from mpi_dataworkers.messages import (
     ReportProgress,
     Session,
 )
+from mpi_dataworkers.supervisor import FRESH_PROCESS
 
 LOADER = "loader"
 
@@ -403,16 +404,17 @@ def test_a_module_that_ends_the_program_when_it_is_imported_is_told_and_costs_no
     assert batches.stats()["local_steps"] == 0
 
 
-@pytest.mark.parametrize("how", ["segfault", "exit"])
+@pytest.mark.parametrize("how", ["segfault", "7", "0", "1", str(FRESH_PROCESS)])
 def test_a_sample_that_ends_its_process_is_left_out_and_nothing_else(service: Any, loaders: Any, how: str) -> None:
     service.start_workers(2)
     loader = loaders(datasets.Deadly(80, {11, 12, 50}, how), service=service.name, on_error="skip", max_attempts=2)
     assert [i for ids in ids_of(loader) for i in ids] == [i for i in range(80) if i not in (11, 12, 50)]
     assert [one.sample_index for one in loader.skipped_samples] == [11, 12, 50]
-    word = "was killed by signal 11 (SIGSEGV)" if how == "segfault" else "ended with code 7"
+    word = "was killed by signal 11 (SIGSEGV)" if how == "segfault" else f"ended with code {how}"
     assert word in loader.skipped_samples[0].error
     assert word in service.log("dispatcher")
     assert loader.stats()["local_steps"] == 0
+    assert service.workers[0].poll() is None
 
 
 def test_a_sample_that_holds_the_gil_for_long_costs_nobody_a_data_worker(service: Any, loaders: Any) -> None:
@@ -437,7 +439,7 @@ def test_what_a_sample_has_started_ends_with_its_process(
 
 def test_a_process_that_dies_again_and_again_is_raised_in_the_trainer(service: Any, loaders: Any) -> None:
     service.start_workers()
-    passing = iter(loaders(datasets.Deadly(24, {3}, "exit"), service=service.name))
+    passing = iter(loaders(datasets.Deadly(24, {3}, "7"), service=service.name))
     with pytest.raises(DataWorkerDied, match="ended with code 7, at sample 3 of step 0"):
         next(passing)
     assert len(list(passing)) == 2

@@ -761,7 +761,7 @@ def hang_for_ever(how: str) -> None:
 
 
 class Deadly(Augmented):
-    """Some samples end the process that reads them."""
+    """Some samples end the process that reads them: by a "segfault", or with an exit code."""
 
     def __init__(self, length: int, deadly: set[int], how: str) -> None:
         super().__init__(length)
@@ -770,8 +770,8 @@ class Deadly(Augmented):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index in self.deadly:
-            if self.how == "exit":
-                os._exit(7)
+            if self.how != "segfault":
+                os._exit(int(self.how))
             os.kill(os.getpid(), signal.SIGSEGV)
         return super().__getitem__(index)
 

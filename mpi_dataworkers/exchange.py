@@ -5,7 +5,7 @@ its own. Arrays and tensors lie in the mapped memory, which a process copies pag
 
 The memory belongs to no name: it is made by the supervisor before it forks, and is gone with the last process. Who has
 mapped a slot holds a lock on it, which the kernel takes away at the process's end; a slot that nobody has locked is
-used again.
+used again. A process that is stopped keeps its locks; the others do not wait for it, but fetch for themselves.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _KEEP_UNUSED_BYTES = 1 << 20
 # Of a slot: the definition's id, written last; the bytes of the message without its contents.
 _NAME_BYTES = 64
 _LENGTH_BYTES = 8
+# Of the turn: the process that had it last.
+_PID_BYTES = 8
 _LOOK_AGAIN_S = 0.02
 
 
@@ -42,22 +44,31 @@ class Exchange:
 
     def __init__(self, num_slots: int = _NUM_SLOTS) -> None:
         self._turn = os.memfd_create("hetstream-turn")
-        self._slots = [os.memfd_create("hetstream-definition") for _ in range(num_slots)]
+        self._slots = [_own_memory() for _ in range(num_slots)]
 
     @contextlib.contextmanager
     def alone(self, should_stop: Callable[[], bool]) -> Iterator[bool]:
-        """Wait until no other process of this data worker fetches a definition.
+        """Wait until no other process of this data worker fetches a definition, or the one that does is stopped.
 
         Gives:
-            Whether it is this one's turn; else it is to stop.
+            Whether the others wait for this one.
         """
         own = _opened(self._turn)
         try:
-            while not (turn := _locked(own, fcntl.LOCK_EX)) and not should_stop():
+            while not (turn := _locked(own, fcntl.LOCK_EX)) and not should_stop() and not self._is_held_up():
                 time.sleep(_LOOK_AGAIN_S)
+            if turn:
+                os.pwrite(own, os.getpid().to_bytes(_PID_BYTES, "little"), 0)
             yield turn
         finally:
             os.close(own)
+
+    def _is_held_up(self) -> bool:
+        """Whether the process whose turn it is, or was a moment ago, does not run (proc(5))."""
+        pid = int.from_bytes(os.pread(self._turn, _PID_BYTES, 0), "little")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        return False
 
     def find(self, definition_id: str) -> Definition | None:
         """Map a definition that is here."""
@@ -72,17 +83,18 @@ class Exchange:
                 os.close(own)
         return None
 
-    def keep(self, message: ProvideDefinition, directory: Path) -> Definition:
+    def keep(self, message: ProvideDefinition, directory: Path, shared: bool = True) -> Definition:
         """Put a definition here and map it. Call it inside `alone`.
 
         Args:
             message: as it came.
             directory: where large definitions lie, the service's `definitions_dir`.
+            shared: the other processes wait for this one; else it keeps the definition for itself.
 
         Raises:
             HandoverFailed: its bytes cannot be had.
         """
-        own = self._free_slot()
+        own = self._free_slot() if shared else _own_memory()
         try:
             _fill(own, message, directory)
             # As `alone` holds the others back, none comes between the two locks.
@@ -101,12 +113,16 @@ class Exchange:
                 os.ftruncate(own, 0)
             if own != chosen:
                 os.close(own)
-        return chosen if chosen >= 0 else os.memfd_create("hetstream-definition")
+        return chosen if chosen >= 0 else _own_memory()
 
     def close(self) -> None:
         """Give it all back; what is mapped stays for as long as it is used."""
         for descriptor in (self._turn, *self._slots):
             os.close(descriptor)
+
+
+def _own_memory() -> int:
+    return os.memfd_create("hetstream-definition")
 
 
 def _opened(descriptor: int) -> int:

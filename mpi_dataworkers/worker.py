@@ -508,12 +508,12 @@ class DataWorker:
         found = self._exchange.find(definition_id)
         if found is None:
             with self._exchange.alone(lambda: not self._holds(token)) as is_its_turn:
-                if not is_its_turn:
+                if not self._holds(token):
                     raise _LeaseGone
                 found = self._exchange.find(definition_id)
                 if found is None:
                     came = self._fetch(definition_id, token)
-                    found = self._exchange.keep(came, self._definitions_dir)
+                    found = self._exchange.keep(came, self._definitions_dir, shared=is_its_turn)
                     num_bytes = len(came.blob) + sum(came.contents.sizes)
                     _log.info("pipeline=%s fetched for this host: %d bytes", definition_id[:8], num_bytes)
         self._definitions_used[definition_id] = found

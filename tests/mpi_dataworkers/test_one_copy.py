@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,38 @@ def test_a_process_that_ended_while_it_fetched_holds_up_nobody(exchange: Exchang
     os.waitpid(pid, 0)
     with exchange.alone(lambda: True) as is_its_turn:
         assert is_its_turn
+
+
+def test_a_process_that_is_stopped_while_it_fetches_holds_up_nobody(exchange: Exchange) -> None:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with exchange.alone(lambda: False):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            exchange.keep(message_of("d", b"theirs"), Path("/nowhere"))
+            os.write(writing, b"kept")
+            signal.pause()
+    try:
+        os.waitpid(pid, os.WUNTRACED)
+        deadline = time.monotonic() + 10
+        with exchange.alone(lambda: time.monotonic() > deadline) as is_its_turn:
+            assert not is_its_turn
+            assert time.monotonic() < deadline
+            own = exchange.keep(message_of("d", b"ours"), Path("/nowhere"), shared=is_its_turn)
+        assert bytes(own.buffers[0]) == b"ours"
+        assert exchange.find("d") is None, "nobody else sees it"
+        os.kill(pid, signal.SIGCONT)
+        assert os.read(reading, 4) == b"kept"
+        theirs = exchange.find("d")
+        assert theirs is not None
+        assert bytes(theirs.buffers[0]) == b"theirs"
+        with exchange.alone(lambda: True) as is_its_turn:
+            assert not is_its_turn, "a process that goes on is waited for"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
 
 
 @pytest.mark.parametrize("blob_bytes", [10, 3000], ids=["small stream", "large stream"])

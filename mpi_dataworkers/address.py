@@ -9,15 +9,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import secrets
 import stat
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mpi_dataworkers.errors import ConfigError, ServiceError
+from mpi_dataworkers.errors import ConfigError, ServiceError, ServiceUnavailable
+
+_log = logging.getLogger(__name__)
 
 _FORMAT = 1
+# The parts of a service start together: who waits for longer than this says so.
+_QUIET_WAIT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def has_ended(path: Path) -> bool:
 
 
 def parse_service(service: str) -> Path:
-    """Path of a `file:PATH` service name.
+    """Path of a `file:PATH` service name; absolute, since programs change their working directory.
 
     Raises:
         ConfigError: another form.
@@ -86,7 +92,7 @@ def parse_service(service: str) -> Path:
     scheme, _, rest = service.partition(":")
     if scheme != "file" or not rest:
         raise ConfigError(f"service {service!r}: the form is file:PATH, the address file of a dispatcher")
-    return Path(rest)
+    return Path(rest).absolute()
 
 
 def read_address_file(path: Path) -> ServiceAddress:
@@ -110,3 +116,26 @@ def read_address_file(path: Path) -> ServiceAddress:
             return ServiceAddress(**fields, directory=path.parent)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ServiceError(f"address file {path} is damaged ({error}); start the dispatcher again") from error
+
+
+def wait_for_address_file(path: Path, timeout_s: float) -> ServiceAddress:
+    """Read the address file as soon as it is there.
+
+    Raises:
+        ServiceUnavailable: it did not appear in time.
+        ServiceError: it is not usable.
+    """
+    deadline = time.monotonic() + timeout_s
+    say_at = time.monotonic() + _QUIET_WAIT_S
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return read_address_file(path)
+        if time.monotonic() > say_at:
+            _log.warning("hetstream: waiting up to %g s for the address file %s", timeout_s, path)
+            say_at = deadline
+        if time.monotonic() > deadline:
+            raise ServiceUnavailable(
+                f"address file {path} did not appear within {timeout_s:g} s. Is the dispatcher running, and is the "
+                "directory on a file system that this host shares?"
+            )
+        time.sleep(0.05)

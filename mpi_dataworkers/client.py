@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 import mpi_dataworkers.errors
-from mpi_dataworkers.address import ServiceAddress
+from mpi_dataworkers.address import ServiceAddress, wait_for_address_file
 from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.config import Identity
 from mpi_dataworkers.connection import CONNECT_TIMEOUT_S, REPORT_S, Connection, ConnectionOptions, join_service
@@ -74,7 +74,6 @@ from mpi_dataworkers.naming import LoaderName
 from mpi_dataworkers.reorder import ReorderBuffer
 from mpi_dataworkers.transports.base import ReceivedBatch, Reconnected
 from mpi_dataworkers.window import MAX_STEPS, StepSize, Window
-from mpi_dataworkers.worker import wait_for_address_file
 
 _log = logging.getLogger(__name__)
 

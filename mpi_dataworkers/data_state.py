@@ -48,7 +48,8 @@ class DataState:
     quarantined: list[int] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, the same keys at any time: JSON and torch.distributed.checkpoint can hold them."""
+        """Plain values, the same keys at any time: JSON and torch.distributed.checkpoint can hold all but what is
+        in `dataset_states`."""
         # The streams as text: their number changes, and a checkpoint wants the same keys when it is loaded. What the
         # dataset's own state holds may be no text.
         shards, objects = _divided(self.shards)

@@ -640,7 +640,7 @@ class Batch(Message, frozen=True, omit_defaults=True):
         shift: as in `GrantLease`.
         num_skipped: samples of the step that are not in it, for `on_error`.
         left_out: those of them that failed at this step, with what they did; index -1 stands for all.
-        snapshot: of a shard whose dataset has a state: where its reader is after this step, as JSON.
+        snapshot: of a shard whose dataset has a state: where its reader is after this step, see `snapshots`.
     """
 
     session_id: str

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from mpi_dataworkers.address import has_ended
+from mpi_dataworkers.address import has_ended, wait_for_address_file
 from mpi_dataworkers.errors import HetstreamError, ServiceEnded
 from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.ops.pipeline import use_one_thread
-from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker, wait_for_address_file
+from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker
 
 _log = logging.getLogger(__name__)
 

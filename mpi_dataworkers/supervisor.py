@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mpi_dataworkers.address import ServiceAddress, has_ended
+from mpi_dataworkers.address import ServiceAddress, has_ended, wait_for_address_file
 from mpi_dataworkers.ending import Ending
 from mpi_dataworkers.errors import HetstreamError, ServiceEnded
 from mpi_dataworkers.exchange import Exchange
@@ -32,7 +32,7 @@ from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.messages import Fate
 from mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
 from mpi_dataworkers.watch import StackFile, Work, WorkPage, count_oom_kills, fate_of, how_it_ended
-from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker, wait_for_address_file
+from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker
 
 _log = logging.getLogger(__name__)
 

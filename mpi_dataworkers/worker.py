@@ -7,7 +7,6 @@ thread keeps the connection to the dispatcher, so that a long sample does not lo
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import math
 import os
@@ -16,13 +15,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from mpi_dataworkers.address import ServiceAddress, read_address_file
+from mpi_dataworkers.address import ServiceAddress
 from mpi_dataworkers.bucketing import LengthBuckets, plan_of
 from mpi_dataworkers.cache import BatchCache, CachedBatch
 from mpi_dataworkers.codec import Leaf, fuse
@@ -94,8 +92,6 @@ from mpi_dataworkers.watch import WorkPage
 _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
-# The parts of a service start together: who waits for longer than this says so.
-_QUIET_WAIT_S = 3.0
 # A dispatcher may be away for as long as a restart takes; after this the data worker takes the job for ended.
 GIVE_UP_S = 60.0
 # The control thread looks several times a second; if it did not for so long, it could not.
@@ -114,29 +110,6 @@ _REGISTER_AGAIN_S = 1.0
 _MAX_PIPELINES = 8
 # A loader between two epochs keeps its connections; a dead one's are closed after this.
 _KEEP_CONNECTION_S = 5.0
-
-
-def wait_for_address_file(path: Path, timeout_s: float) -> ServiceAddress:
-    """Read the address file as soon as it is there.
-
-    Raises:
-        ServiceUnavailable: it did not appear in time.
-        ServiceError: it is not usable.
-    """
-    deadline = time.monotonic() + timeout_s
-    say_at = time.monotonic() + _QUIET_WAIT_S
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            return read_address_file(path)
-        if time.monotonic() > say_at:
-            _log.warning("hetstream: waiting up to %g s for the address file %s", timeout_s, path)
-            say_at = deadline
-        if time.monotonic() > deadline:
-            raise ServiceUnavailable(
-                f"address file {path} did not appear within {timeout_s:g} s. Is the dispatcher running, and is the "
-                "directory on a file system that this host shares?"
-            )
-        time.sleep(0.05)
 
 
 class _LeaseGone(Exception):

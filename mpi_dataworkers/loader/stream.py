@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -97,6 +98,7 @@ class Stream:
         self._pin = pin
         self._client: ServiceClient | None = None
         self._service = parse_service(service) if service is not None else None
+        self._definitions_dir: Path | None = None
         self._provided: ProvideDefinition | None = None  # what data workers were given last
         self._stats = LoaderStats()
         self._recent = RecentRates(time.monotonic(), 0, 0, 0)
@@ -193,8 +195,9 @@ class Stream:
         if self._service is not None and (
             self._defined is None or self._defined.definition_id != defined.definition_id
         ):
-            directory = service_at(self._service).definitions_dir
-            blob, contents = pack(defined.blob, defined.buffers, directory)
+            if self._definitions_dir is None:  # later the service may be away, which is no reason to stop
+                self._definitions_dir = service_at(self._service).definitions_dir
+            blob, contents = pack(defined.blob, defined.buffers, self._definitions_dir)
             names = defined.definition_id, defined.program, defined.settings
             self._provided = ProvideDefinition(*names, blob, contents)
         self._defined = defined

@@ -98,6 +98,27 @@ def test_a_large_dataset_that_cannot_be_loaded_is_reported(three: Any) -> None:
         next(iter(loader))
 
 
+def test_a_program_with_a_relative_address_file_may_change_its_directory(
+    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Any
+) -> None:
+    service.start_workers(1)
+    monkeypatch.chdir(tmp_path)
+    dataset = datasets.InMemory(np.arange(2_000_000))  # so large that it goes by a file
+    with DataLoader(dataset, batch_size=100, service=f"file:{service.address_file.relative_to(tmp_path)}") as loader:
+        expected = [batch.tolist() for batch in loader]
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir("elsewhere")
+
+        def streamed_epoch() -> bool:
+            before = loader.stats()["local_steps"]
+            assert [batch.tolist() for batch in loader] == expected
+            return bool(loader.stats()["local_steps"] == before)
+
+        # Another directory is another program: until a fresh process is there, the loader may make steps itself.
+        wait_until(streamed_epoch, timeout_s=30, what="an epoch from data workers")
+    assert service.log("worker").count("fetched for this host") == 2
+
+
 @pytest.fixture
 def exchange() -> Iterator[Exchange]:
     with_two_slots = Exchange(num_slots=2)

@@ -109,6 +109,7 @@ def test_address_files_are_checked(tmp_path: Path) -> None:
     for service in ("", "file:", "tcp://host:1", "file"):
         with pytest.raises(ConfigError, match="the form is file:PATH"):
             parse_service(service)
+    assert parse_service("file:work/address") == Path.cwd() / "work" / "address"
 
 
 def key_of(service: Any) -> str:

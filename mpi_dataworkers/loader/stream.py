@@ -185,8 +185,7 @@ class Stream:
         except PipelineError as error:
             if self._defined is None:
                 raise
-            changed = "an array" if has_changed(self._defined) else difference(copy_of(self._defined), self.pipeline)
-            if changed:
+            if changed := self._change_since_defined(self._defined):
                 raise PipelineError(f"{changed} changed since data workers got it, and now {error}") from error
             if not self._said_kept:
                 _log.warning("hetstream: data workers keep the dataset as they got it: now %s", error)
@@ -202,6 +201,15 @@ class Stream:
             self._provided = ProvideDefinition(*names, blob, contents)
         self._defined = defined
         return self.last_definition()
+
+    def _change_since_defined(self, defined: Definition) -> str:
+        """What the program has changed of its pipeline since then; "" for nothing."""
+        if has_changed(defined):
+            return "an array"
+        copied, changed_classes = copy_of(defined)
+        if changed_classes:
+            return f"the class {changed_classes[0].__qualname__}"
+        return difference(copied, self.pipeline)
 
     def last_definition(self) -> ProvideDefinition:
         """The pipeline as it was at the last call of `definition`."""
@@ -238,7 +246,7 @@ class Stream:
     def _fallback_pipeline(self) -> EnteredPipeline:
         assert self._defined is not None
         if self._fallback is None or self._fallback[0] != self._defined.definition_id:
-            self._fallback = self._defined.definition_id, EnteredPipeline(copy_of(self._defined), 0)
+            self._fallback = self._defined.definition_id, EnteredPipeline(copy_of(self._defined)[0], 0)
         return self._fallback[1]
 
     def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:

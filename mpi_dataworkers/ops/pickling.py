@@ -8,11 +8,14 @@ goes torch's own way.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
-from types import FunctionType
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -26,6 +29,11 @@ from mpi_dataworkers.messages import Program
 
 # Below this a buffer of its own costs more than its copy in the pickle stream.
 APART_FROM_BYTES = 64 << 10
+
+# What cloudpickle knows of the classes that it has written or read by value, and the functions that its pickles name.
+_cloud: Any = cloudpickle.cloudpickle
+# Classes that `unpickle` has made. The next pickle that names one of them gets another.
+_made: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -51,6 +59,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Take plain tensors apart, and note what has code; the rest is cloudpickle's."""
         if isinstance(value, type | FunctionType):
             self.met[id(value)] = value
+        if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
+            # As torch.backends.cudnn; cloudpickle only knows those that are exactly modules.
+            return importlib.import_module, (value.__name__,)
+        if type(value) is cached_property:  # up to Python 3.11 it has a lock
+            return _rebuild_cached_property, (value.func, value.attrname)
         if type(value) is not torch.Tensor or not _is_plain(value):
             return super().reducer_override(value)
         storage = value.untyped_storage()
@@ -70,6 +83,12 @@ def _is_plain(tensor: Any) -> bool:
         and not any(getattr(tensor, "names", ()))  # named tensors, of older releases
         and not vars(tensor)
     )
+
+
+def _rebuild_cached_property(function: Callable[[Any], Any], name: str) -> cached_property[Any]:
+    rebuilt = cached_property(function)
+    rebuilt.attrname = name
+    return rebuilt
 
 
 def _rebuild_tensor(
@@ -110,6 +129,86 @@ def pickle_apart(value: Any) -> tuple[bytes, list[memoryview], list[Any]]:
     with _script_by_value():
         pickler.dump(value)
     return stream.getvalue(), pickler.buffers, list(pickler.met.values())
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `pickle_apart` has written; see `unpickle`.
+
+    Attributes:
+        changed: classes that this process has, and that are not what they were when the pickle was written.
+    """
+
+    def __init__(self, blob: Buffer, buffers: Sequence[Buffer]) -> None:
+        super().__init__(io.BytesIO(blob), buffers=buffers)
+        self.changed: list[type] = []
+        self._known: set[type] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if found is _cloud._make_skeleton_class or found is _cloud._make_skeleton_enum:
+            return partial(self._find_or_make, found)
+        return self._set_state if found is _cloud._class_setstate else found
+
+    def _find_or_make(self, make: Callable[..., type], *arguments: Any) -> type:
+        *description, class_id, extra = arguments
+        with _cloud._DYNAMIC_CLASS_TRACKER_LOCK:
+            known: type | None = _cloud._DYNAMIC_CLASS_TRACKER_BY_ID.get(class_id)
+        if known is not None and known not in _made:
+            self._known.add(known)
+            return known
+        made = make(*description, None, extra)
+        _made.add(made)
+        with _cloud._DYNAMIC_CLASS_TRACKER_LOCK:
+            _cloud._DYNAMIC_CLASS_TRACKER_BY_CLASS[made] = class_id
+            _cloud._DYNAMIC_CLASS_TRACKER_BY_ID[class_id] = made
+        return made
+
+    def _set_state(self, kind: type, state: tuple[dict[str, Any], Any]) -> type:
+        if kind not in self._known:
+            _cloud._class_setstate(kind, state)
+        elif not all(
+            _is_alike(value, vars(kind).get(name)) for name, value in state[0].items() if _is_users(name, value)
+        ):
+            self.changed.append(kind)
+        return kind
+
+
+def _is_users(name: str, value: Any) -> bool:
+    """Whether a program can have set an attribute of a class; the others are Python's."""
+    return isinstance(value, FunctionType) if name.startswith("__") else name != "_abc_impl"
+
+
+def _is_alike(before: Any, now: Any) -> bool:
+    """Whether an attribute of a class is as it was, as far as its code or its pickled form shows."""
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, FunctionType):
+        return bool(before.__code__ == now.__code__)
+    if isinstance(before, staticmethod | classmethod):
+        return _is_alike(before.__func__, now.__func__)
+    if isinstance(before, property):
+        return _is_alike(before.fget, now.fget) and _is_alike(before.fset, now.fset)
+    if isinstance(before, set | frozenset):  # Python orders them anew
+        return bool(before == now)
+    try:
+        return bool(cloudpickle.dumps(before) == cloudpickle.dumps(now))
+    except Exception:  # noqa: BLE001, pickling runs user code; what cannot be pickled cannot be compared
+        return True
+
+
+def unpickle(blob: Buffer, buffers: Sequence[Buffer] = ()) -> tuple[Any, list[type]]:
+    """Read what `pickle_apart` has written.
+
+    Classes that travel by value and that this process has (it has defined them itself, or settings have brought them)
+    are left as they are. Others are made for this pickle alone. cloudpickle itself would take the class that it made
+    for an earlier pickle, and change it to what it is in this one, under the hands of all who use it.
+
+    Returns:
+        The value, and the classes that were left as they are, but were different when the pickle was written.
+    """
+    unpickler = _Unpickler(blob, buffers)
+    value = unpickler.load()
+    return value, unpickler.changed
 
 
 def digest_of(blob: Buffer, buffers: Sequence[Buffer], program: Program, settings: bytes) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import pickle
 import random
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from mpi_dataworkers.failures import StepFailures, Verdict
 from mpi_dataworkers.generators import making_sample
 from mpi_dataworkers.messages import ErrorPolicy, Failure, Program
 from mpi_dataworkers.ops.own_generators import OwnGenerators
-from mpi_dataworkers.ops.pickling import digest_of, pickle_apart
+from mpi_dataworkers.ops.pickling import digest_of, pickle_apart, unpickle
 from mpi_dataworkers.ops.program import is_own, program_of, settings_of
 from mpi_dataworkers.ops.reached import Reached
 from mpi_dataworkers.rounds import StreamBuckets
@@ -408,7 +407,7 @@ def load_pipeline(definition: Definition) -> Pipeline:
         PipelineError: it cannot be rebuilt here, or its dataset has another length here.
     """
     try:
-        pipeline: Pipeline = pickle.loads(definition.blob, buffers=definition.buffers)
+        pipeline: Pipeline = unpickle(definition.blob, definition.buffers)[0]
         here = len(pipeline.dataset) if pipeline.num_samples >= 0 else -1
     except BaseException as error:  # unpickling runs user code: anything may come (a module that calls sys.exit, too)
         text = f"{type(error).__name__}: {error}"
@@ -424,8 +423,11 @@ def load_pipeline(definition: Definition) -> Pipeline:
     return pipeline
 
 
-def copy_of(definition: Definition) -> Pipeline:
-    """A copy of a pipeline in the process that has defined it.
+def copy_of(definition: Definition) -> tuple[Pipeline, list[type]]:
+    """A copy of a pipeline in the process that has defined it. Its classes are the program's own, as they are now.
+
+    Returns:
+        The copy, and classes of the script that the program has changed since.
 
     Raises:
         PipelineError: user code raised.
@@ -433,10 +435,9 @@ def copy_of(definition: Definition) -> Pipeline:
     try:
         # What samples write into the arrays of the copy is not written into the program's own.
         copies = [bytearray(buffer) for buffer in definition.buffers]
-        pipeline: Pipeline = pickle.loads(definition.blob, buffers=copies)
+        return unpickle(definition.blob, copies)
     except Exception as error:  # unpickling runs user code: any exception may come
         raise PipelineError(f"the dataset cannot be rebuilt in the trainer: {type(error).__name__}: {error}") from error
-    return pipeline
 
 
 def difference(copied: Any, current: Any, path: str = "", depth: int = 0) -> str:
@@ -448,7 +449,7 @@ def difference(copied: Any, current: Any, path: str = "", depth: int = 0) -> str
     """
     try:
         # Through pickle once, as the earlier one: what Python shares between objects is then alike.
-        same = cloudpickle.dumps(copied) == cloudpickle.dumps(pickle.loads(cloudpickle.dumps(current)))
+        same = cloudpickle.dumps(copied) == cloudpickle.dumps(unpickle(cloudpickle.dumps(current))[0])
         return "" if same else path.lstrip(".") or "it"
     except Exception:  # noqa: BLE001, pickling runs user code; the question is only whether it raises
         if depth >= 8 or type(copied) is not type(current) or not hasattr(current, "__dict__"):

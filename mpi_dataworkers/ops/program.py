@@ -20,7 +20,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ _LIBRARY_SETTINGS = (
     ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
     ("PIL.Image", "MAX_IMAGE_PIXELS"),
 )
+
+
+_CODE = (FunctionType, type, staticmethod, classmethod)
+_NOTHING = object()
 
 
 # --- in the trainer: where it runs and what it imports --------------------------------------------------------------
@@ -249,6 +253,8 @@ class SettingsInForce:
     _environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # of this process before all
     _names: set[str] = field(default_factory=set)  # variables that were set or removed
     _digests: dict[Place, bytes] = field(default_factory=dict)
+    # What stood where the program had put a function or class of its own, for when it takes it away again.
+    _replaced: dict[Place, Any] = field(default_factory=dict)
 
     def apply(self, blob: bytes) -> None:
         """Set what the program had set when it defined a pipeline; what did not change since the last time stays.
@@ -283,6 +289,9 @@ class SettingsInForce:
         self._names = names
 
     def _set_values(self, settings: _Settings) -> None:
+        for place in self._replaced.keys() - settings.digests.keys():
+            _put_back(place, self._replaced.pop(place))
+            del self._digests[place]
         new = {place for place, digest in settings.digests.items() if self._digests.get(place) != digest}
         if not new:
             return
@@ -293,8 +302,43 @@ class SettingsInForce:
         except Exception as error:  # noqa: BLE001, user classes are rebuilt here: any exception may come
             _log.warning("values that the program has set cannot be rebuilt here: %s: %s", type(error).__name__, error)
             return
+        for place in new - self._replaced.keys():
+            if isinstance(values[place], _CODE):
+                self._replaced[place] = _standing_at(place)
         _overwrite({place: values[place] for place in sorted(new)}, settings.digests)
         self._digests |= settings.digests
+
+
+def _holder_of(place: Place) -> tuple[Any, str]:
+    """The module or class in which something stands, and under which name.
+
+    Raises:
+        AttributeError: the class is not there.
+    """
+    module, path = place
+    *owners, name = path.split(".")
+    holder: Any = sys.modules[module]
+    for owner in owners:
+        holder = getattr(holder, owner)
+    return holder, name
+
+
+def _standing_at(place: Place) -> Any:
+    """What stands there now; `_NOTHING` where nothing does."""
+    try:
+        holder, name = _holder_of(place)
+    except AttributeError:
+        return _NOTHING
+    return vars(holder).get(name, _NOTHING)
+
+
+def _put_back(place: Place, value: Any) -> None:
+    with contextlib.suppress(AttributeError):
+        holder, name = _holder_of(place)
+        if value is _NOTHING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, value)
 
 
 def _overwrite(values: Mapping[Place, Any], digests: Mapping[Place, bytes]) -> None:
@@ -305,16 +349,13 @@ def _overwrite(values: Mapping[Place, Any], digests: Mapping[Place, bytes]) -> N
     """
     kept: set[int] = set()
     different: list[tuple[Any, str, Any]] = []
-    for (module, path), value in values.items():
-        *owners, name = path.split(".")
-        holder: Any = sys.modules[module]
+    for place, value in values.items():
         try:
-            for owner in owners:
-                holder = getattr(holder, owner)
+            holder, name = _holder_of(place)
         except AttributeError:
             continue
         here = vars(holder).get(name)
-        if name in vars(holder) and Reached.digest(here) == digests[module, path]:
+        if name in vars(holder) and Reached.digest(here) == digests[place]:
             kept.add(id(here))
         else:
             different.append((holder, name, value))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections.abc
+import functools
 import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import h5py
 import numpy as np
 import pytest
@@ -18,10 +21,12 @@ from torch.utils.data._utils import worker as torch_worker
 
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.ops.pipeline import (
+    Definition,
     EnteredPipeline,
     MadeStep,
     Pipeline,
     SampleError,
+    copy_of,
     define,
     find_unpicklable,
     generators_kept,
@@ -90,6 +95,70 @@ def test_definition_travels_by_value_and_checks_the_length() -> None:
     wrong = define(Pipeline(datasets.Augmented(5), default_collate, 6))
     with pytest.raises(PipelineError, match="has 5 samples in a data worker and 6 in the trainer"):
         load_pipeline(wrong)
+
+
+def script_class() -> Any:
+    """A dataset whose class travels by value, as those of a script do."""
+
+    class Scaled(collections.abc.Sized):
+        scale = 1
+        words = frozenset({"a", "b", "c"})
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            return index * Scaled.scale, self.doubled
+
+        @functools.cached_property
+        def doubled(self) -> int:
+            return 2 * type(self).scale
+
+    return Scaled
+
+
+def test_each_definition_has_the_classes_of_its_time() -> None:
+    kind = script_class()
+    loaded = {}
+    for scale in (1, 3):
+        kind.scale = scale
+        loaded[scale] = load_in_another_process(define(Pipeline(kind(), list, 4)), kind)
+    for scale, pipeline in loaded.items():
+        assert batch_of(pipeline, [1, 2], 0, 0) == [(scale, 2 * scale), (2 * scale, 2 * scale)]
+
+
+def load_in_another_process(definition: Definition, kind: type) -> Pipeline:
+    """Load a pipeline where nobody has defined its class: cloudpickle does not know it there."""
+    ids = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+    class_id = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS[kind]
+    own = ids.pop(class_id)
+    try:
+        return load_pipeline(definition)
+    finally:
+        ids[class_id] = own
+
+
+def test_a_copy_leaves_the_programs_own_classes_as_they_are_and_tells_of_changed_ones() -> None:
+    kind = script_class()
+    definition = define(Pipeline(kind(), list, 4))
+    method = kind.__getitem__
+    assert copy_of(definition)[1] == []
+    kind.scale = 3
+    copied, changed = copy_of(definition)
+    assert (changed, kind.scale) == ([kind], 3)
+    assert kind.__getitem__ is method
+    assert type(copied.dataset) is kind
+    kind.scale, kind.__len__ = 1, lambda _: 4
+    assert copy_of(definition)[1] == [kind]
+
+
+def test_a_script_may_name_modules_of_other_kinds() -> None:
+    def seed_all(_: int) -> None:
+        torch.backends.cudnn.deterministic = True
+
+    seed_all.__module__ = "__main__"
+    loaded = load_pipeline(define(Pipeline([1, 2], default_collate, 2, seed_all)))
+    assert loaded.worker_init_fn is not None
 
 
 def test_what_cannot_be_pickled_is_named() -> None:

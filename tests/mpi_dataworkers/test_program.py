@@ -143,6 +143,25 @@ def test_settings_are_applied_when_the_trainer_changed_them_and_in_place(
     assert user.options["size"] == 8
 
 
+@pytest.mark.usefixtures("settings_kept")
+def test_what_the_program_puts_in_a_place_and_takes_away_again_is_gone(user: Any) -> None:
+    original = user.load
+    before = settings_of(reached_from(user.Data))
+    user.load = user.load_fast
+    user.Data.scale = staticmethod(user.load_fast)
+    patched = settings_of(reached_from(user.Data))
+    user.load = original
+    del user.Data.scale
+    in_force = SettingsInForce()
+    for _ in range(2):
+        in_force.apply(patched)
+        assert user.Data()[0][0] == "fast a"
+        assert user.Data.scale("x") == "fast x"
+        in_force.apply(before)
+        assert user.Data()[0][:3] == ("a", 1, 2)
+        assert user.load is original
+
+
 def test_a_program_is_where_it_runs_and_what_its_pipeline_imports(user: Any, tmp_path: Path) -> None:
     program = program_of(reached_from(user.Data))
     assert program.working_dir == os.getcwd()

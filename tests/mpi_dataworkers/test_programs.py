@@ -259,3 +259,41 @@ if __name__ == "__main__":
 def test_the_script_of_a_spawned_process_travels_by_value(service: Any, start: Any, tmp_path: Path) -> None:
     service.start_workers()
     assert start(SPAWNS, tmp_path / "one", service.name).rest() == "2 0"
+
+
+TOGGLES = """
+import sys
+import dataset
+from mpi_dataworkers import DataLoader
+
+class Script:
+    mode = "train"
+    def __len__(self): return 40
+    def __getitem__(self, index): return type(self).mode, Script.mode, dataset.read(index)
+
+def fast(index): return "fast"
+
+def loader(name):
+    return DataLoader(Script(), batch_size=2, sampler=range(40), collate_fn=list, service=sys.argv[1], job_name=name)
+
+read = dataset.read
+with loader("train") as training, loader("validation") as validation:
+    open_pass = iter(training)
+    seen = [next(open_pass)]
+    Script.mode, dataset.read = "validation", fast
+    print({sample for batch in validation for sample in batch})
+    Script.mode, dataset.read = "train", read
+    seen += open_pass
+    print({sample for batch in seen + list(training) for sample in batch})
+    print("local", training.stats()["local_steps"] + validation.stats()["local_steps"])
+"""
+
+
+def test_a_pass_keeps_what_the_program_changes_for_another(service: Any, start: Any, tmp_path: Path) -> None:
+    service.start_workers()
+    program = start(TOGGLES, tmp_path / "one", service.name, dataset__py="def read(index): return 'whole'\n")
+    assert program.rest().splitlines() == [
+        "{('validation', 'validation', 'fast')}",
+        "{('train', 'train', 'whole')}",
+        "local 0",
+    ]

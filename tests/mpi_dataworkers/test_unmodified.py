@@ -461,6 +461,29 @@ def test_a_dataset_that_the_program_has_looked_at_is_streamed_on(
     assert "stays local: dataset.offset changed since data workers got it, and now" in said
 
 
+@pytest.mark.usefixtures("streamed")
+def test_a_class_that_the_program_changes_is_neither_missed_nor_changed_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Levels(programs.OpensLazily):  # travels by value, as a class of a script
+        level = 0
+
+        def __getitem__(self, index: int) -> int:
+            return super().__getitem__(index) + Levels.level
+
+    (tmp_path / "data").write_bytes(b"")
+    dataset = Levels(tmp_path / "data", 4)
+    loader = DataLoader(dataset, 4, num_workers=2)
+    assert epochs(loader, 1) == [[[0, 1, 2, 3]]]
+    assert dataset[3] == 3
+    Levels.level = 10
+    assert epochs(loader, 1) == [[[10, 11, 12, 13]]]
+    assert Levels.level == 10
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "Levels changed since data workers got it, and now" in said
+    dataset.close()
+
+
 def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
     service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

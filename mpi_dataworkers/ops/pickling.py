@@ -14,9 +14,9 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial, update_wrapper
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NewType
 
 import cloudpickle
 import msgspec
@@ -32,6 +32,8 @@ APART_FROM_BYTES = 64 << 10
 
 # What cloudpickle knows of the classes that it has written or read by value, and the functions that its pickles name.
 _cloud: Any = cloudpickle.cloudpickle
+_Cached: Any = type(lru_cache(print))
+_new_type: Any = NewType
 # Classes that `unpickle` has made. The next pickle that names one of them gets another.
 _made: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -62,6 +64,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
             # As torch.backends.cudnn; cloudpickle only knows those that are exactly modules.
             return importlib.import_module, (value.__name__,)
+        if isinstance(value, _Cached) and _cloud._lookup_module_and_qualname(value) is None:
+            # Of the script, or local: by itself it is pickled by name.
+            parameters = value.cache_parameters()
+            return (
+                _make_cached,
+                (parameters["maxsize"], parameters["typed"]),
+                value.__wrapped__,
+                None,
+                None,
+                _fill_cached,
+            )
+        if isinstance(value, NewType) and _cloud._lookup_module_and_qualname(value) is None:
+            return _new_type, (value.__name__, value.__supertype__)
         if type(value) is cached_property:  # up to Python 3.11 it has a lock
             return _rebuild_cached_property, (value.func, value.attrname)
         if type(value) is not torch.Tensor or not _is_plain(value):
@@ -83,6 +98,24 @@ def _is_plain(tensor: Any) -> bool:
         and not any(getattr(tensor, "names", ()))  # named tensors, of older releases
         and not vars(tensor)
     )
+
+
+class _Filled:
+    """A function that is known later: it may name the one that is made of it."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.function(*arguments, **keywords)
+
+
+def _make_cached(maxsize: int | None, typed: bool) -> Any:
+    return lru_cache(maxsize, typed)(_Filled())
+
+
+def _fill_cached(cached: Any, function: Callable[..., Any]) -> None:
+    cached.__wrapped__.function = function
+    update_wrapper(cached, function)
 
 
 def _rebuild_cached_property(function: Callable[[Any], Any], name: str) -> cached_property[Any]:

@@ -6,8 +6,9 @@ import collections.abc
 import functools
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NewType
 
 import cloudpickle
 import h5py
@@ -152,13 +153,38 @@ def test_a_copy_leaves_the_programs_own_classes_as_they_are_and_tells_of_changed
     assert copy_of(definition)[1] == [kind]
 
 
-def test_a_script_may_name_modules_of_other_kinds() -> None:
-    def seed_all(_: int) -> None:
-        torch.backends.cudnn.deterministic = True
+def test_what_cloudpickle_cannot_write_or_would_write_by_name_travels_with_the_script() -> None:
+    Number = NewType("Number", int)
 
-    seed_all.__module__ = "__main__"
-    loaded = load_pipeline(define(Pipeline([1, 2], default_collate, 2, seed_all)))
+    @functools.lru_cache(maxsize=5)
+    def fibonacci(n: Number) -> int:
+        return int(n) if n < 2 else fibonacci(Number(n - 1)) + fibonacci(Number(n - 2))
+
+    class Cached:
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> tuple[int, int, int]:
+            return fibonacci(Number(index)), self.doubled(index), self.length
+
+        @functools.cache  # noqa: B019, as scripts do
+        def doubled(self, index: int) -> int:
+            return 2 * index
+
+        @functools.cached_property
+        def length(self) -> int:
+            return len(self)
+
+    def seed_all(_: int) -> None:
+        torch.backends.cudnn.deterministic = True  # a module of a class of its own
+
+    pipeline = Pipeline(Cached(), list, 10, seed_all)
+    loaded = load_in_another_process(define(pipeline), Cached)
+    assert batch_of(loaded, [9, 3], 0, 0) == [(34, 18, 10), (2, 6, 10)]
     assert loaded.worker_init_fn is not None
+    copies = load_in_another_process(define(replace(pipeline, collate_fn=fibonacci)), Cached)
+    assert copies.collate_fn(20) == 6765
+    assert copies.collate_fn.cache_parameters() == fibonacci.cache_parameters()  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_pickled_is_named() -> None:

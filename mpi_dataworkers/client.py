@@ -404,7 +404,9 @@ class ServiceClient:
             return self
         identity = self._options.identity
         child = replace(identity, job_name=f"{identity.job_name}.{os.getpid()}")
-        return ServiceClient(replace(self._options, identity=child), self._definition)
+        # Nobody can know whether the other ranks have forked, too: it is not told that they have no such loader.
+        name = replace(self._options.name, divides=False)
+        return ServiceClient(replace(self._options, identity=child, name=name), self._definition)
 
     @property
     def receivers(self) -> list[str]:

@@ -312,6 +312,21 @@ def test_a_process_reads_from_two_services_at_once(three: Any, service: Any, loa
     assert [one.stats()["local_steps"] for one in pair] == [0, 0]
 
 
+def test_a_rank_in_a_forked_process_is_not_told_that_the_others_lack_its_loader(
+    three: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = loaders(datasets.Augmented(16), rank=0, world_size=2, service=three.name)._stream.client
+    assert parent._registration.divides
+    with monkeypatch.context() as forked:
+        forked.setattr(type(parent), "is_inherited", True)
+        child = parent.in_this_process()
+    try:
+        assert not child._registration.divides
+        assert child._registration.job_name == f"{parent._registration.job_name}.{os.getpid()}"
+    finally:
+        child.close()
+
+
 FORKING = """
 import json, os, signal, sys
 import torch

@@ -116,3 +116,39 @@ def test_some_of_torchdatas_tests_pass_on_our_loader() -> None:
     done = subprocess.run([*command, *SOME], capture_output=True, text=True, check=False, timeout=280)
     numbers = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("torchdata/test_state_dict.py")]
     assert numbers == [[str(len(SOME)), "0", "0", "0"]], done.stdout + done.stderr
+
+
+def test_suites_whose_files_are_absent_are_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["suites.py", "--peers", str(tmp_path), "speechbrain"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="2"):
+        suites.main()
+    assert "has none of the peers' files" in capsys.readouterr().err
+
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "test_data_loader.py").touch()
+    assert suites.main() == 0
+    assert f"speechbrain: skipped, there is no {tmp_path}/speechbrain/test_dataloader.py" in capsys.readouterr().out
+
+
+def test_what_is_worse_than_stored_fails_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "speechbrain/test_dataloader.py"
+    suite = suites.SUITES["speechbrain"]
+    outcomes = dict.fromkeys(suites.expected("speechbrain")[file], "passed")
+    one, *_, other = outcomes
+    asked: list[list[str]] = []
+
+    def run(_suite: object, _peers: Path, only: list[str] = []) -> dict[str, dict[str, str]]:  # noqa: B006
+        asked.append(only)
+        return {file: outcomes | {one: "failed", other: "passed" if only else "failed"}}
+
+    monkeypatch.setattr(suites, "run", run)
+    assert suites.check(suite, tmp_path) == [f"speechbrain: {file} {one}: passed is expected, failed was found"]
+    assert asked == [[], [one, other]], "what fails is run once more by itself before it is believed"
+
+    monkeypatch.setattr(suites.Suite, "expectation", tmp_path / "nothing.json")
+    assert suites.check(suite, tmp_path) == [
+        "speechbrain: nothing is stored to compare it with; --write stores what is found"
+    ]

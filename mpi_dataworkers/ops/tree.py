@@ -546,7 +546,30 @@ class _ByValuePickler(_CloudPickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         reduced = _reduce_for_trainer(value)
+        if reduced is NotImplemented and isinstance(value, type) and (place := _place_in_module(value)) is not None:
+            return getattr, place
         return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+
+def _place_in_module(kind: type) -> tuple[object, str] | None:
+    """Where a module has a class that does not say so itself: a named tuple in the body of a class, say.
+
+    Returns:
+        What has it, and under which name; None where its own name leads to it, or nothing does.
+    """
+    module = sys.modules.get(kind.__module__)
+    if module is None or "<locals>" in kind.__qualname__:
+        return None
+    with contextlib.suppress(AttributeError):
+        if resolve_class(kind.__module__, kind.__qualname__) is kind:
+            return None
+    members = list(vars(module).values())
+    classes = [one for one in members if isinstance(one, type) and one.__module__ == kind.__module__]
+    for owner in (module, *classes):
+        for name, attribute in list(vars(owner).items()):
+            if attribute is kind:
+                return owner, name
+    return None
 
 
 def _pickle(value: object) -> bytes:

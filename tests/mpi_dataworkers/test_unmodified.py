@@ -410,6 +410,16 @@ def test_a_resume_that_moves_torchs_own_iterator_continues_at_its_sample(
             assert_no_local_step(loader)
 
 
+@pytest.mark.usefixtures("streamed")
+def test_named_tuples_have_the_programs_classes_wherever_it_has_made_them() -> None:
+    loader = DataLoader(programs.Named(4), 2)
+    for batch in loader:
+        assert type(batch) is programs.Named.Sample
+        assert type(batch.pair) is programs.Pair
+        assert torch.equal(batch.pair.one, -batch.pair.other)
+    assert_no_local_step(loader)
+
+
 # --- datasets that change -------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,18 @@ class Keyed(Numbers):
 
     def __getitem__(self, key: Any) -> int:
         return ord(key) if isinstance(key, str) else int(key)
+
+
+Pair = namedtuple("Other", ["one", "other"])  # type: ignore[name-match]
+
+
+class Named(Numbers):
+    """Its samples are named tuples whose own names do not lead to their classes."""
+
+    Sample = namedtuple("Sample", ["index", "pair"])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.Sample(index, Pair(index, -index))
 
 
 # --- samplers -------------------------------------------------------------------------------------------------------

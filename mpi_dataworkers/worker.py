@@ -50,6 +50,7 @@ from mpi_dataworkers.messages import (
     GrantLease,
     HeldLease,
     LeaveWorker,
+    ListedOrder,
     Message,
     PlannedOrder,
     Program,
@@ -82,7 +83,7 @@ from mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_pr
 from mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
 from mpi_dataworkers.ops.tree import flatten
 from mpi_dataworkers.programs import joined, serves
-from mpi_dataworkers.sharding import Indices, SampleSeeds
+from mpi_dataworkers.sharding import Indices, SampleSeeds, unpack_indices
 from mpi_dataworkers.threads import ThreadTeam
 from mpi_dataworkers.transports.base import PeerUnreachable, Reconnected, WorkerEndpoint
 from mpi_dataworkers.transports.rails import RailSender, Receivers
@@ -694,9 +695,10 @@ def indices_of(lease: GrantLease, epoch: int, step: int, buckets: LengthBuckets 
     order = lease.session.order
     if isinstance(order, PlannedOrder):
         return plan_of(order, epoch, buckets if order.bucketed else None).indices(step, order.rank)
-    if lease.steps is None:
+    if lease.steps is None or not isinstance(order, ListedOrder):
         raise PipelineError(f"lease {lease.token} names no samples for step {step} of a listed order")
     counts = np.frombuffer(lease.steps.counts, dtype="<i4")
     number = step - lease.steps.first_step
     first = int(counts[:number].sum())
-    return np.frombuffer(lease.steps.indices, dtype="<i8")[first : first + int(counts[number])]
+    numbers = np.frombuffer(lease.steps.indices, dtype="<i8")[first : first + int(counts[number])]
+    return unpack_indices(numbers, order.batched)

@@ -83,7 +83,7 @@ class ListedPass:
 
     Args:
         index_sampler: what gives the indices of each step.
-        batched: a step is a list of them.
+        batched: a step is a list of them; else it is one, for which the dataset may be given a list.
         beginning: how the sampler began, for a later resume.
     """
 
@@ -109,7 +109,7 @@ class ListedPass:
             except StopIteration:
                 self.num_steps = self._next
                 break
-            indices = _as_indices(drawn if self._batched else [drawn])
+            indices = _as_indices(drawn, self._batched)
             if indices is None:
                 self._end_at(drawn)
                 break
@@ -161,17 +161,22 @@ class ListedPass:
             )
 
 
-def _as_indices(drawn: Any) -> Indices | None:
-    """A step's sample indices, or None where they are no whole numbers, or none at all."""
+def _as_indices(drawn: Any, batched: bool) -> Indices | None:
+    """A step's sample indices, or None where they are no whole numbers, or none at all.
+
+    Unbatched, a list is one index: the dataset is asked for all its samples at once. It has the shape (1, n).
+    """
+    is_one = not batched and type(drawn) is list
     try:
-        array = np.asarray(drawn)
+        array = np.asarray(drawn if batched or is_one else [drawn])
     except ValueError:  # lists of different lengths
         return None
     if array.dtype.kind not in "iu" or array.ndim != 1 or array.size == 0:
         return None
     if array.dtype.kind == "u" and int(array.max()) > _LARGEST_INDEX:
         return None
-    return array.astype(np.int64)
+    indices = array.astype(np.int64)
+    return indices[np.newaxis] if is_one else indices
 
 
 class PartlyListedPass(ListedPass):

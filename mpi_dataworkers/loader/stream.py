@@ -59,6 +59,7 @@ from mpi_dataworkers.ops.pipeline import (
 )
 from mpi_dataworkers.ops.tree import holds_objects, resolve_class, unflatten
 from mpi_dataworkers.rates import RecentRates, step_time_s
+from mpi_dataworkers.sharding import pack_indices
 
 _pin_memory: Any = torch_pin.pin_memory
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
@@ -368,7 +369,7 @@ class StreamIterator(Iterator[Any]):
             # What the parent drew from the sampler is there.
             drawn = range(self.position, self._listed)
             self._unsent = []
-            steps = [indices.tobytes() for step in drawn if (indices := order.indices(step)) is not None]
+            steps = [pack_indices(indices) for step in drawn if (indices := order.indices(step)) is not None]
             client.extend(one, steps, self._end_is_sent)
         return one
 
@@ -381,7 +382,7 @@ class StreamIterator(Iterator[Any]):
         goal = self._look_ahead.goal(position, one.window, taking, self._listed > self._first_step)
         try:
             while self._listed < goal and (indices := order.indices(self._listed)) is not None:
-                self._unsent.append(indices.tobytes())
+                self._unsent.append(pack_indices(indices))
                 self._listed += 1
         finally:  # also what it gave before it raised
             self._end_is_sent = order.num_steps >= 0

@@ -147,7 +147,7 @@ class Pipeline:
         one the global generators are seeded once, for the collate function: its samples do not draw from them.
 
         Args:
-            indices: int64 array; one index when not batched.
+            indices: int64 array; one index when not batched, or with the shape (1, n) one that is a list.
             seeds: 64-bit seed of each sample.
             watched: told the index before user code runs for a sample, and -1 before it runs for all.
             team: threads that make the samples, of a thread-safe dataset; the batch is the same without.
@@ -158,7 +158,8 @@ class Pipeline:
         wanted = indices.tolist()
         if not self.batched:
             read = partial(getitem, self.dataset, wanted[0])
-            samples = self._one(read, wanted[0], seeds[0], not self.thread_safe, watched)
+            sample = -1 if isinstance(wanted[0], list) else wanted[0]
+            samples = self._one(read, sample, seeds[0], not self.thread_safe, watched)
         elif callable(getattr(self.dataset, "read_samples", None)):
             samples = self._together(self.dataset.read_samples, wanted, seeds[0], watched)
             transform = self.dataset.transform
@@ -275,11 +276,14 @@ def without(policy: ErrorPolicy, left_out: Collection[Failure]) -> set[int]:
 
 
 def leave_out(indices: Indices, seeds: Sequence[int], samples: Collection[int]) -> tuple[Indices, Sequence[int]]:
-    """A step without some samples, as `without` names them; the others keep their seeds."""
-    if not samples:
-        return indices, seeds
+    """A step without some samples, as `without` names them; the others keep their seeds.
+
+    What is read by a list as its index is read whole, or not at all.
+    """
     if -1 in samples:
         return indices[:0], []
+    if not samples or indices.ndim > 1:
+        return indices, seeds
     kept = [place for place, index in enumerate(indices.tolist()) if index not in samples]
     return indices[kept], [seeds[place] for place in kept]
 

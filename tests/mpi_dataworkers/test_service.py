@@ -100,6 +100,16 @@ def test_torchs_keywords_mean_what_they_mean(three: Any, loaders: Any, options: 
         assert len(streamed) == len(local)
 
 
+def test_without_batches_the_samplers_lists_are_the_datasets_indices(three: Any, loaders: Any) -> None:
+    options = {"batch_size": None, "shuffle": None, "sampler": [[19, 5, 33], [4], 4, [0, -1]]}
+    local = loaders(datasets.AskedForLists(40), **options)
+    streamed = loaders(datasets.AskedForLists(40), **options, service=three.name)
+    expected = [[(v.tolist(), i) for v, i in made] for made in local]
+    assert [[i for _, i in made] for made in expected] == [[19, 5, 33], [4], [4, 4], [0, -1]]
+    assert [[(v.tolist(), i) for v, i in made] for made in streamed] == expected
+    assert streamed.stats()["local_steps"] == 0
+
+
 def test_a_dataset_that_reads_batches_at_once(three: Any, loaders: Any) -> None:
     assert as_bytes(loaders(datasets.InBatches(50), service=three.name)) == as_bytes(loaders(datasets.InBatches(50)))
 

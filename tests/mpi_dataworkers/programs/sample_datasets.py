@@ -324,6 +324,14 @@ class Odd(Augmented):
         return Stubborn()
 
 
+class AskedForLists(Augmented):
+    """Gives the samples that a list of indices names, as torch documents it; for a number, that sample twice."""
+
+    def __getitem__(self, index: Any) -> Any:
+        assert type(index) in (list, int)
+        return [super(AskedForLists, self).__getitem__(one) for one in (index if type(index) is list else [index] * 2)]
+
+
 class InBatches(Augmented):
     """Reads a batch at once."""
 

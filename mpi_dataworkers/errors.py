@@ -14,8 +14,8 @@
     │   ├── AuthenticationError  the key is not this service's key
     │   └── Superseded           another process took this rank's place
     ├── ProtocolError            bytes that are no message of this protocol version
-    ├── RemoteError              an exception in a data worker that cannot be raised as its own type
-    └── DataWorkerDied           a sample ended data worker processes, or made them hang
+    ├── RemoteError              an exception in a data worker that cannot be raised as its own type; also a RuntimeError
+    └── DataWorkerDied           a sample ended data worker processes, or made them hang; also a RuntimeError
 
 `hetjob.errors` and `slurm_plugin.errors` add theirs below `HetstreamError`.
 """
@@ -79,9 +79,9 @@ class ProtocolError(HetstreamError):
     """Bytes that are not a message of this protocol version."""
 
 
-class RemoteError(HetstreamError):
-    """An exception in a data worker whose own type could not be rebuilt here."""
+class RemoteError(HetstreamError, RuntimeError):
+    """An exception in a data worker whose own type could not be rebuilt here. torch raises RuntimeError for the like."""
 
 
-class DataWorkerDied(HetstreamError):
-    """A sample ended the data worker processes that tried it, or made them hang."""
+class DataWorkerDied(HetstreamError, RuntimeError):
+    """A sample ended the data worker processes that tried it, or hung. torch raises RuntimeError for the like."""

@@ -12,6 +12,11 @@ from checkpoint.generation import Generation
 from tests.checkpoint.parts import write_checkpoint
 
 
+def path_of(name: Any, directory: int | None) -> Path:
+    """The whole path of a name, which may be one in an open directory."""
+    return Path(name) if directory is None else Path(os.readlink(f"/proc/self/fd/{directory}"), name)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     """Every sync and every move that follows: `sync PATH`, `from PATH`, `to PATH`."""
@@ -26,11 +31,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
         return synced
 
     def move(name: str) -> Any:
-        def moved(source: Any, target: Any) -> None:
-            if not Path(source).is_symlink():
-                found.append(("from", Path(source)))
-            real[name](source, target)
-            found.append(("to", Path(target)))
+        def moved(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+            whole = path_of(source, src_dir_fd)
+            if not whole.is_symlink():
+                found.append(("from", whole))
+            real[name](source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            found.append(("to", path_of(target, dst_dir_fd)))
 
         return moved
 

@@ -14,7 +14,7 @@
     │   ├── AuthenticationError  the key is not this service's key
     │   └── Superseded           another process took this rank's place
     ├── ProtocolError            bytes that are no message of this protocol version
-    ├── RemoteError              an exception in a data worker that cannot be raised as its own type; also a RuntimeError
+    ├── RemoteError              a data worker's exception that cannot have its own type here; also a RuntimeError
     └── DataWorkerDied           a sample ended data worker processes, or made them hang; also a RuntimeError
 
 `hetjob.errors` and `slurm_plugin.errors` add theirs below `HetstreamError`.
@@ -80,7 +80,7 @@ class ProtocolError(HetstreamError):
 
 
 class RemoteError(HetstreamError, RuntimeError):
-    """An exception in a data worker whose own type could not be rebuilt here. torch raises RuntimeError for the like."""
+    """An exception of a data worker whose type cannot be rebuilt here. torch raises RuntimeError for the like."""
 
 
 class DataWorkerDied(HetstreamError, RuntimeError):

@@ -50,7 +50,8 @@ def jobs_in_text(count: int) -> str:
         minute, second = number // 60 % 60, number % 60
         row = {
             "JobID": str(number + 1), "ArrayJobID": str(number + 1), "ArrayTaskID": "N/A", "HetJobID": "N/A",
-            "HetJobOffset": "N/A", "UserName": f"user{number % 97}", "Account": f"group{number % 13}", "QOS": "normal",
+            "HetJobOffset": "N/A", "UserName": f"user{number % 97}", "UserID": str(1000 + number % 97),
+            "Account": f"group{number % 13}", "QOS": "normal",
             "Partition": "gpu", "State": "RUNNING" if running else "PENDING",
             "Reason": "None" if running else "Priority",
             "NumNodes": "1", "NumCPUs": str(number % 64 + 1), "NumTasks": "1", "cpus-per-task": str(number % 64 + 1),

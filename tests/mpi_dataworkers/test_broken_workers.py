@@ -23,6 +23,7 @@ from mpi_dataworkers.messages import (
     LoaderStats,
     OpenEpoch,
     PlannedOrder,
+    Program,
     ProvideDefinition,
     RegisterConsumer,
     RegisterWorker,
@@ -80,7 +81,7 @@ class Cluster:
         self.made: set[int] = set()
         self.outcome = Outcome([], set(), 0, 0.0, [], {})
         self.send(LOADER, RegisterConsumer("job", 0, 0, 1, "gpu", 1, "d", {}))
-        self.send(LOADER, ProvideDefinition("d", [], "/", b"x"))
+        self.send(LOADER, ProvideDefinition("d", Program("/", []), b"", b"x"))
         peers = list(self.host_of)
         random.Random(seed).shuffle(peers)
         for peer in peers:

@@ -57,6 +57,7 @@ def test_what_came_before_is_taken_off_the_time_to_leave(monkeypatch: pytest.Mon
     monkeypatch.setattr(worker.time, "monotonic", lambda: 100.0 + told_s_ago)
     one: Any = worker.DataWorker.__new__(worker.DataWorker)
     one._page, one._sender, one._endpoint, one._team = WorkPage(), _Closed(), _Closed(), None
+    one._shares = True  # the memory of definitions belongs to its supervisor
     one._page.ending = Ending(100.0)
     one._close()
     assert (one._sender.until, one._endpoint.until) == (one._page.ending.batches_by, one._page.ending.messages_by)
@@ -68,6 +69,7 @@ def test_a_drained_data_worker_has_time_after_its_last_step(monkeypatch: pytest.
     monkeypatch.setattr(worker.time, "monotonic", lambda: 100.0)
     one: Any = worker.DataWorker.__new__(worker.DataWorker)
     one._page, one._sender, one._endpoint, one._team = WorkPage(), _Closed(), _Closed(), None
+    one._shares = True  # the memory of definitions belongs to its supervisor
     one._close()
     assert (one._sender.until, one._endpoint.until) == (100.0 + worker._LINGER_S, math.inf)
     one._page.close()

@@ -10,6 +10,7 @@ A process that was forked gets connections of its own and never touches its pare
 
 from __future__ import annotations
 
+import atexit
 import collections
 import functools
 import itertools
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 30.0
 # While a pass is open, every loader is asked this often for its reports.
 REPORT_S = 0.1
+# What the last loaders have to say is waited for this long when the program ends.
+_SAY_LAST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._loaders: dict[int, ConnectedLoader] = {}  # changed with _registry_lock
         self._is_over = False  # the last loader has left: nobody joins any more; changed with _registry_lock
+        self._is_to_end = False  # the program ends
         self._joining: collections.deque[int] = collections.deque()
         # Loaders that ask for attention. Finalisers put in, too: it takes no lock.
         self._calls: collections.deque[int] = collections.deque()
@@ -142,6 +146,12 @@ class Connection:
         if self._is_over:
             self._thread.join(timeout_s)
 
+    def end(self, timeout_s: float) -> None:
+        """Have all loaders leave, and wait until all is closed."""
+        self._is_to_end = True
+        self._endpoint.wake()
+        self._thread.join(timeout_s)
+
     def add(self, loader: ConnectedLoader) -> int:
         """Give a loader its number; call it with the registry's lock."""
         number = next(self._numbers)
@@ -152,6 +162,7 @@ class Connection:
 
     def start(self) -> None:
         """Begin to talk to the dispatcher."""
+        _running.add(self)
         self._thread.start()
 
     # --- the connection's thread ------------------------------------------------------------------------------------
@@ -173,6 +184,7 @@ class Connection:
                 self._end()
             for loader in left.values():
                 loader.has_left(failure)
+            _running.discard(self)
 
     def _talk(self) -> None:
         next_round = 0.0
@@ -189,6 +201,10 @@ class Connection:
                 next_round = now + HEARTBEAT_S
             for number in sorted(concerned):
                 self._attend(number, now)
+            for number in list(self._loaders) if self._is_to_end else ():
+                self._part_with(number, None)
+            if self._is_to_end:
+                return
             if self._readers:
                 next_round = min(next_round, now + REPORT_S)
 
@@ -268,6 +284,8 @@ def _as_failure(error: Exception) -> HetstreamError:
 # --- the connections of this process --------------------------------------------------------------------------------
 
 _connections: dict[ConnectionOptions, Connection] = {}
+# Those whose thread has not come to its end, also when nobody joins them any more.
+_running: set[Connection] = set()
 _registry_lock = threading.Lock()
 # Held for as long as it takes to connect: two loaders that begin at once share what the first one opens.
 _joining_lock = threading.Lock()
@@ -304,8 +322,16 @@ def _begin_as_child() -> None:
     """In a forked process: the connections are the parent's, and another thread of it may have held the locks."""
     global _registry_lock, _joining_lock
     _registry_lock, _joining_lock = threading.Lock(), threading.Lock()
-    _inherited.extend(_connections.values())
+    _inherited.extend(_running)
     _connections.clear()
+    _running.clear()
 
 
 os.register_at_fork(after_in_child=_begin_as_child)
+
+
+@atexit.register
+def _say_the_last() -> None:
+    """Send the last counts of loaders that nobody holds any more: the thread, which has them, ends with the program."""
+    for connection in list(_running):
+        connection.end(_SAY_LAST_S)

@@ -22,6 +22,7 @@ from mpi_dataworkers.connection import ConnectionOptions, join_service
 from mpi_dataworkers.dispatcher import server
 from mpi_dataworkers.dispatcher.state import DispatcherState
 from mpi_dataworkers.errors import HetstreamError, RemoteError
+from mpi_dataworkers.hook import environment
 from mpi_dataworkers.messages import (
     Alive,
     Batch,
@@ -408,3 +409,26 @@ def test_a_forked_process_has_a_connection_of_its_own(three: Any, run_program: A
     assert said["parts"] == 4000
     assert said["local_steps"] == [0, 0, 0]
     assert "was registered again" not in three.log("dispatcher")
+
+
+# The loaders are dropped when the loops end, and the program ends at once.
+DROPPING = """
+from torch.utils.data import DataLoader
+for _ in range(2):
+    for batch in DataLoader(list(range(640)), batch_size=16):
+        pass
+"""
+
+
+def test_the_last_counts_of_loaders_that_a_program_drops_at_its_end_arrive(
+    three: Any, run_program: Any, tmp_path: Path, wait_until: Any
+) -> None:
+    before = three.log("dispatcher")
+    done = run_program(DROPPING, tmp_path, **environment(three.name, {}))
+    assert done.returncode == 0, done.stderr
+
+    def said() -> str:
+        return str(three.log("dispatcher")[len(before) :])
+
+    wait_until(lambda: said().count("rank=0 left after") + said().count("rank=0 lost after") == 2, 10, "both ends")
+    assert said().count("left after 40 steps") == 2

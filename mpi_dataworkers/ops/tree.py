@@ -222,6 +222,8 @@ def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
         if layout.names is not None:
             return dict(zip(layout.names, tensors, strict=True))
         return _build(layout.tree, iter(tensors).__next__, next_buffer)
+    except RemoteError:
+        raise  # from the user's class; it is a RuntimeError, too
     except _MALFORMED as error:
         raise ProtocolError(f"a batch's structure does not fit its bytes: {error!r}") from error
 

@@ -44,6 +44,7 @@ from checkpoint.manifest import Part
 from checkpoint.rank_file import write_file
 from hetstream.base.files import Directory, temporary_name
 
+_NO_PATH = ""
 # What torch.distributed.checkpoint's metadata are made of. Nothing else is made, and nothing is called, for a file.
 _METADATA_MODULES: dict[str, Mapping[str, Any]] = {
     metadata.__name__: {
@@ -57,8 +58,10 @@ _METADATA_MODULES: dict[str, Mapping[str, Any]] = {
     "torch": {"Size": torch.Size},
     "torch.serialization": {"_get_layout": torch.serialization._get_layout},
     "collections": {"OrderedDict": OrderedDict},
-    # Where it was saved: a path, which is not looked at.
-    "pathlib": dict.fromkeys(("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"), os.path.join),
+    # Where it was saved: a path, which is not looked at, and never put together from its parts.
+    "pathlib": dict.fromkeys(
+        ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"), lambda *_: _NO_PATH
+    ),
 }
 _METADATA_MODULES["pathlib._local"] = _METADATA_MODULES["pathlib"]
 # NumPy's arrays of numbers are rebuilt by these; elements of other kinds go through the same loader.

@@ -18,6 +18,7 @@ from checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.replica import rendezvous
+from checkpoint.replica.callers import UnknownCallers
 from checkpoint.replica.peers import Order
 from checkpoint.replica.rendezvous import Endpoint
 from checkpoint.replica.stock import check_record, forget_others, make_slot, on_this_host
@@ -27,11 +28,11 @@ from checkpoint.store_files import StoreFiles
 
 _log = logging.getLogger(__name__)
 
-# One peer sends, one restores; the rest are strangers, who are gone after seconds.
-_MAX_CONNECTIONS = 8
+# Callers that have not proved the key yet; each has a thread. Peers need milliseconds for it.
+_MAX_UNKNOWN = 32
 _IDLE_S = 0.5
 _RETRY_S, _RETRY_LIMIT_S = 1.0, 30.0
-_BACKLOG = 8
+_BACKLOG = 128
 # Savers of a job start at about the same time.
 _START_S = 40.0
 # A sender may wait for a host that does not answer; it changes nothing any more.
@@ -65,6 +66,8 @@ class ReplicaService:
         self._wake = threading.Event()
         self._keeping = threading.Lock()
         self._channels: set[Channel] = set()
+        self._unknown: UnknownCallers[Channel] = UnknownCallers(_MAX_UNKNOWN)
+        self._unknown_lock = threading.Lock()
         self._sent: Generation | None = None
         self._server = _listen()
         try:
@@ -93,7 +96,7 @@ class ReplicaService:
             self._server.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._wake.set()
         for channel in list(self._channels):
-            channel.close()
+            channel.interrupt()
         self._server_thread.join()
         if self._sender_thread:
             self._sender_thread.join(_END_S)
@@ -179,35 +182,36 @@ class ReplicaService:
     # Keeping and giving
 
     def _accept(self) -> None:
-        room = threading.Semaphore(_MAX_CONNECTIONS)
         threads: list[threading.Thread] = []
         while not self._is_closing:
             try:
-                peer, _ = self._server.accept()
+                peer, address = self._server.accept()
             except OSError as error:
                 if not self._is_closing:
                     _log.error("rank=%d: no connection can be accepted: %s", self.order.rank, error)
                     self._pause(_IDLE_S)
                 continue
             threads = [thread for thread in threads if thread.is_alive()]
-            if not room.acquire(blocking=False):
-                peer.close()
-                continue
             channel = Channel(peer)
             self._channels.add(channel)
-            thread = threading.Thread(target=self._talk, args=(channel, room), name="replica talk", daemon=True)
+            with self._unknown_lock:
+                leaving = self._unknown.add(address[0], channel)
+            if leaving:
+                leaving.interrupt()
+            thread = threading.Thread(target=self._talk, args=(channel,), name="replica talk", daemon=True)
             threads.append(thread)
             thread.start()
         for channel in list(self._channels):
-            channel.close()
+            channel.interrupt()
         for thread in threads:
             thread.join()
 
-    def _talk(self, channel: Channel, room: threading.Semaphore) -> None:
+    def _talk(self, channel: Channel) -> None:
         try:
             with channel:
                 if not channel.admit(self._key, self.order.attempt, self.order.rank):
                     raise ReplicaError("a caller without the key of this attempt")
+                self._is_known(channel)
                 request = channel.receive_message(Request)
                 try:
                     if request.verb == "keep":
@@ -222,8 +226,12 @@ class ReplicaService:
             if not self._is_closing:
                 _log.warning("rank=%d: a connection for replicas ended: %s", self.order.rank, words(error))
         finally:
+            self._is_known(channel)
             self._channels.discard(channel)
-            room.release()
+
+    def _is_known(self, channel: Channel) -> None:
+        with self._unknown_lock:
+            self._unknown.discard(channel)
 
     def _keep(self, channel: Channel, request: Request) -> None:
         if request.rank not in self.order.serves:

@@ -41,7 +41,7 @@ _MAX_MESSAGE_BYTES = 16 << 10
 _MAX_WORDS = 1000
 _TAIL = struct.Struct("<BQ")
 _CHUNK_BYTES = 1 << 20
-# For connecting, and for each of the few bytes of a proof.
+# For connecting; and, on either side, for all that proves the key.
 _PROOF_TIMEOUT_S = 5.0
 # For a message, and for each chunk: a peer that is stopped is given up after it.
 STALL_S = 10.0
@@ -109,13 +109,14 @@ class Channel:
         channel = cls(socket.create_connection((endpoint.address, endpoint.port), _PROOF_TIMEOUT_S))
         try:
             receiver = _receiver(endpoint.attempt, endpoint.rank)
+            deadline_s = time.monotonic() + _PROOF_TIMEOUT_S
             mine = secrets.token_bytes(_NONCE_BYTES)
-            channel.send(_MAGIC + mine, _PROOF_TIMEOUT_S)
-            answer = channel.receive(_NONCE_BYTES + _PROOF_BYTES, _PROOF_TIMEOUT_S)
+            channel.send(_MAGIC + mine, _left_s(deadline_s))
+            answer = channel.receive(_NONCE_BYTES + _PROOF_BYTES, _left_s(deadline_s))
             theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
             if not hmac.compare_digest(proof, _prove(key, b"saver", receiver, mine, theirs)):
                 raise ReplicaError(f"{endpoint.address}:{endpoint.port} does not have the key of this attempt")
-            channel.send(_prove(key, b"caller", receiver, mine, theirs), _PROOF_TIMEOUT_S)
+            channel.send(_prove(key, b"caller", receiver, mine, theirs), _left_s(deadline_s))
         except BaseException:
             channel.close()
             raise
@@ -124,12 +125,13 @@ class Channel:
     def admit(self, key: bytes, attempt: int, rank: int) -> bool:
         """The saver's side of `connect`: whether the caller has the key. Reads 72 bytes of a stranger, and no more."""
         receiver = _receiver(attempt, rank)
-        hello = self.receive(len(_MAGIC) + _NONCE_BYTES, _PROOF_TIMEOUT_S)
+        deadline_s = time.monotonic() + _PROOF_TIMEOUT_S
+        hello = self.receive(len(_MAGIC) + _NONCE_BYTES, _left_s(deadline_s))
         if not hello.startswith(_MAGIC):
             return False
         theirs, mine = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
-        self.send(mine + _prove(key, b"saver", receiver, theirs, mine), _PROOF_TIMEOUT_S)
-        proof = self.receive(_PROOF_BYTES, _PROOF_TIMEOUT_S)
+        self.send(mine + _prove(key, b"saver", receiver, theirs, mine), _left_s(deadline_s))
+        proof = self.receive(_PROOF_BYTES, _left_s(deadline_s))
         return hmac.compare_digest(proof, _prove(key, b"caller", receiver, theirs, mine))
 
     def send(self, data: bytes | memoryview, timeout_s: float = STALL_S) -> None:
@@ -141,7 +143,7 @@ class Channel:
         """Fill `view` within the time, or raise TimeoutError; ReplicaError if the other side has ended."""
         deadline_s = time.monotonic() + timeout_s
         while view.nbytes:
-            self._socket.settimeout(max(1e-3, deadline_s - time.monotonic()))
+            self._socket.settimeout(_left_s(deadline_s))
             num_bytes = self._socket.recv_into(view)
             if num_bytes == 0:
                 raise ReplicaError("the other side has closed the connection")
@@ -222,10 +224,17 @@ class Channel:
         if wanted != digest.value:
             raise ReplicaError("its checksum is another than that of what was sent")
 
-    def close(self) -> None:
-        """End the connection, also for a thread that waits on it."""
+    def interrupt(self) -> None:
+        """End the talk from another thread; who waits in it gets an error, and closes.
+
+        It is not closed here: the next connection would get the number that the other thread still reads from.
+        """
         with contextlib.suppress(OSError):  # the other side was faster
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection. A second time does nothing."""
+        self.interrupt()
         self._socket.close()
 
     def __enter__(self) -> Channel:
@@ -240,6 +249,11 @@ def words(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it did not answer in time: it is stopped, or the network is cut"
     return (str(error) or type(error).__name__)[:_MAX_WORDS]
+
+
+def _left_s(deadline_s: float) -> float:
+    """Until a time that may have passed; 0 would mean not to wait at all."""
+    return max(1e-3, deadline_s - time.monotonic())
 
 
 def _receiver(attempt: int, rank: int) -> bytes:

@@ -209,19 +209,6 @@ def test_a_stranger_gets_nothing_and_allocates_nothing(keeper: Keeper) -> None:
     assert keeper.files.replicas() == []
 
 
-def test_more_connections_than_there_is_room_for_are_closed(keeper: Keeper) -> None:
-    address = (keeper.endpoint.address, keeper.endpoint.port)
-    with contextlib.ExitStack() as held:
-        strangers = [held.enter_context(socket.create_connection(address, TIMEOUT_S)) for _ in range(20)]
-        closed = 0
-        for stranger in strangers[10:]:
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
-            closed += 1
-        assert closed == 10
-    assert threading.active_count() < 20
-
-
 @pytest.mark.parametrize(
     ("request_", "error"),
     [

@@ -111,9 +111,7 @@ def test_a_crowd_that_never_ends_keeps_no_peer_of_another_host_out(endpoint: End
     assert sum(counts) > _MAX_UNKNOWN
 
 
-def test_who_sends_byte_by_byte_is_gone_after_one_deadline(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_sends_byte_by_byte_is_gone_after_one_deadline(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_PROOF_TIMEOUT_S", 1.0)
     with socket.create_connection((endpoint.address, endpoint.port), TIMEOUT_S) as stranger:
         began_s = time.monotonic()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from mpi_dataworkers.handover import places_of, read_into
+from mpi_dataworkers.handover import buffers_in, places_of, read_into
 from mpi_dataworkers.messages import ProvideDefinition
 from mpi_dataworkers.ops.pipeline import Definition
 
@@ -176,9 +176,6 @@ def _mapped(own: int) -> Definition:
     head_bytes = int.from_bytes(whole[_NAME_BYTES : _NAME_BYTES + _LENGTH_BYTES], "little")
     head = whole[_NAME_BYTES + _LENGTH_BYTES :][:head_bytes]
     message = msgspec.msgpack.decode(head, type=ProvideDefinition)
-    start, contents = _start_of(head_bytes), message.contents
-    buffers = [
-        whole[start + place :][:size] for place, size in zip(places_of(contents.sizes), contents.sizes, strict=False)
-    ]
-    blob = buffers.pop(0) if contents.with_blob else message.blob
+    buffers = buffers_in(whole[_start_of(head_bytes) :], message.contents)
+    blob = buffers.pop(0) if message.contents.with_blob else message.blob
     return Definition(message.definition_id, message.program, message.settings, blob, buffers)

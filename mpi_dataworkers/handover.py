@@ -146,6 +146,12 @@ def read_into(room: memoryview, contents: Contents, directory: Path) -> None:
         raise HandoverFailed(f"{path} is damaged: its {at} bytes are not the {room.nbytes} that the trainer wrote")
 
 
+def buffers_in(room: memoryview, contents: Contents) -> list[memoryview]:
+    """The buffers where `read_into` has put them; with `contents.with_blob` the pickle stream is the first one."""
+    places = places_of(contents.sizes)
+    return [room[place:][:size] for place, size in zip(places, contents.sizes, strict=False)]
+
+
 def is_there(contents: Contents, directory: Path) -> bool:
     """Whether data workers can get it: in the message, or from a file that exists."""
     return not contents.sha256 or (directory / contents.sha256).exists()

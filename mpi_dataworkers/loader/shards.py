@@ -155,7 +155,7 @@ class ShardedIterator(Iterator[Any]):
         self._interleave = _interleave(division, self._num_copies, state)
         self._any_order = division.any_order
         self._ahead = [(first, stop) for first, stop in state["ahead"]] if state else []
-        self._definition = stream.definition()
+        self._sent = stream.definition()
         self._snapshots = dict(_snapshots_of(state))
         self._readers: dict[int, ShardReader | RankReader] = {}
         self._passes: list[Pass] = []
@@ -176,7 +176,7 @@ class ShardedIterator(Iterator[Any]):
         num_steps = stream.num_steps if isinstance(stream, PlannedPass) else -1
         at_most_once = self._division.guarantee.visitation == "at_most_once"
         return self._client.open_pass(
-            self._definition,
+            self._sent.message,
             self._epoch,
             self._seed,
             order,
@@ -251,7 +251,7 @@ class ShardedIterator(Iterator[Any]):
         try:
             stream = self._division.stream(shard, self._epoch)
             if isinstance(stream, PlannedPass):
-                return self._stream.make_locally(stream, step, self._seed, self._epoch)
+                return self._stream.make_locally(self._sent, stream, step, self._seed, self._epoch)
             if shard not in self._readers:
                 self._readers[shard] = open_shard(
                     self._stream.pipeline, stream, self._seed, self._epoch, skips=policy.on_error != "raise"

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -27,7 +26,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from mpi_dataworkers.address import parse_service
-from mpi_dataworkers.client import ClientOptions, Delivered, MakeItYourself, Pass, ServiceClient, service_at
+from mpi_dataworkers.client import ClientOptions, Delivered, MakeItYourself, Pass, ServiceClient
 from mpi_dataworkers.codec import Buffer, split
 from mpi_dataworkers.config import (
     Identity,
@@ -36,25 +35,19 @@ from mpi_dataworkers.config import (
     rails_from_environment,
 )
 from mpi_dataworkers.errors import PipelineError, RemoteError, ServiceUnavailable
-from mpi_dataworkers.handover import pack
+from mpi_dataworkers.loader.definitions import Definitions, Sent
 from mpi_dataworkers.loader.order import ListedPass, LookAhead, Order, steps_to_gather
 from mpi_dataworkers.loader.sharing import SharedStream
 from mpi_dataworkers.loader.skipped import SkippedSamples
-from mpi_dataworkers.messages import Batch, BatchFailed, ErrorPolicy, Failure, LoaderStats, ProvideDefinition
+from mpi_dataworkers.messages import Batch, BatchFailed, ErrorPolicy, Failure, LoaderStats
 from mpi_dataworkers.naming import name_loader
 from mpi_dataworkers.ops.pipeline import (
-    Definition,
-    EnteredPipeline,
     MadeStep,
     Pipeline,
     SampleError,
     acting_as_data_worker,
-    copy_of,
-    define,
-    difference,
     enter_worker,
     generators_kept,
-    has_changed,
     make_step,
 )
 from mpi_dataworkers.ops.tree import holds_objects, resolve_class, unflatten
@@ -73,6 +66,7 @@ class Stream:
 
     Attributes:
         pipeline: the program's own objects; steps that the fallback makes are made with a copy.
+        definitions: what data workers were given; None without a service.
         local_passes: with persistent_workers, what is kept from pass to pass in process.
         closed: it has left the service.
     """
@@ -99,15 +93,11 @@ class Stream:
         self._pin = pin
         self._client: ServiceClient | None = None
         self._service = parse_service(service) if service is not None else None
-        self._definitions_dir: Path | None = None
-        self._provided: ProvideDefinition | None = None  # what data workers were given last
+        self.definitions = Definitions(self._service) if self._service is not None else None
         self._stats = LoaderStats()
         self._recent = RecentRates(time.monotonic(), 0, 0, 0)
         # When the pass that is open began; its time is counted at its end.
         self._pass_began: float | None = None
-        self._defined: Definition | None = None
-        self._said_kept = False
-        self._fallback: tuple[str, EnteredPipeline] | None = None
         self.local_passes: LocalPasses | None = None
         self.closed = False
         if self._service is not None:
@@ -122,7 +112,7 @@ class Stream:
                 rails_from_environment(),
                 compression_from_environment(),
             )
-            self._client = ServiceClient(options, self.definition())
+            self._client = ServiceClient(options, self.definition().message)
             _open_streams.add(self)
 
     @property
@@ -169,53 +159,17 @@ class Stream:
         open_s = 0.0 if self._pass_began is None else time.monotonic() - self._pass_began
         return self._stats.elapsed_s + open_s
 
-    def definition(self) -> ProvideDefinition:
-        """The pipeline as it is now, for data workers.
+    def definition(self) -> Sent:
+        """The pipeline as it is now, for data workers; see `Definitions.now`.
 
         Asked for at each pass: programs change their dataset between epochs (another transform, say), as they can with
         torch's worker processes, which are forked anew.
 
-        A dataset that the program has used may hold what cannot be pickled (an open file): it is then as it was last
-        sent, if nothing else of it shows a change.
-
         Raises:
             PipelineError: it cannot be pickled, or not be handed over.
         """
-        try:
-            defined = define(self.pipeline)
-        except PipelineError as error:
-            if self._defined is None:
-                raise
-            if changed := self._change_since_defined(self._defined):
-                raise PipelineError(f"{changed} changed since data workers got it, and now {error}") from error
-            if not self._said_kept:
-                _log.warning("hetstream: data workers keep the dataset as they got it: now %s", error)
-            self._said_kept = True
-            return self.last_definition()
-        if self._service is not None and (
-            self._defined is None or self._defined.definition_id != defined.definition_id
-        ):
-            if self._definitions_dir is None:  # later the service may be away, which is no reason to stop
-                self._definitions_dir = service_at(self._service).definitions_dir
-            blob, contents = pack(defined.blob, defined.buffers, self._definitions_dir)
-            names = defined.definition_id, defined.program, defined.settings
-            self._provided = ProvideDefinition(*names, blob, contents)
-        self._defined = defined
-        return self.last_definition()
-
-    def _change_since_defined(self, defined: Definition) -> str:
-        """What the program has changed of its pipeline since then; "" for nothing."""
-        if has_changed(defined):
-            return "an array"
-        copied, changed_classes = copy_of(defined)
-        if changed_classes:
-            return f"the class {changed_classes[0].__qualname__}"
-        return difference(copied, self.pipeline)
-
-    def last_definition(self) -> ProvideDefinition:
-        """The pipeline as it was at the last call of `definition`."""
-        assert self._provided is not None
-        return self._provided
+        assert self.definitions is not None
+        return self.definitions.now(self.pipeline)
 
     def check_length(self) -> None:
         """Refuse a dataset whose length changed since it was sent to the data workers.
@@ -230,25 +184,20 @@ class Stream:
                 "data workers hold the first form. Make a new DataLoader for the new data."
             )
 
-    def make_locally(self, order: Order, step: int, seed: int, epoch: int) -> Delivered:
+    def make_locally(self, sent: Sent, order: Order, step: int, seed: int, epoch: int) -> Delivered:
         """Make a step in this process, with a copy of what data workers have: the trainer's own objects, random state
         and place are untouched."""
         indices = order.indices(step)
         if indices is None:
             raise IndexError(step)
+        assert self.definitions is not None
         with generators_kept(), acting_as_data_worker():
-            pipeline = self._fallback_pipeline().enter(seed)
+            pipeline = self.definitions.entered(sent).enter(seed)
             try:
                 made = make_step(pipeline, indices, order.seeds(step, indices, seed, epoch), self.skipped.policy)
             except SampleError as error:
                 raise error.user_error() from None
         return Delivered(self.pinned(made.batch), made.num_samples, 0, "local", 0, made.num_skipped, made.left_out)
-
-    def _fallback_pipeline(self) -> EnteredPipeline:
-        assert self._defined is not None
-        if self._fallback is None or self._fallback[0] != self._defined.definition_id:
-            self._fallback = self._defined.definition_id, EnteredPipeline(copy_of(self._defined)[0], 0)
-        return self._fallback[1]
 
     def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:
         """Count and report what the training loop does not get of a step.
@@ -310,7 +259,7 @@ class StreamIterator(Iterator[Any]):
         first_step: where to begin.
         owner: what the stream closes with, kept alive for as long as it is iterated.
         look_ahead: how far a program's own sampler is drawn.
-        definition: what data workers run; default the pipeline as it is now.
+        sent: what data workers run; default the pipeline as it is now.
     """
 
     def __init__(
@@ -322,7 +271,7 @@ class StreamIterator(Iterator[Any]):
         first_step: int,
         owner: object,
         look_ahead: LookAhead = LookAhead(),  # noqa: B008, it is frozen
-        definition: ProvideDefinition | None = None,
+        sent: Sent | None = None,
     ) -> None:
         assert stream.client is not None
         self._owner = owner
@@ -337,11 +286,13 @@ class StreamIterator(Iterator[Any]):
         self._unsent: list[bytes] = []
         self._end_is_sent = order.num_steps >= 0
         self.position = first_step
-        self._pass: Pass | None = self._open(definition or stream.definition())
+        self._sent = sent or stream.definition()
+        self._pass: Pass | None = self._open()
         self._extend(taking=False)
 
-    def _open(self, definition: ProvideDefinition) -> Pass:
+    def _open(self) -> Pass:
         """Open the pass at the position."""
+        definition = self._sent.message
         stream, order, seed, shared = self._stream, self._order, self._seed, self._stream.shared
         return self._client.open_pass(
             definition,
@@ -356,7 +307,7 @@ class StreamIterator(Iterator[Any]):
             errors=stream.skipped.policy,
         )
 
-    def _go_on_as_child(self, inherited: Pass) -> Pass:
+    def _go_on_as_child(self) -> Pass:
         """In a process that was forked in the middle of the pass: go on from there with a pass of its own."""
         client, order = self._stream.client, self._order
         if client is None:
@@ -364,7 +315,7 @@ class StreamIterator(Iterator[Any]):
                 f"process {os.getpid()} was forked in the middle of an epoch and reaches no dispatcher to go on with it"
             )
         self._client = client
-        self._pass = one = self._open(inherited.definition)
+        self._pass = one = self._open()
         if isinstance(order, ListedPass):
             # What the parent drew from the sampler is there.
             drawn = range(self.position, self._listed)
@@ -402,7 +353,7 @@ class StreamIterator(Iterator[Any]):
         if one is None:
             raise StopIteration
         if self._client.is_inherited:
-            one = self._go_on_as_child(one)
+            one = self._go_on_as_child()
         step = one.buffer.position
         self._extend(taking=True)
         if step == self._order.num_steps:
@@ -440,7 +391,7 @@ class StreamIterator(Iterator[Any]):
             self._client.say_local(item.reason)
             self._stream.count(local_steps=1)
             try:
-                made = self._stream.make_locally(self._order, item.step, self._seed, self._epoch)
+                made = self._stream.make_locally(self._sent, self._order, item.step, self._seed, self._epoch)
             except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
                 made = Delivered(LocalFailure(error), -1, 0)
             return self._client.put_local(one, made)

@@ -19,6 +19,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from mpi_dataworkers.config import identity_from_environment, service_from_environment
 from mpi_dataworkers.errors import HetstreamError, PipelineError
+from mpi_dataworkers.loader.definitions import Sent
 from mpi_dataworkers.loader.order import PartlyListedPass
 from mpi_dataworkers.loader.stream import LocalIterator, PlainLoader, Stream, StreamIterator
 from mpi_dataworkers.loader.torch_loader import (
@@ -29,7 +30,6 @@ from mpi_dataworkers.loader.torch_loader import (
     torch_options,
     why_not_streamable,
 )
-from mpi_dataworkers.messages import ProvideDefinition
 from mpi_dataworkers.ops.reachable import device_of
 
 _log = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ def make_iterator(loader: Any, as_torch: Callable[[Any], Iterator[Any]]) -> Iter
     if kept is None:
         _keep(loader, None)  # what pickles the loader itself, as a collate_fn of its own does, sees no change later
         kept = _keep(loader, _adopt(loader))
-    definition = _definition_now(kept, loader)
-    return as_torch(loader) if kept.stream is None else StreamedLoaderIter(loader, kept, definition)
+    sent = _sent_now(kept, loader)
+    return as_torch(loader) if kept.stream is None else StreamedLoaderIter(loader, kept, sent)
 
 
 def notice(iterator: object, loader: Any) -> None:
@@ -126,12 +126,21 @@ def _make(loader: Any, service: str | None) -> Stream:
     return make_stream(loader, service, identity, {})
 
 
-def _definition_now(kept: _Kept, loader: Any) -> ProvideDefinition | None:
-    """The loader's pipeline as it is now, for data workers; None in process, and where the loader now stays local."""
+def _sent_now(kept: _Kept, loader: Any, before: Sent | None = None) -> Sent | None:
+    """The loader's pipeline for data workers; None in process, and where the loader now stays local.
+
+    Args:
+        kept: what the loader keeps.
+        loader: a DataLoader of torch.
+        before: what `persistent_workers` began with; as torch's worker processes, data workers then see no change but
+            those in shared memory.
+    """
     stream = kept.stream
     if stream is None:
         return None
     try:
+        if before is not None and stream.definitions is not None:
+            return stream.definitions.with_shared_memory(before)
         # Torch, too, looks at the loader anew for each iterator: another collate_fn, a dataset that has grown.
         stream.pipeline = pipeline_of(loader)
         return stream.definition() if stream.client is not None else None
@@ -154,12 +163,12 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
     Args:
         loader: a DataLoader of torch.
         kept: what it keeps; it has a stream.
-        definition: what data workers run; None in process.
+        sent: what data workers run; None in process.
     """
 
-    def __init__(self, loader: Any, kept: _Kept, definition: ProvideDefinition | None) -> None:
+    def __init__(self, loader: Any, kept: _Kept, sent: Sent | None) -> None:
         self._kept = kept
-        self._definition = definition
+        self._sent = sent
         self._passing: StreamIterator | LocalIterator | None = None
         self._plain: Iterator[Any] | None = None
         generator = loader.generator or torch.default_generator
@@ -174,6 +183,8 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin a pass; with persistent_workers, also the second one and those after it."""
         super()._reset(loader, first_iter)
+        if not first_iter and self._sent is not None:
+            self._sent = _sent_now(self._kept, loader, self._sent)
         self._begin(loader)
 
     def _begin(self, loader: Any) -> None:
@@ -188,7 +199,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             return
         plan = stream, self._order, self._base_seed, next(self._kept.passes), 0
         if stream.client is not None:
-            self._passing = StreamIterator(*plan, self._kept, look_ahead_of(loader), self._definition)
+            self._passing = StreamIterator(*plan, self._kept, look_ahead_of(loader), self._sent)
         else:
             self._passing = LocalIterator(*plan, self._options)
         if self._order.num_steps == 0 and self._order.rest is not None:

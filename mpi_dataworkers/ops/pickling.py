@@ -14,7 +14,9 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, update_wrapper
+from multiprocessing.shared_memory import ShareableList, SharedMemory
 from types import FunctionType, ModuleType
 from typing import Any, NewType
 
@@ -26,6 +28,7 @@ import xxhash
 
 from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.messages import Program
+from mpi_dataworkers.ops.shared_memory import SharedMappings
 
 # Below this a buffer of its own costs more than its copy in the pickle stream.
 APART_FROM_BYTES = 64 << 10
@@ -38,22 +41,47 @@ _new_type: Any = NewType
 _made: weakref.WeakSet[type] = weakref.WeakSet()
 
 
+@dataclass(frozen=True)
+class Pickled:
+    """A value in pickled form.
+
+    Attributes:
+        blob: the pickle stream.
+        buffers: those that it refers to, views of the value's own memory: the large ones, and all shared ones.
+        shared: numbers of the buffers that lie in memory which this process shares with others.
+        met: the classes and functions that the value is made of.
+    """
+
+    blob: bytes
+    buffers: list[memoryview]
+    shared: list[int]
+    met: list[Any]
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with large buffers in `buffers`, and the classes and functions that it came to in `met`."""
+    """cloudpickle, with some buffers apart; see `Pickled`."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5, buffer_callback=self._stays)
         self.buffers: list[memoryview] = []
+        self.shared: list[int] = []
         self.met: dict[int, Any] = {}
         # By address and size: views of one storage stay views of one storage. Each entry keeps its storage alive, so
         # that no other one gets its address meanwhile.
         self._storages: dict[tuple[int, int], np.ndarray[Any, np.dtype[np.uint8]]] = {}
 
+    @cached_property
+    def _mappings(self) -> SharedMappings:
+        return SharedMappings()
+
     def _stays(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether a buffer stays in the stream; else it is kept apart."""
         view = buffer.raw()
-        if view.nbytes < APART_FROM_BYTES:
+        is_shared = view.nbytes > 0 and view in self._mappings
+        if view.nbytes < APART_FROM_BYTES and not is_shared:
             return True
+        if is_shared:
+            self.shared.append(len(self.buffers))
         self.buffers.append(view)
         return False
 
@@ -79,6 +107,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _new_type, (value.__name__, value.__supertype__)
         if type(value) is cached_property:  # up to Python 3.11 it has a lock
             return _rebuild_cached_property, (value.func, value.attrname)
+        if type(value) is np.memmap:  # by itself it is copied into the stream
+            return _rebuild_memmap, (np.asarray(value),)
+        if isinstance(value, SharedMemory | ShareableList):
+            # By itself it is pickled by name: other hosts do not have it, and on this one a process that has opened it
+            # removes it when it ends (before Python 3.13).
+            raise pickle.PicklingError("shared memory belongs to the processes of one host")
         if type(value) is not torch.Tensor or not _is_plain(value):
             return super().reducer_override(value)
         storage = value.untyped_storage()
@@ -124,6 +158,10 @@ def _rebuild_cached_property(function: Callable[[Any], Any], name: str) -> cache
     return rebuilt
 
 
+def _rebuild_memmap(data: np.ndarray[Any, Any]) -> Any:
+    return data.view(np.memmap)
+
+
 def _rebuild_tensor(
     data: np.ndarray[Any, np.dtype[np.uint8]],
     dtype: torch.dtype,
@@ -150,18 +188,13 @@ def _script_by_value() -> Iterator[None]:
         cloudpickle.unregister_pickle_by_value(script)
 
 
-def pickle_apart(value: Any) -> tuple[bytes, list[memoryview], list[Any]]:
-    """Pickle anything. Classes and functions of the script travel by value, those of modules by name.
-
-    Returns:
-        The pickle stream; the large buffers that it refers to, views of the value's own memory; the classes and
-        functions that it is made of.
-    """
+def pickle_apart(value: Any) -> Pickled:
+    """Pickle anything. Classes and functions of the script travel by value, those of modules by name."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     with _script_by_value():
         pickler.dump(value)
-    return stream.getvalue(), pickler.buffers, list(pickler.met.values())
+    return Pickled(stream.getvalue(), pickler.buffers, pickler.shared, list(pickler.met.values()))
 
 
 class _Unpickler(pickle.Unpickler):

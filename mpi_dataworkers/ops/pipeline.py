@@ -370,6 +370,7 @@ class Definition:
         blob: the pickle stream, for `load_pipeline`.
         buffers: the large buffers that the stream refers to. In the trainer they are the dataset's own memory; in a
             data worker they are shared with others until someone writes to them.
+        shared: in the trainer, numbers of the buffers that lie in memory which it shares with other processes.
     """
 
     definition_id: str
@@ -377,6 +378,16 @@ class Definition:
     settings: bytes
     blob: Buffer
     buffers: Sequence[Buffer] = ()
+    shared: Sequence[int] = ()
+
+    def with_buffers(self, buffers: Sequence[Buffer]) -> Definition:
+        """The same pipeline with other bytes in its buffers."""
+        definition_id = digest_of(self.blob, buffers, self.program, self.settings)
+        return replace(self, definition_id=definition_id, buffers=buffers)
+
+    def digest_of_shared(self) -> str:
+        """Digest of the buffers that lie in shared memory, as they are now."""
+        return digest_of(b"", [self.buffers[number] for number in self.shared], self.program, b"")
 
 
 def define(pipeline: Pipeline) -> Definition:
@@ -386,22 +397,21 @@ def define(pipeline: Pipeline) -> Definition:
         PipelineError: something in it cannot be pickled; the message names the object.
     """
     try:
-        blob, buffers, met = pickle_apart(pipeline)
+        pickled = pickle_apart(pipeline)
     except Exception as error:  # pickling runs user code (__reduce__, __getstate__): any exception may come
         where = find_unpicklable(pipeline)
         raise PipelineError(
             f"the dataset cannot be sent to data workers: {where} cannot be pickled ({error}). Open files, locks and "
             "connections belong into __getitem__ or worker_init_fn, or leave them out in __getstate__."
         ) from error
-    reached = Reached(met, is_own)
-    program, settings = program_of(reached), settings_of(reached)
-    return Definition(digest_of(blob, buffers, program, settings), program, settings, blob, buffers)
+    reached = Reached(pickled.met, is_own)
+    rest = program_of(reached), settings_of(reached), pickled.blob
+    return Definition("", *rest, shared=pickled.shared).with_buffers(pickled.buffers)
 
 
 def has_changed(definition: Definition) -> bool:
     """Whether the program has written to the arrays of a dataset since it was defined in this process."""
-    now = digest_of(definition.blob, definition.buffers, definition.program, definition.settings)
-    return now != definition.definition_id
+    return definition.with_buffers(definition.buffers).definition_id != definition.definition_id
 
 
 def load_pipeline(definition: Definition) -> Pipeline:
@@ -480,7 +490,7 @@ def find_unpicklable(value: Any, path: str = "", depth: int = 0) -> str:
     if depth < 8:
         for name, part in parts.items():
             try:
-                cloudpickle.dumps(part)
+                pickle_apart(part)
             except Exception:  # noqa: BLE001, the question is only whether it raises
                 return find_unpicklable(part, path + name, depth + 1)
     return f"{path.lstrip('.') or 'it'} ({type(value).__module__}.{type(value).__qualname__})"

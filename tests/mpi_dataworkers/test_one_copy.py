@@ -249,9 +249,9 @@ def test_a_message_whose_bytes_are_too_few_is_refused() -> None:
 
 def through(value: Any) -> Any:
     """What a data worker makes of it."""
-    blob, buffers, _ = pickle_apart(Pipeline(value, list, -1))
-    copies = [memoryview(bytearray(buffer)) for buffer in buffers]
-    return load_pipeline(Definition("d", Program(os.getcwd(), []), b"", blob, copies)).dataset
+    pickled = pickle_apart(Pipeline(value, list, -1))
+    copies = [memoryview(bytearray(buffer)) for buffer in pickled.buffers]
+    return load_pipeline(Definition("d", Program(os.getcwd(), []), b"", pickled.blob, copies)).dataset
 
 
 def test_tensors_and_arrays_leave_without_a_copy_and_views_stay_views() -> None:
@@ -266,10 +266,11 @@ def test_tensors_and_arrays_leave_without_a_copy_and_views_stay_views() -> None:
         "half": half,
         "small": torch.ones(3),
     }
-    blob, buffers, _ = pickle_apart(value)
-    assert sorted(map(len, buffers)) == [100_000, 160_000, 320_000]
-    assert len(blob) < 5000
-    assert {np.frombuffer(one, dtype=np.uint8).ctypes.data for one in buffers} == {
+    pickled = pickle_apart(value)
+    assert sorted(map(len, pickled.buffers)) == [100_000, 160_000, 320_000]
+    assert pickled.shared == []
+    assert len(pickled.blob) < 5000
+    assert {np.frombuffer(one, dtype=np.uint8).ctypes.data for one in pickled.buffers} == {
         tensor.data_ptr(),
         array.ctypes.data,
         half.data_ptr(),

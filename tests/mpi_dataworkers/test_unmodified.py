@@ -3,7 +3,6 @@ with data workers and without."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
@@ -19,48 +18,16 @@ import hook_programs as programs
 import numpy as np
 import pytest
 import torch
+from hooking import assert_no_local_step, definitions_of, hooked, stream_of
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as torch_dataloader
 
 from mpi_dataworkers import DataLoader as OwnLoader
 from mpi_dataworkers.hook import environment, patch
-from mpi_dataworkers.loader import stream as streams
 from mpi_dataworkers.loader.order import LookAhead
-from mpi_dataworkers.loader.stream import Stream
 from mpi_dataworkers.loader.torch_loader import look_ahead_of
 
 _Iterator: Any = torch_dataloader._BaseDataLoaderIter
-
-
-@contextlib.contextmanager
-def hooked(service: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process as the start-up hook makes it."""
-    with monkeypatch.context() as changed:
-        changed.setattr(DataLoader, "_get_iterator", DataLoader._get_iterator)
-        changed.setattr(_Iterator, "__init__", _Iterator.__init__)
-        changed.setattr(DataLoader, patch._MARK, True, raising=False)
-        delattr(DataLoader, patch._MARK)
-        if service is not None:
-            changed.setenv("HETSTREAM_SERVICE", service)
-        patch.install()
-        try:
-            yield
-        finally:
-            for stream in list(streams._open_streams):
-                stream.close()
-
-
-def stream_of(loader: Any) -> Stream:
-    """The stream of a loader that is streamed."""
-    stream = vars(loader)["_hetstream"].stream
-    assert isinstance(stream, Stream)
-    return stream
-
-
-def assert_no_local_step(loader: Any) -> None:
-    stats = stream_of(loader).stats
-    assert stats.local_steps == 0
-    assert stats.steps > 0
 
 
 @pytest.fixture
@@ -331,8 +298,9 @@ def test_a_loader_that_collates_with_its_own_method_is_freed_with_its_connection
     loader = programs.FilteringLoader(programs.Numbers(8), batch_size=4)
     assert epochs(loader, 1) == [[[100, 200, 300, 400], [500, 600, 700, 800]]]
     client, known = stream_of(loader).client, weakref.ref(loader)
-    definition = stream_of(loader).last_definition().definition_id
-    assert stream_of(loader).definition().definition_id == definition, "what hetstream keeps in it is not sent"
+    sent = definitions_of(loader).last
+    assert sent is not None
+    assert stream_of(loader).definition().message is sent.message, "what hetstream keeps in it is not sent"
     del loader
     gc.collect()
     assert known() is None
@@ -506,9 +474,9 @@ def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
         assert epochs(loader, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
         assert stream_of(loader).stats.local_steps == 2
         assert lazy.file is None, "a copy was read"
-        _, entered = stream_of(loader)._fallback or ("", None)
-        assert entered is not None
-        entered._loaded.dataset.close()
+        sent = definitions_of(loader).last
+        assert sent is not None
+        definitions_of(loader).entered(sent)._loaded.dataset.close()
 
         torch.manual_seed(3)
         loader = DataLoader(told, 4, num_workers=2, worker_init_fn=programs.open_and_seed)

@@ -1,0 +1,152 @@
+"""What a loader has given to data workers: its pipeline as it was when it was sent, and a copy of that in the trainer.
+
+Used by `stream.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mpi_dataworkers.client import service_at
+from mpi_dataworkers.codec import Buffer
+from mpi_dataworkers.errors import PipelineError
+from mpi_dataworkers.handover import HandoverFailed, buffers_in, pack, places_of, read_into
+from mpi_dataworkers.messages import ProvideDefinition
+from mpi_dataworkers.ops.pipeline import (
+    Definition,
+    EnteredPipeline,
+    Pipeline,
+    copy_of,
+    define,
+    difference,
+    has_changed,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A pipeline as data workers have it.
+
+    Attributes:
+        message: what they are sent.
+        definition: the same here. Its buffers are the dataset's own memory: the program may have written to them since.
+        shared_digest: of those that lie in shared memory, as they were sent.
+    """
+
+    message: ProvideDefinition
+    definition: Definition
+    shared_digest: str
+
+
+class Definitions:
+    """The pipelines that a loader has sent.
+
+    Args:
+        address_file: of the service.
+
+    Attributes:
+        last: what was sent last.
+    """
+
+    def __init__(self, address_file: Path) -> None:
+        self._address_file = address_file
+        self._directory_found: Path | None = None
+        self.last: Sent | None = None
+        self._said_kept = False
+        self._copied: tuple[str, EnteredPipeline] | None = None
+
+    def now(self, pipeline: Pipeline) -> Sent:
+        """A pipeline as it is now.
+
+        A dataset that the program has used may hold what cannot be pickled (an open file): it is then as it was last
+        sent, if nothing else of it shows a change.
+
+        Raises:
+            PipelineError: it cannot be pickled, or not be handed over.
+        """
+        try:
+            defined = define(pipeline)
+        except PipelineError as error:
+            if self.last is None:
+                raise
+            if changed := _change_since(self.last.definition, pipeline):
+                raise PipelineError(f"{changed} changed since data workers got it, and now {error}") from error
+            if not self._said_kept:
+                _log.warning("hetstream: data workers keep the dataset as they got it: now %s", error)
+            self._said_kept = True
+            return self.last
+        self.last = self._sent(defined, defined.buffers, self.last)
+        return self.last
+
+    def with_shared_memory(self, sent: Sent) -> Sent:
+        """A pipeline as it was sent, but with what the program has written into shared memory since.
+
+        Raises:
+            PipelineError: it cannot be handed over.
+        """
+        definition = sent.definition
+        if definition.digest_of_shared() == sent.shared_digest:
+            return sent
+        buffers = list(definition.buffers)
+        if len(definition.shared) < len(buffers):
+            try:
+                buffers = list(self._as_sent(sent))
+            except HandoverFailed as error:
+                raise PipelineError(f"its shared memory changed, and the rest cannot be sent again: {error}") from error
+            for number in definition.shared:
+                buffers[number] = definition.buffers[number]
+        return self._sent(definition.with_buffers(buffers), definition.buffers, sent)
+
+    def entered(self, sent: Sent) -> EnteredPipeline:
+        """A copy of what data workers have, for steps that the trainer makes itself: its own objects are untouched."""
+        definition = sent.definition
+        if self._copied is None or self._copied[0] != definition.definition_id:
+            if has_changed(definition):
+                try:
+                    definition = replace(definition, buffers=self._as_sent(sent))
+                except HandoverFailed as error:
+                    _log.warning("hetstream: steps made here have arrays that the program has written to: %s", error)
+            self._copied = definition.definition_id, EnteredPipeline(copy_of(definition)[0], 0)
+        return self._copied[1]
+
+    def _sent(self, definition: Definition, own: Sequence[Buffer], before: Sent | None) -> Sent:
+        """Hand a definition over, unless data workers have it; `own` are the buffers in the dataset's own memory."""
+        if before is not None and before.definition.definition_id == definition.definition_id:
+            message = before.message
+        else:
+            blob, contents = pack(definition.blob, definition.buffers, self._directory)
+            names = definition.definition_id, definition.program, definition.settings
+            message = ProvideDefinition(*names, blob, contents)
+        return Sent(message, replace(definition, buffers=own), definition.digest_of_shared())
+
+    @property
+    def _directory(self) -> Path:
+        if self._directory_found is None:  # later the service may be away, which is no reason to stop
+            self._directory_found = service_at(self._address_file).definitions_dir
+        return self._directory_found
+
+    def _as_sent(self, sent: Sent) -> list[memoryview]:
+        """The buffers with the bytes that were sent.
+
+        Raises:
+            HandoverFailed: their file cannot be read.
+        """
+        contents = sent.message.contents
+        room = memoryview(bytearray(places_of(contents.sizes)[-1]))
+        read_into(room, contents, self._directory)
+        return buffers_in(room, contents)[int(contents.with_blob) :]
+
+
+def _change_since(definition: Definition, pipeline: Pipeline) -> str:
+    """What the program has changed of its pipeline since it was defined; "" for nothing."""
+    if has_changed(definition):
+        return "an array"
+    copied, changed_classes = copy_of(definition)
+    if changed_classes:
+        return f"the class {changed_classes[0].__qualname__}"
+    return difference(copied, pipeline)

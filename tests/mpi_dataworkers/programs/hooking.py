@@ -1,0 +1,57 @@
+"""The start-up hook in this process, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+from torch.utils.data import dataloader as torch_dataloader
+
+from mpi_dataworkers.hook import patch
+from mpi_dataworkers.loader import stream as streams
+from mpi_dataworkers.loader.definitions import Definitions
+from mpi_dataworkers.loader.stream import Stream
+
+_Iterator: Any = torch_dataloader._BaseDataLoaderIter
+
+
+@contextlib.contextmanager
+def hooked(service: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as the start-up hook makes it."""
+    with monkeypatch.context() as changed:
+        changed.setattr(DataLoader, "_get_iterator", DataLoader._get_iterator)
+        changed.setattr(_Iterator, "__init__", _Iterator.__init__)
+        changed.setattr(DataLoader, patch._MARK, True, raising=False)
+        delattr(DataLoader, patch._MARK)
+        if service is not None:
+            changed.setenv("HETSTREAM_SERVICE", service)
+        patch.install()
+        try:
+            yield
+        finally:
+            for stream in list(streams._open_streams):
+                stream.close()
+
+
+def stream_of(loader: Any) -> Stream:
+    """The stream of a loader that is streamed."""
+    stream = vars(loader)["_hetstream"].stream
+    assert isinstance(stream, Stream)
+    return stream
+
+
+def definitions_of(loader: Any) -> Definitions:
+    """What data workers were given by a loader that is streamed."""
+    definitions = stream_of(loader).definitions
+    assert definitions is not None
+    return definitions
+
+
+def assert_no_local_step(loader: Any) -> None:
+    """Fail unless data workers have made all that a loader gave."""
+    stats = stream_of(loader).stats
+    assert stats.local_steps == 0
+    assert stats.steps > 0

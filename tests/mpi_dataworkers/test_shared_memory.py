@@ -1,0 +1,122 @@
+"""Datasets in memory that the trainer shares with its worker processes: what it writes there between epochs arrives."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import hook_programs as programs
+import numpy as np
+import pytest
+import torch
+from hooking import assert_no_local_step, definitions_of, hooked
+from torch.utils.data import DataLoader
+
+from mpi_dataworkers.handover import IN_MESSAGE_BYTES
+from mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
+
+LENGTH = 4
+
+
+def labels_in(memory: str, directory: Path) -> Any:
+    """Labels that are all zero; the owner of the memory is theirs."""
+    if memory == "tensor":
+        return torch.zeros(LENGTH).share_memory_()
+    if memory == "tensor of an array":
+        return torch.from_numpy(np.frombuffer(mmap.mmap(-1, 4 * LENGTH), np.float32))
+    if memory == "array":
+        return np.frombuffer(mmap.mmap(-1, 4 * LENGTH), np.float32)
+    return np.memmap(directory / f"labels-{len(list(directory.iterdir()))}", np.float32, "w+", shape=LENGTH)
+
+
+class Labelled(programs.Numbers):
+    """Labels in shared memory; beside them a large array and a number, which belong to the process alone."""
+
+    def __init__(self, labels: Any, own_bytes: int = APART_FROM_BYTES) -> None:
+        super().__init__(LENGTH)
+        self.labels = labels
+        self.own = torch.zeros(own_bytes, dtype=torch.uint8)
+        self.offset = 0
+
+    def __getitem__(self, index: int) -> tuple[float, int, int]:
+        return float(self.labels[index]), int(self.own[index]), self.offset
+
+
+def changing_epochs(dataset: Labelled) -> list[Any]:
+    """What comes of a dataset of which everything is changed between epochs."""
+    loader = DataLoader(dataset, LENGTH, num_workers=1, persistent_workers=True)
+    found = []
+    for epoch in range(3):
+        dataset.labels[:] = max(1, epoch)  # as it was before the second epoch, and another one before the third
+        dataset.own[:] = dataset.offset = epoch
+        found += [[part.tolist() for part in batch] for batch in loader]
+    if "_hetstream" in vars(loader):
+        assert_no_local_step(loader)
+    return found
+
+
+@pytest.mark.parametrize("memory", ["tensor", "tensor of an array", "array", "memmap"])
+def test_what_is_written_into_shared_memory_between_epochs_arrives_and_nothing_else(
+    three: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: str
+) -> None:
+    """With persistent_workers; without, each epoch has the dataset as it is then."""
+    plain = changing_epochs(Labelled(labels_in(memory, tmp_path)))
+    assert plain == [[[value] * LENGTH, [0] * LENGTH, [0] * LENGTH] for value in (1, 1, 2)]
+    with hooked(three.name, monkeypatch):
+        assert changing_epochs(Labelled(labels_in(memory, tmp_path))) == plain
+        assert changing_epochs(Labelled(labels_in(memory, tmp_path), IN_MESSAGE_BYTES)) == plain, "sent by a file"
+
+
+def test_a_step_made_in_the_trainer_has_what_data_workers_have(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpi_dataworkers.client.LOCAL_AFTER_S", 0.1)
+    dataset = Labelled(torch.zeros(LENGTH).share_memory_())
+    with hooked(service.name, monkeypatch):
+        loader = DataLoader(dataset, LENGTH, num_workers=1, persistent_workers=True)
+        steps = iter(loader)
+        dataset.own[:] = 7  # in the middle of the epoch
+        assert [part.tolist() for part in next(steps)] == [[0] * LENGTH] * 3
+        dataset.labels[:] = 1
+        assert [part.tolist() for part in next(iter(loader))] == [[1] * LENGTH, [0] * LENGTH, [0] * LENGTH]
+
+
+def test_memory_that_stays_as_it_is_is_not_sent_again(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = Labelled(torch.zeros(LENGTH).share_memory_())
+    with hooked(three.name, monkeypatch):
+        loader = DataLoader(dataset, LENGTH, num_workers=1, persistent_workers=True)
+        for _ in loader:
+            pass
+        sent = definitions_of(loader).last
+        assert sent is not None
+        assert sent.definition.shared == [0]
+        assert definitions_of(loader).with_shared_memory(sent) is sent
+        dataset.labels[-1] = 1
+        assert definitions_of(loader).with_shared_memory(sent).message.definition_id != sent.message.definition_id
+
+
+def test_shared_memory_with_a_name_or_a_lock_stays_with_the_trainer(
+    three: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    segment = SharedMemory(create=True, size=4)
+    try:
+        with hooked(three.name, monkeypatch):
+            for owner in (segment, multiprocessing.Value("i", 3)):
+                dataset = programs.Numbers(4)
+                dataset.owner = owner  # type: ignore[attr-defined]
+                assert [batch.tolist() for batch in DataLoader(dataset, 4)] == [[0, 1, 2, 3]]
+    finally:
+        segment.close()
+        segment.unlink()
+    named, locked = (record.getMessage() for record in caplog.records)
+    assert "stays local: the dataset cannot be sent to data workers: dataset.owner" in named
+    assert "(shared memory belongs to the processes of one host)" in named
+    assert "stays local: the dataset cannot be sent to data workers: dataset.owner" in locked
+
+
+def test_views_of_one_shared_storage_stay_views_of_one() -> None:
+    whole = torch.arange(4.0).share_memory_()
+    pickled = pickle_apart([whole, whole[1:], torch.ones(4)])
+    assert [len(buffer) for buffer in pickled.buffers] == [whole.untyped_storage().nbytes()]
+    assert pickled.shared == [0]

@@ -7,11 +7,13 @@ Pure: no torch, no files, and nothing is imported, called or unpickled because a
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import math
 import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +23,13 @@ from checkpoint.errors import DamagedCheckpoint, UnsupportedState
 
 # Larger arrays and byte strings are payload, not structure.
 MAX_INLINE_BYTES = 4096
+# Containers with more values are payload: a file's header, which holds the structure, is limited.
+MAX_INLINE_VALUES = 1 << 16
 # Deeper trees are refused on both sides: JSON readers recurse.
 MAX_DEPTH = 200
 
 Node = Any  # what JSON can hold
+Data = bytearray | array  # type: ignore[type-arg]
 TENSOR = "$tensor"
 
 
@@ -79,14 +84,19 @@ class Encoder:
     Args:
         handlers: exact type to a function (path, value) -> node, for the types of torch.
         foreign: called with (path, value) for a value whose exact type is unknown; gives a node or NotImplemented.
+        store: called with (path, data) for what is too much for the structure; puts it into the payload and gives the
+            node of a tensor that `loaded_numbers` or `loaded_json` gets as bytes. None: all of it is structure.
     """
 
     def __init__(
         self,
         handlers: Mapping[type, Callable[[str, Any], Node]] | None = None,
         foreign: Callable[[str, Any], Node] = lambda _path, _value: NotImplemented,
+        store: Callable[[str, Data], Node] | None = None,
     ) -> None:
         self._foreign = foreign
+        self._store = store
+        self._num_inline = 0
         self._handlers: dict[type, Callable[[str, Any], Node]] = {
             type(None): _itself,
             bool: _itself,
@@ -104,7 +114,7 @@ class Encoder:
             frozenset: lambda path, value: {"$frozenset": self.items(path, _in_order(value))},
             dict: self.mapping,
             OrderedDict: self._ordered,
-            Counter: lambda path, value: {"$counter": self._pairs(path, value)},
+            Counter: self._counter,
             defaultdict: self._defaultdict,
             deque: lambda path, value: {"$deque": [value.maxlen, self.items(path, value)]},
             **(handlers or {}),
@@ -119,6 +129,7 @@ class Encoder:
         Raises:
             UnsupportedState: something in it cannot be stored; the message names where and what to do.
         """
+        self._num_inline = 0
         try:
             return self.item(path, value)
         except RecursionError as error:
@@ -134,22 +145,63 @@ class Encoder:
         node = self._foreign(path, value)
         return self.unusual(path, value) if node is NotImplemented else node
 
-    def items(self, path: str, values: Iterable[Any]) -> Node:
+    def items(self, path: str, values: Collection[Any]) -> Node:
         """Values in order, as a list."""
-        item = self.item
-        return [item(f"{path}.{index}", value) for index, value in enumerate(values)]
+        if self._store and len(values) > MAX_INLINE_VALUES:
+            kinds = {*map(type, values)}
+            if kinds in ({int}, {float}):
+                with contextlib.suppress(OverflowError):  # beyond 64 bits
+                    return self._stored_numbers(path, array("q" if kinds == {int} else "d", values))
+            if _is_json(kinds, values):
+                with contextlib.suppress(UnicodeEncodeError, OverflowError):
+                    return self._stored_json(path, [*values])
+        item, before = self.item, self._num_inline
+        node = [item(f"{path}.{index}", value) for index, value in enumerate(values)]
+        return self._inline(path, node, before)
 
     def mapping(self, path: str, value: Mapping[Any, Any]) -> Node:
         """A dict of any keys."""
-        item = self.item
+        item, before = self.item, self._num_inline
         for key in value:
             if type(key) is not str or key[:1] == "$" or not _is_text(key):
-                return {"$dict": self._pairs(path, value)}
-        return {key: item(f"{path}.{key}", one) for key, one in value.items()}
+                return self._inline(path, {"$dict": self._pairs(path, value)}, before)
+        if self._store and len(value) > MAX_INLINE_VALUES and _is_json({*map(type, value.values())}, value.values()):
+            with contextlib.suppress(UnicodeEncodeError, OverflowError):
+                return self._stored_json(path, {**value})
+        return self._inline(path, {key: item(f"{path}.{key}", one) for key, one in value.items()}, before)
 
-    def _pairs(self, path: str, value: Mapping[Any, Any]) -> Node:
+    def _inline(self, path: str, node: Node, before: int) -> Node:
+        """A container of the structure; one that holds too many values and no tensor becomes payload.
+
+        Args:
+            before: how many values there were in the structure before those of this container.
+        """
+        self._num_inline += len(node)
+        if not self._store or self._num_inline - before <= MAX_INLINE_VALUES or any(True for _ in numbers_in(node)):
+            return node
+        self._num_inline = before
+        return self._stored_json(path, node)
+
+    def _stored_numbers(self, path: str, numbers: array[Any]) -> Node:
+        assert self._store is not None
+        count = len(numbers)
+        numbers.frombytes(bytes(_room(count * numbers.itemsize, numbers.itemsize)))
+        return {"$numbers": [self._store(path, numbers), numbers.typecode, count]}
+
+    def _stored_json(self, path: str, node: Node) -> Node:
+        assert self._store is not None
+        text = bytearray(msgspec.json.encode(node))
+        text += b" " * _room(len(text), 1)
+        return {"$json": self._store(path, text)}
+
+    def _pairs(self, path: str, value: Mapping[Any, Any]) -> list[Node]:
         item = self.item
+        self._num_inline += 2 * len(value)
         return [[item(f"{path}[key]", key), item(f"{path}.{key}", one)] for key, one in value.items()]
+
+    def _counter(self, path: str, value: Counter[Any]) -> Node:
+        before = self._num_inline
+        return self._inline(path, {"$counter": self._pairs(path, value)}, before)
 
     def _ordered(self, path: str, value: OrderedDict[Any, Any]) -> Node:
         node = {"$ordered": self.mapping(path, value)}
@@ -160,13 +212,14 @@ class Encoder:
         return node
 
     def _defaultdict(self, path: str, value: defaultdict[Any, Any]) -> Node:
-        factory = value.default_factory
+        factory, before = value.default_factory, self._num_inline
         if factory is not None and _FACTORIES.get(factory.__name__) is not factory:
             raise UnsupportedState(
                 f"{path} is a defaultdict of {factory!r}: only those of {', '.join(_FACTORIES)} can be stored; "
                 "turn it into a dict"
             )
-        return {"$default": [factory.__name__ if factory else None, self._pairs(path, value)]}
+        node = {"$default": [factory.__name__ if factory else None, self._pairs(path, value)]}
+        return self._inline(path, node, before)
 
     def unusual(self, path: str, value: Any) -> Node:
         """Values known by what they are like, not by their type."""
@@ -194,6 +247,38 @@ class Encoder:
             "state_dict() and load_state_dict(), store plain values instead, or allow pickle with allow_pickle=True "
             "(both to save and to load)"
         )
+
+
+def _is_json(kinds: set[type], values: Iterable[Any]) -> bool:
+    """Whether values of these types are JSON as they are, but for strings that are no text and integers of more than
+    64 bits."""
+    return kinds <= {bool, type(None), str, int, float} and (
+        float not in kinds or all(math.isfinite(value) for value in values if type(value) is float)
+    )
+
+
+def _room(num_bytes: int, item_bytes: int) -> int:
+    """Bytes to leave free behind so many, at most an eighth: what grows from save to save shall not need another slot
+    for each."""
+    grain = max(item_bytes, 1 << max(0, num_bytes.bit_length() - 4))
+    return -num_bytes % grain
+
+
+def loaded_numbers(data: bytes, typecode: str, count: int) -> list[Any]:
+    """The list of `{"$numbers": [tensor, typecode, count]}`, from the bytes of its tensor."""
+    numbers = array(typecode)
+    if typecode not in ("q", "d") or not 0 <= count * numbers.itemsize <= len(data):
+        raise DamagedCheckpoint(f"the structure takes {len(data)} bytes for {count} numbers of type {typecode!r}")
+    numbers.frombytes(data[: count * numbers.itemsize])
+    return numbers.tolist()
+
+
+def loaded_json(data: bytes) -> Node:
+    """The node of `{"$json": tensor}`, from the bytes of its tensor."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"a part of the structure in the payload cannot be read: {error}") from error
 
 
 def _itself(_path: str, value: Any) -> Node:

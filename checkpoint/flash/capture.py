@@ -17,6 +17,7 @@ from checkpoint.flash import rng
 from checkpoint.flash.copy_plan import Plan, make_plan
 from checkpoint.flash.options import Options
 from checkpoint.flash.tensors import Flattener, Leaves, Signature
+from checkpoint.formats.part import check_structure
 from checkpoint.segment import join_metadata
 from checkpoint.structure import Record
 
@@ -60,7 +61,9 @@ class Capture:
         self._rank = rank
         self._world_size = world_size
         self._options = options
-        self._flattener = Flattener(allow_pickle=options.allow_pickle)
+        # torch.load gives a list as a list, and such a file has no header that could become too long.
+        lists_apart = options.format == "safetensors"
+        self._flattener = Flattener(allow_pickle=options.allow_pickle, lists_apart=lists_apart)
         self._generators = rng.Generators()
         self._signature: Signature | None = None
         self._plan: Plan | None = None
@@ -155,6 +158,7 @@ class Capture:
             metrics=numbers,
             format=self._options.format,
         )
+        check_structure(self._options.format, plan.layout, structure)
         return join_metadata(plan.layout.to_json(), structure)
 
 

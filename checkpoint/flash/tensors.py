@@ -24,7 +24,19 @@ from torch.utils import _pytree
 from checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
 from checkpoint.layout import Entry
 from checkpoint.structure import Shard, TensorRef
-from checkpoint.tree import MAX_INLINE_BYTES, TENSOR, Encoder, MakeForeign, Node, inline_bytes, loaded_class, name_of
+from checkpoint.tree import (
+    MAX_INLINE_BYTES,
+    TENSOR,
+    Data,
+    Encoder,
+    MakeForeign,
+    Node,
+    inline_bytes,
+    loaded_class,
+    loaded_json,
+    loaded_numbers,
+    name_of,
+)
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -168,9 +180,10 @@ class Flattener:
 
     Args:
         allow_pickle: pickle what has no other form, instead of refusing it.
+        lists_apart: keep large lists and dicts of plain values as payload; else they are structure.
     """
 
-    def __init__(self, *, allow_pickle: bool = False) -> None:
+    def __init__(self, *, allow_pickle: bool = False, lists_apart: bool = True) -> None:
         self._allow_pickle = allow_pickle
         self._leaves = Leaves()
         self._is_plain = True
@@ -191,6 +204,7 @@ class Flattener:
                 torch.device: lambda _path, value: {"$device": str(value)},
             },
             self._foreign,
+            self._data if lists_apart else None,
         )
 
     def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False) -> Leaves:
@@ -258,6 +272,10 @@ class Flattener:
         if len(value) <= MAX_INLINE_BYTES and kind == "bytes":
             return inline_bytes(path, value)
         return self._add(path, torch.frombuffer(bytearray(value or b"\0"), dtype=torch.uint8), kind)
+
+    def _data(self, path: str, data: Data) -> Node:
+        self._is_plain = False
+        return self._add(path, torch.frombuffer(data, dtype=torch.uint8), "bytes")
 
     def _foreign(self, path: str, value: Any) -> Node:
         self._is_plain = False
@@ -471,6 +489,10 @@ def make_foreign(*, allow_pickle: bool) -> MakeForeign:
             return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=is_coalesced)
         if tag == "$node":
             return _registered(body[0], again(body[1]), again(body[2]))
+        if tag == "$numbers":
+            return loaded_numbers(again(body[0]), *body[1:])
+        if tag == "$json":
+            return again(loaded_json(again(body)))
         if tag == "$pickle":
             return _unpickled(again(body), allow_pickle=allow_pickle)
         raise DamagedCheckpoint(f"the structure has a value of kind {tag!r}, which this release does not know")

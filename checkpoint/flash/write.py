@@ -61,7 +61,7 @@ def plan_state(
     """A rank's file and the payload that it is made of, which lies in a nameless file of `scratch`: a state may be
     larger than memory.
     """
-    leaves = Flattener(allow_pickle=allow_pickle).flatten(state)
+    leaves = Flattener(allow_pickle=allow_pickle, lists_apart=part.format == "safetensors").flatten(state)
     plan = make_plan(leaves)
     with tempfile.TemporaryFile(dir=scratch) as file:
         file.truncate(max(plan.layout.payload_bytes, mmap.PAGESIZE))

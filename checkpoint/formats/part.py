@@ -16,7 +16,7 @@ from checkpoint.errors import DamagedCheckpoint
 from checkpoint.formats import safetensors
 from checkpoint.formats.plan import FilePlan, Range
 from checkpoint.formats.torch_zip import plan_torch, read_torch
-from checkpoint.layout import Entry
+from checkpoint.layout import Entry, Layout
 from checkpoint.structure import Record
 
 Format = Literal["safetensors", "torch"]  # as in `structure.Record`
@@ -51,6 +51,23 @@ def plan_part(
     if form == "torch":
         return plan_torch(entries, record, _crc32_of(payload))
     return safetensors.plan_file(entries, {"format": "pt", STRUCTURE: record.write().decode()})
+
+
+def check_structure(form: Format, layout: Layout, structure: bytes) -> None:
+    """Refuse a state whose file nobody could read, before it is saved.
+
+    Args:
+        form: of the file.
+        layout: in memory.
+        structure: `Record.write` of the record in memory.
+
+    Raises:
+        UnsupportedState: it has too many tensors and values.
+    """
+    # JSON in JSON is at most three times as long, and a tensor is a line beside its name and shape.
+    most_bytes = 3 * (len(structure) + len(layout.encoded)) + 128 * len(layout.entries)
+    if form == "safetensors" and most_bytes > safetensors.MAX_HEADER_BYTES:
+        safetensors.plan_file(layout.entries, {"format": "pt", STRUCTURE: structure.decode()})
 
 
 def _crc32_of(payload: memoryview) -> Callable[[Range], int]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from checkpoint import typed_json
-from checkpoint.errors import DamagedCheckpoint
+from checkpoint.errors import DamagedCheckpoint, UnsupportedState
 from checkpoint.formats.plan import FilePlan, Range
 from checkpoint.layout import ITEM_BYTES, MAX_DIMENSIONS, Entry
 
@@ -32,6 +32,9 @@ def plan_file(entries: Sequence[Entry], metadata: Mapping[str, str]) -> FilePlan
     Args:
         entries: what it shall hold; they may leave parts of the payload out.
         metadata: text to carry along.
+
+    Raises:
+        UnsupportedState: the header would be too long to be read.
     """
     places: dict[str, list[int]] = {}
     at = 0
@@ -48,6 +51,12 @@ def plan_file(entries: Sequence[Entry], metadata: Mapping[str, str]) -> FilePlan
     for entry in entries:
         table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": places[entry.name]}
     text = json.dumps(table, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER_BYTES - PAGE_BYTES:
+        raise UnsupportedState(
+            f"{len(entries)} tensors and the values around them take {len(text)} bytes of a header, and no reader of "
+            f"safetensors takes more than {MAX_HEADER_BYTES}. Have fewer and larger tensors, and keep long texts and "
+            "nested values as bytes or arrays"
+        )
     padding = -(_LENGTH_BYTES + len(text)) % PAGE_BYTES
     length = (len(text) + padding).to_bytes(_LENGTH_BYTES, "little")
     return FilePlan((length + text + b" " * padding, *ranges))

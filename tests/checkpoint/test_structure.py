@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.errors import DamagedCheckpoint, UnsupportedState
+from checkpoint.flash.tensors import make_foreign
 from checkpoint.structure import Record, Shard, TensorRef
-from checkpoint.tree import Encoder, Foreign, decode
+from checkpoint.tree import MAX_INLINE_VALUES, TENSOR, Data, Encoder, Foreign, Node, decode
 
 Point = namedtuple("Point", "x y")
 
@@ -76,6 +77,76 @@ def test_values_come_back_with_their_types(value: Any) -> None:
     assert type(back) is type(value)
     if not isinstance(value, set | frozenset):  # their order depends on the process
         assert repr(back) == repr(value)  # also the order of keys, and the sign of zero
+
+
+MANY = MAX_INLINE_VALUES + 1
+LARGE = {
+    "integers": (-1, *range(MANY)),
+    "floats": [0.5, math.inf, -0.0] * MANY,
+    "one float that JSON has not": [math.inf, *["x"] * MANY],
+    "integers beyond 64 bits": [1 << 64, 1 << 200, *range(MANY)],
+    "texts": deque(map(str, range(MANY)), maxlen=MANY),
+    "texts and one that is none": ["file\udcff", *map(str, range(MANY))],
+    "values of all plain kinds": [None, True, "x", 3, 0.1] * MANY,
+    "rows, each of them small": [[number, str(number), [True]] for number in range(MANY // 4)],
+    "a set": {*range(MANY)},
+    "a dict": {f"sample {number}": number / 3 for number in range(MANY)},
+    "a dict like a tag": {"$json": 1, **dict.fromkeys(map(str, range(MANY)))},
+    "a dict with numbers as keys": {number: -number for number in range(MANY)},
+    "a counter": Counter({str(number): number for number in range(MANY)}),
+    "a defaultdict": defaultdict(int, {(number, 1): number for number in range(MANY // 2)}),
+    "an ordered dict": OrderedDict((str(number), [number]) for number in range(MANY)),
+}
+
+
+@pytest.mark.parametrize("value", LARGE.values(), ids=LARGE)
+def test_what_is_too_much_for_a_header_goes_into_the_payload(value: Any) -> None:
+    stored: list[bytes] = []
+
+    def store(path: str, data: Data) -> Node:
+        assert path == "state.all"
+        stored.append(bytes(data))
+        return {TENSOR: len(stored) - 1}
+
+    text = msgspec.json.encode(Encoder(store=store).encode("state", {"all": value, "step": 1}))
+    assert len(text) < 200
+    found = decode(msgspec.json.decode(text), stored, make_foreign(allow_pickle=False))
+    assert found["step"] == 1
+    assert type(found["all"]) is type(value)
+    assert repr(found["all"]) == repr(value)
+    assert getattr(found["all"], "maxlen", None) == getattr(value, "maxlen", None)
+
+
+def test_a_list_that_grows_needs_no_other_place_each_time() -> None:
+    sizes = set()
+    for count in range(MANY, 2 * MANY, 997):
+        Encoder(store=lambda _path, data: sizes.add(len(memoryview(data).cast("B")))).encode("seen", [*range(count)])
+    assert len(sizes) <= 9
+
+
+def test_containers_with_tensors_stay_structure() -> None:
+    encoder = Encoder({np.ndarray: lambda _path, _value: {TENSOR: 0}}, store=lambda *_: {TENSOR: 1})
+    large = [*range(MANY)]
+    node = encoder.encode("state", {"rows": [large, np.ones(3), {"seen": large}]})
+    numbers = {"$numbers": [{TENSOR: 1}, "q", MANY]}
+    assert node == {"rows": [numbers, {TENSOR: 0}, {"seen": numbers}]}
+
+
+DAMAGED = [
+    {"$numbers": [{TENSOR: 0}, "q", 3]},
+    {"$numbers": [{TENSOR: 0}, "u", 1]},
+    {"$numbers": [{TENSOR: 0}, "q", -1]},
+    {"$numbers": [{TENSOR: 0}, "q"]},
+    {"$numbers": [[1], "q", 1]},
+    {"$json": {TENSOR: 0}},
+    {"$json": 3},
+]
+
+
+@pytest.mark.parametrize("node", DAMAGED, ids=str)
+def test_damaged_values_in_the_payload_are_refused(node: Node) -> None:
+    with pytest.raises(DamagedCheckpoint):
+        decode(node, [b"{" * 16], make_foreign(allow_pickle=False))
 
 
 def test_nan_and_its_sisters_come_back() -> None:

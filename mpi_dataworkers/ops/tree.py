@@ -1,6 +1,7 @@
 """A batch as structure and buffers: flatten it in the data worker, rebuild it in the trainer, bit for bit.
 
-Tensors and NumPy arrays become (dtype, shape) and a raw buffer; many small tensors of one dtype share a buffer. Lists,
+Tensors and NumPy arrays become (dtype, shape) and a raw buffer; many small tensors of one dtype share a buffer. The
+order of their dimensions in memory stays (channels_last, say) where they lie there without gaps. Lists,
 tuples, named tuples, dicts, numbers, text and None are written as they are. Anything else (a dataclass, a PIL image, a
 sparse tensor) is pickled as a leaf; both sides have proved that they hold the job's key before a byte of it is read.
 """
@@ -89,7 +90,7 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     if type(batch) is dict and set(map(type, batch.values())) == {_TENSOR} and set(map(type, batch)) == {str}:
         tensors = list(batch.values())
         known = _plan_of_features(tuple(batch), tuple(map(_look, tensors)))
-    if known is not None:
+    if known is not None and all(map(_TENSOR.is_contiguous, tensors)):
         plan, spec = known
     else:
         tensors = []
@@ -357,7 +358,7 @@ def _read(spec: bytes) -> _Layout:
 
 
 def _has_objects(node: Any) -> bool:
-    if node == "t" or node[0] in "vn":
+    if node == "t" or node[0] in "vnsf":
         return False
     return node[0] in "pk" or any(_has_objects(one) for part in node[1:] for one in part)
 
@@ -383,12 +384,29 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def _dims_in_memory(tensor: torch.Tensor) -> list[int] | None:
+    """A tensor's dimensions in the order of their strides, if it fills its memory so; None for any other one."""
+    strides = tensor.stride()
+    dims = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    return dims if tensor.permute(dims).is_contiguous() else None
+
+
+def _describe_tensor(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+    dims = None if tensor.is_contiguous() else _dims_in_memory(tensor)
+    if dims is None:
+        tensors.append(tensor)
+        return "t"
+    tensors.append(tensor.permute(dims))
+    return ["s", sorted(range(len(dims)), key=dims.__getitem__)]
+
+
 def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> Any:
     kind = type(value)
     if kind is _TENSOR and value.is_cpu and value.layout is _STRIDED and not value.is_quantized:
-        tensors.append(value)
-        return "t"
+        return _describe_tensor(value, tensors)
     if kind is np.ndarray and value.dtype.kind in "biufc":
+        if value.flags.f_contiguous and not value.flags.c_contiguous:
+            return ["f", _describe(value.T, tensors, arrays)]
         array = np.ascontiguousarray(value)
         arrays.append(array.reshape(-1).view(np.uint8).data if array.size else b"")
         return ["n", value.dtype.str, list(value.shape)]
@@ -413,7 +431,8 @@ def _describe_all(values: Iterable[Any], tensors: list[torch.Tensor], arrays: li
     nodes = []
     for value in values:
         # The leaves of most batches, without a call for each.
-        if type(value) is _TENSOR and value.is_cpu and value.layout is _STRIDED and not value.is_quantized:
+        is_plain = type(value) is _TENSOR and value.is_cpu and value.layout is _STRIDED and not value.is_quantized
+        if is_plain and value.is_contiguous():
             tensors.append(value)
             nodes.append("t")
         else:
@@ -425,6 +444,10 @@ def _build(node: Any, next_tensor: Callable[[], Any], next_buffer: Callable[[], 
     if node == "t":
         return next_tensor()
     kind = node[0]
+    if kind == "s":
+        return next_tensor().permute(node[1])
+    if kind == "f":
+        return _build(node[1], next_tensor, next_buffer).T
     if kind == "n":
         # NumPy reads a dtype as a small language of its own: only plain numbers are let in.
         if not _NUMBERS.fullmatch(node[1]):

@@ -91,6 +91,43 @@ def test_views_come_as_what_they_show() -> None:
     assert torch.equal(travel(parameter.detach()), parameter)
 
 
+TURNED = {
+    "channels last": torch.rand(4, 3, 5, 6).contiguous(memory_format=torch.channels_last),
+    "images of rows": torch.rand(4, 5, 6, 3).permute(0, 3, 1, 2),
+    "channels last, 3-d": torch.rand(2, 3, 4, 5, 6).contiguous(memory_format=torch.channels_last_3d),
+    "transposed": torch.rand(6, 5).t(),
+    "of one": torch.rand(1, 5, 3).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("turned", TURNED.values(), ids=TURNED.keys())
+def test_the_order_of_dimensions_in_memory_stays(turned: torch.Tensor) -> None:
+    (in_list,), in_dict = travel([turned]), travel({"images": turned, "labels": torch.ones(2)})
+    for came in (travel(turned), in_list, in_dict["images"]):
+        assert torch.equal(came, turned)
+        assert came.stride() == turned.stride()
+
+
+def test_a_fortran_array_stays_one_and_gaps_do_not_travel() -> None:
+    array = travel(np.asfortranarray(np.arange(6.0).reshape(2, 3)))
+    assert array.flags.f_contiguous
+    assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
+    with_gaps = torch.rand(4, 6)[:, ::2].t()
+    assert torch.equal(travel(with_gaps), with_gaps)
+    assert travel(with_gaps).is_contiguous()
+
+
+def test_many_turned_tensors_share_a_buffer() -> None:
+    batch = {str(number): torch.rand(3, number).t() for number in range(2, 22)}
+    spec, buffers = flatten(batch)
+    assert len(buffers) == 1
+    assert tree.holds_objects(spec) is False
+    came = travel(batch)
+    for name, tensor in batch.items():
+        assert torch.equal(came[name], tensor)
+        assert came[name].stride() == tensor.stride()
+
+
 def test_nested_structures_keep_their_types() -> None:
     batch = {
         "tuple": (torch.ones(2), [torch.zeros(1), "text", None]),

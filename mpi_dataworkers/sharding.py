@@ -84,20 +84,6 @@ class SampleSeeds(Sequence[int]):
         return _extend_seed(self._base, place if self._indices is None else int(self._indices[place]))
 
 
-def pack_indices(indices: Indices) -> bytes:
-    """A step's indices as they travel: int64, little-endian; before a list that is one index comes its length.
-
-    Args:
-        indices: one for each sample; or, with the shape (1, n), one index that is a list.
-    """
-    return (indices if indices.ndim == 1 else np.insert(indices, 0, indices.size)).astype("<i8").tobytes()
-
-
-def unpack_indices(numbers: Indices, batched: bool) -> Indices:
-    """What `pack_indices` packed, from its numbers; `batched` when a step has an index for each of its samples."""
-    return numbers if batched or len(numbers) == 1 else numbers[np.newaxis, 1:]
-
-
 def _mix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

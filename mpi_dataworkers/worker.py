@@ -67,6 +67,7 @@ from mpi_dataworkers.messages import (
     WorkerHeartbeat,
     WorkerRegistered,
 )
+from mpi_dataworkers.ops.index_form import INTS, IndexForm, unpack_indices
 from mpi_dataworkers.ops.iterable import ShardReader
 from mpi_dataworkers.ops.pipeline import (
     Definition,
@@ -83,7 +84,7 @@ from mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_pr
 from mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
 from mpi_dataworkers.ops.tree import flatten
 from mpi_dataworkers.programs import joined, serves
-from mpi_dataworkers.sharding import Indices, SampleSeeds, unpack_indices
+from mpi_dataworkers.sharding import Indices, SampleSeeds
 from mpi_dataworkers.threads import ThreadTeam
 from mpi_dataworkers.transports.base import PeerUnreachable, Reconnected, WorkerEndpoint
 from mpi_dataworkers.transports.rails import RailSender, Receivers
@@ -378,14 +379,14 @@ class DataWorker:
                 num_skipped, left_out = made.num_skipped, made.left_out
                 snapshot = reader.snapshot
             else:
-                indices = indices_of(lease, epoch, place, pipeline.buckets)
+                indices, form = indices_of(lease, epoch, place, pipeline.buckets)
                 listed_step = None if isinstance(session.order, PlannedOrder) else step
                 seeds = SampleSeeds(indices, session.seed, epoch, listed_step)
                 kept, their_seeds = leave_out(indices, seeds, lacking)
                 num_samples, num_skipped = len(kept), len(indices) - len(kept)
                 # A step that has failed before is made sample by sample: whatever ends the process is then at fault.
                 team = None if step in lease.left_out else self._team
-                batch = pipeline.make_batch(kept, their_seeds, self._page, team) if num_samples > 0 else None
+                batch = pipeline.make_batch(kept, their_seeds, self._page, team, form) if num_samples > 0 else None
             spec, buffers = flatten(batch)
         except PipelineError as error:
             raise _StepFailed(describe_failure(error, is_final=True)) from error
@@ -690,11 +691,13 @@ def place_of(lease: GrantLease, step: int) -> tuple[int, int, int]:
     return *divmod(position, session.sharing.num_steps), position
 
 
-def indices_of(lease: GrantLease, epoch: int, step: int, buckets: LengthBuckets | None = None) -> Indices:
-    """Sample indices of a step, int64; `buckets` are the pipeline's."""
+def indices_of(
+    lease: GrantLease, epoch: int, step: int, buckets: LengthBuckets | None = None
+) -> tuple[Indices, IndexForm]:
+    """Sample indices of a step, int64, and the form in which the dataset is asked; `buckets` are the pipeline's."""
     order = lease.session.order
     if isinstance(order, PlannedOrder):
-        return plan_of(order, epoch, buckets if order.bucketed else None).indices(step, order.rank)
+        return plan_of(order, epoch, buckets if order.bucketed else None).indices(step, order.rank), INTS
     if lease.steps is None or not isinstance(order, ListedOrder):
         raise PipelineError(f"lease {lease.token} names no samples for step {step} of a listed order")
     counts = np.frombuffer(lease.steps.counts, dtype="<i4")

@@ -1,4 +1,4 @@
-"""Which samples each step of one pass has, as the loader sees it. No torch, no I/O.
+"""Which samples each step of one pass has, as the loader sees it. No I/O.
 
 A planned order is a function of (seed, epoch) that data workers compute themselves; a listed order comes from the
 program's own sampler and is drawn as it is needed.
@@ -17,6 +17,7 @@ import numpy as np
 from mpi_dataworkers.bucketing import BucketPlan, order_of
 from mpi_dataworkers.errors import PipelineError, StateError
 from mpi_dataworkers.messages import ListedOrder
+from mpi_dataworkers.ops.index_form import INTS, IndexForm, form_of
 from mpi_dataworkers.sharding import EpochPlan, Indices, SampleSeeds
 
 _LARGEST_INDEX = 2**63 - 1
@@ -74,6 +75,10 @@ class PlannedPass:
         """Seeds of the step's samples."""
         return SampleSeeds(indices, seed, epoch)
 
+    def form(self, step: int) -> IndexForm:  # noqa: ARG002, see ListedPass
+        """In which form the dataset is asked for a step's samples."""
+        return INTS
+
     def forget(self, step: int) -> None:
         """Nothing is kept."""
 
@@ -94,6 +99,7 @@ class ListedPass:
         self._iterator = iter(index_sampler)
         self._batched = batched
         self._drawn: dict[int, Indices] = {}
+        self._forms: dict[int, IndexForm] = {}
         self._digests = {0: b""}  # of all that was drawn before a step
         self._next = 0
 
@@ -114,6 +120,7 @@ class ListedPass:
                 self._end_at(drawn)
                 break
             self._drawn[self._next] = indices
+            self._forms[self._next] = form_of(drawn, self._batched)
             chained = hashlib.blake2b(self._digests[self._next], digest_size=16)
             chained.update(indices.tobytes())
             self._next += 1
@@ -133,9 +140,14 @@ class ListedPass:
         """Seeds of the step's samples."""
         return SampleSeeds(indices, seed, epoch, step)
 
+    def form(self, step: int) -> IndexForm:
+        """In which form the sampler gave a step's indices."""
+        return self._forms[step]
+
     def forget(self, step: int) -> None:
         """Drop a step that the training loop has taken."""
         self._drawn.pop(step, None)
+        self._forms.pop(step, None)
         self._digests.pop(step, None)
 
     def drawn(self, step: int) -> str:

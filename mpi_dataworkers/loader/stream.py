@@ -41,6 +41,7 @@ from mpi_dataworkers.loader.sharing import SharedStream
 from mpi_dataworkers.loader.skipped import SkippedSamples
 from mpi_dataworkers.messages import Batch, BatchFailed, ErrorPolicy, Failure, LoaderStats
 from mpi_dataworkers.naming import name_loader
+from mpi_dataworkers.ops.index_form import pack_indices
 from mpi_dataworkers.ops.pipeline import (
     MadeStep,
     Pipeline,
@@ -52,7 +53,6 @@ from mpi_dataworkers.ops.pipeline import (
 )
 from mpi_dataworkers.ops.tree import holds_objects, resolve_class, unflatten
 from mpi_dataworkers.rates import RecentRates, step_time_s
-from mpi_dataworkers.sharding import pack_indices
 
 _pin_memory: Any = torch_pin.pin_memory
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
@@ -194,7 +194,8 @@ class Stream:
         with generators_kept(), acting_as_data_worker():
             pipeline = self.definitions.entered(sent).enter(seed)
             try:
-                made = make_step(pipeline, indices, order.seeds(step, indices, seed, epoch), self.skipped.policy)
+                seeds = order.seeds(step, indices, seed, epoch)
+                made = make_step(pipeline, indices, seeds, self.skipped.policy, order.form(step))
             except SampleError as error:
                 raise error.user_error() from None
         return Delivered(self.pinned(made.batch), made.num_samples, 0, "local", 0, made.num_skipped, made.left_out)
@@ -320,7 +321,11 @@ class StreamIterator(Iterator[Any]):
             # What the parent drew from the sampler is there.
             drawn = range(self.position, self._listed)
             self._unsent = []
-            steps = [pack_indices(indices) for step in drawn if (indices := order.indices(step)) is not None]
+            steps = [
+                pack_indices(indices, order.form(step))
+                for step in drawn
+                if (indices := order.indices(step)) is not None
+            ]
             client.extend(one, steps, self._end_is_sent)
         return one
 
@@ -333,7 +338,7 @@ class StreamIterator(Iterator[Any]):
         goal = self._look_ahead.goal(position, one.window, taking, self._listed > self._first_step)
         try:
             while self._listed < goal and (indices := order.indices(self._listed)) is not None:
-                self._unsent.append(pack_indices(indices))
+                self._unsent.append(pack_indices(indices, order.form(self._listed)))
                 self._listed += 1
         finally:  # also what it gave before it raised
             self._end_is_sent = order.num_steps >= 0
@@ -470,16 +475,16 @@ class _StepDataset(torch.utils.data.Dataset[Any]):
         self._is_ready = False
 
     def __getitem__(self, step: Any) -> Any:
-        indices, seeds, policy = step
+        indices, seeds, policy, form = step
         if not self._is_ready:  # in the process that makes the steps, after worker_init_fn
             self._pipeline, self._is_ready = self._pipeline.with_own_generators(), True
         in_trainer = torch.utils.data.get_worker_info() is None
         try:
             if in_trainer:
                 with generators_kept(self._pipeline.own_generators):
-                    made = make_step(self._pipeline, indices, seeds, policy)
+                    made = make_step(self._pipeline, indices, seeds, policy, form)
             else:
-                made = make_step(self._pipeline, indices, seeds, policy)
+                made = make_step(self._pipeline, indices, seeds, policy, form)
         except SampleError as error:
             return FailedStep(error.user_error(), in_trainer)
         return made
@@ -609,7 +614,7 @@ class LocalIterator(LocalPass):
             indices = order.indices(step)
             if indices is None:
                 return
-            yield indices, order.seeds(step, indices, seed, epoch), stream.skipped.policy
+            yield indices, order.seeds(step, indices, seed, epoch), stream.skipped.policy, order.form(step)
 
     def __next__(self) -> Any:
         while (made := self._next_made()).num_samples == 0:

@@ -31,6 +31,7 @@ from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.failures import StepFailures, Verdict
 from mpi_dataworkers.generators import making_sample
 from mpi_dataworkers.messages import ErrorPolicy, Failure, Program
+from mpi_dataworkers.ops.index_form import INTS, IndexForm
 from mpi_dataworkers.ops.own_generators import OwnGenerators
 from mpi_dataworkers.ops.pickling import digest_of, pickle_apart, unpickle
 from mpi_dataworkers.ops.program import is_own, program_of, settings_of
@@ -139,6 +140,7 @@ class Pipeline:
         seeds: Sequence[int],
         watched: Watched = _UNWATCHED,
         team: ThreadTeam | None = None,
+        form: IndexForm = INTS,
     ) -> Any:
         """Read, transform and collate the samples of one step.
 
@@ -151,13 +153,15 @@ class Pipeline:
             seeds: 64-bit seed of each sample.
             watched: told the index before user code runs for a sample, and -1 before it runs for all.
             team: threads that make the samples, of a thread-safe dataset; the batch is the same without.
+            form: in which form the dataset is asked for them.
 
         Raises:
             SampleError: user code raised; the cause is its exception, the index -1 when it was not in one sample.
         """
         wanted = indices.tolist()
+        given = wanted if form == INTS else form.given(indices)
         if not self.batched:
-            read = partial(getitem, self.dataset, wanted[0])
+            read = partial(getitem, self.dataset, wanted[0] if form == INTS else given)
             sample = -1 if isinstance(wanted[0], list) else wanted[0]
             samples = self._one(read, sample, seeds[0], not self.thread_safe, watched)
         elif callable(getattr(self.dataset, "read_samples", None)):
@@ -166,9 +170,9 @@ class Pipeline:
             if transform is not None:
                 samples = self._each([partial(transform, raw) for raw in samples], wanted, seeds, watched, team)
         elif callable(getattr(self.dataset, "__getitems__", None)):
-            samples = self._together(self.dataset.__getitems__, wanted, seeds[0], watched)
+            samples = self._together(self.dataset.__getitems__, given, seeds[0], watched)
         else:
-            reads = [partial(getitem, self.dataset, index) for index in wanted]
+            reads = [partial(getitem, self.dataset, index) for index in given]
             samples = self._each(reads, wanted, seeds, watched, team)
         watched.at_sample(-1)
         if self.thread_safe:
@@ -193,7 +197,7 @@ class Pipeline:
             return [one(place, 0) for place in range(len(work))]
         return team.map(one, len(work), watched.rest)
 
-    def _together(self, read: Callable[[list[int]], list[Any]], wanted: list[int], seed: int, watched: Watched) -> Any:
+    def _together(self, read: Callable[[Any], list[Any]], wanted: Any, seed: int, watched: Watched) -> Any:
         # One seed for the batch: the dataset does not say where one sample's random numbers begin.
         watched.at_sample(-1)
         self._seed(seed)
@@ -308,7 +312,9 @@ class MadeStep:
         return replace(self, batch=_pin_memory(self.batch))
 
 
-def make_step(pipeline: Pipeline, indices: Indices, seeds: Sequence[int], policy: ErrorPolicy) -> MadeStep:
+def make_step(
+    pipeline: Pipeline, indices: Indices, seeds: Sequence[int], policy: ErrorPolicy, form: IndexForm = INTS
+) -> MadeStep:
     """Make a step in this process, with the attempts and the policy that it has on data workers.
 
     Raises:
@@ -318,7 +324,7 @@ def make_step(pipeline: Pipeline, indices: Indices, seeds: Sequence[int], policy
     while True:
         kept, their_seeds = leave_out(indices, seeds, without(policy, failures.left_out))
         try:
-            batch = pipeline.make_batch(kept, their_seeds) if len(kept) else None
+            batch = pipeline.make_batch(kept, their_seeds, form=form) if len(kept) else None
             return MadeStep(batch, len(kept), len(indices) - len(kept), failures.left_out)
         except SampleError as error:
             if failures.note("", describe_failure(error), policy) is Verdict.RAISE:

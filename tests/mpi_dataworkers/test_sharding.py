@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.sharding import EpochPlan, derive_seed, pack_indices, permute, unpack_indices
+from mpi_dataworkers.sharding import EpochPlan, derive_seed, permute
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
@@ -114,11 +112,3 @@ def test_outside_the_plan_is_an_error() -> None:
 def test_derived_seeds_differ() -> None:
     seeds = {derive_seed(0, epoch, index) for epoch in range(20) for index in range(500)}
     assert len(seeds) == 20 * 500
-
-
-@pytest.mark.parametrize(
-    ("indices", "batched"), [([3, 1, 4], True), ([3], True), ([3], False), ([[3]], False), ([[3, 1]], False)]
-)
-def test_indices_travel_with_what_they_are(indices: list[Any], batched: bool) -> None:
-    numbers = np.frombuffer(pack_indices(np.array(indices, dtype=np.int64)), dtype="<i8")
-    assert unpack_indices(numbers, batched).tolist() == indices

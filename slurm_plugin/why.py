@@ -15,40 +15,10 @@ from hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU
 from slurm_plugin.client.hostlist import compress
 from slurm_plugin.client.model import Job, Node, Snapshot
 from slurm_plugin.fragmentation import Shape, alike_nodes, shape_of
+from slurm_plugin.reasons import told_by_slurm
 from slurm_plugin.report import duration
 
 RESOURCES = ("GPUs", "CPUs", "memory")
-
-# Slurm's reason, begins with -> kind, in words, the next step. {id}, {dependency}, {reason} and {array} are filled in.
-_REASONS = (
-    ("JobHeldUser", "held", "its owner holds it", "scontrol release {id}"),
-    ("JobHeldAdmin", "held", "an operator holds it", "ask an operator for: scontrol release {id}"),
-    ("JobHoldMaxRequeue", "held", "it was requeued too often", "look at its output, then: scontrol release {id}"),
-    ("launch_failed_requeued_held", "held", "its launch failed", "look at slurmd's log, then: scontrol release {id}"),
-    ("DependencyNeverSatisfied", "dependency", "it waits for {dependency}, which cannot come true", "scancel {id}"),
-    ("Dependency", "dependency", "it waits for {dependency}", "hetstream jobs"),
-    ("BeginTime", "time", "its --begin time has not come", "scontrol update JobId={id} StartTime=now"),
-    (
-        "JobArrayTaskLimit",
-        "limit",
-        "as many tasks of its array run as its limit allows",
-        "scontrol update JobId={array} ArrayTaskThrottle=N",
-    ),
-    (
-        "PartitionTimeLimit",
-        "limit",
-        "its time limit is above the partition's",
-        "scontrol update JobId={id} TimeLimit=T",
-    ),
-    ("PartitionNodeLimit", "limit", "it asks for more or fewer nodes than the partition allows", "sinfo -o '%P %s'"),
-    ("Partition", "partition", "its partition is not up", "scontrol show partition"),
-    ("ReqNodeNotAvail", "nodes", "a node that it needs is not available", "sinfo -R"),
-    ("Reservation", "reservation", "its reservation has not begun or is full", "scontrol show reservation"),
-    ("Licenses", "licenses", "its licenses are taken", "scontrol show license"),
-    ("QOS", "limit", "a limit of its QOS is reached ({reason})", "sacctmgr show qos"),
-    ("Assoc", "limit", "a limit of its account is reached ({reason})", "sacctmgr show assoc"),
-    ("BadConstraints", "constraints", "no node can meet what it asks for", "scontrol show job {id}"),
-)
 
 
 @dataclass(frozen=True)
@@ -135,17 +105,18 @@ class Explainer:
         fits, lacking = self._room(shape, job)
         blockers: list[Blocker] = []
         said = _said_by_slurm(job)
-        if said:
-            blockers.append(said)
-        blockers += lacking
-        if not lacking and not said:
-            blockers.append(self._in_line(job))
+        if said is None:
+            blockers += lacking or [self._in_line(job)]
+        else:
+            # Which nodes those are, and what they lack, says more than Slurm's word.
+            blockers += [said, *(lacking if said.kind in ("nodes", "constraints") else ())]
         return Explanation(job, shape, tuple(node.name for node in fits), tuple(blockers), self.conversion(job))
 
     def conversion(self, job: Job) -> Verdict:
         """Whether data workers would let a pending job start now."""
-        if not job.waits_for_resources:
-            return Verdict(False, "what it waits for is no resource")
+        said = _said_by_slurm(job)
+        if said:
+            return Verdict(False, f"what it waits for is no resource: {said.text}")
         shape = shape_of(job)
         return self._conversion(job, shape, self._room(shape, job)[1])
 
@@ -338,15 +309,9 @@ def _has_task(tasks: str, number: int) -> bool:
 
 
 def _said_by_slurm(job: Job) -> Blocker | None:
-    """Reasons that are no resources, in words."""
-    for begin, kind, text, step in _REASONS:
-        if job.reason.startswith(begin):
-            words = {
-                "id": job.job_id, "array": job.array_job_id, "dependency": job.dependency or "another job",
-                "reason": job.reason,
-            }  # fmt: skip
-            return Blocker(kind, text.format(**words), step.format(**words))
-    return None
+    """What it waits for that is no resource."""
+    told = told_by_slurm(job)
+    return Blocker(told.kind, told.text, told.next_step) if told else None
 
 
 def _too_large(

@@ -15,8 +15,11 @@ UNUSABLE = frozenset(
     | {"NOT_RESPONDING", "MAINTENANCE", "MAINT", "POWERED_DOWN", "POWERING_DOWN"}
     | {"REBOOT", "REBOOT_REQUESTED", "REBOOT_ISSUED"}
 )
-# Reasons of a pending job that free resources would not help.
-WAITS_FOR_SOMETHING_ELSE = ("JobHeld", "Dependency", "BeginTime", "JobArrayTaskLimit", "DependencyNeverSatisfied")
+# The reasons of a pending job that are about resources, or about whose turn it is; others are told as what they are.
+# Before the first look of the scheduler there is none; with `defer` a submission is looked at later.
+RESOURCE_REASONS = frozenset({"", "None", "Resources", "Priority", "SchedDefer"})
+# slurmctld's own sentence, which it writes in the place of Resources.
+_NODES_TAKEN = "Nodes_required_for_job_are_DOWN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class Job:
     @property
     def waits_for_resources(self) -> bool:
         """Whether it is pending and free resources could start it."""
-        return self.is_pending and not self.reason.startswith(WAITS_FOR_SOMETHING_ELSE)
+        return self.is_pending and is_resource_reason(self.reason)
 
     @property
     def trainer(self) -> str:
@@ -281,6 +284,11 @@ class Snapshot:
     nodes: tuple[Node, ...]
     partitions: tuple[Partition, ...]
     config: Mapping[str, str] = field(default_factory=dict)
+
+
+def is_resource_reason(reason: str) -> bool:
+    """Whether a pending job with this reason waits for resources or for its turn, and for nothing else."""
+    return reason in RESOURCE_REASONS or reason.replace(" ", "_").startswith(_NODES_TAKEN)
 
 
 def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:

@@ -131,7 +131,7 @@ def test_there_is_room_but_others_go_first() -> None:
         ("Dependency", "dependency", "hetstream jobs"),
         ("DependencyNeverSatisfied", "dependency", "scancel 7"),
         ("BeginTime", "time", "StartTime=now"),
-        ("PartitionTimeLimit", "limit", "TimeLimit=T"),
+        ("PartitionTimeLimit", "time limit", "TimeLimit=T"),
         ("PartitionDown", "partition", "scontrol show partition"),
         ("ReqNodeNotAvail, UnavailableNodes:g3", "nodes", "sinfo -R"),
         ("QOSMaxJobsPerUserLimit", "limit", "sacctmgr show qos"),

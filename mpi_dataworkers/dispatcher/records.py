@@ -204,6 +204,7 @@ class ConsumerRecord:
     Attributes:
         registered_at: when it first came, s.
         told_alone: it was told that other ranks do not have it.
+        told_unshared: it was told that it shares with nobody.
         announced_workers: the number of data workers it was last told of.
         steady_since: it was never silent for longer than `LOADER_PAUSE_S` since then.
         recent: growth of steps, bytes and seconds waited of its `stats`.
@@ -215,6 +216,7 @@ class ConsumerRecord:
     registered_at: float
     stats: LoaderStats = field(default_factory=LoaderStats)
     told_alone: bool = False
+    told_unshared: bool = False
     announced_workers: int = -1
     steady_since: float = 0.0
 

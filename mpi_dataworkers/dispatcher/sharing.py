@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from mpi_dataworkers.messages import Ranges
+from mpi_dataworkers.dispatcher.matching import is_same_process
+from mpi_dataworkers.messages import ProvideDefinition, Ranges, RegisterConsumer
 
 # Positions of one stream whose makers are remembered; workers say which of them left their caches.
 _MAX_POSITIONS = 8192
@@ -37,6 +39,64 @@ def different_under_one_name(theirs: Mapping[str, str], ours: Mapping[str, str])
         f"pipeline name {name!r} is in use for another pipeline ({'; '.join(parts)}). Loaders that share batches under "
         "one pipeline_name must read the same data; give this one another name."
     )
+
+
+class Reader(NamedTuple):
+    """One pass of a loader.
+
+    Attributes:
+        loader: who reads.
+        key: of its stream; "" if it does not share.
+        definition: its pipeline; None if that is not here.
+    """
+
+    loader: RegisterConsumer
+    key: str
+    definition: ProvideDefinition | None
+
+
+def shares_with_nobody(ours: Reader, others: Iterable[Reader]) -> str:
+    """Say why a pass that is to be shared is not, though another job's looks the same; empty when it is, or none does.
+
+    Args:
+        ours: the pass.
+        others: all others that are read now.
+    """
+    loader = ours.loader
+    if not ours.key or loader.description.get("pipeline_name", ""):
+        return ""
+    alike = [
+        other
+        for other in others
+        if other.key
+        and not is_same_process(loader, other.loader)
+        and (other.loader.rank, other.loader.world_size) == (loader.rank, loader.world_size)
+        and other.loader.description == loader.description
+    ]
+    if not alike or any(other.key == ours.key for other in alike):
+        return ""
+    theirs = alike[0]
+    return (
+        f"the loader of job {loader.job_name!r} shares no batches with the one of job {theirs.loader.job_name!r}, "
+        "whose dataset has the same class and length: without a pipeline_name only what is the same to the last byte "
+        f"is shared, and {_different_in(theirs.definition, ours.definition)}. If the two read the same data, give "
+        "both one pipeline_name."
+    )
+
+
+def _different_in(theirs: ProvideDefinition | None, ours: ProvideDefinition | None) -> str:
+    """In what two pipelines differ, as the end of a sentence."""
+    if theirs is None or ours is None:
+        return "what travels to the data workers differs"
+    if theirs.program.working_dir != ours.program.working_dir:
+        return f"they run in {theirs.program.working_dir} there, in {ours.program.working_dir} here"
+    parts = {
+        "the directories that they import from": theirs.program.sys_path != ours.program.sys_path,
+        "modules of theirs": theirs.program.modules != ours.program.modules,
+        "their command lines, their environment or other settings": theirs.settings != ours.settings,
+        "the dataset or the functions with it": (theirs.blob, theirs.contents) != (ours.blob, ours.contents),
+    }
+    return " and ".join(part for part, differs in parts.items() if differs) + " differ"
 
 
 class ShareGroup:

@@ -36,7 +36,7 @@ from mpi_dataworkers.dispatcher.records import (
     WorkerRecord,
 )
 from mpi_dataworkers.dispatcher.rooms import Rooms
-from mpi_dataworkers.dispatcher.sharing import different_under_one_name
+from mpi_dataworkers.dispatcher.sharing import Reader, different_under_one_name, shares_with_nobody
 from mpi_dataworkers.dispatcher.status import note_rates, status_of
 from mpi_dataworkers.errors import ProtocolError
 from mpi_dataworkers.failures import StepFailures, Verdict
@@ -282,6 +282,7 @@ class DispatcherState(Rooms):
         recent = RecentRates(now, stats.steps, stats.bytes, stats.wait_s)
         self.consumers[peer] = ConsumerRecord(message, now, recent, known.registered_at if known else now, stats)
         self.consumers[peer].told_alone = known is not None and known.told_alone
+        self.consumers[peer].told_unshared = known is not None and known.told_unshared
         self._ranks_seen.note(message)
         self._rooms_changed = True
         count = self._reachable_workers(peer, now)
@@ -350,7 +351,22 @@ class DispatcherState(Rooms):
                 num_steps=message.num_steps,
             )
         )
-        return []
+        return self._tell_unshared(record)
+
+    def _tell_unshared(self, record: SessionRecord) -> list[Instruction]:
+        consumer = self.consumers[record.consumer]
+        if record.session.sharing is None or consumer.told_unshared:
+            return []
+        others = [self._reader(one) for one in self.sessions.values() if one is not record]
+        text = shares_with_nobody(self._reader(record), others)
+        consumer.told_unshared = bool(text)
+        return [Send(record.consumer, Notice(text))] if text else []
+
+    def _reader(self, record: SessionRecord) -> Reader:
+        session = record.session
+        key = session.sharing.key if session.sharing is not None else ""
+        definition = self.definitions.get(session.definition_id)
+        return Reader(self.consumers[record.consumer].registration, key, definition)
 
     def _extend_epoch(self, _: str, message: ExtendEpoch, __: float) -> list[Instruction]:
         record = self.sessions.get(message.session_id)

@@ -28,6 +28,7 @@ from mpi_dataworkers.loader.stream import LocalIterator, StreamIterator
 from mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     make_stream,
+    pipeline_now,
     say_pinning_has_no_effect,
     torch_options,
 )
@@ -287,7 +288,9 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def _begin_pass(self, at: _Position) -> tuple[_Passing, Order | None]:
         """One pass over the data, from a position on, and its order; `repeat` makes several of an iteration."""
-        self._stream.check_length()
+        self._stream.pipeline = pipeline_now(self, self._stream.pipeline, self._other_length(at))
+        if self._division is not None:
+            self._division = replace(self._division, num_samples=self._stream.pipeline.num_samples)
         epoch = self._data_epoch(at)
         streamed = self._stream.client is not None
         if self._division is not None:
@@ -298,6 +301,16 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         order = self._new_order(epoch, at)
         plan = self._stream, order, self.seed, epoch, at.step
         return (StreamIterator(*plan, self) if streamed else LocalIterator(*plan, torch_options(self))), order
+
+    def _other_length(self, at: _Position) -> str:
+        """Why a pass cannot begin with a dataset of another length; "" when it can."""
+        if self._world_size > 1:
+            return "the other ranks, which divide it with this one, may not know"
+        if self._stream.shared is not None:
+            return "other jobs, which share the batches, do not know"
+        if self._buckets is not None:
+            return "is not that of lengths="
+        return "is not that of the state which was loaded" if at.step > 0 or at.shards is not None else ""
 
     def _new_order(self, epoch: int, at: _Position) -> Order:
         if not self._listed_order:

@@ -34,7 +34,7 @@ from mpi_dataworkers.config import (
     compression_from_environment,
     rails_from_environment,
 )
-from mpi_dataworkers.errors import PipelineError, RemoteError, ServiceUnavailable
+from mpi_dataworkers.errors import RemoteError, ServiceUnavailable
 from mpi_dataworkers.loader.definitions import Definitions, Sent
 from mpi_dataworkers.loader.order import ListedPass, LookAhead, Order, steps_to_gather
 from mpi_dataworkers.loader.sharing import SharedStream
@@ -170,19 +170,6 @@ class Stream:
         """
         assert self.definitions is not None
         return self.definitions.now(self.pipeline)
-
-    def check_length(self) -> None:
-        """Refuse a dataset whose length changed since it was sent to the data workers.
-
-        Raises:
-            PipelineError: it did.
-        """
-        known = self.pipeline.num_samples
-        if known >= 0 and len(self.pipeline.dataset) != known:
-            raise PipelineError(
-                f"the dataset had {known} samples when this loader started and has {len(self.pipeline.dataset)} now; "
-                "data workers hold the first form. Make a new DataLoader for the new data."
-            )
 
     def make_locally(self, sent: Sent, order: Order, step: int, seed: int, epoch: int) -> Delivered:
         """Make a step in this process, with a copy of what data workers have: the trainer's own objects, random state

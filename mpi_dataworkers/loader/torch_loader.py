@@ -11,6 +11,7 @@ import torch.utils.data
 
 from mpi_dataworkers.bucketing import LengthBuckets
 from mpi_dataworkers.config import Identity
+from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.horovod import horovod_identity
 from mpi_dataworkers.loader.order import LookAhead
 from mpi_dataworkers.loader.sharing import SharedStream
@@ -104,6 +105,26 @@ def pipeline_of(loader: Any, buckets: LengthBuckets | StreamBuckets | None = Non
     if isinstance(buckets, StreamBuckets):
         return Pipeline(loader.dataset, *rest, stream_buckets=buckets, num_workers=num_workers)
     return Pipeline(loader.dataset, *rest, buckets, num_workers=num_workers)
+
+
+def pipeline_now(loader: Any, before: Pipeline, other_length: str) -> Pipeline:
+    """What makes a loader's batches from now on: programs give it another `collate_fn`, or more samples.
+
+    Args:
+        loader: the loader.
+        before: what has made them.
+        other_length: why the dataset must have the length that it had; "" if it need not.
+
+    Raises:
+        PipelineError: it has another length, and must not.
+    """
+    pipeline = pipeline_of(loader, before.buckets or before.stream_buckets)
+    if other_length and pipeline.num_samples != before.num_samples:
+        raise PipelineError(
+            f"the dataset had {before.num_samples} samples and has {pipeline.num_samples} now, which {other_length}. "
+            "Make a new DataLoader for the new data."
+        )
+    return pipeline
 
 
 def say_pinning_has_no_effect(loader: Any) -> None:

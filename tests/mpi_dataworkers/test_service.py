@@ -384,13 +384,50 @@ def test_an_unpicklable_dataset_is_named(three: Any) -> None:
         DataLoader(datasets.Holding(10), service=three.name)
 
 
-def test_a_dataset_whose_length_changes_is_refused(three: Any, loaders: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"sharding": "data", "num_shards": 2}], ids=str)
+def test_a_dataset_may_grow_between_epochs_and_its_functions_may_be_others(
+    three: Any, loaders: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    file = tmp_path / "length"
+    for service in (three.name, None):
+        file.write_bytes(b"x" * 40)
+        loader = loaders(datasets.Growing(file), service=service, **options)
+        for length in (40, 41, 39):
+            file.write_bytes(b"x" * length)
+            assert sorted(index for batch in loader for index in batch.tolist()) == list(range(length))
+        loader.collate_fn = sum
+        assert sum(loader) == sum(range(39))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rank": 0, "world_size": 2}, "the other ranks, which divide it with this one, may not know"),
+        ({"sharing": "lossless"}, "other jobs, which share the batches, do not know"),
+        ({"lengths": [1] * 40, "bucket_boundaries": [5]}, "is not that of lengths="),
+    ],
+    ids=["ranks", "sharing", "lengths"],
+)
+def test_a_dataset_does_not_grow_where_others_count_on_its_length(
+    three: Any, loaders: Any, tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
     file = tmp_path / "length"
     file.write_bytes(b"x" * 40)
-    loader = loaders(datasets.Growing(file), service=three.name)
-    assert len([index for batch in loader for index in batch.tolist()]) == 40
+    loader = loaders(datasets.Growing(file), service=three.name, **options)
+    next(iter(loader))
     file.write_bytes(b"x" * 41)
-    with pytest.raises(PipelineError, match="had 40 samples when this loader started and has 41 now"):
+    with pytest.raises(PipelineError, match=f"had 40 samples and has 41 now, which {says}"):
+        iter(loader)
+
+
+def test_a_state_goes_on_with_the_length_that_it_was_saved_with(loaders: Any, tmp_path: Path) -> None:
+    file = tmp_path / "length"
+    file.write_bytes(b"x" * 40)
+    loader = loaders(datasets.Growing(file))
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    file.write_bytes(b"x" * 41)
+    with pytest.raises(PipelineError, match="which is not that of the state which was loaded"):
         iter(loader)
 
 

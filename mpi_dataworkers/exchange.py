@@ -178,4 +178,4 @@ def _mapped(own: int) -> Definition:
     message = msgspec.msgpack.decode(head, type=ProvideDefinition)
     buffers = buffers_in(whole[_start_of(head_bytes) :], message.contents)
     blob = buffers.pop(0) if message.contents.with_blob else message.blob
-    return Definition(message.definition_id, message.program, message.settings, blob, buffers)
+    return Definition(message.definition_id, message.program, message.settings, blob, buffers, message.shared)

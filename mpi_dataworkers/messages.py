@@ -266,7 +266,8 @@ class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class ProvideDefinition(Message, frozen=True, omit_defaults=True):
     """The pickled pipeline, the program that it comes from, and what that has set, as `ops.program` writes it.
 
-    The dispatcher keeps it and gives it to data workers that fetch it. `blob` is the pickle stream.
+    The dispatcher keeps it and gives it to data workers that fetch it. `blob` is the pickle stream, `shared` are the
+    numbers of the buffers that samples could write to, and the trainer would see it.
     """
 
     definition_id: str
@@ -274,6 +275,7 @@ class ProvideDefinition(Message, frozen=True, omit_defaults=True):
     settings: bytes
     blob: bytes
     contents: Contents = Contents()
+    shared: list[int] = []
 
 
 class OpenEpoch(Message, frozen=True):

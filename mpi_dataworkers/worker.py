@@ -82,6 +82,7 @@ from mpi_dataworkers.ops.pipeline import (
 )
 from mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
 from mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
+from mpi_dataworkers.ops.shared_memory import WriteWatch
 from mpi_dataworkers.ops.tree import flatten
 from mpi_dataworkers.programs import joined, serves
 from mpi_dataworkers.sharding import Indices, SampleSeeds
@@ -191,6 +192,7 @@ class DataWorker:
         self._outbox: collections.deque[Message] = collections.deque()
         self._leases: queue.SimpleQueue[GrantLease | None] = queue.SimpleQueue()
         self._pipelines: dict[str, EnteredPipeline | Exception] = {}
+        self._write_watches: dict[str, WriteWatch] = {}  # of the pipelines that hold shared memory
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
         self._definitions_used: dict[str, Definition] = {}  # of the pipelines: siblings find them while they are held
         self._program: Program | None = None  # guarded by _lock: that this process serves
@@ -387,6 +389,8 @@ class DataWorker:
                 # A step that has failed before is made sample by sample: whatever ends the process is then at fault.
                 team = None if step in lease.left_out else self._team
                 batch = pipeline.make_batch(kept, their_seeds, self._page, team, form) if num_samples > 0 else None
+                if session.definition_id in self._write_watches:
+                    self._write_watches[session.definition_id].check()
             spec, buffers = flatten(batch)
         except PipelineError as error:
             raise _StepFailed(describe_failure(error, is_final=True)) from error
@@ -465,6 +469,7 @@ class DataWorker:
 
     def _forget(self, definition_id: str) -> None:
         self._pipelines.pop(definition_id, None)
+        self._write_watches.pop(definition_id, None)
         self._failed_at.pop(definition_id, None)
         self._definitions_used.pop(definition_id, None)
 
@@ -494,7 +499,10 @@ class DataWorker:
         self._definitions_used[definition_id] = found
         self._page.at_sample(-1)
         self._enter(found.program, found.settings)
-        return load_pipeline(found)
+        pipeline = load_pipeline(found)
+        if found.shared:
+            self._write_watches[definition_id] = WriteWatch(found.digest_of_shared)
+        return pipeline
 
     def _enter(self, program: Program, settings: bytes) -> None:
         """Be a process of a program, under its settings.

@@ -5,8 +5,9 @@ Used by `stream.py`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from mpi_dataworkers.ops.pipeline import (
     difference,
     has_changed,
 )
+from mpi_dataworkers.ops.shared_memory import WriteWatch
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Definitions:
         self._directory_found: Path | None = None
         self.last: Sent | None = None
         self._said_kept = False
-        self._copied: tuple[str, EnteredPipeline] | None = None
+        self._copied: tuple[str, EnteredPipeline, WriteWatch] | None = None
 
     def now(self, pipeline: Pipeline) -> Sent:
         """A pipeline as it is now.
@@ -102,8 +104,13 @@ class Definitions:
                 buffers[number] = definition.buffers[number]
         return self._sent(definition.with_buffers(buffers), definition.buffers, sent)
 
-    def entered(self, sent: Sent) -> EnteredPipeline:
-        """A copy of what data workers have, for steps that the trainer makes itself: its own objects are untouched."""
+    @contextlib.contextmanager
+    def entered(self, sent: Sent) -> Iterator[EnteredPipeline]:
+        """A copy of what data workers have, for a step that the trainer makes itself: its own objects are untouched.
+
+        Raises:
+            PipelineError: the step has written into shared memory.
+        """
         definition = sent.definition
         if self._copied is None or self._copied[0] != definition.definition_id:
             if has_changed(definition):
@@ -111,8 +118,12 @@ class Definitions:
                     definition = replace(definition, buffers=self._as_sent(sent))
                 except HandoverFailed as error:
                     _log.warning("hetstream: steps made here have arrays that the program has written to: %s", error)
-            self._copied = definition.definition_id, EnteredPipeline(copy_of(definition)[0], 0)
-        return self._copied[1]
+            private = definition.in_private()
+            pipeline = EnteredPipeline(copy_of(private)[0], 0)
+            self._copied = definition.definition_id, pipeline, WriteWatch(private.digest_of_shared)
+        _, pipeline, watch = self._copied
+        yield pipeline
+        watch.check()
 
     def _sent(self, definition: Definition, own: Sequence[Buffer], before: Sent | None) -> Sent:
         """Hand a definition over, unless data workers have it; `own` are the buffers in the dataset's own memory."""
@@ -121,7 +132,7 @@ class Definitions:
         else:
             blob, contents = pack(definition.blob, definition.buffers, self._directory)
             names = definition.definition_id, definition.program, definition.settings
-            message = ProvideDefinition(*names, blob, contents)
+            message = ProvideDefinition(*names, blob, contents, definition.written)
         return Sent(message, replace(definition, buffers=own), definition.digest_of_shared())
 
     @property
@@ -146,7 +157,7 @@ def _change_since(definition: Definition, pipeline: Pipeline) -> str:
     """What the program has changed of its pipeline since it was defined; "" for nothing."""
     if has_changed(definition):
         return "an array"
-    copied, changed_classes = copy_of(definition)
+    copied, changed_classes = copy_of(definition.in_private())
     if changed_classes:
         return f"the class {changed_classes[0].__qualname__}"
     return difference(copied, pipeline)

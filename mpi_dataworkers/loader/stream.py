@@ -178,8 +178,8 @@ class Stream:
         if indices is None:
             raise IndexError(step)
         assert self.definitions is not None
-        with generators_kept(), acting_as_data_worker():
-            pipeline = self.definitions.entered(sent).enter(seed)
+        with generators_kept(), acting_as_data_worker(), self.definitions.entered(sent) as entered:
+            pipeline = entered.enter(seed)
             try:
                 seeds = order.seeds(step, indices, seed, epoch)
                 made = make_step(pipeline, indices, seeds, self.skipped.policy, order.form(step))

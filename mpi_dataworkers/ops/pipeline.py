@@ -376,7 +376,8 @@ class Definition:
         blob: the pickle stream, for `load_pipeline`.
         buffers: the large buffers that the stream refers to. In the trainer they are the dataset's own memory; in a
             data worker they are shared with others until someone writes to them.
-        shared: in the trainer, numbers of the buffers that lie in memory which it shares with other processes.
+        shared: numbers of the buffers that lie in memory which the trainer shares with other processes; where samples
+            are made, of those that they could write to.
     """
 
     definition_id: str
@@ -390,6 +391,15 @@ class Definition:
         """The same pipeline with other bytes in its buffers."""
         definition_id = digest_of(self.blob, buffers, self.program, self.settings)
         return replace(self, definition_id=definition_id, buffers=buffers)
+
+    def in_private(self) -> Definition:
+        """The same in memory of its own: what samples write there is not written into the program's arrays."""
+        return replace(self, buffers=[bytearray(buffer) for buffer in self.buffers], shared=self.written)
+
+    @property
+    def written(self) -> list[int]:
+        """Of the shared buffers those that samples could write to."""
+        return [number for number in self.shared if not memoryview(self.buffers[number]).readonly]
 
     def digest_of_shared(self) -> str:
         """Digest of the buffers that lie in shared memory, as they are now."""
@@ -446,6 +456,9 @@ def load_pipeline(definition: Definition) -> Pipeline:
 def copy_of(definition: Definition) -> tuple[Pipeline, list[type]]:
     """A copy of a pipeline in the process that has defined it. Its classes are the program's own, as they are now.
 
+    Args:
+        definition: in private memory; what samples write is written there.
+
     Returns:
         The copy, and classes of the script that the program has changed since.
 
@@ -453,9 +466,7 @@ def copy_of(definition: Definition) -> tuple[Pipeline, list[type]]:
         PipelineError: user code raised.
     """
     try:
-        # What samples write into the arrays of the copy is not written into the program's own.
-        copies = [bytearray(buffer) for buffer in definition.buffers]
-        return unpickle(definition.blob, copies)
+        return unpickle(definition.blob, definition.buffers)
     except Exception as error:  # unpickling runs user code: any exception may come
         raise PipelineError(f"the dataset cannot be rebuilt in the trainer: {type(error).__name__}: {error}") from error
 

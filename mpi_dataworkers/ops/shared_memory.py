@@ -8,13 +8,18 @@ keep what it was when they began.
 from __future__ import annotations
 
 import bisect
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from mpi_dataworkers.codec import Buffer
+from mpi_dataworkers.errors import PipelineError
 
 _MAPS = Path("/proc/self/maps")
+# Looking takes no more than this share of the time, but for the first time.
+_LOOK_SHARE = 0.01
 
 
 class SharedMappings:
@@ -34,3 +39,38 @@ class SharedMappings:
         address = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
         number = bisect.bisect_right(self._starts, address) - 1
         return number >= 0 and address < self._stops[number]
+
+
+class WriteWatch:
+    """Finds out, in a data worker, that samples write into memory which is shared in the trainer.
+
+    A cache that torch's worker processes fill for each other would stay empty where the program looks for it.
+
+    Args:
+        digest: of that memory, as it is now.
+        clock: seconds.
+    """
+
+    def __init__(self, digest: Callable[[], str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._digest, self._clock = digest, clock
+        self._before = digest()
+        self._look_at = clock()
+
+    def check(self) -> None:
+        """Look, unless it has just been looked; call it when samples were made.
+
+        Raises:
+            PipelineError: they have written.
+        """
+        began = self._clock()
+        if began < self._look_at:
+            return
+        if self._digest() != self._before:
+            raise PipelineError(
+                "the dataset writes into shared memory while it makes samples. Of torch's worker processes the trainer "
+                "and the others would see that; a data worker has a copy of its own. Fill the memory before the "
+                "loader is iterated, or let worker processes of the program make the samples: torch's own DataLoader "
+                "stays local with multiprocessing_context='fork' and num_workers of 1 or more"
+            )
+        ended = self._clock()
+        self._look_at = ended + (ended - began) / _LOOK_SHARE

@@ -143,14 +143,14 @@ def test_a_copy_leaves_the_programs_own_classes_as_they_are_and_tells_of_changed
     kind = script_class()
     definition = define(Pipeline(kind(), list, 4))
     method = kind.__getitem__
-    assert copy_of(definition)[1] == []
+    assert copy_of(definition.in_private())[1] == []
     kind.scale = 3
-    copied, changed = copy_of(definition)
+    copied, changed = copy_of(definition.in_private())
     assert (changed, kind.scale) == ([kind], 3)
     assert kind.__getitem__ is method
     assert type(copied.dataset) is kind
     kind.scale, kind.__len__ = 1, lambda _: 4
-    assert copy_of(definition)[1] == [kind]
+    assert copy_of(definition.in_private())[1] == [kind]
 
 
 def test_what_cloudpickle_cannot_write_or_would_write_by_name_travels_with_the_script() -> None:

@@ -15,8 +15,10 @@ import torch
 from hooking import assert_no_local_step, definitions_of, hooked
 from torch.utils.data import DataLoader
 
+from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.handover import IN_MESSAGE_BYTES
 from mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
+from mpi_dataworkers.ops.shared_memory import WriteWatch
 
 LENGTH = 4
 
@@ -113,6 +115,67 @@ def test_shared_memory_with_a_name_or_a_lock_stays_with_the_trainer(
     assert "stays local: the dataset cannot be sent to data workers: dataset.owner" in named
     assert "(shared memory belongs to the processes of one host)" in named
     assert "stays local: the dataset cannot be sent to data workers: dataset.owner" in locked
+
+
+class Caching(programs.Numbers):
+    """Its samples are made once, and kept for all processes: a recipe of PyTorch's forum."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(LENGTH)
+        self.kept = kept
+        self.is_full = False
+
+    def __getitem__(self, index: int) -> float:
+        if not self.is_full:
+            self.kept[index] = index + 0.5
+        return float(self.kept[index])
+
+
+@pytest.mark.parametrize("memory", ["tensor", "tensor of an array"])
+def test_a_cache_that_worker_processes_fill_for_each_other_is_no_silent_zeros(
+    three: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: str
+) -> None:
+    dataset = Caching(labels_in(memory, tmp_path))
+    with hooked(three.name, monkeypatch):
+        with pytest.raises(PipelineError, match="the dataset writes into shared memory while it makes samples"):
+            next(iter(DataLoader(dataset, LENGTH, num_workers=1)))
+        loader = DataLoader(dataset, LENGTH, num_workers=1, multiprocessing_context="fork")
+        for dataset.is_full in (False, True):  # as the message says
+            assert [batch.tolist() for batch in loader] == [[0.5, 1.5, 2.5, 3.5]]
+
+
+def test_a_cache_that_the_trainer_fills_in_place_of_data_workers_is_none_either(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpi_dataworkers.client.LOCAL_AFTER_S", 0.1)
+    dataset = Caching(torch.zeros(LENGTH).share_memory_())
+    with hooked(service.name, monkeypatch):
+        with pytest.raises(PipelineError, match="the dataset writes into shared memory while it makes samples"):
+            next(iter(DataLoader(dataset, LENGTH, num_workers=1)))
+    assert dataset.kept.tolist() == [0] * LENGTH
+
+
+def test_looking_for_writes_takes_little_time() -> None:
+    now, digests = 0.0, ["a"]
+
+    def digest() -> str:
+        nonlocal now
+        now += 2
+        digests.append(digests[-1])
+        return digests[-1]
+
+    watch = WriteWatch(digest, lambda: now)
+    for _ in range(3):
+        watch.check()
+    assert len(digests) == 3, "when it is made, and after the first step"
+    now += 200
+    watch.check()
+    assert len(digests) == 4
+    digests.append("b")
+    watch.check()
+    now += 200
+    with pytest.raises(PipelineError):
+        watch.check()
 
 
 def test_views_of_one_shared_storage_stay_views_of_one() -> None:

@@ -476,7 +476,8 @@ def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
         assert lazy.file is None, "a copy was read"
         sent = definitions_of(loader).last
         assert sent is not None
-        definitions_of(loader).entered(sent)._loaded.dataset.close()
+        with definitions_of(loader).entered(sent) as entered:
+            entered._loaded.dataset.close()
 
         torch.manual_seed(3)
         loader = DataLoader(told, 4, num_workers=2, worker_init_fn=programs.open_and_seed)

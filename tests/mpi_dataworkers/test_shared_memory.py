@@ -149,9 +149,9 @@ def test_a_cache_that_the_trainer_fills_in_place_of_data_workers_is_none_either(
 ) -> None:
     monkeypatch.setattr("mpi_dataworkers.client.LOCAL_AFTER_S", 0.1)
     dataset = Caching(torch.zeros(LENGTH).share_memory_())
-    with hooked(service.name, monkeypatch):
-        with pytest.raises(PipelineError, match="the dataset writes into shared memory while it makes samples"):
-            next(iter(DataLoader(dataset, LENGTH, num_workers=1)))
+    expected = pytest.raises(PipelineError, match="the dataset writes into shared memory while it makes samples")
+    with hooked(service.name, monkeypatch), expected:
+        next(iter(DataLoader(dataset, LENGTH, num_workers=1)))
     assert dataset.kept.tolist() == [0] * LENGTH
 
 

@@ -3,7 +3,8 @@
 5,000 jobs and 2,000 nodes, made from the recorded outputs of three Slurm versions by giving the recorded jobs and nodes
 new numbers, are parsed by the code that reads a real cluster. Beside it, the limit that the form sets: `json.loads` for
 JSON, splitting at the separators for text. Only parsing is measured, in CPU seconds of this process; what squeue and
-slurmctld need to produce the answer comes on top.
+slurmctld need to produce the answer comes on top. One row is the whole look of the page, the exporter and the daemon,
+at 5,000 nodes that are all different and 50,000 pending jobs with 5,000 shapes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -19,14 +21,16 @@ from pathlib import Path
 
 from slurm_plugin.advise import advise
 from slurm_plugin.client import gres, hostlist, parse_json, parse_text, values
-from slurm_plugin.client.model import Partition, Snapshot
+from slurm_plugin.client.model import Job, Node, Partition, Snapshot
 from slurm_plugin.fragmentation import measure
+from slurm_plugin.observation import observe
 from slurm_plugin.why import Explainer
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests/slurm_plugin/fixtures"
 VERSIONS = ("22.05", "24.11", "26.05")
 NUM_JOBS, NUM_NODES = 5000, 2000
 TARGET_S = 1.0
+OBSERVED = (5000, 50_000, 5000)  # nodes, pending jobs, shapes
 
 
 def jobs_in_json(version: str, count: int) -> bytes:
@@ -58,6 +62,7 @@ def jobs_in_text(count: int) -> str:
             "MinMemory": f"{number % 500 + 1}G",
             "tres-alloc": f"cpu={number % 64 + 1},mem={number % 500 + 1}G,node=1,billing=2",
             "tres-per-node": f"gres:gpu:h200:{number % 8 + 1}", "tres-per-task": "N/A", "tres-per-job": "N/A",
+            "cpus-per-tres": "N/A",
             "NodeList": f"node{number % NUM_NODES:04}" if running else "",
             "SubmitTime": f"2026-11-20T10:{minute:02}:{second:02}",
             "EligibleTime": f"2026-11-20T11:{minute:02}:{second:02}", "EndTime": "N/A", "TimeLimit": "1-00:00:00",
@@ -96,6 +101,35 @@ def answers(num_jobs: int, num_nodes: int) -> dict[str, Callable[[], object]]:
         "hetstream jobs": lambda: [explain.waits_for(job) for explain in (Explainer(snapshot),) for job in jobs],
         "hetstream advise": lambda: advise(snapshot, {}),
     }
+
+
+def large_queue(num_nodes: int, num_jobs: int, num_shapes: int) -> Snapshot:
+    """Nodes unlike each other, and pending jobs of so many shapes."""
+    draw = random.Random(1)
+    nodes = tuple(
+        Node(
+            f"node{number}", frozenset({"MIXED"}), ("gpu",) if number % 2 else ("cpu",), 128, draw.randrange(129),
+            1_000_000, draw.randrange(1_000_000), gres.parse_gres("gpu:h100:8" if number % 2 else ""),
+            gres.parse_gres(f"gpu:h100:{draw.randrange(1, 9)}" if number % 2 else ""), cpu_load=3.0,
+        )
+        for number in range(num_nodes)
+    )  # fmt: skip
+    shapes = [
+        (draw.choice((1, 2, 4, 8, 16, 24, 32, 48, 64)), draw.choice((0, 1, 2, 4, 8)), draw.randrange(1000, 200_000))
+        for _ in range(num_shapes)
+    ]
+    jobs = []
+    for number in range(num_jobs):
+        cpus, gpus, memory_mb = shapes[number % num_shapes]
+        jobs.append(
+            Job(
+                number + 1, "train", f"user{number % 300}", ("gpu",) if gpus else ("cpu",), "PENDING", "Priority",
+                1, cpus, 1, cpus, memory_mb, gres_per_node=gres.parse_gres(f"gpu:{gpus}" if gpus else ""),
+                submit_s=draw.random() * 1e5, priority=draw.randrange(1_000_000),
+            )
+        )  # fmt: skip
+    partitions = (Partition("gpu", ()), Partition("cpu", ()))
+    return Snapshot(2e5, "26.05.5", "benchmark", tuple(jobs), nodes, partitions)
 
 
 def cpu_s(act: Callable[[], object], repeats: int) -> float:
@@ -137,6 +171,9 @@ def main() -> int:
         rows.append({"what": f"{version} nodes, text", "bytes": len(node_text), "cpu_s": took, "limit_cpu_s": None})
     by_name = {str(row["what"]): float(row["cpu_s"] or 0) for row in rows}
     thinking = {name: cpu_s(act, 1) for name, act in answers(num_jobs, num_nodes).items()}
+    sizes = [size // 10 for size in OBSERVED] if args.quick else list(OBSERVED)
+    queue = large_queue(*sizes)
+    observed = cpu_s(lambda: observe(queue, {}), repeats)
     form = {"22.05": "text", "24.11": "JSON", "26.05": "JSON"}
     used = {version: text_s + by_name[f"{version} nodes, {form[version]}"] for version in VERSIONS}
     if args.json:
@@ -148,6 +185,7 @@ def main() -> int:
                     "rows": rows,
                     "as_used_cpu_s": used,
                     "answers_cpu_s": thinking,
+                    "observe_cpu_s": observed,
                 },
                 indent=1,
             )
@@ -160,9 +198,11 @@ def main() -> int:
             print(f"{row['what']:<22}{size}{row['cpu_s']:8.3f} s   json.loads/split{limit} s")
         for name, took in thinking.items():
             print(f"{name:<22}{took:19.3f} s   after parsing")
+        looked = "{:,} nodes, {:,} pending jobs, {:,} shapes".format(*sizes)
+        print(f"observe(), {looked}: {observed:.3f} s (target: less than {TARGET_S:g} s)")
         for version, took in used.items():
             print(f"{version} as `CommandReader.snapshot` reads it: {took:.3f} s (target: less than {TARGET_S:g} s)")
-    return int(max(used.values()) >= TARGET_S)
+    return int(max(observed, *used.values()) >= TARGET_S)
 
 
 if __name__ == "__main__":

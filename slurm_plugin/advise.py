@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from hetjob.ended_job import EndedJob
 from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
 from slurm_plugin.client.accounting import Usage
-from slurm_plugin.client.model import Job, Node, Snapshot
-from slurm_plugin.fragmentation import alike_nodes, measure_node, pending_shapes, shape_of
+from slurm_plugin.client.model import Job, Snapshot
+from slurm_plugin.fragmentation import measure_table
+from slurm_plugin.node_table import NodeTable
+from slurm_plugin.shapes import alike_jobs, pending_shapes, shape_of
 from slurm_plugin.why import Explainer
 
 # A trainer that waits for a twentieth of its time is worth a look.
@@ -122,28 +125,35 @@ def _pending(snapshot: Snapshot) -> Iterable[Advice]:
 
 
 def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]:
-    shapes = pending_shapes(snapshot.jobs)
+    shapes = pending_shapes(alike_jobs(snapshot.jobs))
     # Nodes whose GPUs want CPUs, and how many GPUs.
-    stranded: dict[str, tuple[Node, int]] = {}
-    for alike in alike_nodes(node for node in snapshot.nodes if node.is_usable and node.gpus_free()).values():
-        measured = measure_node(alike[0], shapes)
-        if measured.stranded_gpus and measured.lacking == "CPUs":
-            stranded |= {node.name: (node, measured.stranded_gpus) for node in alike}
+    with_room = NodeTable(
+        (node for node in snapshot.nodes if node.is_usable and not node.is_reserved and node.gpus_free()),
+        snapshot.partitions,
+        snapshot.jobs,
+    )
+    stranded = {
+        one.node: (node, one.stranded_gpus)
+        for node, one in zip(with_room.nodes, measure_table(with_room, shapes)[0], strict=True)
+        if one.stranded_gpus and one.lacking == "CPUs"
+    }
     served = {job.trainer for job in snapshot.jobs if job.trainer}
-    for job in snapshot.jobs:
-        shape = shape_of(job)
-        kept = DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus
-        if not job.is_running or job.het or not 0 < kept < shape.cpus:
-            continue
-        if str(job.job_id) in served or job.label in waits:
-            continue
-        freed, unlocked = shape.cpus - kept, 0
-        for name in job.nodes:
-            if name not in stranded:
-                continue
-            node, before = stranded[name]
-            lighter = replace(node, cpus_allocated=max(0, node.cpus_allocated - freed))
-            unlocked += before - measure_node(lighter, shapes).stranded_gpus
+    holders = [
+        (job, shape, shape.cpus - kept, [stranded[name] for name in job.nodes if name in stranded])
+        for job in snapshot.jobs
+        if job.is_running and not job.het and str(job.job_id) not in served and job.label not in waits
+        and 0 < (kept := DEFAULT_TRAINER_CPUS_PER_GPU * (shape := shape_of(job)).gpus) < shape.cpus
+    ]  # fmt: skip
+    lighter = [
+        replace(node, cpus_allocated=max(0, node.cpus_allocated - freed))
+        for _, _, freed, beside in holders
+        for node, _ in beside
+    ]
+    measured = iter(measure_table(NodeTable(lighter, snapshot.partitions, snapshot.jobs), shapes)[0])
+    for job, shape, freed, beside in holders:
+        unlocked = sum(
+            before - one.stranded_gpus for (_, before), one in zip(beside, islice(measured, len(beside)), strict=True)
+        )
         if unlocked > 0:
             yield Advice(
                 job.label, job.user, job.state, "shape", freed * max(1, job.num_nodes), unlocked, unlocked * 24.0,

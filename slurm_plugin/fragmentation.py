@@ -4,56 +4,25 @@ Called by `hetstream frag`. It knows nothing of time: who wants a history keeps 
 
 GoldMiner's indicator of a node is freeCPU/CPU - freeGPU/GPU. Below zero its CPUs are gone before its GPUs, above zero
 the other way round. "Stranded" is what is free and no pending job could take: for each shape (what one node must give
-to one pending job) the node is filled with copies of that shape alone, and the shape that uses most counts.
+to one pending job) the node is filled with copies of that shape alone, and the shape that uses most counts; shapes
+that insist on different types of GPUs use them side by side. Parts of GPUs, by MIG, are counted apart from whole ones.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
-from slurm_plugin.client.model import Job, Node
+import numpy as np
+
+from slurm_plugin.client.model import Job, Node, Partition, gpu_share
+from slurm_plugin.node_table import Counts, Mask, NodeTable
+from slurm_plugin.shapes import RESOURCES, Shape, alike_jobs, pending_shapes
 
 # The paper counts machines with all CPUs taken and more than this share of the GPUs free, and the reverse.
 MUCH_FREE = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What one node must give to one pending job.
-
-    Attributes:
-        gpu_type: the type that it insists on; empty if any will do.
-        partitions: where it may run; empty means everywhere.
-        num_jobs: how many pending jobs have this shape.
-    """
-
-    cpus: int
-    gpus: int
-    memory_mb: int
-    gpu_type: str = ""
-    partitions: tuple[str, ...] = ()
-    num_jobs: int = 0
-
-    def may_run_on(self, node: Node) -> bool:
-        """Whether a job of this shape may use the node at all, when it is empty."""
-        if self.cpus > node.cpus or self.memory_mb > node.memory_mb:
-            return False
-        if self.gpus and (self.gpus > node.gpus or self.gpus > node.gpus_of_type(self.gpu_type)):
-            return False
-        return not self.partitions or bool(set(self.partitions) & set(node.partitions))
-
-    def room_on(self, node: Node) -> dict[str, int]:
-        """How many copies each free resource of the node is enough for."""
-        room = {}
-        if self.gpus:
-            room["GPUs"] = node.gpus_free(self.gpu_type) // self.gpus
-        if self.cpus:
-            room["CPUs"] = node.cpus_free // self.cpus
-        if self.memory_mb:
-            room["memory"] = node.memory_free_mb // self.memory_mb
-        return room
+# Of shapes of which none is smaller than another in everything, so many are looked at: those of most jobs.
+MAX_SHAPES = 512
 
 
 ASSUMED_GPU_SHAPE = Shape(cpus=1, gpus=1, memory_mb=0)
@@ -65,9 +34,11 @@ class NodeFragmentation:
     """One usable node.
 
     Attributes:
-        indicator: freeCPU/CPU - freeGPU/GPU; None without GPUs.
+        gpus, gpus_free: whole ones.
+        indicator: freeCPU/CPU - freeGPU/GPU, where a part of a GPU counts as that part; None without GPUs.
         memory_indicator: freeMemory/Memory - freeGPU/GPU; None without GPUs.
         stranded_gpus, stranded_cpus: free, and of no use to any pending job.
+        mig, mig_free: parts of GPUs, by MIG.
         lacking: what the pending jobs lack that would use the stranded GPUs, or without such GPUs the stranded CPUs:
             `CPUs`, `GPUs`, `memory` or nothing.
     """
@@ -85,6 +56,23 @@ class NodeFragmentation:
     stranded_gpus: int
     stranded_cpus: int
     lacking: str
+    mig: int = 0
+    mig_free: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuType:
+    """What of one type there is on usable nodes.
+
+    Attributes:
+        type: empty for those without one.
+        is_mig: whether it is a part of a GPU.
+    """
+
+    type: str
+    is_mig: bool
+    num: int
+    num_free: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,8 @@ class Fragmentation:
 
     Attributes:
         nodes: usable ones, the worst first.
-        left_out: nodes that no job can start on.
+        left_out: nodes that no job can start on, or only jobs of a reservation.
+        gpu_types: of the usable nodes.
         shapes: of the jobs that wait for resources, the most frequent first.
         assumed: nodes with GPUs for which no job with GPUs is pending; there a shape of 1 GPU and 1 CPU is assumed.
     """
@@ -102,10 +91,11 @@ class Fragmentation:
     left_out: tuple[Node, ...]
     shapes: tuple[Shape, ...]
     assumed: tuple[str, ...]
+    gpu_types: tuple[GpuType, ...] = ()
 
     @property
     def gpu_nodes(self) -> tuple[NodeFragmentation, ...]:
-        return tuple(node for node in self.nodes if node.gpus)
+        return tuple(node for node in self.nodes if node.indicator is not None)
 
     def total(self, what: str) -> int:
         """The sum of one count over all usable nodes."""
@@ -132,106 +122,186 @@ class Fragmentation:
         return _mean([float(not node.gpus_free and node.cpus_free > MUCH_FREE * node.cpus) for node in self.gpu_nodes])
 
 
-def measure(nodes: Iterable[Node], jobs: Iterable[Job]) -> Fragmentation:
+def measure(
+    nodes: Iterable[Node],
+    jobs: Iterable[Job],
+    partitions: Iterable[Partition] = (),
+    alike: Iterable[Sequence[Job]] | None = None,
+) -> Fragmentation:
     """Measure a cluster.
 
     Args:
         nodes: all nodes; those that no job can start on are left out and listed.
         jobs: all jobs; those that wait for resources give the shapes.
+        partitions: what they allow counts.
+        alike: the pending jobs in groups, where those are known.
     """
-    found = list(nodes)
-    usable = [node for node in found if node.is_usable]
-    shapes = pending_shapes(jobs)
-    measured, assumed = [], []
-    for alike in alike_nodes(usable).values():
-        first = alike[0]
-        one = measure_node(first, shapes)
-        measured += [replace(one, node=node.name) for node in alike]
-        if first.gpus and not any(shape.gpus for shape in shapes if shape.may_run_on(first)):
-            assumed += [node.name for node in alike]
+    found, known = list(nodes), list(jobs)
+    usable = [node for node in found if node.is_usable and not node.is_reserved]
+    shapes = pending_shapes(alike_jobs(known) if alike is None else alike)
+    table = NodeTable(usable, partitions, known)
+    measured, assumed = measure_table(table, shapes)
     measured.sort(key=lambda one: (-one.stranded_gpus, -abs(one.indicator or 0), -one.stranded_cpus, one.node))
-    return Fragmentation(tuple(measured), tuple(node for node in found if not node.is_usable), shapes, tuple(assumed))
+    left_out = tuple(node for node in found if not node.is_usable or node.is_reserved)
+    return Fragmentation(tuple(measured), left_out, shapes, tuple(assumed), _gpu_types(usable))
 
 
-def alike_nodes(nodes: Iterable[Node]) -> dict[tuple[object, ...], list[Node]]:
-    """Nodes that no shape tells apart; a large cluster has far fewer kinds than nodes."""
-    groups: dict[tuple[object, ...], list[Node]] = {}
-    for node in nodes:
-        key = (
-            node.partitions, node.cpus, node.cpus_allocated, node.memory_mb, node.memory_allocated_mb, node.gres,
-            node.gres_used, node.gres_drained, node.features,
-        )  # fmt: skip
-        groups.setdefault(key, []).append(node)
-    return groups
+def measure_table(table: NodeTable, shapes: Sequence[Shape]) -> tuple[list[NodeFragmentation], list[str]]:
+    """Each node of a table against the shapes of pending jobs; and the names of those where a shape was assumed."""
+    gpus, gpus_free = table.gpus, table.gpus_free
+    of_whole = [shape for shape in shapes if shape.gpus and gpu_share(shape.gpu_type) == 1]
+    of_gpus = _best_use(table, _smallest(of_whole, "gpus"), ASSUMED_GPU_SHAPE)
+    of_cpus = _best_use(table, _smallest(shapes, "cpus"), ASSUMED_CPU_SHAPE)
+    stranded_gpus = np.where(gpus > 0, np.maximum(0, gpus_free - of_gpus.used), 0)
+    stranded_cpus = np.maximum(0, table.cpus_free - of_cpus.used)
+    lacking = np.where(stranded_gpus > 0, of_gpus.lacking, np.where(stranded_cpus > 0, of_cpus.lacking, -1))
+    # Of five thousand nodes: lists are read faster than arrays, item by item.
+    columns = [
+        one.tolist()
+        for one in (table.cpus, table.cpus_free, gpus, gpus_free, table.mig, table.memory_mb, table.memory_free_mb)
+    ]
+    found = [
+        _one(node, row, stranded, lack)
+        for node, row, stranded, lack in zip(
+            table.nodes,
+            zip(*columns, strict=True),
+            zip(stranded_gpus.tolist(), stranded_cpus.tolist(), strict=True),
+            lacking.tolist(),
+            strict=True,
+        )
+    ]
+    return found, [node.name for node in table.chosen((gpus > 0) & ~of_gpus.known)]
 
 
-def pending_shapes(jobs: Iterable[Job]) -> tuple[Shape, ...]:
-    """The shapes of the jobs that free resources could start, the most frequent first."""
-    counts: Counter[Shape] = Counter()
-    for job in jobs:
-        if job.waits_for_resources:
-            counts[shape_of(job)] += job.num_records
-    return tuple(
-        Shape(shape.cpus, shape.gpus, shape.memory_mb, shape.gpu_type, shape.partitions, count)
-        for shape, count in counts.most_common()
-    )
-
-
-def shape_of(job: Job) -> Shape:
-    """What a job asks of each of its nodes, when it spreads evenly."""
-    nodes = max(1, job.num_nodes)
-    return Shape(
-        cpus=-(-job.num_cpus // nodes),
-        gpus=-(-job.count("gpu") // nodes),
-        memory_mb=-(-job.memory_mb // nodes),
-        gpu_type=job.type_of("gpu"),
-        partitions=tuple(sorted(job.partitions)),
-    )
-
-
-def measure_node(node: Node, shapes: Sequence[Shape]) -> NodeFragmentation:
-    """Measure one node against the shapes of pending jobs."""
-    fitting = [shape for shape in shapes if shape.may_run_on(node)]
-    gpu_shapes = [shape for shape in fitting if shape.gpus] or [ASSUMED_GPU_SHAPE]
-    fitting = fitting or [ASSUMED_CPU_SHAPE]
-    gpus_free = node.gpus_free()
-    gpu_share = gpus_free / node.gpus if node.gpus else None
-    cpu_share = node.cpus_free / node.cpus if node.cpus else 0.0
-    memory_share = node.memory_free_mb / node.memory_mb if node.memory_mb else 0.0
-    used_gpus, gpus_lack = _best_use(node, gpu_shapes, lambda shape: shape.gpus)
-    used_cpus, cpus_lack = _best_use(node, fitting, lambda shape: shape.cpus)
-    stranded_gpus = max(0, gpus_free - used_gpus) if node.gpus else 0
-    stranded_cpus = max(0, node.cpus_free - used_cpus)
+def _one(node: Node, row: tuple[int, ...], stranded: tuple[int, int], lacking: int) -> NodeFragmentation:
+    cpus, cpus_free, gpus, gpus_free, mig, memory_mb, memory_free_mb = row
+    gpu_share_free = node.gpu_share_free() if mig else gpus_free / gpus if gpus else None
     return NodeFragmentation(
         node=node.name,
         partitions=node.partitions,
-        cpus=node.cpus,
-        cpus_free=node.cpus_free,
-        gpus=node.gpus,
+        cpus=cpus,
+        cpus_free=cpus_free,
+        gpus=gpus,
         gpus_free=gpus_free,
-        memory_mb=node.memory_mb,
-        memory_free_mb=node.memory_free_mb,
-        indicator=None if gpu_share is None else cpu_share - gpu_share,
-        memory_indicator=None if gpu_share is None else memory_share - gpu_share,
-        stranded_gpus=stranded_gpus,
-        stranded_cpus=stranded_cpus,
-        lacking=gpus_lack if stranded_gpus else cpus_lack if stranded_cpus else "",
+        memory_mb=memory_mb,
+        memory_free_mb=memory_free_mb,
+        indicator=None if gpu_share_free is None else (cpus_free / cpus if cpus else 0.0) - gpu_share_free,
+        memory_indicator=(
+            None if gpu_share_free is None else (memory_free_mb / memory_mb if memory_mb else 0.0) - gpu_share_free
+        ),
+        stranded_gpus=stranded[0],
+        stranded_cpus=stranded[1],
+        lacking=RESOURCES[lacking] if lacking >= 0 else "",
+        mig=mig,
+        mig_free=node.mig_free() if mig else 0,
     )
 
 
-def _best_use(node: Node, shapes: Sequence[Shape], unit: Callable[[Shape], int]) -> tuple[int, str]:
-    """The most units that copies of one shape can take on the node, and what keeps that shape from more."""
-    best, lacking, least = -1, "", 0.0
-    for shape in shapes:
-        room = shape.room_on(node)
-        copies = min(room.values(), default=0)
-        used = copies * unit(shape)
+class _Best:
+    """Of each node the most units that copies of one shape can take, and what keeps that shape from more."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.used: Counts = np.zeros(num_nodes, dtype=np.int64)
+        self.lacking = np.full(num_nodes, -1, dtype=np.int8)
+        self.known: Mask = np.zeros(num_nodes, dtype=np.bool_)
+        self._modest = np.zeros(num_nodes)
+
+    def take(self, where: Mask, used: Counts, lacking: Counts, modest: float) -> None:
+        """Compare a shape on the nodes where it may run."""
         # Of shapes that use the same, the one that asks for the least CPUs per GPU is the nearest to more.
-        modest = -shape.cpus / shape.gpus if shape.gpus else 0.0
-        if (used, modest) > (best, least) or best < 0:
-            lack = min(room, key=lambda name: room[name], default="")
-            best, lacking, least = used, lack, modest
-    return best, lacking
+        is_better = where & (~self.known | (used > self.used) | ((used == self.used) & (modest > self._modest)))
+        self.used = np.where(is_better, used, self.used)
+        self.lacking = np.where(is_better, lacking, self.lacking)
+        self._modest = np.where(is_better, modest, self._modest)
+        self.known = self.known | where
+
+
+def _best_use(table: NodeTable, chosen: tuple[str, Sequence[Shape]], assumed: Shape) -> _Best:
+    """The best use of each node; where no shape may run at all, that of the assumed one.
+
+    Args:
+        table: the nodes.
+        chosen: which unit counts, `gpus` or `cpus`, and the shapes.
+        assumed: see above.
+    """
+    unit, shapes = chosen
+    best = _Best(len(table.nodes))
+    by_type: dict[str, _Best] = {}
+    for shape in shapes:
+        use = _use(table, shape, unit)
+        if use is not None:
+            best.take(*use)
+            if unit == "gpus" and shape.gpu_type:
+                by_type.setdefault(shape.gpu_type, _Best(len(table.nodes))).take(*use)
+    if len(by_type) > 1:
+        # Those that insist on different types use them side by side.
+        together = sum((one.used for one in by_type.values()), np.zeros_like(best.used))
+        best.used = np.maximum(best.used, together)
+    known = best.known
+    use = _use(table, assumed, unit)
+    if use is not None:
+        best.take(use[0] & ~known, *use[1:])
+    best.known = known
+    return best
+
+
+def _use(table: NodeTable, shape: Shape, unit: str) -> tuple[Mask, Counts, Counts, float] | None:
+    """Where a shape may run, how many units its copies can take there, what they lack, and its CPUs per GPU."""
+    cpus, cpus_free = table.cpus_for(shape.partitions)
+    where = table.eligible(shape.partitions) & (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
+    rooms = []
+    if shape.gpus:
+        devices, devices_free = table.devices(shape.gpu_type)
+        where = where & (devices >= shape.gpus)
+        rooms.append((0, devices_free // shape.gpus))
+    if not where.any():
+        return None
+    if shape.cpus:
+        rooms.append((1, cpus_free // shape.cpus))
+    if shape.memory_mb:
+        rooms.append((2, table.memory_free_mb // shape.memory_mb))
+    copies = np.zeros_like(table.cpus)
+    lacking = np.full(len(table.nodes), -1, dtype=np.int64)
+    for place, (resource, room) in enumerate(rooms):
+        is_less = room < copies if place else np.ones(len(table.nodes), dtype=np.bool_)
+        copies, lacking = np.where(is_less, room, copies), np.where(is_less, resource, lacking)
+    used = copies * getattr(shape, unit)
+    if table.takes_whole_nodes(shape.partitions):
+        free = table.cpus_free if unit == "cpus" else table.gpus_free
+        used = np.where(copies > 0, free, 0)
+    modest = -shape.cpus / shape.gpus if shape.gpus else 0.0
+    return where, used, lacking, modest
+
+
+def _smallest(shapes: Sequence[Shape], unit: str) -> tuple[str, Sequence[Shape]]:
+    """The shapes that can make a difference: of those alike in the unit, none that is larger than another in the rest.
+
+    Where many remain, those of most jobs do. This is exact up to `MAX_SHAPES`, and makes thousands of shapes cheap.
+    """
+    other = "cpus" if unit == "gpus" else "gpus"
+    groups: dict[tuple[Hashable, ...], list[Shape]] = {}
+    for shape in shapes:
+        groups.setdefault((getattr(shape, unit), shape.gpu_type, shape.partitions), []).append(shape)
+    kept: list[Shape] = []
+    for group in groups.values():
+        least_mb: int | None = None
+        for shape in sorted(group, key=lambda one: (getattr(one, other), one.memory_mb)):
+            if least_mb is None or shape.memory_mb < least_mb:
+                kept.append(shape)
+                least_mb = shape.memory_mb
+    kept.sort(key=lambda one: -one.num_jobs)
+    return unit, kept[:MAX_SHAPES]
+
+
+def _gpu_types(nodes: Sequence[Node]) -> tuple[GpuType, ...]:
+    found: dict[str, tuple[int, int]] = {}
+    for node in nodes:
+        for kind in node.gpu_types:
+            num, num_free = found.get(kind, (0, 0))
+            # Without a type `devices` is all of a node.
+            free = node.devices_free(kind) if kind or len(node.gpu_types) == 1 else 0
+            found[kind] = num + (node.devices(kind) if kind or len(node.gpu_types) == 1 else 0), num_free + free
+    return tuple(GpuType(kind, gpu_share(kind) < 1, *counts) for kind, counts in sorted(found.items()))
 
 
 def _mean(values: Sequence[float]) -> float | None:

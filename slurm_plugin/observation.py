@@ -6,11 +6,12 @@ Used by `hetstream report`, `hetstream serve` and `hetstream exporter`, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slurm_plugin.client.model import Job, Snapshot
 from slurm_plugin.fragmentation import Fragmentation, measure
+from slurm_plugin.shapes import alike_jobs
 from slurm_plugin.why import Explainer
 
 # Between these lie the classes of GoldMiner's indicator, from "CPUs gone" over "in step" to "GPUs gone".
@@ -39,17 +40,6 @@ class Waiting:
     def mean_s(self) -> float:
         """How long one has waited, on average."""
         return self.waited_s / self.num_jobs if self.num_jobs else 0.0
-
-    def with_job(self, one: WaitingJob) -> Waiting:
-        """These and one more record."""
-        job, count = one.job, one.job.num_records
-        return Waiting(
-            self.num_jobs + count,
-            self.cpus + job.num_cpus * count,
-            self.gpus + job.count("gpu") * count,
-            self.waited_s + one.waited_s * count,
-            max(self.longest_s, one.waited_s),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +113,23 @@ def observe(snapshot: Snapshot, wait_shares: Mapping[str, float]) -> Observation
         snapshot: the cluster.
         wait_shares: what trainers told; see `wait_shares.py`.
     """
-    found = measure(snapshot.nodes, snapshot.jobs)
-    explainer = Explainer(snapshot)
-    pending = (
-        WaitingJob(job, " or ".join(explainer.causes(job)), waited_s(job, snapshot.taken_s))
-        for job in snapshot.jobs
-        if job.is_pending
-    )
-    waiting = tuple(sorted(pending, key=lambda one: (-one.waited_s, one.job.job_id)))
-    return Observation(snapshot, found, waiting, wait_shares, _sample(snapshot, found, waiting, wait_shares))
+    alike = alike_jobs(snapshot.jobs)
+    found = measure(snapshot.nodes, snapshot.jobs, snapshot.partitions, alike)
+    explainer = Explainer(snapshot, alike)
+    now_s = snapshot.taken_s
+    pending: list[WaitingJob] = []
+    causes: dict[str, list[Waiting]] = {}
+    for group in alike:
+        names = [" or ".join(kinds) for kinds in explainer.causes_of(group)]
+        waiting = [WaitingJob(job, cause, waited_s(job, now_s)) for job, cause in zip(group, names, strict=True)]
+        pending += waiting
+        for cause in set(names):
+            causes.setdefault(cause, []).append(_together([one for one in waiting if one.cause == cause]))
+    # The longest wait first; of equal ones the smaller number.
+    pending.sort(key=lambda one: one.job.job_id)
+    pending.sort(key=lambda one: one.waited_s, reverse=True)
+    sums = {cause: _sum(parts) for cause, parts in causes.items()}
+    return Observation(snapshot, found, tuple(pending), wait_shares, _sample(snapshot, found, sums, wait_shares))
 
 
 def waited_s(job: Job, now_s: float) -> float:
@@ -148,15 +146,12 @@ def class_of(indicator: float) -> int:
 
 
 def _sample(
-    snapshot: Snapshot, found: Fragmentation, waiting: tuple[WaitingJob, ...], wait_shares: Mapping[str, float]
+    snapshot: Snapshot, found: Fragmentation, waiting: dict[str, Waiting], wait_shares: Mapping[str, float]
 ) -> Sample:
     total = found.total
     classes = [0] * NUM_CLASSES
     for node in found.gpu_nodes:
         classes[class_of(node.indicator or 0.0)] += 1
-    causes: dict[str, Waiting] = {}
-    for one in waiting:
-        causes[one.cause] = causes.get(one.cause, Waiting()).with_job(one)
     running = [job for job in snapshot.jobs if job.is_running]
     told = {job.label: job.count("gpu") for job in running if job.label in wait_shares}
     loads = [node.cpu_load for node in snapshot.nodes if node.is_usable and node.cpu_load is not None]
@@ -176,5 +171,28 @@ def _sample(
         num_running=len(running),
         gpus_measured=sum(told.values()),
         gpus_starved=sum(gpus * wait_shares[label] for label, gpus in told.items()),
-        waiting=causes,
+        waiting=waiting,
+    )
+
+
+def _together(alike: Sequence[WaitingJob]) -> Waiting:
+    """Jobs that ask alike."""
+    counts = [one.job.num_records for one in alike]
+    num_jobs, job = sum(counts), alike[0].job
+    return Waiting(
+        num_jobs=num_jobs,
+        cpus=job.num_cpus * num_jobs,
+        gpus=job.count("gpu") * num_jobs,
+        waited_s=sum(one.waited_s * count for one, count in zip(alike, counts, strict=True)),
+        longest_s=max(one.waited_s for one in alike),
+    )
+
+
+def _sum(parts: Sequence[Waiting]) -> Waiting:
+    return Waiting(
+        num_jobs=sum(one.num_jobs for one in parts),
+        cpus=sum(one.cpus for one in parts),
+        gpus=sum(one.gpus for one in parts),
+        waited_s=sum(one.waited_s for one in parts),
+        longest_s=max(one.longest_s for one in parts),
     )

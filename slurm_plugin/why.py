@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU
 from slurm_plugin.client.hostlist import compress
 from slurm_plugin.client.model import Job, Node, Snapshot
-from slurm_plugin.fragmentation import Shape, alike_nodes, shape_of
+from slurm_plugin.node_table import Mask, NodeTable
 from slurm_plugin.reasons import told_by_slurm
 from slurm_plugin.report import duration
-
-RESOURCES = ("GPUs", "CPUs", "memory")
+from slurm_plugin.room import Room
+from slurm_plugin.shapes import RESOURCES, Shape, alike_jobs, shape_of
 
 
 @dataclass(frozen=True)
@@ -69,33 +71,43 @@ class Explanation:
 
 
 class Explainer:
-    """Explains the jobs of one snapshot, and remembers what it found out about a shape."""
+    """Explains the jobs of one snapshot, and remembers what it found out about a shape.
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    Args:
+        snapshot: the cluster.
+        alike: its pending jobs in groups, where those are known.
+    """
+
+    def __init__(self, snapshot: Snapshot, alike: Sequence[Sequence[Job]] | None = None) -> None:
         self._snapshot = snapshot
-        self._nodes = [node for node in snapshot.nodes if node.is_usable]
-        self._unusable = [node for node in snapshot.nodes if not node.is_usable]
-        self._kinds = list(alike_nodes(self._nodes).values())
+        self._alike = alike_jobs(snapshot.jobs) if alike is None else alike
+        self._table = NodeTable((node for node in snapshot.nodes if node.is_usable), snapshot.partitions, snapshot.jobs)
+        self._unusable = NodeTable((node for node in snapshot.nodes if not node.is_usable), snapshot.partitions)
+        self._best_tiers: dict[tuple[str, ...], int] = {}
         self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
-        self._with_gpus = {name for node in self._nodes if node.gpus for name in node.partitions}
+        self._with_gpus = {name for node in self._table.chosen(self._table.gpus > 0) for name in node.partitions}
         # How many data workers have room in each partition.
         self._workers = dict.fromkeys(sorted(self._up), 0)
-        for node in self._nodes:
-            for name in self._up.intersection(node.partitions):
-                self._workers[name] += node.cpus_free // DEFAULT_DATA_WORKER_CPUS
-        # Of each partition: who waits, the first at the front, with their places; and the first place that is planned.
-        self._queues: dict[str, list[Job]] = {}
-        self._places: dict[str, list[tuple[int, int]]] = {}
+        for name in self._up:
+            _, free = self._table.cpus_for([name])
+            here = self._table.eligible([name])
+            if self._table.takes_whole_nodes([name]):
+                self._workers[name] = int((here & (free >= DEFAULT_DATA_WORKER_CPUS)).sum())
+            else:
+                self._workers[name] = int((free[here] // DEFAULT_DATA_WORKER_CPUS).sum())
+        # Of each partition the place of whoever is first in line, and of the first whose start is planned.
+        self._first: dict[str, tuple[int, int]] = {}
         self._first_planned: dict[str, tuple[int, int]] = {}
-        waiting = ((self._place(job), job) for job in snapshot.jobs if job.waits_for_resources)
-        for place, job in sorted(waiting, key=lambda one: one[0]):
-            for name in job.partitions:
-                self._queues.setdefault(name, []).append(job)
-                self._places.setdefault(name, []).append(place)
-                if job.start_s and job.start_s > snapshot.taken_s:
-                    self._first_planned.setdefault(name, place)
-        self._found: dict[tuple[Shape, int, tuple[str, ...], str], tuple[list[Node], list[Blocker]]] = {}
+        for group in self._alike:
+            if group[0].waits_for_resources:
+                _note_first(self._first, group[0].partitions, self._place(max(group, key=_priority)))
+                planned = [job for job in group if job.start_s and job.start_s > snapshot.taken_s]
+                if planned:
+                    _note_first(self._first_planned, group[0].partitions, self._place(max(planned, key=_priority)))
+        self._found: dict[Hashable, tuple[list[Node], list[Blocker]]] = {}
+        self._kinds: dict[Hashable, tuple[str, ...]] = {}
+        self._queue: list[Job] | None = None
 
     def explain(self, job: Job) -> Explanation:
         """Explain one record."""
@@ -122,64 +134,75 @@ class Explainer:
 
     def waits_for(self, job: Job) -> str:
         """The kind of the first blocker; empty if it does not wait."""
-        if not job.is_pending:
-            return ""
-        said = _said_by_slurm(job)
-        if said:
-            return said.kind
-        _, lacking = self._room(shape_of(job), job)
-        return lacking[0].kind if lacking else self._turn(job)
+        return next(iter(self._first_kinds(job)), "")
 
     def causes(self, job: Job) -> tuple[str, ...]:
         """The kind of the first blocker; several resources where more of any of them alone would let it start."""
-        first = self.waits_for(job)
-        if first not in RESOURCES:
-            return (first,) if first else ()
-        _, lacking = self._room(shape_of(job), job)
-        return tuple(blocker.kind for blocker in lacking if blocker.kind in RESOURCES)
+        found = self._first_kinds(job)
+        return tuple(kind for kind in found if kind in RESOURCES) if found and found[0] in RESOURCES else found[:1]
+
+    def causes_of(self, alike: Sequence[Job]) -> list[tuple[str, ...]]:
+        """The same of each job of a group that asks alike: only their turns are different."""
+        if not alike[0].waits_for_resources or self._lacking(alike[0]):
+            return [self.causes(alike[0])] * len(alike)
+        return [(self._turn(job),) for job in alike]
+
+    def _first_kinds(self, job: Job) -> tuple[str, ...]:
+        """The kinds of what it waits for, found without any text."""
+        if not job.is_pending:
+            return ()
+        if not job.waits_for_resources:
+            said = _said_by_slurm(job)
+            return (said.kind,) if said else ()
+        return self._lacking(job) or (self._turn(job),)
+
+    def _lacking(self, job: Job) -> tuple[str, ...]:
+        """The kinds of what is lacking for it to have room now."""
+        shape = shape_of(job)
+        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation)
+        if key not in self._kinds:
+            self._kinds[key] = self._lacking_kinds(Room(self._table, shape, job, self._up), job)
+        return self._kinds[key]
+
+    def _lacking_kinds(self, room: Room, job: Job) -> tuple[str, ...]:
+        wanted = max(1, job.num_nodes)
+        if _count(room.fits) >= wanted:
+            return ()
+        if _count(room.possible) < wanted:
+            out = Room(self._unusable, room.shape, job, None)
+            return ("nodes",) if out.possible.any() else ("size",)
+        if room.needs_whole_nodes:
+            return ("whole nodes",)
+        return room.short_alone(wanted) or room.short()[:1]
 
     def _room(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
         """The nodes with room for the job, and what is lacking if they are too few."""
-        key = (shape, job.num_nodes, job.required_nodes, job.features)
+        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation)
         if key not in self._found:
             self._found[key] = self._look(shape, job)
         return self._found[key]
 
     def _look(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
         wanted = max(1, job.num_nodes)
-        # Nodes of a kind are judged by their first.
-        eligible: list[list[Node]] = []
-        for alike in self._kinds:
-            named = [node for node in alike if node.name in job.required_nodes] if job.required_nodes else alike
-            if named and self._may_use(named[0], job):
-                eligible.append(named)
-        possible = [alike for alike in eligible if shape.may_run_on(alike[0])]
-        rooms = [(alike, shape.room_on(alike[0])) for alike in possible]
-        fits = [node for alike, room in rooms if all(room.values()) for node in alike]
-        if len(fits) >= wanted:
-            return fits, []
-        if sum(map(len, possible)) < wanted:
-            return fits, [_too_large(shape, wanted, _flat(eligible), _flat(possible), self._unusable)]
-        blockers = []
-        for resource in RESOURCES:
-            others = _flat(
-                alike for alike, room in rooms if all(count for name, count in room.items() if name != resource)
-            )
-            if resource in rooms[0][1] and len(others) >= wanted:
-                blockers.append(_lack(resource, shape, others, wanted))
-        if not blockers:
-            short = [name for name in RESOURCES if any(not room.get(name, 1) for _, room in rooms)]
-            blockers.append(Blocker(short[0], f"{' and '.join(short)} are not free on the same node(s)"))
-        if wanted > 1:
+        room = Room(self._table, shape, job, self._up)
+        fits = self._table.chosen(room.fits)
+        blockers: list[Blocker] = []
+        for kind in self._lacking_kinds(room, job):
+            if kind in ("nodes", "size"):
+                out = self._unusable.chosen(Room(self._unusable, shape, job, None).possible)
+                return fits, [_too_large(shape, wanted, _count(room.eligible), _count(room.possible), out)]
+            if kind == "whole nodes":
+                possible, idle = _count(room.possible), _count(room.possible & room.enough["CPUs"])
+                text = f"it gets whole nodes (OverSubscribe=EXCLUSIVE), {wanted} of them: of {possible} {idle} are idle"
+                blockers.append(Blocker(kind, text))
+            elif room.short_alone(wanted):
+                blockers.append(_lack(kind, room, wanted))
+            else:
+                blockers.append(Blocker(kind, f"{' and '.join(room.short())} are not free on the same node(s)"))
+        if blockers and wanted > 1:
             where = f" ({compress(node.name for node in fits)})" if fits else ""
             blockers.append(Blocker("gang", f"it needs {wanted} nodes at once; {len(fits)} have room now{where}"))
         return fits, blockers
-
-    def _may_use(self, node: Node, job: Job) -> bool:
-        if not set(job.partitions) & set(node.partitions) & self._up:
-            return False
-        simple = re.fullmatch(r"[\w.-]+", job.features)
-        return simple is None or job.features in node.features
 
     def _in_line(self, job: Job) -> Blocker:
         """There is room: who goes first?"""
@@ -203,29 +226,31 @@ class Explainer:
 
     def _turn(self, job: Job) -> str:
         """The kind of what `_in_line` says, found without looking at all the jobs ahead."""
-        place = self._place(job)
-        if any(self._first_planned.get(name, place) < place for name in job.partitions):
-            return "backfill"
-        if any(self._queues.get(name) and self._places[name][0] < place for name in job.partitions):
-            return "priority"
-        return "scheduler"
+        place, turn = self._place(job), "scheduler"
+        for name in job.partitions:
+            if self._first_planned.get(name, place) < place:
+                return "backfill"
+            if self._first.get(name, place) < place:
+                turn = "priority"
+        return turn
 
     def _ahead(self, job: Job) -> list[Job]:
         """The jobs that wait for resources in the same partitions and go first, the very first at the front."""
-        place = self._place(job)
-        found: dict[int, Job] = {}
-        for name in job.partitions:
-            queue = self._queues.get(name, [])
-            found |= {other.job_id: other for other in queue[: bisect_left(self._places.get(name, []), place)]}
-        found.pop(job.job_id, None)
-        # One queue is in order; several are put together.
-        return list(found.values()) if len(job.partitions) == 1 else sorted(found.values(), key=self._place)
+        if self._queue is None:
+            waiting = (one for group in self._alike if group[0].waits_for_resources for one in group)
+            self._queue = sorted(waiting, key=self._place)
+        places = bisect_left(self._queue, self._place(job), key=self._place)
+        return [other for other in self._queue[:places] if not set(job.partitions).isdisjoint(other.partitions)]
 
     def _place(self, job: Job) -> tuple[int, int]:
         return (-self._tier(job), -job.priority)
 
     def _tier(self, job: Job) -> int:
-        return max((self._tiers.get(name, 1) for name in job.partitions), default=1)
+        found = self._best_tiers.get(job.partitions)
+        if found is None:
+            found = max((self._tiers.get(name, 1) for name in job.partitions), default=1)
+            self._best_tiers[job.partitions] = found
+        return found
 
     def _conversion(self, job: Job, shape: Shape, lacking: Sequence[Blocker]) -> Verdict:
         if not shape.gpus:
@@ -314,28 +339,21 @@ def _said_by_slurm(job: Job) -> Blocker | None:
     return Blocker(told.kind, told.text, told.next_step) if told else None
 
 
-def _too_large(
-    shape: Shape, wanted: int, eligible: Sequence[Node], possible: Sequence[Node], unusable: Sequence[Node]
-) -> Blocker:
+def _too_large(shape: Shape, wanted: int, eligible: int, possible: int, out: Sequence[Node]) -> Blocker:
     """Fewer nodes than it needs could run it, were they empty."""
     asks = _asks(shape)
-    out = [node.name for node in unusable if shape.may_run_on(node)]
     if out:
         return Blocker(
             "nodes",
-            f"it needs {wanted} node(s) with {asks}; {len(possible)} of {len(eligible)} in use could give that, and "
-            f"{compress(out)} is out of use",
+            f"it needs {wanted} node(s) with {asks}; {possible} of {eligible} in use could give that, and "
+            f"{compress(node.name for node in out)} is out of use",
             "sinfo -R",
         )
     return Blocker(
         "size",
-        f"it needs {wanted} node(s) with {asks}; {len(possible)} of {len(eligible)} that it may use have that at all",
+        f"it needs {wanted} node(s) with {asks}; {possible} of {eligible} that it may use have that at all",
         "ask for less, or for another partition: hetstream frag",
     )
-
-
-def _flat(groups: Iterable[Sequence[Node]]) -> list[Node]:
-    return [node for group in groups for node in group]
 
 
 def _asks(shape: Shape) -> str:
@@ -344,17 +362,26 @@ def _asks(shape: Shape) -> str:
     return ", ".join([*parts, f"{shape.cpus} CPU(s)", f"{shape.memory_mb:,} MB"])
 
 
-def _lack(resource: str, shape: Shape, others: Sequence[Node], wanted: int) -> Blocker:
+def _lack(resource: str, room: Room, wanted: int) -> Blocker:
     """One resource is short on nodes that have enough of the others."""
-
-    def free(node: Node) -> int:
-        return {"GPUs": node.gpus_free(shape.gpu_type), "CPUs": node.cpus_free, "memory": node.memory_free_mb}[resource]
-
+    shape = room.shape
     asked = {"GPUs": shape.gpus, "CPUs": shape.cpus, "memory": shape.memory_mb}[resource]
-    best = max(others, key=free)
+    most, name, num_others = room.most_free(resource)
     unit = " MB of memory" if resource == "memory" else f" {resource}"
     beside = [name for name in RESOURCES if name != resource and (name != "GPUs" or shape.gpus)]
-    where = f"{len(others)} node(s) with enough {' and '.join(beside)}"
+    where = f"{num_others} node(s) with enough {' and '.join(beside)}"
     more = f", on {wanted} at once" if wanted > 1 else ""
-    return Blocker(resource, f"it needs {asked:,}{unit} on a node{more}; of {where} the most free is {free(best):,} "
-                             f"({best.name})")  # fmt: skip
+    return Blocker(resource, f"it needs {asked:,}{unit} on a node{more}; of {where} the most free is {most:,} ({name})")
+
+
+def _priority(job: Job) -> int:
+    return job.priority
+
+
+def _note_first(first: dict[str, tuple[int, int]], partitions: Iterable[str], place: tuple[int, int]) -> None:
+    for name in partitions:
+        first[name] = min(first.get(name, place), place)
+
+
+def _count(mask: Mask) -> int:
+    return int(np.count_nonzero(mask))

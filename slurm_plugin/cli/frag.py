@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         for node in snapshot.nodes
         if (partitions is None or set(partitions) & set(node.partitions)) and (names is None or node.name in names)
     ]
-    emit(args, report_of(measure(nodes, snapshot.jobs), snapshot))
+    emit(args, report_of(measure(nodes, snapshot.jobs, snapshot.partitions), snapshot))
     return 0
 
 

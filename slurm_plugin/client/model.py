@@ -6,20 +6,26 @@ The same model comes from every Slurm from 22.05 on. Times are seconds since the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 # Base states and flags in which a node runs nothing new. The words are Slurm's (node_state_string in its source).
 UNUSABLE = frozenset(
     {"DOWN", "ERROR", "FAIL", "FAILING", "FUTURE", "UNKNOWN", "INVALID", "INVALID_REG", "DRAIN", "DRAINED", "DRAINING"}
-    | {"NOT_RESPONDING", "MAINTENANCE", "MAINT", "POWERED_DOWN", "POWERING_DOWN"}
+    # One that is powered down is none of them: Slurm starts it for a job. One on its way down must arrive first.
+    | {"NOT_RESPONDING", "MAINTENANCE", "MAINT", "POWERING_DOWN", "POWER_DOWN"}
     | {"REBOOT", "REBOOT_REQUESTED", "REBOOT_ISSUED"}
 )
-# The reasons of a pending job that are about resources, or about whose turn it is; others are told as what they are.
+# Reasons of a pending job that are about resources, or about whose turn it is; others are told as what they are.
 # Before the first look of the scheduler there is none; with `defer` a submission is looked at later.
 RESOURCE_REASONS = frozenset({"", "None", "Resources", "Priority", "SchedDefer"})
 # slurmctld's own sentence, which it writes in the place of Resources.
 _NODES_TAKEN = "Nodes_required_for_job_are_DOWN"
+# Profiles of MIG, such as `a100_1g.5gb` or `1g.10gb+me`: so many of the seven slices of a GPU.
+_MIG = re.compile(r"(?:^|[_.-])(\d)g\.\d+gb")
+_MIG_SLICES = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,11 @@ class Gres:
     type: str
     count: int
     indices: tuple[int, ...] = ()
+
+    @property
+    def is_mig(self) -> bool:
+        """Whether it is parts of GPUs, by MIG."""
+        return self.name == "gpu" and gpu_share(self.type) < 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,8 @@ class NodeShare:
 class Job:
     """One record of squeue: a job, a component, an array task, or all the pending tasks of an array.
 
-    Whether it takes whole nodes (`--exclusive`) is not in it: 26.05 says the same of jobs that do and that do not.
+    Whether a pending one takes whole nodes (`--exclusive`) is not in it: 26.05 says the same of jobs that do and that
+    do not. What a running one holds there is; see `gres_held`.
 
     Attributes:
         job_id: the record's own number, which `scancel` and `scontrol update` take for one component or array task.
@@ -76,6 +88,9 @@ class Job:
         memory_mb: on all nodes together.
         memory_per_cpu_mb: None if it asks for memory in another way; it then asks for less with fewer CPUs.
         gres_per_node, gres_per_task, gres_per_job: what it asks for in each way.
+        gres_held: what it holds on all nodes together, which is more than it asks for with `--exclusive`; None where
+            nothing says so.
+        cpus_per_gpu: `--cpus-per-gpu` or its partition's DefCpuPerGPU. Of a pending job they are not in `num_cpus`.
         uid: of its user, by number; None where the source does not say. Owners are compared by it where it is known.
         nodes: where it runs.
         shares: what it holds on each node; empty unless details were asked for.
@@ -105,6 +120,8 @@ class Job:
     gres_per_node: tuple[Gres, ...] = ()
     gres_per_task: tuple[Gres, ...] = ()
     gres_per_job: tuple[Gres, ...] = ()
+    gres_held: tuple[Gres, ...] | None = None
+    cpus_per_gpu: int = 0
     nodes: tuple[str, ...] = ()
     shares: tuple[NodeShare, ...] = ()
     submit_s: float | None = None
@@ -160,7 +177,9 @@ class Job:
         return sum(_range_length(part) for part in tasks.split(",")) or 1
 
     def count(self, name: str) -> int:
-        """How many of one GRES it asks for on all nodes together."""
+        """How many of one GRES it holds, or asks for, on all nodes together."""
+        if self.gres_held is not None:
+            return total(self.gres_held, name)
         if self.gres_per_job and any(gres.name == name for gres in self.gres_per_job):
             return total(self.gres_per_job, name)
         per_node = total(self.gres_per_node, name) * max(1, self.num_nodes)
@@ -180,13 +199,14 @@ class Node:
         states: base state and flags, such as `{"MIXED", "PLANNED"}`.
         cpus: CPUs for jobs, without those reserved for the system.
         cpus_allocated: of those.
-        memory_mb: `RealMemory`, what jobs can be given.
+        memory_mb: what jobs can be given: `RealMemory` without `MemSpecLimit`.
         memory_allocated_mb: of that.
         gres: what it has. `gres_used`: what jobs hold of it. `gres_drained`: what is out of use.
         reason: why it is out of use.
         version: of its slurmd.
         address: under which other nodes reach it.
         cpu_load: threads that want a CPU, on average over a minute or so; also what no job has started.
+        reservation: that it is in now; 22.05 says only that there is one.
     """
 
     name: str
@@ -204,6 +224,7 @@ class Node:
     version: str = ""
     address: str = ""
     cpu_load: float | None = None
+    reservation: str = ""
 
     @property
     def is_usable(self) -> bool:
@@ -226,21 +247,58 @@ class Node:
         return max(0, self.memory_mb - self.memory_allocated_mb)
 
     @property
-    def gpus(self) -> int:
-        """GPUs in use or to be had."""
-        return max(0, total(self.gres, "gpu") - total(self.gres_drained, "gpu"))
+    def is_reserved(self) -> bool:
+        """Whether only jobs of a reservation can start on it now."""
+        return "RESERVED" in self.states
 
-    def gpus_of_type(self, gpu_type: str) -> int:
-        """GPUs of one type; of all types if it is empty."""
-        return total(self.gres, "gpu", gpu_type)
+    @property
+    def gpus(self) -> int:
+        """Whole GPUs, in use or to be had."""
+        return sum(max(0, self.devices(kind)) for kind in self.gpu_types if gpu_share(kind) == 1)
+
+    @property
+    def mig(self) -> int:
+        """Parts of GPUs, by MIG."""
+        return sum(max(0, self.devices(kind)) for kind in self.gpu_types if gpu_share(kind) < 1)
+
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        """Each type of what Slurm counts as `gpu`."""
+        return tuple(dict.fromkeys(gres.type for gres in self.gres if gres.name == "gpu"))
+
+    def devices(self, gpu_type: str = "") -> int:
+        """Whole GPUs and parts of them of one type that a job may ask for; of all types if it is empty."""
+        drained = total(self.gres_drained, "gpu", gpu_type)
+        return max(0, total(self.gres, "gpu", gpu_type) - drained)
+
+    def devices_free(self, gpu_type: str = "") -> int:
+        """Of these as many as a job could have now, on its own: neither held nor shared out in shards."""
+        if gpu_type and gpu_share(gpu_type) < 1:
+            return max(0, self.devices(gpu_type) - total(self.gres_used, "gpu", gpu_type))
+        shared = sum(max(len(gres.indices), gres.count > 0) for gres in self.gres_used if gres.name == "shard")
+        free = self.devices() - total(self.gres_used, "gpu") - shared
+        if gpu_type:
+            free = min(free, self.devices(gpu_type) - total(self.gres_used, "gpu", gpu_type))
+        return max(0, free)
 
     def gpus_free(self, gpu_type: str = "") -> int:
-        """GPUs that a job could have whole: neither held nor shared out in shards."""
-        shared = sum(max(len(gres.indices), gres.count > 0) for gres in self.gres_used if gres.name == "shard")
-        free = self.gpus - total(self.gres_used, "gpu") - shared
-        if gpu_type:
-            free = min(free, self.gpus_of_type(gpu_type) - total(self.gres_used, "gpu", gpu_type))
-        return max(0, free)
+        """Whole GPUs that a job could have now."""
+        if gpu_type or not self.mig:
+            return self.devices_free(gpu_type)
+        return max(0, self.devices_free() - sum(self.devices_free(kind) for kind in self._mig_types()))
+
+    def mig_free(self) -> int:
+        """Parts of GPUs that a job could have now."""
+        return sum(self.devices_free(kind) for kind in self._mig_types())
+
+    def gpu_share_free(self) -> float | None:
+        """Which share of its GPUs is free, MIG instances by their slices; None without GPUs."""
+        mig = [(gpu_share(kind), self.devices(kind), self.devices_free(kind)) for kind in self._mig_types()]
+        whole = self.gpus + sum(share * count for share, count, _ in mig)
+        return (self.gpus_free() + sum(share * free for share, _, free in mig)) / whole if whole else None
+
+    def _mig_types(self) -> list[str]:
+        return [kind for kind in self.gpu_types if gpu_share(kind) < 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +310,8 @@ class Partition:
         priority_tier: jobs of a higher tier are looked at first, and may preempt.
         preempt_mode: such as `REQUEUE` or `OFF`.
         max_time_s: the longest time limit; None if there is no limit.
-        max_cpus_per_node: None if there is no limit.
+        max_cpus_per_node: CPUs of one node that its jobs may have together; None if there is no limit.
+        is_exclusive: each of its jobs takes whole nodes (OverSubscribe=EXCLUSIVE).
     """
 
     name: str
@@ -263,6 +322,7 @@ class Partition:
     preempt_mode: str = "OFF"
     max_time_s: float | None = None
     max_cpus_per_node: int | None = None
+    is_exclusive: bool = False
 
 
 @dataclass(frozen=True)
@@ -294,6 +354,13 @@ def is_resource_reason(reason: str) -> bool:
 def total(gres: Iterable[Gres], name: str, gres_type: str = "") -> int:
     """How many of one kind, of one type or of all."""
     return sum(one.count for one in gres if one.name == name and gres_type in ("", one.type))
+
+
+@lru_cache(maxsize=1024)
+def gpu_share(gpu_type: str) -> float:
+    """Which share of a GPU something of this type is: 1, or less for a profile of MIG."""
+    found = _MIG.search(gpu_type)
+    return min(1.0, int(found[1]) / _MIG_SLICES) if found else 1.0
 
 
 def _range_length(text: str) -> int:

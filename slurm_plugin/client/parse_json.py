@@ -12,8 +12,8 @@ import msgspec
 
 from slurm_plugin.client.gres import parse_gres
 from slurm_plugin.client.hostlist import expand
-from slurm_plugin.client.model import HetComponent, Job, Node, NodeShare
-from slurm_plugin.client.parse_text import NO_LIMIT_S, has_no_end, in_use, node_states
+from slurm_plugin.client.model import HetComponent, Job, Node, NodeShare, total
+from slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, has_no_end, in_use, node_states
 from slurm_plugin.client.values import megabytes, tres
 from slurm_plugin.errors import UnreadableAnswer
 
@@ -85,6 +85,7 @@ class _Job(msgspec.Struct):
     tres_per_node: str | None = ""
     tres_per_task: str | None = ""
     tres_per_job: str | None = ""
+    cpus_per_tres: str | None = ""
     array_job_id: _Num = None
     array_task_id: _Num = None
     array_task_string: str | None = ""
@@ -127,6 +128,8 @@ class _Node(msgspec.Struct):
     version: str | None = None
     slurmd_version: str | None = None
     cpu_load: _Num = None
+    specialized_memory: _Num = None
+    reservation: str | None = ""
 
 
 class _JobsAnswer(msgspec.Struct):
@@ -200,6 +203,8 @@ def _job(row: _Job) -> Job:
             gres_per_node=parse_gres(row.tres_per_node or ""),
             gres_per_task=parse_gres(row.tres_per_task or ""),
             gres_per_job=parse_gres(row.tres_per_job or ""),
+            cpus_per_gpu=total(parse_gres(row.cpus_per_tres or ""), "gpu"),
+            gres_held=allocated_gres(state, row.tres_alloc_str or ""),
             nodes=expand(row.nodes or ""),
             shares=_shares(row),
             submit_s=_number(row.submit_time) or None,
@@ -252,7 +257,7 @@ def _node(row: _Node) -> Node:
             partitions=tuple(row.partitions),
             cpus=row.effective_cpus or row.cpus,
             cpus_allocated=row.alloc_cpus,
-            memory_mb=row.real_memory,
+            memory_mb=max(0, row.real_memory - _whole(row.specialized_memory)),
             memory_allocated_mb=row.alloc_memory,
             gres=parse_gres(row.gres or ""),
             gres_used=in_use(row.gres_used or ""),
@@ -262,6 +267,7 @@ def _node(row: _Node) -> Node:
             address=row.address or "",
             version=row.version or row.slurmd_version or "",
             cpu_load=None if (load := _number(row.cpu_load)) is None else load / 100,
+            reservation=row.reservation or "",
         )
     except ValueError as exc:
         raise UnreadableAnswer(str(exc), f"node {row.name}") from exc

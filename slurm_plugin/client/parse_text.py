@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from slurm_plugin.client.gres import parse_gres
 from slurm_plugin.client.hostlist import expand
-from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition
+from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, total
 from slurm_plugin.client.values import megabytes, moment, seconds, text_or_empty, tres, whole
 from slurm_plugin.errors import UnreadableAnswer
 
@@ -24,9 +26,9 @@ FIELD_END, RECORD_END = "\x1f", "\x1e"
 JOB_FIELDS = (
     "JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "HetJobOffset", "UserID", "UserName", "Account", "QOS",
     "Partition", "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc",
-    "tres-per-node", "tres-per-task", "tres-per-job", "NodeList", "SubmitTime", "EligibleTime", "StartTime",
-    "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature", "Reservation", "Name",
-    "WorkDir", "Comment",
+    "tres-per-node", "tres-per-task", "tres-per-job", "cpus-per-tres", "NodeList", "SubmitTime", "EligibleTime",
+    "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature",
+    "Reservation", "Name", "WorkDir", "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
@@ -118,6 +120,8 @@ def _job(row: Mapping[str, str]) -> Job:
         gres_per_node=parse_gres(row["tres-per-node"]),
         gres_per_task=parse_gres(row.get("tres-per-task", "")),
         gres_per_job=parse_gres(row.get("tres-per-job", "")),
+        cpus_per_gpu=total(parse_gres(row.get("cpus-per-tres", "")), "gpu"),
+        gres_held=allocated_gres(row["State"], row["tres-alloc"]),
         nodes=expand(row["NodeList"]),
         submit_s=moment(row.get("SubmitTime", "")),
         eligible_s=moment(row.get("EligibleTime", "")),
@@ -133,6 +137,17 @@ def _job(row: Mapping[str, str]) -> Job:
         comment=text_or_empty(row.get("Comment", "")),
         work_dir=row.get("WorkDir", ""),
     )
+
+
+def allocated_gres(state: str, allocated: str) -> tuple[Gres, ...] | None:
+    """GRES among the allocated TRES of a job that runs; they are there with AccountingStorageTRES=gres/gpu alone."""
+    found = () if state == "PENDING" else parse_gres(allocated)
+    # `gres/gpu=2,gres/gpu:h200=2` are two: what has a type is part of what has none.
+    typed = Counter[str]()
+    for gres in found:
+        typed[gres.name] += gres.count if gres.type else 0
+    rest = (gres if gres.type else replace(gres, count=gres.count - typed[gres.name]) for gres in found)
+    return tuple(gres for gres in rest if gres.count > 0) or None
 
 
 def _per_cpu(row: Mapping[str, str], asked: Mapping[str, str]) -> int | None:
@@ -168,7 +183,7 @@ def _node(row: Mapping[str, str]) -> Node:
         partitions=tuple(row["Partitions"].split(",")) if row.get("Partitions") else (),
         cpus=whole(row.get("CPUEfctv", ""), whole(row["CPUTot"])),
         cpus_allocated=whole(row["CPUAlloc"]),
-        memory_mb=whole(row["RealMemory"]),
+        memory_mb=max(0, whole(row["RealMemory"]) - whole(row.get("MemSpecLimit", ""))),
         memory_allocated_mb=whole(row["AllocMem"]),
         gres=parse_gres(row["Gres"]),
         gres_used=in_use(row.get("GresUsed", "")),
@@ -178,6 +193,7 @@ def _node(row: Mapping[str, str]) -> Node:
         version=row.get("Version", ""),
         address=row.get("NodeAddr", ""),
         cpu_load=float(load) if (load := text_or_empty(row.get("CPULoad", ""))) else None,
+        reservation=row.get("ReservationName", ""),
     )
 
 
@@ -216,6 +232,7 @@ def _partition(row: Mapping[str, str]) -> Partition:
         preempt_mode=row.get("PreemptMode", "OFF"),
         max_time_s=seconds(row.get("MaxTime", "")),
         max_cpus_per_node=whole(row.get("MaxCPUsPerNode", "")) or None,
+        is_exclusive=row.get("OverSubscribe") == "EXCLUSIVE",
     )
 
 

@@ -1,11 +1,11 @@
-"""Read a cluster with pyslurm, Slurm's C interface for Python: jobs, nodes and partitions as the model.
+"""Read a cluster with pyslurm, Slurm's C interface for Python: jobs and nodes as the model.
 
 Called by `read.py` where pyslurm is installed and of slurmctld's release. pyslurm runs in a process of its own, this
 `main` as its program: libslurm ends a process whose SLURM_CONF it cannot read, and pyslurm stops all of a process's
 threads while it waits for slurmctld. It changes nothing, and says nothing of what a job holds on each node.
 
 pyslurm 22.5 has two interfaces and needs both: the old one (`job`, `node`) has the GRES of nodes and what jobs ask
-for, the new one (`Jobs`, `Nodes`, `Partitions`) has reasons, states and effective CPUs as Slurm's commands print them.
+for, the new one (`Jobs`, `Nodes`) has reasons, states and effective CPUs as Slurm's commands print them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import msgspec
 
 from slurm_plugin.client.gres import parse_gres
 from slurm_plugin.client.hostlist import expand
-from slurm_plugin.client.model import HetComponent, Job, Node, Partition
-from slurm_plugin.client.parse_text import NO_LIMIT_S, in_use, node_states
+from slurm_plugin.client.model import HetComponent, Job, Node, total
+from slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, in_use, node_states
 from slurm_plugin.client.run import run_slurm
 from slurm_plugin.client.values import megabytes, text_or_empty, tres
 from slurm_plugin.errors import UnreadableAnswer
@@ -37,7 +37,6 @@ class Answer(msgspec.Struct):
 
     jobs: tuple[Job, ...]
     nodes: tuple[Node, ...]
-    partitions: tuple[Partition, ...]
 
 
 def matches(release: tuple[int, int]) -> bool:
@@ -52,7 +51,7 @@ def matches(release: tuple[int, int]) -> bool:
 
 
 def read(environ: Mapping[str, str]) -> Answer:
-    """Pending and running jobs, nodes and partitions now.
+    """Pending and running jobs, and nodes, now.
 
     Raises:
         SlurmCommandError: the process failed, or took too long.
@@ -97,6 +96,8 @@ def job_of(row: Row, reason: str) -> Job:
         gres_per_node=parse_gres(row["tres_per_node"] or ""),
         gres_per_task=parse_gres(row["tres_per_task"] or ""),
         gres_per_job=parse_gres(row["tres_per_job"] or ""),
+        cpus_per_gpu=total(parse_gres(row.get("cpus_per_tres") or ""), "gpu"),
+        gres_held=allocated_gres(row["job_state"], row["tres_alloc_str"] or ""),
         nodes=expand(row["nodes"] or ""),
         submit_s=row["submit_time"] or None,
         eligible_s=row["eligible_time"] or None,
@@ -125,7 +126,7 @@ def node_of(row: Row, state: str, cpus: int) -> Node:
         partitions=tuple(row["partitions"]),
         cpus=cpus,
         cpus_allocated=row["alloc_cpus"],
-        memory_mb=row["real_memory"],
+        memory_mb=max(0, row["real_memory"] - (row.get("mem_spec_limit") or 0)),
         memory_allocated_mb=row["alloc_mem"],
         gres=parse_gres(",".join(row["gres"])),
         gres_used=in_use(",".join(row["gres_used"] or ())),
@@ -135,20 +136,6 @@ def node_of(row: Row, state: str, cpus: int) -> Node:
         version=row["version"] or "",
         address=row["node_addr"] or "",
         cpu_load=None if row["cpu_load"] is None else row["cpu_load"] / 100,
-    )
-
-
-def partition_of(shown: Any) -> Partition:
-    """A partition from its object in the new interface."""
-    return Partition(
-        name=shown.name,
-        nodes=expand(shown.nodes or ""),
-        is_default=shown.is_default,
-        is_up=shown.state == "UP",
-        priority_tier=shown.priority_tier or 0,
-        preempt_mode=shown.preempt_mode,
-        max_time_s=None if isinstance(shown.max_time, str) or shown.max_time is None else shown.max_time * 60.0,
-        max_cpus_per_node=shown.max_cpus_per_node if isinstance(shown.max_cpus_per_node, int) else None,
     )
 
 
@@ -169,7 +156,6 @@ def _load(pyslurm: Any) -> Answer:
     return Answer(
         jobs=tuple(job for job in jobs if job.is_pending or job.is_running),
         nodes=tuple(node_of(row, *shown[name]) for name, row in nodes.items() if name in shown),
-        partitions=tuple(partition_of(partition) for partition in pyslurm.Partitions.load().values()),
     )
 
 

@@ -3,7 +3,7 @@
 Called by `CommandSlurm`. Four commands whatever the size of the cluster, none of which changes anything. Jobs come from
 `squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running jobs:
 what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed
-and of slurmctld's release, it reads jobs, nodes and partitions instead; see `pyslurm_backend.py`.
+and of slurmctld's release, it reads jobs and nodes instead; see `pyslurm_backend.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from hetjob.errors import HetstreamError
 from hetjob.ports import MarkedJob
 from slurm_plugin.client import parse_json, parse_text, pyslurm_backend
+from slurm_plugin.client.held import with_held_gpus
 from slurm_plugin.client.model import Job, Node, Partition, Snapshot
 from slurm_plugin.client.parse_text import JOB_FIELDS
 from slurm_plugin.client.run import run_slurm
@@ -66,17 +67,18 @@ class CommandReader:
                 taken_s=time.time(),
                 version=version,
                 source="pyslurm",
-                jobs=answer.jobs,
+                jobs=with_held_gpus(answer.jobs, answer.nodes),
                 nodes=answer.nodes,
-                partitions=answer.partitions,
+                partitions=self._partitions(),
                 config=config,
             )
+        jobs, nodes = self.jobs(details=details), self._nodes(release)
         return Snapshot(
             taken_s=time.time(),
             version=version,
             source="commands",
-            jobs=self.jobs(details=details),
-            nodes=self._nodes(release),
+            jobs=with_held_gpus(jobs, nodes),
+            nodes=nodes,
             partitions=self._partitions(),
             config=config,
         )

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from slurm_plugin.devcluster.boot import BootRequest, boot
 from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from slurm_plugin.devcluster.teardown import tear_down
-from slurm_plugin.fragmentation import Fragmentation, NodeFragmentation, Shape, measure, pending_shapes
+from slurm_plugin.fragmentation import Fragmentation, NodeFragmentation, measure
+from slurm_plugin.shapes import alike_jobs, pending_shapes
 
 FIXTURES = Path(__file__).with_name("fixtures")
 
@@ -101,12 +103,15 @@ def test_stranded_is_what_no_pending_shape_can_use(jobs: list[Job], gpus: int, c
 
 def test_a_shape_counts_where_it_may_run() -> None:
     typed = Node("t", frozenset({"IDLE"}), ("gpu",), 16, 0, 1000, 0, (Gres("gpu", "h200", 2), Gres("gpu", "a100", 2)))
-    assert Shape(1, 3, 0, "h200").may_run_on(typed) is False
-    assert Shape(1, 2, 0, "h200").room_on(typed) == {"GPUs": 1, "CPUs": 16}
-    assert Shape(1, 1, 0, "", ("cpu",)).may_run_on(typed) is False
-    found = measure([typed], [pending(99, 1)])
-    assert found.assumed == ("t",)
-    assert by_name(found)["t"].stranded_gpus == 0
+    elsewhere = replace(pending(1, 1), partitions=("cpu",))
+    for cannot in (pending(99, 1), pending(1, 3, gpu_type="h200"), elsewhere):
+        found = measure([typed], [cannot])
+        assert (found.assumed, by_name(found)["t"].stranded_gpus) == (("t",), 0)
+    found = measure([typed], [pending(1, 2, gpu_type="h200")])
+    assert (found.assumed, by_name(found)["t"].stranded_gpus) == ((), 2)
+    # Both types have somebody who can use them.
+    both = measure([typed], [pending(1, 2, gpu_type="h200"), pending(1, 1, gpu_type="a100")])
+    assert by_name(both)["t"].stranded_gpus == 0
 
 
 def test_gpus_in_shards_are_not_free_and_drained_ones_do_not_exist() -> None:
@@ -119,7 +124,7 @@ def test_gpus_in_shards_are_not_free_and_drained_ones_do_not_exist() -> None:
 
 
 def test_pending_array_tasks_count_one_by_one() -> None:
-    shapes = pending_shapes([pending(2, 1, array_job_id=5, array_tasks="3-5,9%2"), pending(1)])
+    shapes = pending_shapes(alike_jobs([pending(2, 1, array_job_id=5, array_tasks="3-5,9%2"), pending(1)]))
     assert [(shape.gpus, shape.num_jobs) for shape in shapes] == [(1, 4), (0, 1)]
 
 

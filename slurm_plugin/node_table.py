@@ -1,0 +1,167 @@
+"""The nodes of a cluster as arrays: what each has and what is free of it, for jobs of one kind. No I/O.
+
+Used by `fragmentation.py` and `why.py`, which ask the same of thousands of nodes for thousands of shapes. What a
+partition allows is part of the answer: MaxCPUsPerNode, whole nodes (OverSubscribe=EXCLUSIVE), and its nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurm_plugin.client.model import Job, Node, Partition
+
+Mask = NDArray[np.bool_]
+Counts = NDArray[np.int64]
+
+
+class NodeTable:
+    """Nodes in a fixed order; every array has one entry for each.
+
+    Args:
+        nodes: which.
+        partitions: those that the cluster has; one that is not among them allows everything.
+        jobs: running ones count against MaxCPUsPerNode.
+
+    Attributes:
+        nodes: in the order of the arrays.
+        cpus, cpus_free, memory_mb, memory_free_mb, gpus, gpus_free, mig: as in `Node`.
+        reserved: whether only jobs of a reservation start there.
+    """
+
+    def __init__(self, nodes: Iterable[Node], partitions: Iterable[Partition] = (), jobs: Iterable[Job] = ()) -> None:
+        self.nodes = tuple(nodes)
+        self.cpus = self._counts(node.cpus for node in self.nodes)
+        self.cpus_free = self._counts(node.cpus_free for node in self.nodes)
+        self.memory_mb = self._counts(node.memory_mb for node in self.nodes)
+        self.memory_free_mb = self._counts(node.memory_free_mb for node in self.nodes)
+        self.gpus = self._by_gres(lambda node: node.gpus)
+        self.gpus_free = self._by_gres(lambda node: node.gpus_free())
+        self.mig = self._by_gres(lambda node: node.mig)
+        self.reserved = self._mask(node.is_reserved for node in self.nodes)
+        self._places = {node.name: place for place, node in enumerate(self.nodes)}
+        self._limits = {one.name: one for one in partitions if one.is_exclusive or one.max_cpus_per_node is not None}
+        different = {node.gres for node in self.nodes}
+        self._gpu_types = {gres.type for found in different for gres in found if gres.name == "gpu"}
+        self._taken = self._cpus_taken(jobs)
+        members: dict[str, list[int]] = {}
+        for place, node in enumerate(self.nodes):
+            for name in node.partitions:
+                members.setdefault(name, []).append(place)
+        self._members = {name: self._at(places) for name, places in members.items()}
+        self._eligible: dict[tuple[frozenset[str], str], Mask] = {}
+        self._cpus: dict[frozenset[str], tuple[Counts, Counts]] = {}
+        self._devices: dict[str, tuple[Counts, Counts]] = {}
+        self._features: dict[str, Mask] = {}
+
+    def eligible(self, partitions: Collection[str], reservation: str = "") -> Mask:
+        """The nodes of these partitions (of none: all) that are in the job's reservation, or in none."""
+        key = frozenset(partitions), reservation
+        if key not in self._eligible:
+            if reservation:
+                mask = self.reserved & self._mask(node.reservation in ("", reservation) for node in self.nodes)
+            else:
+                mask = ~self.reserved
+            self._eligible[key] = mask & self._in(partitions) if partitions else mask
+        return self._eligible[key]
+
+    def named(self, names: Iterable[str]) -> Mask:
+        """The nodes with these names."""
+        return self._at([self._places[name] for name in names if name in self._places])
+
+    def with_feature(self, feature: str) -> Mask:
+        """The nodes with this feature."""
+        if feature not in self._features:
+            self._features[feature] = self._mask(feature in node.features for node in self.nodes)
+        return self._features[feature]
+
+    def cpus_for(self, partitions: Collection[str]) -> tuple[Counts, Counts]:
+        """CPUs of each node that a job in one of these partitions could have at all, and now."""
+        limits = [self._limits[name] for name in partitions if name in self._limits]
+        if not limits:
+            return self.cpus, self.cpus_free
+        key = frozenset(partitions)
+        if key not in self._cpus:
+            most, free = np.zeros_like(self.cpus), np.zeros_like(self.cpus)
+            for name in partitions:
+                here, now = self._cpus_in(name)
+                members = self._in([name])
+                most = np.maximum(most, np.where(members, here, 0))
+                free = np.maximum(free, np.where(members, now, 0))
+            self._cpus[key] = most, free
+        return self._cpus[key]
+
+    def takes_whole_nodes(self, partitions: Collection[str]) -> bool:
+        """Whether a job in these partitions gets whole nodes only."""
+        return bool(partitions) and all(name in self._limits and self._limits[name].is_exclusive for name in partitions)
+
+    def devices(self, gpu_type: str) -> tuple[Counts, Counts]:
+        """GPUs, and parts of them by MIG, that a job may ask for at all, and could have now."""
+        if gpu_type and gpu_type not in self._gpu_types:
+            return np.zeros_like(self.cpus), np.zeros_like(self.cpus)
+        if gpu_type not in self._devices:
+            self._devices[gpu_type] = (
+                self._by_gres(lambda node: node.devices(gpu_type)),
+                self._by_gres(lambda node: node.devices_free(gpu_type)),
+            )
+        return self._devices[gpu_type]
+
+    def chosen(self, mask: Mask) -> list[Node]:
+        """The nodes of a mask."""
+        return [self.nodes[place] for place in np.flatnonzero(mask).tolist()]
+
+    def _cpus_in(self, name: str) -> tuple[Counts, Counts]:
+        limit = self._limits.get(name)
+        if limit is None:
+            return self.cpus, self.cpus_free
+        most, free = self.cpus, self.cpus_free
+        if limit.max_cpus_per_node is not None:
+            most = np.minimum(most, limit.max_cpus_per_node)
+            free = np.minimum(free, np.maximum(0, limit.max_cpus_per_node - self._taken[name]))
+        if limit.is_exclusive:
+            free = np.where(self.cpus_free == self.cpus, free, 0)
+        return most, free
+
+    def _cpus_taken(self, jobs: Iterable[Job]) -> dict[str, Counts]:
+        """CPUs that the jobs of each limited partition hold on each node; of several nodes each as many."""
+        taken = {name: np.zeros_like(self.cpus) for name in self._limits}
+        for job in jobs if taken else ():
+            if not job.is_running or not job.nodes or job.partitions[0] not in taken:
+                continue
+            for name in job.nodes:
+                if name in self._places:
+                    taken[job.partitions[0]][self._places[name]] += -(-job.num_cpus // len(job.nodes))
+        return taken
+
+    def _in(self, partitions: Iterable[str]) -> Mask:
+        mask = np.zeros(len(self.nodes), dtype=np.bool_)
+        for name in partitions:
+            if name in self._members:
+                mask |= self._members[name]
+        return mask
+
+    def _at(self, places: list[int]) -> Mask:
+        mask = np.zeros(len(self.nodes), dtype=np.bool_)
+        mask[places] = True
+        return mask
+
+    def _by_gres(self, of: Callable[[Node], int]) -> Counts:
+        """A figure that a node's GRES alone decide: few are different, and equal ones are often one object."""
+        known: dict[tuple[int, int, int], int] = {}
+        values = []
+        for node in self.nodes:
+            key = id(node.gres), id(node.gres_used), id(node.gres_drained)
+            value = known.get(key)
+            if value is None:
+                value = known[key] = of(node)
+            values.append(value)
+        return self._counts(values)
+
+    def _counts(self, values: Iterable[int]) -> Counts:
+        return np.fromiter(values, dtype=np.int64, count=len(self.nodes))
+
+    def _mask(self, values: Iterable[Any]) -> Mask:
+        return np.fromiter(values, dtype=np.bool_, count=len(self.nodes))

@@ -78,7 +78,7 @@ class Saver:
         self._stores: dict[Path, StoreSaver] = {}
         self._stop_reason = stop_reason
         self._stopping = False
-        self._is_warned = False
+        self._told_by = ""
         self._patience_s = _WAITING_S
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -90,7 +90,7 @@ class Saver:
         Raises:
             StoreInUse: the only store has a saver already.
         """
-        handlers: dict[int, Callable[[], None]] = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop}
+        handlers: dict[int, Callable[[int], None]] = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop}
         if self._options.stays:
             handlers[signal.SIGUSR1] = self._warn
         with _awake_by_signals(handlers) as signals:
@@ -120,17 +120,23 @@ class Saver:
                     store.let_go()
                     store.view.close()
 
-    def _stop(self) -> None:
+    def _stop(self, number: int) -> None:
         # In a signal handler: nothing that could be under way just now, such as logging.
+        self._told_by = self._told_by or signal.Signals(number).name
         self._stopping = True
 
-    def _warn(self) -> None:
+    def _warn(self, number: int) -> None:
         # In a signal handler, too.
-        self._is_warned = True
+        self._told_by = self._told_by or signal.Signals(number).name
 
     def _ask_to_stop(self) -> None:
-        """Ask trainers to save once more and to end, those too that have come since."""
-        reason = self._stop_reason() or ("SIGUSR1 came" if self._is_warned else "")
+        """Ask trainers to save once more and to end, those too that have come since.
+
+        Slurm's signals reach a job's saver, which is a task of its own. Below a wrapper, or with proctrack/cgroup, they
+        may not reach trainers.
+        """
+        told_by = self._told_by if self._options.stays else ""
+        reason = self._stop_reason() or (f"{told_by} came to the job's saver" if told_by else "")
         if not reason:
             return
         for store in self._stores.values():
@@ -238,10 +244,10 @@ class Saver:
 
 
 @contextlib.contextmanager
-def _awake_by_signals(handlers: Mapping[int, Callable[[], None]]) -> Iterator[int]:
+def _awake_by_signals(handlers: Mapping[int, Callable[[int], None]]) -> Iterator[int]:
     """Call the handlers of signals; yields a descriptor that is readable then."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    former = {number: signal.signal(number, lambda number, _: handlers[number]()) for number in handlers}
+    former = {number: signal.signal(number, lambda number, _: handlers[number](number)) for number in handlers}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         yield reading

@@ -10,11 +10,15 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 _log = logging.getLogger(__name__)
+
+# Slurm, torchrun and a wrapper may each pass the same request on: what comes within this time is one.
+REPEAT_S = 10.0
 
 
 class StopRequest:
@@ -26,16 +30,21 @@ class StopRequest:
     Args:
         signals: which; for example SIGTERM, and what `sbatch --signal` sends.
         before_death: called when SIGTERM is about to end the process.
+        clock: seconds, as `time.monotonic` counts them.
     """
 
-    def __init__(self, signals: Iterable[int], before_death: Callable[[], None]) -> None:
+    def __init__(
+        self, signals: Iterable[int], before_death: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._signals = tuple(signals)
         self._before_death = before_death
+        self._clock = clock
         self._previous: dict[int, Any] = {}
         self.pid = os.getpid()
         self._is_watched = False
         self._is_removed = False
-        self._received: list[int] = []
+        # When each signal came first; in the order in which they came.
+        self._received_s: dict[int, float] = {}
 
     def install(self) -> None:
         """Begin to listen. Python lets only the main thread do so: in others nothing happens, and the log says so."""
@@ -61,23 +70,24 @@ class StopRequest:
     @property
     def reason(self) -> str:
         """Which signal came first; "" if none has."""
-        return f"{signal.Signals(self._received[0]).name} came" if self._received else ""
+        first = next(iter(self._received_s), None)
+        return "" if first is None else f"{signal.Signals(first).name} came"
 
     def promise(self) -> None:
-        """The program looks, and will end in its own time: SIGTERM does not end it."""
+        """The program looks, and will end in its own time: SIGTERM does not end it, unless it comes again later."""
         self._is_watched = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
         is_own = os.getpid() == self.pid
-        is_first = number not in self._received
-        self._received.append(number)
+        now_s = self._clock()
+        is_same = now_s < self._received_s.setdefault(number, now_s) + REPEAT_S
         if callable(previous):
             previous(number, frame)
         elif previous == signal.SIG_IGN:
             return
-        elif number == signal.SIGTERM and not (is_own and self._is_watched and is_first and not self._is_removed):
-            # Nobody looks, or it is asked twice, or this is a child of the program.
+        elif number == signal.SIGTERM and not (is_own and self._is_watched and is_same and not self._is_removed):
+            # Nobody looks, or somebody has lost patience, or this is a child of the program.
             if is_own:
                 self._before_death()
             signal.signal(number, signal.SIG_DFL)

@@ -80,6 +80,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         action="store_true",
         help="give each host a network namespace, an address and a /dev/shm of its own, to cut and lose it (needs ip)",
     )
+    p.add_argument(
+        "--cgroups",
+        action="store_true",
+        help="proctrack/cgroup and task/cgroup with constrained devices, as sites have them (needs cgroup v1)",
+    )
     _add_slurm(p)
     p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")
     _add_dry_run(p)
@@ -191,6 +196,7 @@ def _up(args: argparse.Namespace) -> int:
         tuned_scheduler=not args.default_scheduler,
         lua_plugins=args.lua_plugins,
         network=args.network,
+        cgroups=args.cgroups,
     )
     if args.dry_run:
         return _up_dry_run(request, args)
@@ -245,9 +251,9 @@ def _down(args: argparse.Namespace) -> int:
     if args.json:
         processes = [{"pid": process.pid, "command": process.command} for process in plan.processes] if plan else []
         network = [{"kind": kind, "name": name} for kind, name in plan.network] if plan else []
-        _print_json(
-            {"state_dir": str(state_dir), "found": plan is not None, "processes": processes, "network": network}
-        )
+        groups = [str(path) for path in plan.cgroups] if plan else []
+        found = {"state_dir": str(state_dir), "found": plan is not None}
+        _print_json({**found, "processes": processes, "network": network, "cgroups": groups})
     elif plan is None:
         print(f"no cluster in {state_dir}: nothing to do")
     elif args.dry_run:
@@ -255,6 +261,8 @@ def _down(args: argparse.Namespace) -> int:
             print(f"would kill {process.pid} {process.command}")
         for kind, name in plan.network:
             print(f"would remove {kind} {name}")
+        for path in plan.cgroups:
+            print(f"would remove {path}")
         print(f"would remove {state_dir}")
     else:
         also = f" and {len(plan.network)} parts of its network" if plan.network else ""

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hetjob.errors import SlurmCommandError
-from slurm_plugin.devcluster import render
+from slurm_plugin.devcluster import cgroups, render
 from slurm_plugin.devcluster.lock import MACHINE, locked
 from slurm_plugin.devcluster.namespaces import free_subnet, make_network
 from slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork, plan_network
@@ -72,6 +72,7 @@ class BootRequest:
         tuned_scheduler: see ClusterSpec.
         lua_plugins: see ClusterSpec.
         network: give each host a network namespace with an address of its own, and shared memory of its own.
+        cgroups: see ClusterSpec.
     """
 
     name: str
@@ -80,6 +81,7 @@ class BootRequest:
     tuned_scheduler: bool = True
     lua_plugins: bool = False
     network: bool = False
+    cgroups: bool = False
 
 
 def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
@@ -92,6 +94,7 @@ def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
         shape=request.shape,
         tuned_scheduler=request.tuned_scheduler,
         lua_plugins=request.lua_plugins,
+        cgroups=request.cgroups,
         root=root,
     )
     if not request.network:
@@ -104,14 +107,15 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
 
     Raises:
         ClusterExists: a cluster or something else is in the state directory.
-        BootFailed: a daemon ended or the nodes were not idle in time; nothing is left behind.
+        BootFailed: a daemon ended, the nodes were not idle in time, or there are no control groups where some were
+            asked for; nothing is left behind.
         NetworkFailed: its network could not be made; likewise.
     """
     began = time.monotonic()
     with _interrupts_raise(), readable_by_all(), ExitStack() as undo:
         # Held until the daemons listen: nobody else finds their ports free, or this place half used.
         with locked(MACHINE, LOCK_TIMEOUT_S, f"starting cluster {request.name}"):
-            _check_can_boot(request)
+            _check_can_boot(request, programs.version)
             _warn(request, progress)
             spec = plan_cluster(request, programs.root)
             record = _new_record(spec, programs)
@@ -149,12 +153,15 @@ def first_closed(path: Path) -> Path | None:
     )
 
 
-def _check_can_boot(request: BootRequest) -> None:
+def _check_can_boot(request: BootRequest, version: str) -> None:
     if os.geteuid() != 0:
         raise BootFailed(
             f"user id {os.geteuid()} cannot boot a cluster: slurmd starts jobs of any user, which needs root. "
             "Run it as root, for example with sudo"
         )
+    problem = cgroups.why_not(version) if request.cgroups else ""
+    if problem:
+        raise BootFailed(f"--cgroups cannot be had here: {problem}")
     record = read_record(request.state_dir)
     if record is not None:
         if record.ready and cluster_processes(record):
@@ -208,7 +215,7 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
     (directory / "gres.conf").write_text(render.gres_conf(spec))
     if spec.network is not None:
         spec.hosts_file.write_text(spec.network.hosts_file(socket.gethostname()))
-    cgroup_conf = render.cgroup_conf(programs.version)
+    cgroup_conf = render.cgroup_conf(programs.version, cgroups=spec.cgroups)
     if cgroup_conf is not None:
         (directory / "cgroup.conf").write_text(cgroup_conf)
     if spec.root is not None:
@@ -250,6 +257,7 @@ def _start_supervisor(spec: ClusterSpec, programs: SlurmPrograms) -> None:
                 "state_dir": str(spec.state_dir),
                 "environment": environment,
                 "hosts_file": str(spec.hosts_file),
+                "cgroup": spec.cluster_name if spec.cgroups else "",
                 "daemons": list(_daemons(spec, programs)),
             },
             indent=1,

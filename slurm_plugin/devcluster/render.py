@@ -38,12 +38,16 @@ def gres_conf(spec: ClusterSpec) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-def cgroup_conf(version: str) -> str | None:
+def cgroup_conf(version: str, *, cgroups: bool = False) -> str | None:
     """The text of cgroup.conf, or None for a Slurm that needs none.
 
     Args:
         version: Slurm's version, for example `24.11.5`.
+        cgroups: Slurm is to use them.
     """
+    if cgroups:
+        # Nodes of one machine share its memory and CPUs; only devices can be kept apart.
+        return "CgroupPlugin=cgroup/v1\nConstrainDevices=yes\n"
     # Since 24.11 slurmd ends when it cannot use the cgroups; 22.05 does not know the value "disabled".
     return "CgroupPlugin=disabled\n" if version_tuple(version) >= (24, 11) else None
 
@@ -101,8 +105,8 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
         yield f"PluginDir={spec.root.plugin_dir}"
         yield f"TaskProlog={spec.task_prolog}"
     yield "MailProg=/bin/true"
-    yield "ProctrackType=proctrack/linuxproc"
-    yield "TaskPlugin=task/none"
+    yield f"ProctrackType=proctrack/{'cgroup' if spec.cgroups else 'linuxproc'}"
+    yield f"TaskPlugin=task/{'cgroup' if spec.cgroups else 'none'}"
     yield "SchedulerType=sched/backfill"
     if spec.tuned_scheduler:
         yield f"SchedulerParameters={TUNED_SCHEDULER}"

@@ -108,6 +108,7 @@ class ClusterSpec:
         shape: the nodes.
         tuned_scheduler: let heterogeneous jobs start within a second instead of Slurm's default half minute.
         lua_plugins: load hetstream's Lua plugins into slurmctld and sbatch.
+        cgroups: let Slurm find and constrain the processes of a job by control groups.
         root: where Slurm is when it is not the machine's own.
         network: its hosts' own addresses; None where all are 127.0.0.1.
     """
@@ -119,6 +120,7 @@ class ClusterSpec:
     shape: ClusterShape = field(default_factory=ClusterShape)
     tuned_scheduler: bool = True
     lua_plugins: bool = False
+    cgroups: bool = False
     root: RootPaths | None = None
     network: ClusterNetwork | None = None
 

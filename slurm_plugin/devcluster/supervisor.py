@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slurm_plugin.devcluster import cgroups
 from slurm_plugin.devcluster.namespaces import enter
 from slurm_plugin.devcluster.processes import start_ticks
 from slurm_plugin.devcluster.record import DaemonState, write_daemons
@@ -38,6 +39,8 @@ def main(argv: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    if plan["cgroup"]:
+        cgroups.enter(plan["cgroup"])
     daemons = [DaemonState("supervisor", os.getpid(), start_ticks(os.getpid()) or 0, None)]
     write_daemons(Path(plan["state_dir"]), daemons)
     os.write(tell, b".")

@@ -1,4 +1,4 @@
-"""Remove a cluster: its processes, its network, its files.
+"""Remove a cluster: its processes, its network, its control groups, its files.
 
 Called by `hetstream devcluster down`, by a failed `up`, by tests. It works on whatever is left: daemons that were
 killed, a boot that was interrupted, a supervisor that is gone. It touches no process, no directory and no part of a
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_plugin.devcluster.cgroups import groups_of, remove_groups
 from slurm_plugin.devcluster.lock import MACHINE, locked
 from slurm_plugin.devcluster.namespaces import left_of, remove_network
 from slurm_plugin.devcluster.processes import Process, cluster_processes, start_ticks
@@ -39,11 +40,13 @@ class TeardownPlan:
         state_dir: the directory.
         processes: what runs now.
         network: what there is of its network: ("link" or "netns", name).
+        cgroups: its control groups.
     """
 
     state_dir: Path
     processes: tuple[Process, ...]
     network: tuple[tuple[str, str], ...]
+    cgroups: tuple[Path, ...]
 
 
 def plan_teardown(state_dir: Path) -> TeardownPlan | None:
@@ -52,7 +55,8 @@ def plan_teardown(state_dir: Path) -> TeardownPlan | None:
     if record is None:
         return None
     network = tuple(left_of(record.network)) if record.network is not None else ()
-    return TeardownPlan(state_dir, tuple(cluster_processes(record)), network)
+    processes = tuple(cluster_processes(record))
+    return TeardownPlan(state_dir, processes, network, tuple(groups_of(record.cluster_name)))
 
 
 def tear_down(state_dir: Path) -> TeardownPlan | None:
@@ -101,6 +105,7 @@ def remove_cluster(state_dir: Path) -> TeardownPlan | None:
         _wait_until_gone(left, REAP_TIMEOUT_S)
     if record.network is not None:
         remove_network(record.network)
+    remove_groups(record.cluster_name)
     _remove_files(state_dir)
     return plan
 

@@ -1,0 +1,85 @@
+"""Control groups of a cluster's own, for `proctrack/cgroup` and constrained devices. Called by boot, supervisor, teardown.
+
+Slurm names its groups after nodes and jobs, which two clusters may have in common. So the supervisor, with all that it
+starts, lives in a group with the cluster's name and takes that for the root: clusters stay out of each other's way, and
+of the machine's own Slurm. Cgroup v1 only: there a group can be made in the hierarchies that are needed and in no other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from slurm_plugin.devcluster.render import version_tuple
+
+ROOT = Path("/sys/fs/cgroup")
+# Of proctrack/cgroup, and of task/cgroup with ConstrainDevices.
+HIERARCHIES = ("freezer", "devices")
+# Slurm 25.05 has dropped cgroup v1.
+FIRST_WITHOUT_V1 = (25, 5)
+
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWCGROUP = 0x02000000
+_MS_REC, _MS_SLAVE = 0x4000, 0x80000
+_MNT_DETACH = 2
+
+
+def why_not(version: str, root: Path = ROOT) -> str:
+    """Why this machine cannot give a cluster control groups; "" if it can.
+
+    Args:
+        version: Slurm's version, for example `24.11.5`.
+        root: where the hierarchies are mounted.
+    """
+    if version_tuple(version) >= FIRST_WITHOUT_V1:
+        return f"Slurm {version} uses cgroup v2 only, which --cgroups was not made for: give --slurm 22.05 or 24.11"
+    missing = [name for name in HIERARCHIES if not (root / name / "cgroup.procs").exists()]
+    if missing:
+        return f"no cgroup v1 hierarchy is mounted at {', '.join(str(root / name) for name in missing)}"
+    closed = [name for name in HIERARCHIES if not os.access(root / name, os.W_OK)]
+    if closed:
+        return f"{', '.join(str(root / name) for name in closed)} cannot be written to: is it mounted read-only?"
+    return ""
+
+
+def groups_of(cluster_name: str, root: Path = ROOT) -> list[Path]:
+    """The cluster's groups that are there, the innermost first; Slurm's own are below them."""
+    found: list[Path] = []
+    for hierarchy in HIERARCHIES:
+        for directory, _, _ in os.walk(root / hierarchy / cluster_name, topdown=False):
+            found.append(Path(directory))
+    return found
+
+
+def remove_groups(cluster_name: str) -> None:
+    """Remove the cluster's groups; no process may be left in them."""
+    for group in groups_of(cluster_name):
+        group.rmdir()
+
+
+def enter(cluster_name: str) -> None:
+    """Move this process, and all that it will start, into groups of the cluster that look like the machine's roots.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    for hierarchy in HIERARCHIES:
+        group = ROOT / hierarchy / cluster_name
+        group.mkdir(exist_ok=True)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(_CLONE_NEWNS | _CLONE_NEWCGROUP), "unshare mounts and cgroups")
+    # Mounts of the machine still arrive here; none of these goes back.
+    _check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
+    for hierarchy in HIERARCHIES:
+        path = str(ROOT / hierarchy).encode()
+        # The kernel mounts no file system twice at one place.
+        _check(libc.umount2(path, _MNT_DETACH), f"umount {ROOT / hierarchy}")
+        _check(libc.mount(b"cgroup", path, b"cgroup", 0, hierarchy.encode()), f"mount {ROOT / hierarchy}")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -146,6 +146,8 @@ class Saver:
                     store.view.ask_to_stop(reason)
 
     def _begin_to_end(self) -> None:
+        if self._options.stays:
+            self._take_up()  # a trainer may have come since the last look, and Slurm ends it too
         _log.info("told to end: what is newest in the memory of %d store(s) goes to disk first", len(self._stores))
         for store in self._stores.values():
             store.hurry()

@@ -35,6 +35,7 @@ from checkpoint.flash.options import Options, check_arguments
 from checkpoint.flash.restoring import Loaded, load_newest, restore_newest
 from checkpoint.flash.saver_link import SaverLink
 from checkpoint.flash.saving import Saving
+from checkpoint.flash.slurm_task import task_that_sigterm_ends
 from checkpoint.flash.source import Memory
 from checkpoint.flash.stats import Stats
 from checkpoint.flash.stop import StopRequest
@@ -123,7 +124,18 @@ class FlashCheckpointer:
         self._in_background(self._look_ahead)
         self._stop = StopRequest(options.stop_signals, self._before_death)
         self._stop.install()
+        self._warn_of_wrapper()
         atexit.register(self._at_exit)
+
+    def _warn_of_wrapper(self) -> None:
+        ended = task_that_sigterm_ends(os.getpid()) if self._ranks.rank == 0 else ""
+        if ended:
+            _log.warning(
+                "SIGTERM (scancel, preemption, the time limit) ends %s, which Slurm has started and below which this "
+                "program runs. Slurm then kills the program before it can save its last step. Let the wrapper exec the "
+                "program, or put this line at its beginning: trap : TERM",
+                ended,
+            )
 
     def _look_ahead(self) -> None:
         """Map and read what an earlier start has left, while the program makes its model."""
@@ -317,7 +329,10 @@ class FlashCheckpointer:
         which is where they agree, about once a second. In a program that saves without asking `should_save`, each rank
         knows only what it was asked itself."""
         self._stop.promise()
-        return self.stop_reason != ""
+        is_stopping = self.stop_reason != ""
+        if is_stopping:
+            self._stop.note_asked()
+        return is_stopping
 
     @property
     def stop_reason(self) -> str:
@@ -359,6 +374,13 @@ class FlashCheckpointer:
         if not self._is_open or os.getpid() != self._stop.pid:
             return
         try:
+            self._close(keep_memory=keep_memory)
+        finally:
+            # Last: a request to end that comes again ends nothing that is ending in order.
+            self._stop.remove()
+
+    def _close(self, *, keep_memory: bool) -> None:
+        try:
             self.fence()
         except Exception as error:  # noqa: BLE001, of the copy's thread: the store is closed all the same
             _log.error("the last save_async is given up: %s", error)
@@ -371,7 +393,6 @@ class FlashCheckpointer:
         self._is_open = False
         self._saver.end()
         atexit.unregister(self._at_exit)
-        self._stop.remove()
         for guard in self._guards:
             guard.remove()
         if self._preparing:

@@ -7,6 +7,7 @@ us.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -26,6 +27,8 @@ class StopRequest:
 
     Attributes:
         pid: of the process that is asked; its children have the handler too.
+        previous: the handlers that were there before, by signal.
+        is_removed: `remove` has been called.
 
     Args:
         signals: which; for example SIGTERM, and what `sbatch --signal` sends.
@@ -39,12 +42,12 @@ class StopRequest:
         self._signals = tuple(signals)
         self._before_death = before_death
         self._clock = clock
-        self._previous: dict[int, Any] = {}
+        self.previous: dict[int, Any] = {}
         self.pid = os.getpid()
         self._is_watched = False
-        self._is_removed = False
-        # When each signal came first; in the order in which they came.
-        self._received_s: dict[int, float] = {}
+        self.is_removed = False
+        self._received: list[int] = []
+        self._asked_s = -math.inf
 
     def install(self) -> None:
         """Begin to listen. Python lets only the main thread do so: in others nothing happens, and the log says so."""
@@ -54,15 +57,23 @@ class StopRequest:
             )
             return
         for number in self._signals:
-            self._previous[number] = signal.signal(number, self._handle)
+            self.previous[number] = _in_use(number, signal.signal(number, self._handle))
+
+    def note_asked(self) -> None:
+        """The program has been asked to end, in whatever way: a SIGTERM that follows soon is the same request."""
+        if self._asked_s == -math.inf:
+            self._asked_s = self._clock()
 
     def remove(self) -> None:
         """Give the signals back. Where the program has set handlers of its own meanwhile, or this is another thread
-        than the main one, ours stays and hands on what comes."""
-        self._is_removed = True
+        than the main one, ours stays and hands on what comes. It stays too in a program that was just asked to end:
+        the same request may come once more, and the program is about to end in order."""
+        self.is_removed = True
+        if self._is_asked_just_now():
+            return
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, previous in self._previous.items():
+        for number, previous in self.previous.items():
             if signal.getsignal(number) == self._handle:
                 # None: a handler that was not set from Python, and cannot be set again from it.
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
@@ -70,25 +81,37 @@ class StopRequest:
     @property
     def reason(self) -> str:
         """Which signal came first; "" if none has."""
-        first = next(iter(self._received_s), None)
-        return "" if first is None else f"{signal.Signals(first).name} came"
+        return f"{signal.Signals(self._received[0]).name} came" if self._received else ""
 
     def promise(self) -> None:
         """The program looks, and will end in its own time: SIGTERM does not end it, unless it comes again later."""
         self._is_watched = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(number)
+        previous = self.previous.get(number)
         is_own = os.getpid() == self.pid
-        now_s = self._clock()
-        is_same = now_s < self._received_s.setdefault(number, now_s) + REPEAT_S
+        if number not in self._received and not self.is_removed:
+            self._received.append(number)
+            self._asked_s = self._clock()
         if callable(previous):
             previous(number, frame)
         elif previous == signal.SIG_IGN:
             return
-        elif number == signal.SIGTERM and not (is_own and self._is_watched and is_same and not self._is_removed):
+        elif number == signal.SIGTERM and not (is_own and self._is_asked_just_now()):
             # Nobody looks, or somebody has lost patience, or this is a child of the program.
             if is_own:
                 self._before_death()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _is_asked_just_now(self) -> bool:
+        return self._is_watched and self._clock() < self._asked_s + REPEAT_S
+
+
+def _in_use(number: int, handler: Any) -> Any:
+    """A handler of a signal; in place of one that has stayed when its program was ending, what it would hand on to."""
+    owner = getattr(handler, "__self__", None)
+    while isinstance(owner, StopRequest) and owner.is_removed:
+        handler = owner.previous.get(number)
+        owner = getattr(handler, "__self__", None)
+    return handler

@@ -1,0 +1,254 @@
+"""Requests to stop as sites send them: below wrappers and launchers, several times, to some processes or to all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from checkpoint import commit
+from checkpoint.flash.slurm_task import task_that_sigterm_ends
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = Path(__file__).parent / "programs" / "asked_trainer.py"
+TIMEOUT_S = 90.0
+WaitUntil = Callable[..., None]
+
+STOP_REQUEST = """
+import os, signal
+from checkpoint.flash.stop import StopRequest
+now_s = 100.0
+died = []
+request = StopRequest([signal.SIGTERM, signal.SIGUSR1], lambda: print("dies", flush=True), lambda: now_s)
+request.install()
+request.promise()
+def ask(number, time_s):
+    global now_s
+    now_s = time_s
+    os.kill(os.getpid(), number)
+    print(time_s, request.reason, flush=True)
+"""
+
+
+def asked(*lines: str) -> tuple[int, list[str]]:
+    """How a program ends that looks whether it is asked to stop, and what it says."""
+    program = "\n".join([STOP_REQUEST, *lines])
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert run.stderr == ""
+    return run.returncode, run.stdout.splitlines()
+
+
+def test_signals_within_seconds_are_one_request_and_a_later_one_ends_the_program() -> None:
+    code, said = asked("ask(signal.SIGTERM, 100)", "ask(signal.SIGTERM, 109.9)", "ask(signal.SIGTERM, 110.1)")
+    assert (code, said) == (-signal.SIGTERM, ["100 SIGTERM came", "109.9 SIGTERM came", "dies"])
+
+
+def test_a_warning_long_before_does_not_make_the_end_a_repeated_request() -> None:
+    code, said = asked("ask(signal.SIGUSR1, 100)", "ask(signal.SIGTERM, 900)", "ask(signal.SIGTERM, 905)")
+    assert (code, said) == (0, ["100 SIGUSR1 came", "900 SIGUSR1 came", "905 SIGUSR1 came"])
+
+
+def test_a_request_that_comes_again_behind_the_last_save_ends_no_program_that_ends_in_order() -> None:
+    lines = ["request.note_asked()", "request.remove()", "ask(signal.SIGTERM, 105)", "ask(signal.SIGTERM, 111)"]
+    assert asked(*lines) == (-signal.SIGTERM, ["105 ", "dies"])
+    # The next checkpointer of the same program has signals of its own.
+    again = [
+        *lines[:2],
+        "second = StopRequest([signal.SIGTERM], lambda: None, lambda: now_s)",
+        "second.install()",
+        "second.promise()",
+        "ask(signal.SIGTERM, 500)",
+        "print(second.reason)",
+    ]
+    assert asked(*again) == (0, ["500 ", "SIGTERM came"])
+
+
+def test_a_program_that_was_not_asked_gets_its_signals_back() -> None:
+    code, said = asked("request.remove()", "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL")
+    assert (code, said) == (0, [])
+
+
+def processes(directory: Path, *chain: tuple[str, int, bool]) -> None:
+    """What the kernel would say of processes: each one the parent of the next, from process 10 on."""
+    for number, (name, _, is_caught) in enumerate(chain, start=10):
+        caught = 1 << (signal.SIGTERM - 1) if is_caught else 0
+        lines = [f"Name:\t{name}", f"PPid:\t{number - 1 if number > 10 else 1}", "SigIgn:\t0", f"SigCgt:\t{caught:016x}"]
+        (directory / str(number)).mkdir()
+        (directory / str(number) / "status").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("chain", "found"),
+    [
+        ([("slurmstepd", 0, True), ("bash", 0, False), ("python", 0, False)], "bash (process 11)"),
+        ([("slurmstepd", 0, True), ("bash", 0, False), ("time", 0, True), ("python", 0, True)], "bash (process 11)"),
+        ([("slurmstepd", 0, True), ("bash", 0, True), ("python", 0, False)], ""),
+        ([("slurmstepd", 0, True), ("python", 0, False)], ""),
+        ([("bash", 0, False), ("python", 0, False)], ""),
+    ],
+)
+def test_a_wrapper_that_sigterm_ends_is_found(chain: list[tuple[str, int, bool]], found: str, tmp_path: Path) -> None:
+    processes(tmp_path, *chain)
+    assert task_that_sigterm_ends(9 + len(chain), tmp_path) == found
+
+
+def test_processes_that_nobody_may_look_at_are_no_wrapper(tmp_path: Path) -> None:
+    assert task_that_sigterm_ends(10, tmp_path) == ""
+
+
+# --- real processes ------------------------------------------------------------------------------------------------
+
+JOB_SAVER = """
+import logging, sys
+from pathlib import Path
+from checkpoint.saver import serve_job
+logging.basicConfig(level=logging.INFO)
+serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
+"""
+
+
+@dataclass
+class Job:
+    """A job without Slurm: its saver, and a task that is a wrapper or a launcher."""
+
+    path: Path
+    wait_until: WaitUntil
+    undo: ExitStack
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> Path:
+        return self.path / "memory"
+
+    @property
+    def directory(self) -> Path:
+        return self.path / "checkpoints"
+
+    def start(self, *argv: str | Path, **options: object) -> subprocess.Popen[bytes]:
+        with open(self.path / "said", "ab") as said:
+            process = subprocess.Popen(argv, cwd=self.path, env=self.environ, stderr=said, **options)  # type: ignore[call-overload]
+        self.undo.callback(self._end, process)
+        return process  # type: ignore[no-any-return]
+
+    def saver(self) -> subprocess.Popen[bytes]:
+        process = self.start(sys.executable, "-c", JOB_SAVER, self.memory, stdout=subprocess.PIPE)
+        assert process.stdout
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    def ledger(self, rank: int = 0) -> list[list[str]]:
+        path = self.path / f"ledger.{rank}"
+        return [line.split(maxsplit=2) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until_trained(self, num_ranks: int) -> list[int]:
+        """Wait until the first step of each rank is saved; their process ids."""
+
+        def all_trained() -> bool:
+            return all(["saved", "1"] in self.ledger(rank) for rank in range(num_ranks))
+
+        try:
+            self.wait_until(all_trained, TIMEOUT_S, "the first save")
+        except BaseException:
+            print(self.said())
+            raise
+        return [int(self.ledger(rank)[0][1]) for rank in range(num_ranks)]
+
+    def said(self) -> str:
+        return (self.path / "said").read_text()
+
+    def check_saved_and_stopped_once(self, num_ranks: int) -> str:
+        """All ranks saved the same last step, once, and it is on disk; the reason that the first one was given."""
+        last = self.ledger()[-1][1]
+        for rank in range(num_ranks):
+            words = [line[:2] for line in self.ledger(rank)]
+            assert words[1:] == [["from", "0"], ["saved", "1"], ["saved", last], ["stopping", last]], self.said()
+        assert commit.committed(self.directory)[0].step == int(last), self.said()
+        assert os.listdir(self.memory) == []
+        return self.ledger()[-1][2]
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Job]:
+    (tmp_path / "memory").mkdir()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HETSTREAM_"))}
+    more = {"SLURM_JOB_ID": "77", "HETSTREAM_CKPT_SAVER": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with ExitStack() as undo:
+        job = Job(tmp_path, wait_until, undo, environ | more)
+        yield job
+        for rank in range(2):
+            for line in job.ledger(rank):
+                if line[0] == "start":
+                    with suppress(ProcessLookupError):
+                        os.kill(int(line[1]), signal.SIGKILL)
+
+
+def test_below_a_wrapper_that_passes_nothing_on_the_jobs_saver_asks(job: Job) -> None:
+    """As with proctrack/cgroup: the tasks of steps get SIGTERM, which are a shell and the saver, and nobody else."""
+    saver = job.saver()
+    (job.path / "wrapper.sh").write_text(
+        f"trap : TERM\n{sys.executable} {TRAINER} checkpoints ledger memory\ncode=$?\nexit $code\n"
+    )
+    wrapper = job.start("bash", "wrapper.sh")
+    job.until_trained(1)
+    for _ in range(2):
+        wrapper.send_signal(signal.SIGTERM)
+        saver.send_signal(signal.SIGTERM)
+    assert wrapper.wait(TIMEOUT_S) == 75
+    assert saver.wait(TIMEOUT_S) == 0
+    assert job.check_saved_and_stopped_once(1) == "SIGTERM came to the job's saver"
+
+
+def test_a_signal_behind_the_request_of_the_saver_does_not_end_what_is_closing(job: Job) -> None:
+    saver = job.saver()
+    marker = job.path / "marker"
+    job.environ["HETSTREAM_CKPT_FAULT"] = f"store.closing:1:stop:{marker}"
+    trainer = job.start(sys.executable, TRAINER, "checkpoints", "ledger", "memory")
+    job.until_trained(1)
+    saver.send_signal(signal.SIGTERM)
+    job.wait_until(marker.exists, TIMEOUT_S, "the last save")
+    trainer.send_signal(signal.SIGTERM)
+    trainer.send_signal(signal.SIGCONT)
+    assert trainer.wait(TIMEOUT_S) == 75
+    assert saver.wait(TIMEOUT_S) == 0
+    job.check_saved_and_stopped_once(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["everybody", "the launcher and the saver", "the launcher"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"],
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_a_launcher_passes_on_what_its_ranks_have_heard_already(job: Job, launcher: list[str], who: str) -> None:
+    pytest.importorskip(launcher[1].partition(".")[0])
+    saver = job.saver()
+    task = job.start(sys.executable, *launcher, TRAINER, "checkpoints", "ledger", "memory")
+    ranks = job.until_trained(2)
+    task.send_signal(signal.SIGTERM)
+    if who == "everybody":
+        for pid in ranks:
+            os.kill(pid, signal.SIGTERM)
+    if who != "the launcher":
+        saver.send_signal(signal.SIGTERM)
+    assert task.wait(TIMEOUT_S) == 1, "a launcher that was told to end says so"
+    saver.send_signal(signal.SIGTERM)
+    assert saver.wait(TIMEOUT_S) == 0
+    job.check_saved_and_stopped_once(2)

@@ -598,6 +598,21 @@ def test_a_jobs_saver_serves_all_stores_that_come_and_outlives_their_trainers(be
     assert os.listdir(bench.path / "stores") == []
 
 
+def test_a_jobs_saver_that_is_told_to_end_asks_trainers_that_have_just_come(bench: Bench) -> None:
+    saver = bench.job_saver()
+    saver.send_signal(signal.SIGSTOP)
+    trainer = bench.trainer()
+    saver.send_signal(signal.SIGTERM)
+    saver.send_signal(signal.SIGCONT)
+    asked = "SIGTERM came to the job's saver"
+    bench.until(lambda: StoreView(trainer.store).files.stop_reason() == asked, "the word to the trainer")
+    trainer.say("save 10")
+    trainer.end()
+    assert saver.wait(TIMEOUT_S) == 0
+    bench.check_whole((1, 10))
+    assert os.listdir(bench.path / "stores") == []
+
+
 def test_a_jobs_saver_passes_a_warning_on_and_waits_for_the_last_save(bench: Bench) -> None:
     saver = bench.job_saver()
     trainer = bench.trainer()
@@ -605,9 +620,10 @@ def test_a_jobs_saver_passes_a_warning_on_and_waits_for_the_last_save(bench: Ben
     bench.until_committed((1, 10))
     assert StoreView(trainer.store).files.stop_reason() == ""
     saver.send_signal(signal.SIGUSR1)
-    bench.until(lambda: StoreView(trainer.store).files.stop_reason() == "SIGUSR1 came", "the warning")
+    bench.until(lambda: StoreView(trainer.store).files.stop_reason(), "the warning")
     saver.send_signal(signal.SIGTERM)
     bench.until(lambda: "told to end" in bench.said(), "the saver's answer")
+    assert StoreView(trainer.store).files.stop_reason() == "SIGUSR1 came to the job's saver", "and no second word"
     # Slurm ends a job's saver and its trainers at one moment: a trainer may save once more.
     trainer.say("save 11")
     trainer.kill()

@@ -79,7 +79,12 @@ def processes(directory: Path, *chain: tuple[str, int, bool]) -> None:
     """What the kernel would say of processes: each one the parent of the next, from process 10 on."""
     for number, (name, _, is_caught) in enumerate(chain, start=10):
         caught = 1 << (signal.SIGTERM - 1) if is_caught else 0
-        lines = [f"Name:\t{name}", f"PPid:\t{number - 1 if number > 10 else 1}", "SigIgn:\t0", f"SigCgt:\t{caught:016x}"]
+        lines = [
+            f"Name:\t{name}",
+            f"PPid:\t{number - 1 if number > 10 else 1}",
+            "SigIgn:\t0",
+            f"SigCgt:\t{caught:016x}",
+        ]
         (directory / str(number)).mkdir()
         (directory / str(number) / "status").write_text("\n".join(lines))
 

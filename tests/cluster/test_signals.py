@@ -89,7 +89,7 @@ class Job(CheckpointJob):
         for rank in range(self.num_ranks):
             words = [line[:2] for line in self.of_rank(rank)]
             assert words[1:] == [["from", "0"], ["saved", "1"], ["saved", last], ["stopping", last]], self.story()
-        assert self.newest_on_disk() == int(last)
+        assert self.newest_on_disk() == int(last), self.story()
         assert self.shared_memory() == []
 
     def shown(self, field: str) -> str:

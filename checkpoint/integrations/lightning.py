@@ -147,7 +147,7 @@ def _check_replicated(trainer: Trainer) -> None:
 def _taken(trainer: Trainer) -> dict[str, Any]:
     """Lightning's checkpoint, in our parts."""
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    for owner in (trainer.lightning_module, trainer.datamodule):
+    for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         # Arguments of the program, which gives them anew; Lightning does not restore them.
         for name in ("KEY", "NAME", "TYPE"):
             checkpoint.pop(getattr(owner, f"CHECKPOINT_HYPER_PARAMS_{name}", ""), None)
@@ -156,7 +156,7 @@ def _taken(trainer: Trainer) -> dict[str, Any]:
 
 
 def _hand_over(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Let Lightning restore what `_taken` gave. Optimizers, schedulers, loops and plugins follow, when it gets there."""
+    """Let Lightning restore what `_taken` gave: this at once; optimizers, loops and plugins when it gets there."""
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = {**state[_REST], **{theirs: state[ours] for ours, theirs in _PARTS.items()}}
     # In this order, as Lightning does before the strategy is set up, which is over by now.

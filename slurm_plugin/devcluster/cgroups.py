@@ -1,8 +1,9 @@
-"""Control groups of a cluster's own, for `proctrack/cgroup` and constrained devices. Called by boot, supervisor, teardown.
+"""Control groups of a cluster's own, for `proctrack/cgroup` and constrained devices.
 
-Slurm names its groups after nodes and jobs, which two clusters may have in common. So the supervisor, with all that it
-starts, lives in a group with the cluster's name and takes that for the root: clusters stay out of each other's way, and
-of the machine's own Slurm. Cgroup v1 only: there a group can be made in the hierarchies that are needed and in no other.
+Called by boot, supervisor and teardown. Slurm names its groups after nodes and jobs, which two clusters may have in
+common. So the supervisor, with all that it starts, lives in a group with the cluster's name and takes that for the
+root: clusters stay out of each other's way, and of the machine's own Slurm. Cgroup v1 only: there a group can be made
+in the hierarchies that are needed and in no other.
 """
 
 from __future__ import annotations

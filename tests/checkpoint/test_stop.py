@@ -75,16 +75,12 @@ def test_a_program_that_was_not_asked_gets_its_signals_back() -> None:
     assert (code, said) == (0, [])
 
 
-def processes(directory: Path, *chain: tuple[str, int, bool]) -> None:
+def processes(directory: Path, *chain: tuple[str, bool]) -> None:
     """What the kernel would say of processes: each one the parent of the next, from process 10 on."""
-    for number, (name, _, is_caught) in enumerate(chain, start=10):
+    for number, (name, is_caught) in enumerate(chain, start=10):
         caught = 1 << (signal.SIGTERM - 1) if is_caught else 0
-        lines = [
-            f"Name:\t{name}",
-            f"PPid:\t{number - 1 if number > 10 else 1}",
-            "SigIgn:\t0",
-            f"SigCgt:\t{caught:016x}",
-        ]
+        parent = number - 1 if number > 10 else 1
+        lines = [f"Name:\t{name}", f"PPid:\t{parent}", "SigIgn:\t0", f"SigCgt:\t{caught:016x}"]
         (directory / str(number)).mkdir()
         (directory / str(number) / "status").write_text("\n".join(lines))
 
@@ -92,14 +88,14 @@ def processes(directory: Path, *chain: tuple[str, int, bool]) -> None:
 @pytest.mark.parametrize(
     ("chain", "found"),
     [
-        ([("slurmstepd", 0, True), ("bash", 0, False), ("python", 0, False)], "bash (process 11)"),
-        ([("slurmstepd", 0, True), ("bash", 0, False), ("time", 0, True), ("python", 0, True)], "bash (process 11)"),
-        ([("slurmstepd", 0, True), ("bash", 0, True), ("python", 0, False)], ""),
-        ([("slurmstepd", 0, True), ("python", 0, False)], ""),
-        ([("bash", 0, False), ("python", 0, False)], ""),
+        ([("slurmstepd", True), ("bash", False), ("python", False)], "bash (process 11)"),
+        ([("slurmstepd", True), ("bash", False), ("time", True), ("python", True)], "bash (process 11)"),
+        ([("slurmstepd", True), ("bash", True), ("python", False)], ""),
+        ([("slurmstepd", True), ("python", False)], ""),
+        ([("bash", False), ("python", False)], ""),
     ],
 )
-def test_a_wrapper_that_sigterm_ends_is_found(chain: list[tuple[str, int, bool]], found: str, tmp_path: Path) -> None:
+def test_a_wrapper_that_sigterm_ends_is_found(chain: list[tuple[str, bool]], found: str, tmp_path: Path) -> None:
     processes(tmp_path, *chain)
     assert task_that_sigterm_ends(9 + len(chain), tmp_path) == found
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import OptionsError
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -38,13 +39,10 @@ class Framework:
     """Starts the training program of one framework.
 
     Attributes:
-        saved: the step whose state SIGTERM after step 7 leaves. Lightning has a handler of its own, which ends the
-            program at once.
         said: what the last run said.
     """
 
-    def __init__(self, name: str, starter: subprocess.Popen[str], said: Path) -> None:
-        self.saved = 8 if name == "huggingface" else 7
+    def __init__(self, starter: subprocess.Popen[str], said: Path) -> None:
         self._starter = starter
         self.said = said
 
@@ -69,7 +67,7 @@ def framework(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Framew
         stdout=subprocess.PIPE,
         text=True,
     ) as starter:
-        yield Framework(request.param, starter, tmp_path / "said")
+        yield Framework(starter, tmp_path / "said")
 
 
 def left_in(path: Path) -> list[str]:
@@ -94,11 +92,11 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened(framework: Framewo
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)
 def test_a_training_that_is_told_to_end_saves_and_ends(framework: Framework, tmp_path: Path) -> None:
-    framework.train(tmp_path / "told", "--die-after", "7", "--number", str(int(signal.SIGTERM)))
-    assert os.readlink(tmp_path / "told" / "latest") == f"step-{framework.saved:010}.1"
+    framework.train(tmp_path / "told", "--interval", "1000", "--die-after", "7", "--number", str(int(signal.SIGTERM)))
+    assert os.readlink(tmp_path / "told" / "latest") == "step-0000000008.1", "the signal comes behind step 7's look"
     resumed = framework.train(tmp_path / "told")
     assert resumed[1] == "30"
-    assert len(resumed) == 2 + 30 - framework.saved
+    assert len(resumed) == 2 + 30 - 8
     assert left_in(tmp_path) == []
 
 
@@ -141,6 +139,35 @@ def test_two_ranks_go_on_from_the_step_they_were_killed_at(
     num_made = 15 + 2 - len(resumed[0])
     assert num_made in (6, 7)
     assert sorted(words[2:] for words in resumed) == sorted(words[2 + num_made :] for words in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [["0", "1"], ["1"]], ids=["both", "rank 1 alone"])
+@pytest.mark.parametrize(
+    ("framework", "launcher", "options"), [("huggingface", TORCHRUN, []), ("lightning", [], ["--devices", "2"])]
+)
+def test_two_ranks_that_are_told_to_end_save_the_same_last_step(
+    framework: str, launcher: list[str], options: list[str], who: list[str], tmp_path: Path
+) -> None:
+    if not importlib.util.find_spec(MODULES[framework].partition(".")[0]):
+        pytest.skip(f"{framework} is not installed")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
+    more = {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    program = [*launcher, PROGRAMS / f"train_{framework}.py", tmp_path / "told", *options, "--epochs=20"]
+
+    def train(*arguments: str) -> list[list[str]]:
+        argv = [sys.executable, *program, *arguments]
+        run = subprocess.run(argv, capture_output=True, text=True, timeout=140, env=environment | more)
+        assert run.returncode == 0, run.stdout + run.stderr
+        return sorted(line.split()[1:] for line in run.stdout.splitlines() if line.startswith("RESULT"))
+
+    told = ["--die-after", "7", "--number", str(int(signal.SIGTERM)), "--die-ranks", *who]
+    train("--interval", "1000", *told)
+    newest = CheckpointDirectory(tmp_path / "told").checkpoints()[0]
+    assert 7 < newest.generation.step < 100, "the last step, and not the end of training"
+    assert newest.world_size == 2
+    resumed = train()
+    assert [(words[1], len(words)) for words in resumed] == [("100", 2 + 100 - newest.generation.step)] * 2
 
 
 class StandIn(ModuleType):

@@ -33,7 +33,7 @@ class Model(torch.nn.Module):
 
 class Die(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        if state.global_step == die_after:
+        if state.global_step == die_after and int(os.environ.get("RANK", "0")) in given.die_ranks:
             os.kill(os.getpid(), number)
 
 
@@ -41,7 +41,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory")
 parser.add_argument("--die-after", type=int, default=-1)
 parser.add_argument("--number", type=int, default=signal.SIGKILL)
+parser.add_argument("--die-ranks", type=int, nargs="*", default=[0, 1])
 parser.add_argument("--interval", type=int, default=1)
+parser.add_argument("--epochs", type=int, default=3)
 given = parser.parse_args()
 die_after, number = given.die_after, given.number
 torch.manual_seed(3)
@@ -50,7 +52,7 @@ model = Model()
 arguments = TrainingArguments(
     output_dir=given.directory + ".out",
     per_device_train_batch_size=4,
-    num_train_epochs=3,
+    num_train_epochs=given.epochs,
     learning_rate=0.01,
     save_strategy="no",
     report_to="none",

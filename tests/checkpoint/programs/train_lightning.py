@@ -39,11 +39,11 @@ class Module(pl.LightningModule):
 
 
 class Die(pl.Callback):
-    def __init__(self, step, number):
-        self.step, self.number = step, number
+    def __init__(self, step, number, ranks):
+        self.step, self.number, self.ranks = step, number, ranks
 
     def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and trainer.global_rank in self.ranks:
             os.kill(os.getpid(), self.number)
 
 
@@ -51,7 +51,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory")
 parser.add_argument("--die-after", type=int, default=-1)
 parser.add_argument("--number", type=int, default=signal.SIGKILL)
+parser.add_argument("--die-ranks", type=int, nargs="*", default=[0, 1])
 parser.add_argument("--interval", type=int, default=1)
+parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--plain", action="store_true", help="torch's own loader")
 args = parser.parse_args()
@@ -62,8 +64,11 @@ if args.plain:
     loader.close()
     loader = torch.utils.data.DataLoader(Numbers(), batch_size=4, shuffle=True)
 trainer = pl.Trainer(
-    max_epochs=3,
-    callbacks=[FlashCheckpointCallback(args.directory, interval=args.interval), Die(args.die_after, args.number)],
+    max_epochs=args.epochs,
+    callbacks=[
+        FlashCheckpointCallback(args.directory, interval=args.interval),
+        Die(args.die_after, args.number, args.die_ranks),
+    ],
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,

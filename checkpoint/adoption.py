@@ -15,15 +15,16 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from checkpoint.errors import ForeignOwner, SharedMemoryFull, StoreInUse
+from checkpoint.errors import CheckpointError, ForeignOwner, SharedMemoryFull, StoreInUse
 from checkpoint.faults import reach
 from checkpoint.locks import FileLock
-from checkpoint.store_files import STATUS_BYTES, Holder, Identity, StoreFiles, list_stores
+from checkpoint.slot import unlink_with_target
+from checkpoint.store_files import STATUS_BYTES, Holder, Identity, SlotContent, StoreFiles, list_stores
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,17 @@ def own_store(identity: Identity, shared_memory: Path, fallback: Path | None) ->
     return files, lock
 
 
+def newest_attempt(identity: Identity, roots: Iterable[Path]) -> int:
+    """The newest attempt of which the stores of an identity hold anything, of this rank or of others; 0: none."""
+    attempts = [0]
+    for files in (files for root in roots for files in list_stores(root, identity.prefix)):
+        with contextlib.suppress(CheckpointError):
+            files.check_owner()
+            held = [*files.complete(), *(content for path in files.replicas() if (content := SlotContent.of(path)))]
+            attempts += [content.header.generation.attempt for content in held]
+    return max(attempts)
+
+
 def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock] | None:
     """The dead trainer's store with the newest generation; others of the same identity are deleted."""
     found: list[tuple[StoreFiles, FileLock]] = []
@@ -75,6 +87,11 @@ def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock]
         for _, lock in found:
             lock.release()
         raise
+    ours = [one for one in found if one[0].read_directory_id() == identity.directory_id]
+    for files, lock in (one for one in found if one not in ours):
+        with lock:
+            _give_up(identity, files)
+    found = ours
     found.sort(key=lambda one: [content.age for content in one[0].complete()[:1]])
     for files, lock in found[:-1]:
         saver = FileLock.try_exclusive(files.saver_lock)
@@ -90,6 +107,26 @@ def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock]
     files.stop.unlink(missing_ok=True)
     reach("store.adopted")
     return files, lock
+
+
+def _give_up(identity: Identity, files: StoreFiles) -> None:
+    """A store that was made for a directory which somebody has deleted: for who has its trainer's lock."""
+    held = files.complete()
+    if held:
+        _log.warning(
+            "%s was deleted, or emptied, and made again since the last start: training begins anew, and what memory "
+            "holds of the directory before is given up (the newest is %s)",
+            identity.directory,
+            held[0].header.generation,
+        )
+    saver = FileLock.try_exclusive(files.saver_lock)
+    if saver:
+        with saver:
+            files.delete()
+        return
+    for path in (*files.slots(), *files.replicas()):
+        unlink_with_target(path)
+    files.closed.touch(0o600)  # its saver removes it
 
 
 def _lock_dead(files: StoreFiles, identity: Identity) -> FileLock | None:
@@ -141,6 +178,7 @@ def _make(identity: Identity, root: Path) -> tuple[StoreFiles, FileLock]:
         os.mkfifo(hidden.wake, 0o600)
         # Room that the saver can write to when memory is full; where there is none the store is made elsewhere.
         hidden.status.write_bytes(b" " * STATUS_BYTES)
+        hidden.write_directory_id(identity.directory_id)
         hidden.path.rename(root / name)
     except BaseException:
         if lock:

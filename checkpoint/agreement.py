@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from checkpoint.generation import Generation
+from checkpoint.policy.lineage import Lineage
 
 Source = Literal["memory", "replica", "disk"]
 
@@ -85,24 +86,40 @@ class Choice(msgspec.Struct, frozen=True):
     holders: list[list[int]] = []
 
 
-def agree(offers: Sequence[Offer]) -> Choice:
+def steps_of(offers: Sequence[Offer], lineage: Lineage) -> tuple[list[int], list[int]]:
+    """The steps that every rank can restore, ascending: those of the line, and others that were left behind.
+
+    Args:
+        offers: of every rank, by rank.
+        lineage: of the directory.
+    """
+    found = _Found(offers)
+    whole = {generation for generation in found.known if not found.missing(generation)}
+    line = {generation.step for generation in whole if lineage.holds(generation)}
+    return sorted(line), sorted({generation.step for generation in whole} - line)
+
+
+def agree(offers: Sequence[Offer], lineage: Lineage = Lineage(), step: int | None = None) -> Choice:  # noqa: B008
     """Choose the newest generation that every rank can restore: from its memory, another host's, or the disk.
 
     Args:
         offers: of every rank, by rank.
+        lineage: of the directory: what was left behind is not chosen.
+        step: choose one of this step; where no other is to be had, also one that was left behind.
     """
-    # A record in memory is one rank's own: with another number of ranks only the disk has all of them.
-    memory = [{held.generation for held in offer.memory if held.world_size == len(offers)} for offer in offers]
-    disk = [{held.generation: held.world_size for held in offer.disk} for offer in offers]
-    replica = _replicas(offers)
-    known = {held.generation for offer in offers for held in (*offer.memory, *offer.disk)}
-    known |= {one.generation for offer in offers for one in offer.replicas}
+    found = _Found(offers)
+    memory, disk, replica = found.memory, found.disk, found.replica
+
+    def is_wanted(generation: Generation) -> bool:
+        return lineage.holds(generation) if step is None else generation.step == step
+
+    def age(generation: Generation) -> tuple[bool, Generation]:
+        return lineage.holds(generation), generation
+
     notes: list[str] = []
     chosen: Generation | None = None
-    for generation in sorted(known, reverse=True):
-        missing = [
-            rank for rank in range(len(offers)) if not any(generation in one[rank] for one in (memory, replica, disk))
-        ]
+    for generation in sorted(filter(is_wanted, found.known), key=age, reverse=True):
+        missing = found.missing(generation)
         if not missing:
             chosen = generation
             break
@@ -122,6 +139,33 @@ def agree(offers: Sequence[Offer]) -> Choice:
     return Choice(
         chosen, on_disk[0] if on_disk else len(offers), sources, notes, [one.get(chosen, []) for one in replica]
     )
+
+
+class _Found:
+    """What ranks can restore.
+
+    Args:
+        offers: of every rank, by rank.
+
+    Attributes:
+        memory: by rank, the generations in its memory.
+        disk: by rank, the generations that it sees on disk, each with the number of ranks that saved it.
+        replica: by rank, the generations that it could get from elsewhere, and from which ranks' hosts.
+        known: the generations that any rank has heard of.
+    """
+
+    def __init__(self, offers: Sequence[Offer]) -> None:
+        # A record in memory is one rank's own: with another number of ranks only the disk has all of them.
+        self.memory = [{held.generation for held in offer.memory if held.world_size == len(offers)} for offer in offers]
+        self.disk = [{held.generation: held.world_size for held in offer.disk} for offer in offers]
+        self.replica = _replicas(offers)
+        self.known = {held.generation for offer in offers for held in (*offer.memory, *offer.disk)}
+        self.known |= {one.generation for offer in offers for one in offer.replicas}
+
+    def missing(self, generation: Generation) -> list[int]:
+        """The ranks that cannot restore a generation."""
+        everywhere = zip(self.memory, self.replica, self.disk, strict=True)
+        return [rank for rank, places in enumerate(everywhere) if not any(generation in place for place in places)]
 
 
 def _replicas(offers: Sequence[Offer]) -> list[dict[Generation, list[int]]]:

@@ -5,7 +5,7 @@
         rank-00000-of-00002.safetensors, rank-00000-of-00002.json   the manifest comes last
     DIR/step-0000000120.2/           the same after the rename that commits it: every part is whole and on disk
     DIR/step-0000000120.2.deleted/   the same on its way out
-    DIR/latest                       link to the newest committed one; moved only forward, only after it
+    DIR/latest                       link to the newest committed one of the line (`lineage.py`); moved only after it
     DIR/.commit                      lock of all of these renames
 
 Called by savers and by `CheckpointDirectory`. A reader needs none of it: what has a checkpoint's name is complete.
@@ -29,6 +29,8 @@ from checkpoint.errors import DamagedCheckpoint, NotEnoughSpace
 from checkpoint.faults import reach
 from checkpoint.formats.plan import FilePlan
 from checkpoint.generation import Generation
+from checkpoint.latest import LATEST, point_latest_to
+from checkpoint.lineage import check_id, read_lineage
 from checkpoint.locks import FileLock
 from checkpoint.manifest import Manifest, Part, is_manifest_name, ranks_of_name, read_manifest
 from checkpoint.rank_file import write_file
@@ -38,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 DELETED = ".deleted"
-LATEST = "latest"
 IN_USE = ".in-use"
 _COMMIT = ".commit"
 # Renames and a few small files: anything longer is a stopped process or a dead file server.
@@ -138,6 +139,7 @@ def write_part(
     plan: FilePlan,
     payload: memoryview,
     progress: Callable[[int], None] = lambda num_bytes: None,  # noqa: ARG005
+    directory_id: str = "",
 ) -> None:
     """Write one rank's part; if it is there already, nothing.
 
@@ -147,13 +149,16 @@ def write_part(
         plan: what the file holds.
         payload: of the record.
         progress: told again and again how many bytes are written.
+        directory_id: of the directory that it is meant for; "": whatever is called so.
 
     Raises:
+        DirectoryReplaced: it is meant for another directory.
         NotEnoughSpace: the disk is full, or would be. What this call wrote is gone again.
         OSError: the file system says no otherwise.
     """
     name = _partial(part.generation)
     with _own(directory) as root:
+        check_id(root, directory_id)
         with _announce(root, part.generation) as inner:
             if inner is None or inner.has(part.manifest_name):
                 return
@@ -315,24 +320,10 @@ def remove(directory: Path, name: str) -> bool:
     return True
 
 
-def problem_of_latest(directory: Path) -> str:
-    """Why `latest` does not name the newest checkpoint; "" if it does, or can."""
-    with Directory.open(directory) as root:
-        return _problem_of_latest(root)
-
-
-def _problem_of_latest(root: Directory) -> str:
-    try:
-        mode = root.status(LATEST).st_mode
-    except FileNotFoundError:
-        return ""
-    if stat.S_ISLNK(mode):
-        return ""
-    what = "directory" if stat.S_ISDIR(mode) else "file"
-    return (
-        f"{root.path / LATEST} is a {what} of somebody else's and no link: it stays, and does not name the newest "
-        "checkpoint. Checkpoints are written and restored all the same; move it away"
-    )
+def move_latest(directory: Path) -> None:
+    """Let `latest` name the newest checkpoint of the line."""
+    with _own(directory) as root, _commit_lock(root):
+        _move_latest(root)
 
 
 @contextlib.contextmanager
@@ -457,22 +448,7 @@ def _free_bytes(root: Directory) -> int:
 
 
 def _move_latest(root: Directory) -> None:
-    """Let `latest` name the newest committed checkpoint; where something else has this name, nothing."""
-    if _problem_of_latest(root):
-        return
-    newest = next(iter(committed(root.path)), None)
-    try:
-        old = root.read_link(LATEST)
-    except FileNotFoundError:
-        old = None
-    if newest is None:
-        root.unlink(LATEST, missing_ok=True)
-    elif old != newest.directory_name:
-        # Whoever renamed it may have died before it was on disk.
-        root.sync()
-        reach("commit.synced")
-        root.link_whole(LATEST, newest.directory_name)
-        reach("commit.linked")
+    point_latest_to(root, read_lineage(root).newest(committed(root.path)))
 
 
 def _purge(root: Directory, name: str) -> None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,13 @@ from checkpoint import commit, ownership
 from checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignOwner, MissingRanks, NoCheckpoint
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
+from checkpoint.latest import target_of_latest
+from checkpoint.lineage import read_lineage, write_lineage
 from checkpoint.locks import FileLock
 from checkpoint.manifest import Manifest, ranks_of_name
 from checkpoint.ownership import Event, Identity, Owner
 from checkpoint.policy.interval import Attempt
+from checkpoint.policy.lineage import Lineage, is_newest_removed
 from checkpoint.policy.retention import Retention, Saved, Verdict, judge
 from checkpoint.rank_file import RankFile, open_file
 from hetstream.base.files import Directory, UntrustedFile
@@ -114,12 +117,13 @@ class CheckpointDirectory:
         self.attempt = 0
         self._lock: FileLock | None = None
 
-    def acquire(self, identity: Identity, keep: Retention = KEEP_ALL) -> int:
+    def acquire(self, identity: Identity, keep: Retention = KEEP_ALL, above: int = 0) -> int:
         """Become the owner: once per job, by its rank 0. The lock ends with this process.
 
         Args:
             identity: who this is.
             keep: which checkpoints stay; rank 0's saver removes the others.
+            above: the newest attempt that any rank's memory holds something of.
 
         Returns:
             The number of this attempt, which no earlier one had.
@@ -135,7 +139,7 @@ class CheckpointDirectory:
             # Only for who has the lock: one that waits for it asks again and again.
             yield from ((one.generation, one.time_s) for one in self.scan())
 
-        self._lock, self.attempt = ownership.take(self.path, identity, keep, seen(), time.time())
+        self._lock, self.attempt = ownership.take(self.path, identity, keep, seen(), time.time(), above)
         return self.attempt
 
     def check_own(self) -> None:
@@ -170,6 +174,49 @@ class CheckpointDirectory:
     def take_over(self, identity: Identity) -> Event:
         """Write down that this attempt can train now, in place of one that has ended for it."""
         return ownership.take_over(self.path, self.attempt, identity, time.time())
+
+    def lineage(self) -> Lineage:
+        """The directory's id, and where its training went back; an empty one if there is none."""
+        with contextlib.suppress(OSError), Directory.open(self.path) as root:
+            return read_lineage(root)
+        return Lineage()
+
+    def notice_removed(self, known: Iterable[Generation]) -> Lineage:
+        """Go back to what is there, if somebody has deleted the newest checkpoint of the line. For the owner.
+
+        Args:
+            known: what ranks' savers have seen committed.
+        """
+        lineage, there = self.lineage(), commit.committed(self.path)
+        pointed = target_of_latest(self.path)
+        known = [*known, *([pointed] if pointed else [])]
+        if not is_newest_removed(lineage, there, known):
+            return lineage
+        removed, newest = lineage.newest(known), lineage.newest(there)
+        _log.warning(
+            "%s: the checkpoint of %s is not there any more: somebody has deleted it. Training %s, and what is in "
+            "memory and newer is given up",
+            self.path,
+            removed,
+            f"goes back to {newest}" if newest else "begins anew",
+        )
+        return self.go_back(newest)
+
+    def go_back(self, start: Generation | None) -> Lineage:
+        """Write down that the running attempt goes on from a record, whatever is newer; None: from the beginning. For
+        the owner."""
+        with Directory.open(self.path) as root:
+            root.check_own()
+            lineage = read_lineage(root).gone_back(self.attempt, start)
+            write_lineage(root, lineage)
+        reach("lineage.written")
+        commit.move_latest(self.path)
+        return lineage
+
+    def renumber(self) -> int:
+        """Give the running attempt the next number, as one that goes back behind what it has saved; the number."""
+        self.attempt = ownership.renumber(self.path, self.attempt, time.time())
+        return self.attempt
 
     def newest(self) -> Generation | None:
         """The newest committed checkpoint, whatever is wrong with it."""
@@ -310,8 +357,10 @@ class CheckpointDirectory:
         return problems
 
     def retain(self, rule: Retention, *, dry_run: bool = False) -> list[Verdict]:
-        """Remove what a rule does not keep, except what is being read; one verdict each, oldest first."""
-        saved = [_saved(one) for one in self.scan()]
+        """Remove what a rule does not keep, except what is being read; one verdict each, oldest first. What was left
+        behind is not counted and stays: `remove_left_behind`."""
+        lineage = self.lineage()
+        saved = [_saved(one) for one in self.scan() if lineage.holds(one.generation)]
         verdicts = judge(saved, rule)
         for verdict in verdicts if not dry_run else ():
             if not verdict.keep:
@@ -323,6 +372,30 @@ class CheckpointDirectory:
                     continue
                 _log.info("checkpoint %s %s: %s", name, "removed" if removed else "stays, it is read", verdict.reason)
         return verdicts
+
+    def left_behind(self) -> dict[Generation, str]:
+        """The checkpoints that were left behind and are of no more use, as the line has a newer one; each with the
+        reason."""
+        lineage = self.lineage()
+        scanned = self.scan()
+        newest = lineage.newest(one.generation for one in scanned if not one.problem)
+        left = ((one.generation, lineage.left_by(one.generation)) for one in scanned)
+        return {
+            generation: f"{branch}, and has saved since"
+            for generation, branch in left
+            if branch and newest and newest.attempt >= branch.attempt
+        }
+
+    def remove_left_behind(self) -> list[Generation]:
+        """Remove what `left_behind` names, except what is being read; what is gone."""
+        gone = []
+        for generation in self.left_behind():
+            try:
+                if commit.remove(self.path, generation.directory_name):
+                    gone.append(generation)
+            except UntrustedFile as error:
+                _log.warning("checkpoint %s stays: %s", generation, error)
+        return gone
 
     def _look_at(self, generation: Generation) -> Checkpoint | None:
         path = self.path / generation.directory_name

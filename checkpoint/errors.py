@@ -12,6 +12,7 @@ CheckpointError
 │   └── DamagedCheckpoint    a file of a checkpoint on disk
 ├── DirectoryInUse           another job writes to this checkpoint directory
 ├── DirectoryNotWritable     its file system says no
+├── DirectoryReplaced        another directory has its name: somebody has deleted it
 ├── NotEnoughSpace           the disk is too full for a checkpoint
 ├── SharedMemoryFull         no room in memory for a generation
 ├── StoreInUse               a living process has this rank's store, or this store's saver
@@ -69,6 +70,10 @@ class DirectoryInUse(CheckpointError):
 
 class DirectoryNotWritable(CheckpointError):
     """The file system refuses to write to the checkpoint directory."""
+
+
+class DirectoryReplaced(CheckpointError):
+    """A checkpoint directory is not the one that a training began in."""
 
 
 class NotEnoughSpace(CheckpointError):

@@ -62,6 +62,7 @@ POINTS = {
     "replica.kept": "a replica is complete and the sender does not know",
     "owner.numbered": "an attempt has its number, which is not yet written",
     "owner.written": "the attempt's number is on disk, the history does not know it",
+    "lineage.written": "it is on disk that training went back, and what is in memory and newer is still there",
     "handover.claimed": "a job has locked its request for the directory of another, which is not written",
     "handover.asked": "a job has asked for the directory of another",
     "handover.heard": "the owner knows that it is to stop, and nothing is saved",

@@ -16,9 +16,10 @@ import msgspec
 
 from checkpoint import typed_json
 from checkpoint.config import NO_JOB
-from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, ForeignOwner
+from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, DirectoryReplaced, ForeignOwner
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
+from checkpoint.lineage import name_directory
 from checkpoint.locks import FileLock
 from checkpoint.policy.interval import Attempt
 from checkpoint.policy.retention import Retention
@@ -129,6 +130,7 @@ def take(
     keep: Retention,
     seen: Iterable[tuple[Generation, float]],
     now_s: float,
+    above: int = 0,
 ) -> tuple[FileLock, int]:
     """Become the owner of a directory.
 
@@ -138,6 +140,7 @@ def take(
         keep: which checkpoints stay.
         seen: committed checkpoints, and when each was written.
         now_s: seconds since 1970.
+        above: an attempt that the directory may not know of; the new one gets a larger number.
 
     Returns:
         The lock, to be held while the attempt runs, and the attempt's number.
@@ -165,12 +168,14 @@ def take(
         events = history(path)
         last_seen = dict(_last_seen(seen))
         owner = read_owner(path)
-        known = [owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen]
-        attempt = max(known) + 1
-        reach("owner.numbered")
-        # On disk before anybody uses it: no other attempt may have the same.
         with Directory.open(path) as root:
             root.check_own()
+            lineage = name_directory(root, is_new=not last_seen and not root.has(_OWNER))
+            branches = (branch.attempt for branch in lineage.branches)
+            known = [above, owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen, *branches]
+            attempt = max(known) + 1
+            reach("owner.numbered")
+            # On disk before anybody uses it: no other attempt may have the same.
             root.write_whole(_OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
         reach("owner.written")
         _append(path, [*_died(events, last_seen), Event("started", attempt, now_s, identity)])
@@ -204,6 +209,21 @@ def _lock(path: Path, identity: Identity) -> FileLock | None:
                 _PATIENCE_S,
             )
         time.sleep(_POLL_S)
+
+
+def renumber(path: Path, attempt: int, now_s: float) -> int:
+    """Let the running attempt end and begin the next one, by the same owner, who keeps the lock; its number."""
+    owner = read_owner(path)
+    if owner is None or owner.attempt != attempt:
+        raise DirectoryReplaced(
+            f"{path} does not say any more that attempt {attempt} has it: somebody has changed owner.json, or deleted "
+            "the directory. End this training, and start it again"
+        )
+    with Directory.open(path) as root:
+        root.check_own()
+        root.write_whole(_OWNER, msgspec.json.encode(msgspec.structs.replace(owner, attempt=attempt + 1)))
+    _append(path, [Event("ended", attempt, now_s), Event("started", attempt + 1, now_s, owner.identity)])
+    return attempt + 1
 
 
 def end(path: Path, attempt: int, now_s: float) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from checkpoint.adoption import own_store
@@ -22,6 +22,7 @@ from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
 from checkpoint.segment import MAX_METADATA_BYTES, PAGE_BYTES, Segment, State, check_memory, check_room, file_bytes
+from checkpoint.slot import Slot, size_in, take_slots
 from checkpoint.store_files import SHARED_MEMORY, Identity, SaverStatus, SlotContent, StoreFiles
 
 _log = logging.getLogger(__name__)
@@ -37,78 +38,6 @@ _METADATA_SLACK = 1.25
 _MAX_WORD = 2**64 - 1
 
 
-class _Slot:
-    """A place for a generation.
-
-    Attributes:
-        path: the slot file, which may be missing.
-        segment: it, mapped for writing; None if there is no usable file.
-        is_busy: a save writes to it, or a thread prepares it.
-        is_given_up: there was no memory for it, and the others have to do.
-        lock: of its file, held by the save that writes to it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.segment: Segment | None = None
-        self.is_busy = False
-        self.is_given_up = False
-        self.lock: FileLock | None = None
-        if os.path.lexists(path):
-            try:
-                self.segment = Segment.open(path, writable=True)
-            except DamagedSegment as error:
-                _log.warning("a generation in memory cannot be used: %s", error)
-
-    def content(self) -> SlotContent | None:
-        """The complete generation in it."""
-        if self.segment:
-            with contextlib.suppress(DamagedSegment):
-                header = self.segment.header
-                if header.state == State.COMPLETE:
-                    return SlotContent(self.path, header)
-        return None
-
-    def fits(self, payload_bytes: int, metadata_bytes: int) -> bool:
-        """Whether there is room for so much."""
-        if self.segment:
-            with contextlib.suppress(DamagedSegment):
-                header = self.segment.header
-                return (
-                    header.payload_capacity_bytes >= payload_bytes and header.metadata_capacity_bytes >= metadata_bytes
-                )
-        return False
-
-    def age(self, payload_bytes: int, metadata_bytes: int) -> tuple[object, ...]:
-        """What to overwrite first is the smallest: an empty slot, one with room before others; then the oldest."""
-        content = self.content()
-        return (1, *content.age) if content else (0, not self.fits(payload_bytes, metadata_bytes))
-
-    def discard(self) -> None:
-        """Delete its file. Its memory is free then, unless somebody reads it just now: savers keep slots mapped."""
-        lock = FileLock.try_exclusive(self.path) if self.segment else None
-        try:
-            _unlink_with_target(self.path)
-            if lock and self.segment:
-                self.segment.give_back()
-        finally:
-            if lock:
-                lock.release()
-            self.close()
-
-    def unlock(self) -> None:
-        """Let others have its file."""
-        if self.lock:
-            self.lock.release()
-            self.lock = None
-
-    def close(self) -> None:
-        """Unmap it."""
-        if self.segment:
-            self.segment.close()
-            self.segment = None
-
-
 class WritableSlot:
     """A slot that is being written; `Store.begin` makes it. As a context manager it abandons what was not published.
 
@@ -119,7 +48,7 @@ class WritableSlot:
         allocated: the slot had to be made for this save: it took longer than the next one will.
     """
 
-    def __init__(self, store: Store, slot: _Slot, waited_s: float, allocated: bool) -> None:
+    def __init__(self, store: Store, slot: Slot, waited_s: float, allocated: bool) -> None:
         assert slot.segment is not None
         self._store = store
         self._slot = slot
@@ -200,9 +129,9 @@ class Store:
         self._is_saving = False
         self._has_said_full = False
         self._writing: WritableSlot | None = None
-        self._taken: _Slot | None = None
+        self._taken: Slot | None = None
         self._changed = threading.Condition()
-        self._slots = _take_slots(files, num_slots)
+        self._slots = take_slots(files, num_slots)
         self._serial = max((content.header.serial for content in self.held()), default=0)
 
     @classmethod
@@ -257,6 +186,33 @@ class Store:
                 raise DamagedSegment(f"{content.path}: {content.header.generation} has been overwritten meanwhile")
             segment.check_complete()
             yield segment
+
+    def forget(self, is_wanted: Callable[[Generation], bool]) -> None:
+        """Give up the generations that are not wanted, of this rank and of others. Nobody must save meanwhile."""
+        for slot in self._slots:
+            content = slot.content()
+            if content and not is_wanted(content.header.generation):
+                _log.info("%s: %s is given up", self.path, content.header.generation)
+                slot.forget()
+        for path in self._files.replicas():
+            replica = SlotContent.of(path)
+            if replica and not is_wanted(replica.header.generation):
+                path.unlink(missing_ok=True)
+
+    def note_directory(self, directory_id: str) -> None:
+        """The checkpoint directory has got an id since the store was opened.
+
+        Raises:
+            OSError: there is no room.
+        """
+        if directory_id != self._files.read_directory_id():
+            self._files.write_directory_id(directory_id)
+
+    @property
+    def persisted(self) -> Generation | None:
+        """The newest generation that its savers have seen committed, also before the last start."""
+        status = self.status()
+        return status.persisted if status else None
 
     def status(self) -> SaverStatus | None:
         """What the saver last said; None before it has."""
@@ -431,7 +387,7 @@ class Store:
                 self._writing = WritableSlot(self, slot, waited_s, allocated)
                 return self._writing
 
-    def _take(self, payload_bytes: int, metadata_bytes: int) -> _Slot:
+    def _take(self, payload_bytes: int, metadata_bytes: int) -> Slot:
         """A slot to overwrite, busy from here on, and its file locked if it has one."""
         began_s, has_said = time.monotonic(), False
         with self._changed:
@@ -460,24 +416,24 @@ class Store:
                         len(self._slots) + 1,
                     )
 
-    def _not_newest(self) -> list[_Slot]:
+    def _not_newest(self) -> list[Slot]:
         newest = next(iter(self.held()), None)
         return [slot for slot in self._slots if newest is None or slot.path != newest.path]
 
-    def _has_other(self, slot: _Slot, payload_bytes: int, metadata_bytes: int) -> bool:
+    def _has_other(self, slot: Slot, payload_bytes: int, metadata_bytes: int) -> bool:
         return any(other.fits(payload_bytes, metadata_bytes) for other in self._not_newest() if other is not slot)
 
-    def _give_up(self, slot: _Slot, error: SharedMemoryFull) -> None:
+    def _give_up(self, slot: Slot, error: SharedMemoryFull) -> None:
         slot.is_given_up = True
         _log.warning("checkpoints have a slot less, and saves may wait for the saver: %s", error)
 
-    def _replace(self, slot: _Slot, payload_bytes: int, metadata_bytes: int) -> None:
+    def _replace(self, slot: Slot, payload_bytes: int, metadata_bytes: int) -> None:
         """Give a slot a new file that is large enough; what it held is given up."""
         metadata_bytes = min(int(metadata_bytes * _METADATA_SLACK) + PAGE_BYTES, MAX_METADATA_BYTES)
         made = self.path / f"new-{slot.path.name}"
         try:
             # The memory of the old file is used again.
-            needed_bytes = file_bytes(payload_bytes, metadata_bytes) - _size_in(slot.path)
+            needed_bytes = file_bytes(payload_bytes, metadata_bytes) - size_in(slot.path)
             check_room(self.path, needed_bytes)
             check_memory(self.path, needed_bytes)
             slot.discard()
@@ -532,47 +488,21 @@ class Store:
         if not self._is_open:
             raise OptionsError(f"{self.path}: the store is closed")
 
-    def _occupy(self, slot: _Slot) -> bool:
+    def _occupy(self, slot: Slot) -> bool:
         with self._changed:
             if slot.is_busy or not self._is_open:
                 return False
             slot.is_busy = True
             return True
 
-    def _free(self, slot: _Slot) -> None:
+    def _free(self, slot: Slot) -> None:
         with self._changed:
             slot.is_busy = False
             self._changed.notify_all()
 
-    def _end_writing(self, slot: _Slot) -> None:
+    def _end_writing(self, slot: Slot) -> None:
         slot.unlock()
         self._is_saving = False
         self._writing = None
         self._free(slot)
         self._taken = None
-
-
-def _take_slots(files: StoreFiles, num_slots: int) -> list[_Slot]:
-    """The slots of a store, those that are there first; the oldest beyond `num_slots` are deleted."""
-    for left_over in files.path.glob("new-*"):
-        _unlink_with_target(left_over)
-    there = [content.path for content in files.complete()]
-    there += [path for path in files.slots() if path not in there]
-    for path in there[num_slots:]:
-        _unlink_with_target(path)
-    unused = (path for number in range(num_slots) if (path := files.slot(number)) not in there[:num_slots])
-    return [_Slot(path) for path in sorted([*there[:num_slots], *unused][:num_slots])]
-
-
-def _size_in(path: Path) -> int:
-    """Bytes that a file takes where it is; a link takes none."""
-    try:
-        return 0 if path.is_symlink() else path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _unlink_with_target(path: Path) -> None:
-    if path.is_symlink():
-        Path(os.readlink(path)).unlink(missing_ok=True)
-    path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@
         status.json      what the saver has done
         closed           there once the trainer has ended as it should
         stop             why the trainer is asked to save and to end, from a job's saver
+        directory        id of the checkpoint directory that it was made for, see `lineage.py`
         replicas.json    what the saver does about replicas, see `replica/`
         replica-1-0 ...  generations of rank 1, which runs on another host
 
@@ -56,12 +57,15 @@ class Identity:
         component: offset in the heterogeneous job; 0 without.
         rank: of the trainer.
         directory: the checkpoint directory.
+        directory_id: of that one, see `lineage.py`; "" while it is not known. Not a part of the store's name: a store
+            of a directory that was deleted is found, and given up.
     """
 
     job: str
     component: int
     rank: int
     directory: Path
+    directory_id: str = ""
 
     def __post_init__(self) -> None:
         if not _JOB.fullmatch(self.job):
@@ -111,6 +115,7 @@ class SaverStatus(msgspec.Struct, frozen=True, kw_only=True):
         num_skipped: generations that were replaced in memory before the saver came to them.
         num_failed: attempts to write that failed.
         error: why the last attempt failed; "" if it did not.
+        is_lost: there is no directory to write to any more: who waits for the disk waits in vain.
         persist_s: how long the last one took, in seconds.
         persist_bytes: how much it wrote.
         replicated: newest generation that another host keeps.
@@ -125,6 +130,7 @@ class SaverStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_skipped: int = 0
     num_failed: int = 0
     error: str = ""
+    is_lost: bool = False
     persist_s: float = 0.0
     persist_bytes: int = 0
     replicated: Generation | None = None
@@ -214,6 +220,7 @@ class StoreFiles:
         self.closed = path / "closed"
         self.stop = path / "stop"
         self.replica_order = path / "replicas.json"
+        self._directory_id = path / "directory"
 
     def slot(self, number: int) -> Path:
         """Where a slot is or is to be."""
@@ -255,11 +262,13 @@ class StoreFiles:
     def siblings(self) -> list[StoreFiles]:
         """The stores of the same job and checkpoint directory on this host, with this one."""
         found = []
+        directory_id = self.read_directory_id()
         for one in list_stores(self.path.parent, stores_prefix()):
             if not one.path.name.startswith(".") and _training(one.path.name) == _training(self.path.name):
                 with contextlib.suppress(CheckpointError):  # it has just gone, or is a foreigner's
                     one.check_owner()
-                    found.append(one)
+                    if one.read_directory_id() == directory_id:
+                        found.append(one)
         return found
 
     def check_owner(self) -> None:
@@ -314,6 +323,21 @@ class StoreFiles:
             # disk.
             with self.status.open("r+b") as file:
                 file.write(said.ljust(STATUS_BYTES))
+
+    def read_directory_id(self) -> str:
+        """Which checkpoint directory it was made for; "" where that is not known."""
+        try:
+            return self._directory_id.read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def write_directory_id(self, directory_id: str) -> None:
+        """Say which checkpoint directory it was made for.
+
+        Raises:
+            OSError: there is no room.
+        """
+        self._directory_id.write_text(directory_id)
 
     def read_replica_order(self) -> Order | None:
         """What the saver is to do about replicas; None: nothing."""

@@ -19,11 +19,12 @@ import msgspec
 
 from checkpoint import commit
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import CheckpointError, DamagedCheckpoint, DamagedSegment
+from checkpoint.errors import CheckpointError, DamagedCheckpoint, DamagedSegment, DirectoryReplaced
 from checkpoint.faults import reach
 from checkpoint.formats.part import plan_part
 from checkpoint.formats.plan import FilePlan
 from checkpoint.generation import Generation
+from checkpoint.latest import problem_of_latest
 from checkpoint.layout import from_json
 from checkpoint.manifest import Part
 from checkpoint.mapped_slots import MappedSlots
@@ -73,6 +74,7 @@ class StoreSaver:
         self._not_before_s = 0.0
         self._slots = MappedSlots()
         self._reporting = threading.Lock()
+        self._is_orphaned = False
         self._replicas: ReplicaService | None = None
         self._no_replicas_before_s = 0.0
         self._is_clean = True
@@ -99,7 +101,7 @@ class StoreSaver:
         if not held or time.monotonic() < self._not_before_s:
             return False
         try:
-            newest = self._commit_written(held)
+            newest = self._newest_seen(self._commit_written(held))
             self._clean_up()
             written = set(commit.written_by(self.directory, self.rank)) - self._damaged
             announced = set(commit.announced(self.directory)) - self._damaged
@@ -118,9 +120,11 @@ class StoreSaver:
                 return self._pass_over(held[turn.generation], error)
             self._clean_up()
         except (OSError, CheckpointError) as error:
+            self._is_orphaned = isinstance(error, DirectoryReplaced)
             self._fail(error)
             return False
         self._retry_s = 0.0
+        self._is_orphaned = False
         self.since_s = time.monotonic()
         return True
 
@@ -169,13 +173,20 @@ class StoreSaver:
         self._said_s = self.since_s + _QUIET_S - _REPORT_S
 
     def unsaved(self) -> Generation | None:
-        """The newest generation in memory, if it is in no committed checkpoint and in none that is newer."""
+        """The newest generation in memory, if it is in no committed checkpoint and in none that is newer, and was not;
+        None also where it is of no use, as the directory is another one now."""
         newest = next((content.header.generation for content in self.view.generations()), None)
+        if self._is_orphaned:
+            return None
         with contextlib.suppress(OSError):
-            committed = next(iter(commit.committed(self.directory)), None)
+            committed = self._newest_seen(next(iter(commit.committed(self.directory)), None))
             if newest and committed and committed >= newest:
                 return None
         return newest
+
+    def _newest_seen(self, committed: Generation | None) -> Generation | None:
+        """The newest checkpoint that there is or was: what somebody has deleted is not written again."""
+        return max((one for one in (committed, self._status.persisted) if one), default=None)
 
     def is_hopeless(self, linger_s: float) -> bool:
         """Whether waiting for the other ranks is of no more use."""
@@ -265,7 +276,8 @@ class StoreSaver:
         self._report(persisting=part.generation)
         if self._is_ending():
             _log.info("%s generation=%s: the last %d bytes go to disk", self, part.generation, plan.num_bytes)
-        commit.write_part(self.directory, part, plan, segment.payload, self._progress(plan.num_bytes))
+        directory_id = self.view.files.read_directory_id()
+        commit.write_part(self.directory, part, plan, segment.payload, self._progress(plan.num_bytes), directory_id)
         serial = segment.header.serial
         self._mine.add(part.generation)
         persist_s = time.monotonic() - began_s
@@ -276,6 +288,7 @@ class StoreSaver:
             num_persisted=self._status.num_persisted + 1,
             num_skipped=self._status.num_skipped + skipped,
             error="",
+            is_lost=False,
             persist_s=persist_s,
             persist_bytes=plan.num_bytes,
         )
@@ -306,7 +319,7 @@ class StoreSaver:
             return
         self._is_clean = True
         directory = CheckpointDirectory(self.directory)
-        problem = commit.problem_of_latest(self.directory)
+        problem = problem_of_latest(self.directory)
         if problem and not self._said_of_latest:
             _log.error("%s", problem)
         self._said_of_latest = problem
@@ -323,7 +336,9 @@ class StoreSaver:
         self._not_before_s = time.monotonic() + self._retry_s
         self.is_waiting = True
         _log.error("%s: nothing was written, next try in %g s: %s", self, self._retry_s, error)
-        self._report(persisting=None, num_failed=self._status.num_failed + 1, error=str(error))
+        is_lost = self._is_orphaned or not self.directory.is_dir()
+        num_failed = self._status.num_failed + 1
+        self._report(persisting=None, num_failed=num_failed, error=str(error), is_lost=is_lost)
 
     def _report(self, **changes: object) -> None:
         with self._reporting:  # replicas report in threads

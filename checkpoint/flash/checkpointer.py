@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import operator
 import os
@@ -23,16 +24,17 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from checkpoint.adoption import newest_attempt
 from checkpoint.config import directory_of_job, job_and_component, job_has_savers, takes_over
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import CheckpointError, OptionsError
 from checkpoint.flash import collector
 from checkpoint.flash.capture import RNG, Capture
-from checkpoint.flash.distributed import Communicator, communicator, together
+from checkpoint.flash.distributed import Communicator, communicator, gather, together
 from checkpoint.flash.handover import Entry
 from checkpoint.flash.newest import Newest
 from checkpoint.flash.options import Options, check_arguments
-from checkpoint.flash.restoring import Loaded, load_newest, restore_newest
+from checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
 from checkpoint.flash.saver_link import SaverLink
 from checkpoint.flash.saving import Saving
 from checkpoint.flash.slurm_task import task_that_sigterm_ends
@@ -109,11 +111,14 @@ class FlashCheckpointer:
         entry = Entry(self._directory, identity, keep or Retention(), takes_over(), options.hand_over_timeout_s)
         self._tenure = Tenure(self._directory, self._ranks, entry, replica=options.replica)
         self._watch = Watch(self._directory, self._ranks, self._asked_here)
+        whose = Identity(job, component, self._ranks.rank, self._directory.path)
         with contextlib.ExitStack() as undo:
-            self._tenure.begin()
+            self._tenure.begin(newest_attempt(whose, (options.shared_memory.absolute(), self._fallback)))
             undo.callback(self._directory.release)
-            self._store = self._open_store(Identity(job, component, self._ranks.rank, self._directory.path))
+            lineage = self._tenure.lineage
+            self._store = self._open_store(dataclasses.replace(whose, directory_id=lineage.directory_id))
             undo.callback(self._store.close)
+            self._tenure.settle(self._store)
             if self._tenure.attempt:
                 self._replicas = self._tenure.arrange_replicas(self._store)
             self._saver = SaverLink(self._store, self._directory.path)
@@ -205,10 +210,9 @@ class FlashCheckpointer:
         self._check_open()
         self._check_owner()
         self._last_step_s = time.time()
-        if not isinstance(step, SupportsIndex) or operator.index(step) < 0:
-            raise OptionsError(f"step={step!r}: a number of steps, 0 or more")
+        number = checked_step(step)
         self._saver.tell_errors()
-        generation = Generation(self._tenure.attempt, operator.index(step))
+        generation = Generation(self._tenure.attempt, number)
         if self._last and self._last[:2] == generation[:2]:
             generation = self._last._replace(repeat=self._last.repeat + 1)
         self._last = generation
@@ -250,7 +254,7 @@ class FlashCheckpointer:
 
     # Restoring
 
-    def restore(self, state: MutableMapping[str, Any], *, strict: bool = True) -> int | None:
+    def restore(self, state: MutableMapping[str, Any], *, step: int | None = None, strict: bool = True) -> int | None:
         """Bring the newest generation that all ranks have into the state, in place, and set the generators.
 
         Every rank calls it. Tensors keep their identity, objects get `load_state_dict`. Memory is allocated for saves.
@@ -258,6 +262,8 @@ class FlashCheckpointer:
 
         Args:
             state: as it is given to `save`.
+            step: the one to go back to, from memory or disk; None: the newest. Later saves come behind it, and what
+                was saved after it is left behind: no later `restore` takes it unless its step is given.
             strict: every key and tensor must be on both sides; else what fits is restored, and the log says what not.
 
         Returns:
@@ -265,18 +271,22 @@ class FlashCheckpointer:
 
         Raises:
             StateMismatch: the layout of the state has changed; every difference is named. Nothing is restored.
-            NoCheckpoint: there are checkpoints on disk, and none of them can be used.
+            NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step:
+                the message lists those that there are.
+            OptionsError: the ranks give different steps.
             DirectoryInUse: the job that this one takes over has not stopped in time, or another one takes it over.
         """
         self._check_open()
+        step = None if step is None else checked_step(step)
         self.fence()
         with collector.held_off():
             leaves = self._capture.flatten(state)  # says what is wrong with it before anything happens
         newest = self._newest()
         with collector.held_off():
-            restored = restore_newest(
-                newest, state, leaves, self._ranks.rank, strict=strict, allow_pickle=self._options.allow_pickle
-            )
+            wish = Wish(step, strict, self._options.allow_pickle)
+            restored = restore_from(newest, state, leaves, wish)
+        if step is not None and restored.generation:
+            self._go_back(restored.generation)
         self._timing.begin(restored.step or 0)
         self._tenure.note_restored(restored.step or 0)
         with collector.held_off():
@@ -284,23 +294,44 @@ class FlashCheckpointer:
             self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
         return restored.step
 
-    def load(self) -> Loaded | None:
+    def load(self, *, step: int | None = None) -> Loaded | None:
         """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it.
 
+        Args:
+            step: as for `restore`. Nothing is left behind by loading it.
+
         Raises:
-            NoCheckpoint: there are checkpoints on disk, and none of them can be used.
+            NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
+            OptionsError: the ranks give different steps.
         """
         self._check_open()
+        step = None if step is None else checked_step(step)
         self.fence()
-        loaded = load_newest(self._newest(), allow_pickle=self._options.allow_pickle)
+        loaded = load_from(self._newest(), Wish(step, allow_pickle=self._options.allow_pickle))
         self._tenure.note_restored(loaded.step if loaded else 0)
         return loaded
 
+    def all_steps(self) -> list[int]:
+        """The steps that `restore` can bring back, in memory or on disk, ascending; the same on every rank. Every rank
+        calls it. Steps that were left behind are not among them: see `hetstream ckpt ls`."""
+        self._check_open()
+        self.fence()
+        return self._newest().all_steps()[0]
+
     def _newest(self) -> Newest:
         if not self._tenure.attempt:
-            self._tenure.take_over()
+            self._tenure.take_over(self._store)
             self._replicas = self._tenure.arrange_replicas(self._store)
-        return Newest(self._ranks, self._directory, self._store, self._memory, self._replicas)
+        return Newest(self._ranks, self._directory, self._tenure.lineage, self._memory, self._replicas)
+
+    def _go_back(self, start: Generation) -> None:
+        """Saves come behind a generation from now on; all that is newer is left behind."""
+        if self._preparing:
+            self._preparing.join()
+        has_saved = any(gather(self._ranks, self._last is not None))
+        if self._tenure.go_back(start, self._store, has_saved=has_saved):
+            self._replicas = self._tenure.arrange_replicas(self._store)
+        self._last = self._saving.stats.saved = None
 
     # When to save, when to stop
 
@@ -434,3 +465,14 @@ class FlashCheckpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         is_crash = kind is not None and issubclass(kind, Exception)
         self.close(keep_memory=is_crash)
+
+
+def checked_step(step: int) -> int:
+    """A step as Python's number.
+
+    Raises:
+        OptionsError: it is none.
+    """
+    if not isinstance(step, SupportsIndex) or operator.index(step) < 0:
+        raise OptionsError(f"step={step!r}: a number of steps, 0 or more")
+    return operator.index(step)

@@ -60,10 +60,11 @@ class Entry:
         self._asked_attempt = 0
         self._asked_s = self._said_s = 0.0
 
-    def enter(self, *, is_ready: bool) -> int:
+    def enter(self, above: int, *, is_ready: bool) -> int:
         """Become the owner, or ask the one that this job takes over; waits for a moment.
 
         Args:
+            above: the newest attempt that any rank's memory holds something of.
             is_ready: the program is initialised: then its predecessor may stop.
 
         Returns:
@@ -78,7 +79,7 @@ class Entry:
             other = self._other_taker()
             if not other:
                 try:
-                    attempt = self._directory.acquire(self.identity, self._keep)
+                    attempt = self._directory.acquire(self.identity, self._keep, above)
                 except DirectoryInUse as error:
                     refused = str(error)
                 else:

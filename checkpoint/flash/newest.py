@@ -1,4 +1,4 @@
-"""The newest generation that all ranks have, tried until it is whole on all of them: the talk behind `agreement.py`.
+"""The generation that all ranks restore, tried until it is whole on all of them: the talk behind `agreement.py`.
 
 Called by `restoring.py`. Each rank says what it has, all choose the same, each looks at its own, and nothing is used
 before all of them have found it whole.
@@ -9,84 +9,102 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from checkpoint.agreement import Choice, Held, Offer, agree
+import msgspec
+
+from checkpoint.agreement import Choice, Held, Offer, agree, steps_of
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import Damaged, MissingRanks, NoCheckpoint
+from checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OptionsError
 from checkpoint.flash.distributed import Communicator, gather, together
 from checkpoint.flash.restore import Part
 from checkpoint.flash.source import Memory, open_disk
+from checkpoint.policy.lineage import Lineage
 from checkpoint.replica.trainer import TrainerReplicas
-from checkpoint.segment import split_metadata
-from checkpoint.store import Store
-from checkpoint.structure import read_origin
 
 _log = logging.getLogger(__name__)
 
 _ON_DISK = "on disk: "
 _WHERE = {"memory": "in memory", "replica": "in the memory of another host", "disk": "on disk"}
 
+
+class _Wanted(msgspec.Struct, frozen=True):
+    """What a rank asks for: a step, or None for the newest."""
+
+    step: int | None
+
+
 # Looks at a record up to its `yield`, and uses it behind it, when all ranks have got there.
 Use = Callable[[list[Part], Choice], Iterator[None]]
 
 
+@dataclass(frozen=True)
 class Newest:
     """What this rank can restore from, and what all ranks can.
 
-    Args:
+    Attributes:
         ranks: that have to agree.
         directory: of the checkpoints.
-        store: of this rank.
-        memory: the generations in it.
+        lineage: of the directory, the same on every rank.
+        memory: of this rank; None: the disk alone counts.
         replicas: that other hosts keep; None without.
     """
 
-    def __init__(
-        self,
-        ranks: Communicator,
-        directory: CheckpointDirectory,
-        store: Store,
-        memory: Memory,
-        replicas: TrainerReplicas | None,
-    ) -> None:
-        self._ranks = ranks
-        self._directory = directory
-        self._store = store
-        self._memory = memory
-        self._replicas = replicas
+    ranks: Communicator
+    directory: CheckpointDirectory
+    lineage: Lineage
+    memory: Memory | None = None
+    replicas: TrainerReplicas | None = None
 
-    def use(self, use: Use) -> None:
+    def all_steps(self) -> tuple[list[int], list[int]]:
+        """The steps that all ranks can restore, ascending: those of the line, and others that were left behind."""
+        return steps_of(gather(self.ranks, self._offer(with_left=True)), self.lineage)
+
+    def use(self, use: Use, step: int | None = None) -> None:
         """Let all ranks try the newest generation, then the next one, until it is whole on all of them.
 
+        Args:
+            use: what to do with it.
+            step: only generations of this step; they may have been left behind.
+
         Raises:
-            NoCheckpoint: there are checkpoints on disk, and none of them can be used.
+            OptionsError: the ranks have asked for different steps.
+            NoCheckpoint: there are checkpoints on disk, and none of them can be used; or none of this step is there.
         """
-        offer = self._offer()
+        wanted = gather(self.ranks, _Wanted(step))
+        if any(one != wanted[0] for one in wanted):
+            steps = ", ".join(str(one.step) for one in wanted)
+            raise OptionsError(f"the ranks ask for different steps, by rank: {steps}. All have to restore the same one")
+        offer = self._offer(with_left=step is not None)
         said: set[str] = set()
-        is_on_disk = any(gather(self._ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
+        is_on_disk = any(gather(self.ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
         while True:
-            choice = agree(gather(self._ranks, offer))
+            offers = gather(self.ranks, offer)
+            choice = agree(offers, self.lineage, step)
             for note in choice.notes:
                 if note not in said:
                     _log.warning("%s", note)
                     said.add(note)
             if choice.generation is None:
+                if step is not None:
+                    raise NoCheckpoint(_told(step, offers, self.lineage, self.directory.path, choice.notes))
                 if is_on_disk:
-                    path = self._directory.path
+                    path = self.directory.path
                     raise NoCheckpoint(
                         f"none of the checkpoints in {path} can be used, and training does not begin anew without "
-                        f"being told: {'; '.join(choice.notes)}. See hetstream ckpt verify {path}; to begin anew, give "
-                        "another directory"
+                        f"being told: {'; '.join(choice.notes)}. See hetstream ckpt verify {path}; to begin anew, "
+                        "delete it, or give another directory"
                     )
                 return
             problem = self._try(choice, use)
             if problem is None:
                 return
-            offer = offer.without(choice.generation, choice.sources[self._ranks.rank], problem) if problem else offer
+            offer = offer.without(choice.generation, choice.sources[self.ranks.rank], problem) if problem else offer
 
     def _try(self, choice: Choice, use: Use) -> str | None:
         """None: it is done. Text: this rank's source is not usable, and why; empty if it is another rank's."""
-        generation, rank = choice.generation, self._ranks.rank
+        generation, rank = choice.generation, self.ranks.rank
         assert generation is not None
         with contextlib.ExitStack() as held:
             problem = ""
@@ -95,12 +113,12 @@ class Newest:
             def look() -> int:
                 nonlocal problem, going
                 try:
-                    if choice.sources[rank] == "replica" and self._replicas:
-                        self._replicas.fetch(generation, choice.holders[rank])
+                    if choice.sources[rank] == "replica" and self.replicas:
+                        self.replicas.fetch(generation, choice.holders[rank])
                     if choice.sources[rank] == "disk":
-                        parts = held.enter_context(open_disk(self._directory, generation, rank))
-                    else:
-                        parts = held.enter_context(self._memory.open(generation))
+                        parts = held.enter_context(open_disk(self.directory, generation, rank))
+                    elif self.memory:
+                        parts = held.enter_context(self.memory.open(generation))
                     going = use(parts, choice)
                     next(going)
                 except (Damaged, NoCheckpoint, MissingRanks, OSError) as error:
@@ -108,31 +126,38 @@ class Newest:
                     return 1
                 return 0
 
-            together(self._ranks, look)
-            if any(gather(self._ranks, bool(problem))):
+            together(self.ranks, look)
+            if any(gather(self.ranks, bool(problem))):
                 return problem
-            together(self._ranks, lambda: sum(1 for _ in going))
+            together(self.ranks, lambda: sum(1 for _ in going))
         return None
 
-    def _offer(self) -> Offer:
-        memory, problems = [], []
-        for content in self._store.held():
-            generation = content.header.generation
-            try:
-                with self._store.read(content) as segment:
-                    origin = read_origin(split_metadata(segment.metadata)[1])
-            except Damaged as error:
-                problems.append(str(error))
-            else:
-                if origin.rank == self._ranks.rank:
-                    memory.append(Held(generation, origin.world_size))
+    def _offer(self, *, with_left: bool) -> Offer:
+        """What this rank has; what was left behind on disk only if that may be chosen, too."""
+        memory, problems = self.memory.offered() if self.memory else ([], [])
         disk = []
-        for checkpoint in self._directory.scan():
+        for checkpoint in self.directory.scan():
+            if not with_left and not self.lineage.holds(checkpoint.generation):
+                continue
             if checkpoint.problem:
                 problems.append(f"{_ON_DISK}{checkpoint.generation} is not usable: {checkpoint.problem}")
             else:
                 disk.append(Held(checkpoint.generation, checkpoint.world_size))
-        return Offer(memory, disk, problems, self._replicas.offered() if self._replicas else [])
+        return Offer(memory, disk, problems, self.replicas.offered() if self.replicas else [])
+
+
+def _told(step: int, offers: list[Offer], lineage: Lineage, path: Path, notes: list[str]) -> str:
+    """Why a step that was asked for cannot be restored, and what can."""
+    line, left = steps_of(offers, lineage)
+    among = f"all {len(offers)} ranks have" if len(offers) > 1 else "there are"
+    words = f"{among} " + (f"the steps {_listed(line)}" if line else "none")
+    words += f"; left behind: {_listed(left)}" if left else ""
+    why = "".join(f"; {note}" for note in notes)
+    return f"{path}: no checkpoint of step {step} can be restored: {words}{why}. See hetstream ckpt ls {path}"
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps))
 
 
 def _is_of_disk(problem: str) -> bool:

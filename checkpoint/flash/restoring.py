@@ -1,4 +1,4 @@
-"""What `restore` and `load` do with the newest generation: bring it into a state, or give it as plain values."""
+"""What `restore` and `load` do with a generation: bring it into a state, or give it as plain values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from checkpoint.flash.capture import RNG
 from checkpoint.flash.newest import Newest
 from checkpoint.flash.restore import Part, Restore, owned
 from checkpoint.flash.tensors import Leaves
+from checkpoint.generation import Generation
 
 _log = logging.getLogger(__name__)
 
@@ -41,30 +42,48 @@ class Restored:
     """What became of a restore.
 
     Attributes:
-        step: of training; None: there was nothing to restore.
+        generation: that was restored; None: there was nothing to restore.
         keeps_leaves: whether the state has the tensors that it had before, with other values.
     """
 
-    step: int | None = None
+    generation: Generation | None = None
     keeps_leaves: bool = True
 
+    @property
+    def step(self) -> int | None:
+        """Of training; None: there was nothing to restore."""
+        return self.generation.step if self.generation else None
 
-def restore_newest(
-    newest: Newest, state: MutableMapping[str, Any], leaves: Leaves, rank: int, *, strict: bool, allow_pickle: bool
-) -> Restored:
-    """Bring the newest generation into a state, in place, and set the generators.
+
+@dataclass(frozen=True)
+class Wish:
+    """How something is to be restored.
+
+    Attributes:
+        step: which; None: the newest.
+        strict: every key and tensor must be on both sides.
+        allow_pickle: unpickle what was pickled.
+        generators: set the states of the random number generators.
+    """
+
+    step: int | None = None
+    strict: bool = True
+    allow_pickle: bool = False
+    generators: bool = True
+
+
+def restore_from(newest: Newest, state: MutableMapping[str, Any], leaves: Leaves, wish: Wish) -> Restored:
+    """Bring a generation into a state, in place, and set the generators.
 
     Args:
         newest: finds it.
         state: as it is given to `save`.
         leaves: the same taken apart.
-        rank: of this process.
-        strict: every key and tensor must be on both sides.
-        allow_pickle: unpickle what was pickled.
+        wish: which, and how.
 
     Raises:
         StateMismatch: the layout of the state has changed. Nothing is restored.
-        NoCheckpoint: there are checkpoints on disk, and none of them can be used.
+        NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
     """
     done: list[tuple[Choice, bool]] = []
 
@@ -74,38 +93,38 @@ def restore_newest(
         all_alike: set[str] = set()
         for part in parts:
             alike = task.take_alike(state, leaves, part)
-            saved.update(part.saved(allow_pickle=allow_pickle, without=alike))
+            saved.update(part.saved(allow_pickle=wish.allow_pickle, without=alike))
             all_alike |= alike
         generators = saved.pop(RNG, None)
         task.compare(state, saved, all_alike)
         mismatch = task.mismatch()
-        if mismatch and strict:
+        if mismatch and wish.strict:
             raise mismatch
         yield
         task.run()
         for difference in task.differences:
             _log.warning("not restored: %s", difference)
-        _restore_generators(generators, choice, rank)
+        if wish.generators:
+            _restore_generators(generators, choice, newest.ranks.rank)
         done.append((choice, all_alike == {*state}))
 
-    newest.use(use)
+    newest.use(use, wish.step)
     if not done:
         return Restored()
     choice, keeps_leaves = done[0]
-    assert choice.generation is not None
     _log.info("restored %s from %s", choice.generation, ", ".join(sorted({*choice.sources})))
-    return Restored(choice.generation.step, keeps_leaves)
+    return Restored(choice.generation, keeps_leaves)
 
 
-def load_newest(newest: Newest, *, allow_pickle: bool) -> Loaded | None:
-    """The newest generation as plain values; None if there is none.
+def load_from(newest: Newest, wish: Wish) -> Loaded | None:
+    """A generation as plain values; None if there is none.
 
     Args:
         newest: finds it.
-        allow_pickle: unpickle what was pickled.
+        wish: which.
 
     Raises:
-        NoCheckpoint: there are checkpoints on disk, and none of them can be used.
+        NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
     """
     done: list[Loaded] = []
 
@@ -113,13 +132,13 @@ def load_newest(newest: Newest, *, allow_pickle: bool) -> Loaded | None:
         assert choice.generation is not None
         state: dict[str, Any] = {}
         for part in parts:
-            state.update(part.load(allow_pickle=allow_pickle))
+            state.update(part.load(allow_pickle=wish.allow_pickle))
         state.pop(RNG, None)
         yield
         step, attempt = choice.generation.step, choice.generation.attempt
         done.append(Loaded(step, attempt, state, tuple(choice.sources), tuple(choice.notes)))
 
-    newest.use(use)
+    newest.use(use, wish.step)
     return done[0] if done else None
 
 

@@ -82,12 +82,16 @@ class SaverLink:
 
         Args:
             wanted: this one, or a newer.
-            timeout_s: for how long; None: until it is, or nobody is there who could bring it to disk.
+            timeout_s: for how long; None: until it is, or nobody is there who could bring it to disk, or the directory
+                is gone.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._has_persisted(wanted):
             is_late = deadline_s is not None and time.monotonic() > deadline_s
-            if is_late or (self.process and self.process.poll() is not None and not self._store.is_saver_alive()):
+            status = self._store.status()
+            is_lost = status is not None and status.is_lost
+            is_gone = self.process and self.process.poll() is not None and not self._store.is_saver_alive()
+            if is_late or is_lost or is_gone:
                 return self._has_persisted(wanted)
             time.sleep(_POLL_S)
         return True

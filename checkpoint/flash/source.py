@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from checkpoint.agreement import Held
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import Damaged, DamagedSegment, NoCheckpoint
 from checkpoint.flash.payload import Payload
@@ -21,7 +22,7 @@ from checkpoint.layout import Layout, from_json
 from checkpoint.rank_file import RankFile
 from checkpoint.segment import Header, Segment, split_metadata
 from checkpoint.store import Store
-from checkpoint.structure import Record, TensorRef
+from checkpoint.structure import Record, TensorRef, read_origin
 
 # One waits for the disk while another compares; many ranks of a host read at the same time.
 _MAX_READERS = 8
@@ -37,6 +38,20 @@ class Memory:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._read: tuple[Header, Layout, Record] | None = None
+
+    def offered(self) -> tuple[list[Held], list[str]]:
+        """What this rank can restore from its memory, and what is there and cannot be used, in words."""
+        found, problems = [], []
+        for content in self._store.held():
+            try:
+                with self._store.read(content) as segment:
+                    origin = read_origin(split_metadata(segment.metadata)[1])
+            except Damaged as error:
+                problems.append(str(error))
+            else:
+                if origin.rank == self._store.identity.rank:
+                    found.append(Held(content.header.generation, origin.world_size))
+        return found, problems
 
     def read_ahead(self) -> None:
         """Read what the newest generation says of itself, for a thread that runs while the program builds its model."""

@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from checkpoint.config import host_of_this_process
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import OptionsError
@@ -17,6 +19,7 @@ from checkpoint.flash.distributed import Communicator, gather, together
 from checkpoint.flash.handover import Entry
 from checkpoint.generation import Generation
 from checkpoint.ownership import Identity
+from checkpoint.policy.lineage import Lineage
 from checkpoint.replica import rendezvous
 from checkpoint.replica.trainer import TrainerReplicas, forget_replicas
 from checkpoint.store import Store
@@ -24,6 +27,12 @@ from checkpoint.store import Store
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.01
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """The newest checkpoint that a rank's savers have seen committed."""
+
+    persisted: Generation | None
 
 
 class Tenure:
@@ -37,23 +46,90 @@ class Tenure:
 
     Attributes:
         attempt: the start's number, on every rank; 0: a living job has the directory, until this one takes it over.
+        lineage: of the directory, as rank 0 has read it: the same on every rank.
     """
 
     def __init__(self, directory: CheckpointDirectory, ranks: Communicator, entry: Entry, *, replica: bool) -> None:
         self.attempt = 0
+        self.lineage = Lineage()
         self._directory = directory
         self._ranks = ranks
         self._entry = entry
         self._replica = replica
 
-    def begin(self) -> None:
-        """Take the directory, unless a living job has it that this one takes over once it is initialised."""
-        self.attempt = together(self._ranks, lambda: self._enter(is_ready=False))
+    def begin(self, above: int) -> None:
+        """Take the directory, unless a living job has it that this one takes over once it is initialised.
 
-    def take_over(self) -> None:
-        """Wait for the job whose training this one takes over, now that the program is initialised."""
+        Args:
+            above: the newest attempt that this rank's memory holds something of.
+        """
+        above = max(gather(self._ranks, above))
+        self.attempt = together(self._ranks, lambda: self._enter(above, is_ready=False))
+        self._agree_on(self._directory.lineage)
+
+    def take_over(self, store: Store) -> None:
+        """Wait for the job whose training this one takes over, now that the program is initialised; then `settle`."""
+        above = max(gather(self._ranks, max((one.header.generation.attempt for one in store.held()), default=0)))
         while self.attempt == 0:
-            self.attempt = together(self._ranks, lambda: self._enter(is_ready=True))
+            self.attempt = together(self._ranks, lambda: self._enter(above, is_ready=True))
+        self._agree_on(self._directory.lineage)
+
+        def note() -> int:
+            store.note_directory(self.lineage.directory_id)
+            return 0
+
+        together(self._ranks, note)
+        self.settle(store)
+
+    def settle(self, store: Store) -> None:
+        """Give up what memory holds of records that were left behind, those included that come after a checkpoint which
+        somebody has deleted. Before a saver can write them."""
+        if self.attempt == 0:
+            return
+        seen = [one.persisted for one in gather(self._ranks, _Seen(store.persisted)) if one.persisted]
+        self._agree_on(lambda: self._directory.notice_removed(seen))
+        store.forget(self.lineage.holds)
+
+    def go_back(self, start: Generation, store: Store, *, has_saved: bool) -> bool:
+        """Training goes on from a record that is not the newest: what is newer is left behind, and given up in memory.
+
+        Args:
+            start: the record.
+            store: of this rank.
+            has_saved: some rank has saved in this attempt; then another one begins.
+
+        Returns:
+            Whether another attempt has begun.
+        """
+        if has_saved:
+            before, self.attempt = self.attempt, together(self._ranks, self._renumber)
+            _log.info("attempt %d goes on as attempt %d", before, self.attempt)
+        self._agree_on(lambda: self._directory.go_back(start))
+        store.forget(self.lineage.holds)
+        return has_saved
+
+    def _agree_on(self, read: Callable[[], Lineage]) -> None:
+        """Have the lineage that rank 0 reads, or writes, on all ranks."""
+        found = Lineage()
+
+        def act() -> int:
+            nonlocal found
+            if self._ranks.rank == 0:
+                found = read()
+            return 0
+
+        together(self._ranks, act)
+        self.lineage = gather(self._ranks, found)[0]
+
+    def _renumber(self) -> int:
+        if self._ranks.rank != 0:
+            return 0
+        before = self.attempt
+        attempt = self._directory.renumber()
+        if self._replica:
+            rendezvous.make_key(self._directory.path, attempt)
+            rendezvous.remove_key(self._directory.path, before)
+        return attempt
 
     def note_restored(self, step: int) -> None:
         """Write down how long nobody trained, if this start took over."""
@@ -123,10 +199,10 @@ class Tenure:
             rendezvous.remove_key(self._directory.path, self.attempt)
         self._directory.release()
 
-    def _enter(self, *, is_ready: bool) -> int:
+    def _enter(self, above: int, *, is_ready: bool) -> int:
         if self._ranks.rank != 0:
             return 0
-        attempt = self._entry.enter(is_ready=is_ready)
+        attempt = self._entry.enter(above, is_ready=is_ready)
         if attempt and self._replica:
             try:
                 rendezvous.make_key(self._directory.path, attempt)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.bounds import bounded
-from checkpoint.commit import problem_of_latest
 from checkpoint.directory import Checkpoint, CheckpointDirectory, Partial
 from checkpoint.errors import NoCheckpoint
 from checkpoint.generation import Generation
+from checkpoint.latest import problem_of_latest
 from checkpoint.view import FoundStore, find_stores, places
 from hetjob.table import RED, YELLOW, Cell, duration_words, size_words, table
 from hetstream.base.text import printable

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from checkpoint import FlashCheckpointer, Options
 from checkpoint.view import StoreView, find_stores
+from tests.checkpoint.trainers import Trainers
 
 WaitUntil = Callable[..., None]
 ROOT = Path(__file__).parents[2]
@@ -51,3 +54,12 @@ def make(tmp_path: Path, memory: Path) -> Callable[..., FlashCheckpointer]:
         return FlashCheckpointer(tmp_path / "ckpt", options=Options(shared_memory=memory, **few), **options)
 
     return made
+
+
+@pytest.fixture
+def trainers(zygote: subprocess.Popen[str], tmp_path: Path, wait_until: Any) -> Iterator[Trainers]:
+    memory = Path(tempfile.mkdtemp(prefix="hetstream-test-", dir="/dev/shm"))
+    yield Trainers(zygote, tmp_path, memory)
+    # Savers of dead trainers end by themselves.
+    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of all savers")
+    shutil.rmtree(memory)

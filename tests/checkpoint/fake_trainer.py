@@ -10,6 +10,7 @@ import hashlib
 import sys
 from pathlib import Path
 
+from checkpoint.directory import CheckpointDirectory
 from checkpoint.generation import Generation
 from checkpoint.layout import Layout, TensorSpec, lay_out
 from checkpoint.segment import join_metadata
@@ -47,7 +48,8 @@ def save(store: Store, generation: Generation, rank: int, world_size: int, num_b
 def main() -> None:
     stores, directory, job, *numbers = sys.argv[1:]
     rank, world_size, attempt, num_bytes = map(int, numbers)
-    store = Store.open(Identity(job, 0, rank, Path(directory)), shared_memory=Path(stores))
+    directory_id = CheckpointDirectory(directory).lineage().directory_id
+    store = Store.open(Identity(job, 0, rank, Path(directory), directory_id), shared_memory=Path(stores))
     print(store.path, flush=True)
     for line in sys.stdin:
         verb, *args = line.split()

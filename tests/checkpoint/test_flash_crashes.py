@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpoint.view import FoundStore, StoreView, find_stores
+from checkpoint.view import find_stores
+from tests.checkpoint.trainers import SIGKILL, Trainers, forget_memory, wait_for_disk
 
-SIGKILL = -9
 # What a trainer passes while it trains; the saver's points are `test_saver.py`'s.
 POINTS = ("save.copied",)
 OTHER_POINTS = (
@@ -24,100 +21,12 @@ OTHER_POINTS = (
 )
 
 
-class Trainers:
-    """Starts trainers of one test.
-
-    Attributes:
-        path: for their directories and results.
-        memory: where their stores are.
-    """
-
-    def __init__(self, zygote: subprocess.Popen[str], path: Path, memory: Path) -> None:
-        self._zygote = zygote
-        self.path = path
-        self.memory = memory
-
-    def run(self, *jobs: tuple[list[str], dict[str, str]]) -> list[int]:
-        """Run some side by side; their exit codes."""
-        assert self._zygote.stdin
-        assert self._zygote.stdout
-        jobs = tuple(([*argv, "--shared-memory", str(self.memory)], environ) for argv, environ in jobs)
-        print(json.dumps(jobs), file=self._zygote.stdin, flush=True)
-        codes: list[int] = json.loads(self._zygote.stdout.readline())
-        return codes
-
-    def one(self, name: str, *more: str, **environ: str) -> int:
-        """Run one with a directory and results of this name."""
-        argv = [str(self.path / name), str(self.path / f"{name}-out"), *more]
-        return self.run((argv, environ))[0]
-
-    def group(self, name: str, size: int, *more: str, faults: dict[int, str] | None = None) -> list[int]:
-        """Run a group of ranks, some with a fault."""
-        meeting = str(self.path / f"meeting-{random.random()}")
-        own = [str(self.path / name), str(self.path / f"{name}-out")]
-        return self.run(
-            *(
-                (
-                    [*own, "--group", meeting, str(rank), str(size), *more],
-                    {"HETSTREAM_CKPT_FAULT": (faults or {}).get(rank, "")},
-                )
-                for rank in range(size)
-            )
-        )
-
-    def done(self, name: str, rank: int = 0) -> Any:
-        """What a rank has come to."""
-        return json.loads((self.path / f"{name}-out.{rank}.done").read_text())
-
-    def starts(self, name: str, rank: int = 0) -> list[int]:
-        """The steps that it began at."""
-        lines = (self.path / f"{name}-out.{rank}.steps").read_text().splitlines()
-        return [int(line.split()[1]) for line in lines if line.startswith("start")]
-
-    def ledger(self, name: str, rank: int = 0) -> list[Any]:
-        """The samples of each step, as the last start that did the step had them."""
-        steps: dict[int, Any] = {}
-        for line in (self.path / f"{name}-out.{rank}.steps").read_text().splitlines():
-            if not line.startswith("start"):
-                step, samples = json.loads(line)
-                assert steps.setdefault(step, samples) == samples, f"step {step} had other samples before"
-        return [steps[step] for step in sorted(steps)]
-
-
-@pytest.fixture
-def trainers(zygote: subprocess.Popen[str], tmp_path: Path, wait_until: Any) -> Iterator[Trainers]:
-    memory = Path(tempfile.mkdtemp(prefix="hetstream-test-", dir="/dev/shm"))
-    yield Trainers(zygote, tmp_path, memory)
-    # Savers of dead trainers end by themselves.
-    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of all savers")
-    shutil.rmtree(memory)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(zygote: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Trainers:
     """A run of which nobody was killed."""
     trainers = Trainers(zygote, tmp_path_factory.mktemp("undisturbed"), Path("/dev/shm"))
     assert trainers.one("run") == 0
     return trainers
-
-
-def forget_memory(trainers: Trainers, wait_until: Any, ranks: Container[int] | None = None) -> None:
-    """As if the host had been started anew, once all that was in memory is on disk."""
-    wait_for_disk(trainers, wait_until)
-    for found in find_stores([trainers.memory]):
-        if ranks is None or found.holder.rank in ranks:
-            with StoreView(found.path) as view:
-                assert view.remove()
-
-
-def wait_for_disk(trainers: Trainers, wait_until: Any) -> None:
-    """Until the savers of killed trainers have done what they can."""
-    wait_until(lambda: all(map(_is_settled, find_stores([trainers.memory]))), 60, "the end of all savers")
-
-
-def _is_settled(found: FoundStore) -> bool:
-    is_saved = bool(found.persisted and found.generations and found.persisted >= found.generations[0])
-    return is_saved and not found.saver_alive and not found.trainer_alive
 
 
 def test_a_normal_end_leaves_nothing_in_memory_and_the_last_generation_on_disk(trainers: Trainers) -> None:

@@ -70,6 +70,8 @@ def main() -> None:
     parser.add_argument("--shared-memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--kill-at", type=int, default=0, help="after this step")
     parser.add_argument("--term-at", type=int, default=0, help="SIGTERM to this rank alone, after this step")
+    parser.add_argument("--waits", action="store_true", help="for the disk after each save")
+    parser.add_argument("--from-step", type=int, help="go back to this step")
     parser.add_argument("--resizes", action="store_true", help="the number of ranks may change")
     parser.add_argument("--ddp", action="store_true", help="torch's DistributedDataParallel averages the gradients")
     parser.add_argument("--asynchronous", action="store_true")
@@ -113,7 +115,7 @@ def main() -> None:
     ):
         if options.asynchronous:
             checkpointer.guard(optimizer)
-        step = checkpointer.restore(state) or 0
+        step = checkpointer.restore(state, step=options.from_step) or 0
         mine.write(f"start {step}\n")
         while step < options.steps and not checkpointer.stopping:
             for indices, samples in loader:
@@ -139,6 +141,7 @@ def main() -> None:
                 if checkpointer.should_save(step):
                     save = checkpointer.save_async if options.asynchronous else checkpointer.save
                     assert save(step, state)
+                    assert not options.waits or checkpointer.wait(60)
                 if step == options.kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if step == options.steps or checkpointer.stopping:

@@ -1,0 +1,327 @@
+"""Going back: by a step that is asked for, and by deleting a directory or its newest checkpoint, with memory newer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint import FlashCheckpointer, Retention
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import DirectoryReplaced, NoCheckpoint, OptionsError
+from checkpoint.generation import Generation
+from checkpoint.ownership import Identity
+from checkpoint.policy.lineage import Branch, Lineage, is_newest_removed
+from checkpoint.view import find_stores
+from tests.checkpoint.parts import write_checkpoint
+from tests.checkpoint.trainers import SIGKILL, Trainers, wait_for_disk
+
+WaitUntil = Callable[..., None]
+ALL = Retention(keep_last=None)
+
+
+def g(attempt: int, step: int) -> Generation:
+    return Generation(attempt, step)
+
+
+# The line, without a file
+
+
+@pytest.mark.parametrize(
+    ("branches", "on_line", "left"),
+    [
+        pytest.param([], [g(1, 5), g(2, 1)], [], id="nobody went back"),
+        pytest.param([Branch(2, g(1, 10))], [g(1, 10), g(2, 11), g(3, 1)], [g(1, 20)], id="once"),
+        pytest.param([Branch(2)], [g(2, 1)], [g(1, 1)], id="anew"),
+        pytest.param(
+            [Branch(3, g(2, 12)), Branch(2, g(1, 10))],
+            [g(1, 10), g(2, 12), g(3, 13)],
+            [g(1, 20), g(2, 14)],
+            id="twice, one behind the other",
+        ),
+        pytest.param(
+            [Branch(4, g(1, 20)), Branch(2, g(1, 10))],
+            [g(1, 10), g(1, 20), g(4, 21)],
+            [g(1, 30), g(2, 11), g(3, 15)],
+            id="back to what was left behind",
+        ),
+        pytest.param(
+            [Branch(6, g(2, 11)), Branch(4, g(1, 20)), Branch(2, g(1, 10))],
+            [g(1, 10), g(2, 11), g(6, 12)],
+            [g(1, 20), g(2, 12), g(4, 21)],
+            id="and back again",
+        ),
+    ],
+)
+def test_the_line_leads_through_what_was_gone_back_to(
+    branches: list[Branch], on_line: list[Generation], left: list[Generation]
+) -> None:
+    made = Lineage()
+    for branch in reversed(branches):
+        made = made.gone_back(branch.attempt, branch.start)
+    assert made == Lineage("", tuple(branches))
+    assert [one for one in (*on_line, *left) if made.holds(one)] == on_line
+    assert made.newest([*on_line, *left]) == max(on_line)
+
+
+def test_only_the_newest_checkpoint_of_the_line_is_missed() -> None:
+    line = Lineage("", (Branch(2, g(1, 10)),))
+    assert is_newest_removed(Lineage(), [g(1, 10)], [g(1, 20)])
+    assert is_newest_removed(Lineage(), [], [g(1, 20)])
+    assert not is_newest_removed(Lineage(), [g(1, 20), g(1, 30)], [g(1, 20), g(1, 10)])
+    assert not is_newest_removed(line, [g(1, 10)], [g(1, 20)])
+    assert is_newest_removed(line, [g(1, 10)], [g(1, 20), g(2, 11)])
+    assert not is_newest_removed(Lineage(), [], [])
+
+
+# Deleting, with trainers that were killed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(zygote: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Trainers:
+    trainers = Trainers(zygote, tmp_path_factory.mktemp("undisturbed"), Path("/dev/shm"))
+    assert trainers.one("run", "--steps", "10") == 0
+    return trainers
+
+
+def test_a_deleted_directory_begins_anew_though_memory_is_newer(
+    trainers: Trainers, undisturbed: Trainers, wait_until: WaitUntil
+) -> None:
+    assert trainers.one("run", "--kill-at", "7", "--waits") == SIGKILL
+    wait_for_disk(trainers, wait_until)
+    shutil.rmtree(trainers.path / "run")
+    assert trainers.one("run", "--steps", "10") == 0
+    assert trainers.starts("run") == [0, 0]
+    assert trainers.done("run") == undisturbed.done("run")
+    assert find_stores([trainers.memory]) == []
+    # Later than all that was in memory.
+    assert (trainers.path / "run" / "latest").readlink() == Path("step-0000000010.2")
+
+
+@pytest.mark.parametrize(("emptied", "start"), [("step-0000000006.1", 4), ("step-*", 0), ("*", 0)])
+def test_the_newest_checkpoint_deleted_goes_back_to_the_one_before(
+    trainers: Trainers, undisturbed: Trainers, wait_until: WaitUntil, emptied: str, start: int
+) -> None:
+    assert trainers.one("run", "--kill-at", "7", "--waits") == SIGKILL
+    wait_for_disk(trainers, wait_until)
+    assert [found.generations[0] for found in find_stores([trainers.memory])] == [g(1, 6)]
+    for path in (trainers.path / "run").glob(emptied):
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            shutil.rmtree(path)
+        elif not path.name.startswith("."):  # as a shell's * has it
+            path.unlink()
+    assert trainers.one("run", "--kill-at", f"{start + 1}") == SIGKILL  # before it has saved
+    assert trainers.one("run", "--steps", "10") == 0
+    assert trainers.starts("run") == [0, start, start]
+    assert trainers.done("run") == undisturbed.done("run")
+
+
+def test_ranks_of_which_one_alone_lost_its_memory_go_back_together(trainers: Trainers, wait_until: WaitUntil) -> None:
+    assert trainers.group("run", 2, "--kill-at", "7", "--waits") == [SIGKILL, SIGKILL]
+    wait_for_disk(trainers, wait_until)
+    for found in find_stores([trainers.memory]):
+        if found.holder.rank == 0:
+            shutil.rmtree(found.path)
+    shutil.rmtree(trainers.path / "run" / "step-0000000006.1")
+    assert trainers.group("run", 2, "--steps", "8") == [0, 0]
+    assert [trainers.starts("run", rank) for rank in range(2)] == [[0, 4], [0, 4]]
+    assert trainers.done("run", 0)["step"] == 8
+
+
+def test_a_saver_of_the_training_before_writes_nothing_into_a_new_directory(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    first = CheckpointDirectory(path)
+    first.acquire(Identity.of_this_process("1"))
+    before = first.lineage().directory_id
+    first.release()
+    assert CheckpointDirectory(path).lineage().directory_id == before != ""
+    write_checkpoint(path, g(1, 5), directory_id=before)
+    shutil.rmtree(path)
+    path.mkdir(mode=0o700)
+    with pytest.raises(DirectoryReplaced, match="not the directory that this training began in"):
+        write_checkpoint(path, g(1, 6), directory_id=before)
+    second = CheckpointDirectory(path)
+    second.acquire(Identity.of_this_process("1"))
+    second.release()
+    assert second.lineage().directory_id not in ("", before)
+    with pytest.raises(DirectoryReplaced):
+        write_checkpoint(path, g(1, 6), directory_id=before)
+    assert not list(path.glob("step-*"))
+
+
+def test_an_attempt_is_above_all_that_memory_holds_though_the_directory_has_forgotten_it(
+    make: Any, tmp_path: Path
+) -> None:
+    for _ in range(3):
+        with make(keep=ALL) as checkpointer:
+            checkpointer.save(9, {"w": torch.ones(1)})
+            checkpointer.close(keep_memory=True)
+    backup = tmp_path / "ckpt"
+    owner = backup / "owner.json"
+    owner.write_text(owner.read_text().replace('"attempt":3', '"attempt":1'))
+    (backup / "history.jsonl").unlink()
+    for path in backup.glob("step-*.[23]"):
+        shutil.rmtree(path)
+    with make() as checkpointer:
+        state = {"w": torch.zeros(1)}
+        assert checkpointer.restore(state) == 9  # that of attempt 1, as the newer ones are gone
+        assert checkpointer.save(10, state)
+        assert checkpointer.stats().saved == g(4, 10)
+
+
+# restore(step=), all_steps()
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"w": torch.full((100,), value), "n": int(value)}
+
+
+def value_of(state: dict[str, Any]) -> tuple[float, int]:
+    return float(state["w"][0]), state["n"]
+
+
+def save_steps(checkpointer: FlashCheckpointer, *steps: int) -> None:
+    for step in steps:
+        assert checkpointer.save(step, state_of(step))
+        assert checkpointer.wait(60)
+
+
+def test_a_step_that_is_asked_for_is_restored_and_later_saves_come_behind_it(make: Any, tmp_path: Path) -> None:
+    state = state_of(0)
+    with make(keep=ALL) as checkpointer:
+        assert checkpointer.all_steps() == []
+        save_steps(checkpointer, 1, 2, 3, 4, 5)
+        assert checkpointer.all_steps() == [1, 2, 3, 4, 5]
+        assert checkpointer.restore(state, step=2) == 2
+        assert value_of(state) == (2.0, 2)
+        assert checkpointer.all_steps() == [1, 2]
+        assert (tmp_path / "ckpt" / "latest").readlink() == Path("step-0000000002.1")
+        save_steps(checkpointer, 3)
+        assert checkpointer.stats().saved == g(2, 3)
+        assert (tmp_path / "ckpt" / "latest").readlink() == Path("step-0000000003.2")
+        assert checkpointer.all_steps() == [1, 2, 3]
+        save_steps(checkpointer, 4)
+    with make(keep=ALL) as checkpointer:
+        assert checkpointer.restore(state) == 4
+        assert checkpointer.load().attempt == 2
+        assert checkpointer.all_steps() == [1, 2, 3, 4]
+        # What was left behind can be had by its step, and training goes on from there.
+        assert checkpointer.restore(state, step=5) == 5
+        assert checkpointer.all_steps() == [1, 2, 3, 4, 5]
+        assert checkpointer.load(step=4).attempt == 1
+    with make(keep=ALL) as checkpointer:
+        assert checkpointer.restore(state) == 5
+
+
+def test_a_step_that_only_memory_has_is_restored_and_what_was_saved_after_it_never_gets_to_disk(
+    make: Any, tmp_path: Path
+) -> None:
+    state = state_of(0)
+    with make(num_slots=4) as checkpointer:
+        save_steps(checkpointer, 1)
+        os.kill(checkpointer._saver.process.pid, signal.SIGSTOP)
+        for step in (2, 3, 4):
+            checkpointer.save(step, state_of(step))
+        assert checkpointer.all_steps() == [1, 2, 3, 4]
+        assert checkpointer.restore(state, step=3) == 3
+        assert value_of(state) == (3.0, 3)
+        assert checkpointer.all_steps() == [1, 2, 3]
+        checkpointer.save(4, state_of(40))
+        os.kill(checkpointer._saver.process.pid, signal.SIGCONT)
+        assert checkpointer.wait(60)
+    with make() as checkpointer:
+        assert checkpointer.restore(state) == 4
+        assert value_of(state) == (40.0, 40)
+    assert not (tmp_path / "ckpt" / "step-0000000004.1").exists()
+
+
+def test_a_step_that_is_not_there_is_an_error_with_those_that_are(make: Any) -> None:
+    with make(keep=ALL) as checkpointer:
+        with pytest.raises(NoCheckpoint, match="no checkpoint of step 7 can be restored: there are none"):
+            checkpointer.restore(state_of(0), step=7)
+        save_steps(checkpointer, 1, 2, 3)
+        checkpointer.restore(state_of(0), step=1)
+        with pytest.raises(NoCheckpoint, match="step 7 can be restored: there are the steps 1; left behind: 2, 3"):
+            checkpointer.load(step=7)
+        for wrong in (-1, "2", 1.5):
+            with pytest.raises(OptionsError, match="a number of steps"):
+                checkpointer.restore(state_of(0), step=wrong)
+        assert checkpointer.all_steps() == [1]
+
+
+def test_a_damaged_step_that_is_asked_for_is_not_replaced_by_another(make: Any, tmp_path: Path) -> None:
+    with make(keep=ALL) as checkpointer:
+        save_steps(checkpointer, 1, 2, 3)
+    [file] = (tmp_path / "ckpt" / "step-0000000002.1").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with make(keep=ALL) as checkpointer:
+        with pytest.raises(NoCheckpoint, match=r"step 2 can be restored: there are the steps 1, 3; .*damaged"):
+            checkpointer.restore(state_of(0), step=2)
+        assert checkpointer.restore(state_of(0)) == 3
+
+
+def test_a_trainer_that_went_back_and_was_killed_stays_there(
+    trainers: Trainers, undisturbed: Trainers, wait_until: WaitUntil
+) -> None:
+    assert trainers.one("run", "--kill-at", "7", "--waits") == SIGKILL
+    # Killed when it is on disk that it went back, and step 6 is still in memory.
+    fault = f"lineage.written:1:kill:{trainers.path / 'marker'}"
+    assert trainers.one("run", "--from-step", "4", HETSTREAM_CKPT_FAULT=fault) == SIGKILL
+    assert g(1, 6) in next(iter(find_stores([trainers.memory]))).generations
+    assert trainers.one("run", "--kill-at", "5") == SIGKILL
+    assert trainers.one("run", "--steps", "10") == 0
+    assert trainers.starts("run") == [0, 4, 4]
+    assert trainers.done("run") == undisturbed.done("run")
+
+
+def test_two_ranks_go_back_to_one_step(trainers: Trainers, wait_until: WaitUntil) -> None:
+    assert trainers.group("run", 2, "--kill-at", "9", "--waits") == [SIGKILL, SIGKILL]
+    assert trainers.group("run", 2, "--from-step", "6", "--kill-at", "7", "--waits") == [SIGKILL, SIGKILL]
+    assert trainers.group("run", 2, "--steps", "12") == [0, 0]
+    assert [trainers.starts("run", rank) for rank in range(2)] == [[0, 6, 6], [0, 6, 6]]
+    assert (trainers.path / "run" / "latest").readlink() == Path("step-0000000012.3")
+
+
+def test_retention_counts_the_line_alone_and_what_was_left_behind_stays(make: Any, tmp_path: Path) -> None:
+    with make(keep=Retention(keep_last=3)) as checkpointer:
+        save_steps(checkpointer, 1, 2, 3)
+        checkpointer.restore(state_of(0), step=1)
+        save_steps(checkpointer, 2, 3, 4)
+    names = {path.name for path in (tmp_path / "ckpt").glob("step-*")}
+    left = {"step-0000000002.1", "step-0000000003.1"}
+    assert names == {"step-0000000002.2", "step-0000000003.2", "step-0000000004.2", *left}
+    directory = CheckpointDirectory(tmp_path / "ckpt")
+    assert set(directory.left_behind()) == {g(1, 2), g(1, 3)}
+    assert {one.directory_name for one in directory.remove_left_behind()} == left
+    assert directory.left_behind() == {}
+
+
+def test_what_was_left_behind_goes_only_when_the_line_has_something_newer(make: Any, tmp_path: Path) -> None:
+    with make(keep=ALL) as checkpointer:
+        save_steps(checkpointer, 1, 2)
+        checkpointer.restore(state_of(0), step=1)
+    directory = CheckpointDirectory(tmp_path / "ckpt")
+    assert directory.left_behind() == {}
+    assert directory.remove_left_behind() == []
+
+
+def test_the_log_says_what_somebody_deleted(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make(keep=ALL) as checkpointer:
+        save_steps(checkpointer, 1, 2)
+        checkpointer.close(keep_memory=True)
+    shutil.rmtree(tmp_path / "ckpt" / "step-0000000002.1")
+    with caplog.at_level(logging.WARNING), make(keep=ALL) as checkpointer:
+        assert checkpointer.all_steps() == [1]
+    assert "step 2 of attempt 1 is not there any more: somebody has deleted it. Training goes back to step 1" in (
+        caplog.text
+    )

@@ -75,14 +75,21 @@ def detect(path: Path) -> Source:
 
 
 def choose(source: Source, step: int | None) -> Checkpoint:
-    """The checkpoint of a directory that is meant: that of a step, or the newest good one.
+    """The checkpoint of a directory that is meant: that of a step, or the newest good one of the line.
 
     Raises:
         NoCheckpoint: there is none.
     """
     directory = CheckpointDirectory(source.path)
-    for one in directory.checkpoints():
-        if source.generation in (None, one.generation) and step in (None, one.generation.step):
+    lineage = directory.lineage()
+    # Of several of one step that of the line.
+    for one in sorted(directory.checkpoints(), key=lambda one: not lineage.holds(one.generation)):
+        is_named = source.generation == one.generation or step == one.generation.step
+        if (
+            source.generation in (None, one.generation)
+            and step in (None, one.generation.step)
+            and (is_named or lineage.holds(one.generation))
+        ):
             return one
     meant = source.generation or ("good checkpoint" if step is None else f"good checkpoint of step {step}")
     raise NoCheckpoint(f"{source.path} has no {meant}. See: hetstream ckpt ls {source.path}")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from checkpoint.errors import CheckpointError, StoreInUse
 from checkpoint.generation import Generation
+from checkpoint.lineage import read_lineage
 from checkpoint.locks import FileLock
 from checkpoint.store_files import (
     FALLBACK,
@@ -26,6 +27,7 @@ from checkpoint.store_files import (
     list_stores,
     stores_prefix,
 )
+from hetstream.base.files import Directory
 
 _PIPE_BYTES = 1 << 16
 # Whoever looks whether a saver lives holds its lock for a moment.
@@ -170,6 +172,7 @@ class FoundStore:
         generations: what is in it, newest first.
         persisted: newest generation on disk.
         num_bytes: memory that it takes.
+        is_orphaned: the checkpoint directory that it was made for was deleted, and another has its name.
     """
 
     path: Path
@@ -180,6 +183,7 @@ class FoundStore:
     generations: list[Generation]
     persisted: Generation | None
     num_bytes: int
+    is_orphaned: bool = False
 
 
 def places(directories: Iterable[Path]) -> list[Path]:
@@ -209,6 +213,14 @@ def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
                 [content.header.generation for content in files.complete()],
                 status.persisted if status else None,
                 files.num_bytes(),
+                _is_orphaned(files),
             )
         )
     return found
+
+
+def _is_orphaned(files: StoreFiles) -> bool:
+    there = ""
+    with contextlib.suppress(OSError), Directory.open(files.holder().directory) as root:
+        there = read_lineage(root).directory_id
+    return there not in ("", files.read_directory_id())

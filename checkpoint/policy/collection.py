@@ -30,7 +30,8 @@ def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard
     if job != NO_JOB and jobs is not None and job in jobs:
         return f"job {job} is {jobs[job]}"
     newest = store.generations[0] if store.generations else None
-    if newest and (store.persisted is None or newest > store.persisted) and not discard_unsaved:
+    is_unsaved = newest is not None and (store.persisted is None or newest > store.persisted)
+    if is_unsaved and not store.is_orphaned and not discard_unsaved:
         return f"{newest} is in memory alone; `hetstream ckpt saver --once` writes it, --discard-unsaved gives it up"
     return ""
 
@@ -44,4 +45,6 @@ def reason_to_remove(store: FoundStore) -> str:
         return f"{owner} and it holds nothing"
     if store.persisted is not None and store.persisted >= newest:
         return f"{owner} and {newest} is on disk"
+    if store.is_orphaned:
+        return f"{owner}; {newest} is of a checkpoint directory that was deleted and made again"
     return f"{owner}; {newest} is given up"

@@ -24,7 +24,8 @@ Memory: a store of this user goes if no process holds it, its job is over (squeu
 and its newest generation is on disk. What cannot be asked is kept. Nobody else's memory is looked at.
 
 Disk: in each DIR, a checkpoint whose parts are all there is committed, and parts that are older than the newest
-checkpoint are removed. Newer ones stay: a job may still complete them.
+checkpoint are removed. Newer ones stay: a job may still complete them. Checkpoints that were left behind when training
+went back to an earlier step are removed, once a newer one was saved since.
 
 Exit code 1: a DIR is no directory or cannot be written to.
 
@@ -86,7 +87,7 @@ def _collect(store: FoundStore, jobs: dict[str, str] | None, args: argparse.Name
 
 
 def _complete(directory: CheckpointDirectory, dry_run: bool) -> list[dict[str, Any]]:
-    """One row for each unfinished checkpoint."""
+    """One row for each checkpoint that is unfinished or was left behind."""
     partials = directory.partials()
     newest = max((one.generation for one in directory.scan()), default=None)
     planned: dict[Path, tuple[str, str]] = {}
@@ -100,8 +101,13 @@ def _complete(directory: CheckpointDirectory, dry_run: bool) -> list[dict[str, A
             planned[part.path] = ("kept", "no checkpoint is newer; a job may still complete it")
     for path in directory.left_over():
         planned[path] = ("removed", "it was being removed when whoever did so died")
+    planned |= {
+        directory.path / generation.directory_name: ("removed", f"left behind: {reason}")
+        for generation, reason in directory.left_behind().items()
+    }
     if not dry_run:
         directory.complete_partials()
+        directory.remove_left_behind()
         for path, (action, _) in planned.items():
             if action != "kept" and path.exists():
                 planned[path] = ("kept", "somebody reads or writes it, it is damaged, or not this user's alone")

@@ -18,13 +18,15 @@ from checkpoint.directory import Checkpoint, CheckpointDirectory, Partial
 from checkpoint.errors import NoCheckpoint
 from checkpoint.generation import Generation
 from checkpoint.latest import problem_of_latest
+from checkpoint.policy.lineage import Lineage
 from checkpoint.view import FoundStore, find_stores, places
 from hetjob.table import RED, YELLOW, Cell, duration_words, size_words, table
 from hetstream.base.text import printable
 
 EPILOG = """\
 States on disk: `committed` (the newest is `latest`), `damaged` with what is wrong, `partial` with the ranks that are
-missing. A damaged or partial checkpoint is never restored.
+missing, `left behind` where training went back to an earlier step. A damaged or partial checkpoint is never restored,
+one that was left behind only by its step.
 
 Without DIR, the memory of this host alone. Exit code 1: DIR is no directory.
 
@@ -50,17 +52,18 @@ def run(args: argparse.Namespace) -> int:
     with bounded(directory.path) if directory else contextlib.nullcontext():
         checkpoints = directory.scan() if directory else []
         partials = directory.partials() if directory else []
+        lineage = directory.lineage() if directory else Lineage()
     stores = find_stores(places([directory.path] if directory else []))
     if directory:
         wanted = os.path.realpath(directory.path)
         stores = [store for store in stores if os.path.realpath(store.holder.directory) == wanted]
     now_s = time.time()
     if args.json:
-        print(json.dumps(_as_json(directory, checkpoints, partials, stores, now_s), indent=1))
+        print(json.dumps(_as_json(directory, checkpoints, partials, stores, lineage, now_s), indent=1))
         return 0
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if directory:
-        print("\n".join(disk_table(directory.path, checkpoints, partials, now_s, color)))
+        print("\n".join(disk_table(directory.path, checkpoints, partials, lineage, now_s, color)))
         problem = printable(problem_of_latest(directory.path))
         print(f"note: {problem}\n" if problem else "")
     print("\n".join(memory_table(stores, color)))
@@ -79,14 +82,22 @@ def existing(path: Path) -> CheckpointDirectory:
 
 
 def disk_table(
-    path: Path, checkpoints: Sequence[Checkpoint], partials: Sequence[Partial], now_s: float, color: bool = False
+    path: Path,
+    checkpoints: Sequence[Checkpoint],
+    partials: Sequence[Partial],
+    lineage: Lineage,
+    now_s: float,
+    color: bool = False,
 ) -> list[str]:
     """What is on disk, newest first."""
-    newest = checkpoints[0].generation if checkpoints else None
+    newest = lineage.newest(one.generation for one in checkpoints)
     rows: list[tuple[Generation, list[Cell]]] = []
     for one in checkpoints:
         state = "committed, latest" if one.generation == newest else "committed"
         mark = ""
+        branch = lineage.left_by(one.generation)
+        if branch:
+            state, mark = f"left behind: {branch}", YELLOW
         if one.problem:
             state, mark = f"damaged: {printable(one.problem)}", RED
         rows.append(
@@ -163,13 +174,17 @@ def _as_json(
     checkpoints: Sequence[Checkpoint],
     partials: Sequence[Partial],
     stores: Sequence[FoundStore],
+    lineage: Lineage,
     now_s: float,
 ) -> dict[str, Any]:
+    line = {one.generation for one in checkpoints if not one.problem and lineage.holds(one.generation)}
     owner = directory.owner() if directory else None
     return {
         "meta": {"version": 1},
         "directory": str(directory.path) if directory else None,
         "owner": {"attempt": owner.attempt, "job": owner.identity.job, "host": owner.identity.host} if owner else None,
+        "directory_id": lineage.directory_id,
+        "steps": sorted({generation.step for generation in line}),
         "checkpoints": [
             {
                 **as_fields(one.generation),
@@ -177,8 +192,9 @@ def _as_json(
                 "world_size": one.world_size,
                 "num_bytes": one.num_bytes,
                 "age_s": round(max(0.0, now_s - one.time_s), 3) if one.time_s else None,
-                "state": "damaged" if one.problem else "committed",
+                "state": "damaged" if one.problem else "committed" if one.generation in line else "left behind",
                 "problem": one.problem,
+                "left_by": str(lineage.left_by(one.generation) or ""),
                 "metrics": dict(one.metrics),
             }
             for one in checkpoints

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -15,15 +17,20 @@ import pytest
 import torch
 
 from checkpoint import FlashCheckpointer, Retention
+from checkpoint.conversion import Source, choose
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import DirectoryReplaced, NoCheckpoint, OptionsError
 from checkpoint.generation import Generation
 from checkpoint.ownership import Identity
+from checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from checkpoint.policy.lineage import Branch, Lineage, is_newest_removed
 from checkpoint.view import find_stores
+from slurm_plugin.cli import main
 from tests.checkpoint.parts import write_checkpoint
+from tests.checkpoint.test_saver import Bench, bench
 from tests.checkpoint.trainers import SIGKILL, Trainers, wait_for_disk
 
+__all__ = ["bench"]
 WaitUntil = Callable[..., None]
 ALL = Retention(keep_last=None)
 
@@ -155,6 +162,44 @@ def test_a_saver_of_the_training_before_writes_nothing_into_a_new_directory(tmp_
     with pytest.raises(DirectoryReplaced):
         write_checkpoint(path, g(1, 6), directory_id=before)
     assert not list(path.glob("step-*"))
+
+
+def test_a_stopped_saver_of_the_training_before_wakes_up_beside_a_new_directory(bench: Bench) -> None:
+    def start() -> None:
+        directory = CheckpointDirectory(bench.directory)
+        directory.acquire(Identity.of_this_process("77"))
+        directory.release()
+
+    start()
+    trainer = bench.trainer()
+    trainer.say("save 10")
+    saver = bench.saver(trainer.store, "saver.chosen", action="stop")
+    bench.until((bench.path / "marker-0").exists, "a stopped saver")
+    trainer.kill()
+    shutil.rmtree(bench.directory)
+    start()
+    os.kill(saver.pid, signal.SIGCONT)
+    assert saver.wait(60) == 0
+    assert "is not the directory that this training began in" in bench.said()
+    assert not list(bench.directory.glob("step-*"))
+
+
+def test_a_directory_that_is_deleted_while_a_program_trains_is_said_and_awaited_in_vain(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make() as checkpointer:
+        save_steps(checkpointer, 1)
+        shutil.rmtree(tmp_path / "ckpt")
+        assert checkpointer.save(2, state_of(2))
+        assert not checkpointer.wait(60)
+        directory = CheckpointDirectory(tmp_path / "ckpt")
+        directory.acquire(Identity.of_this_process("1"))
+        directory.release()
+        assert checkpointer.save(3, state_of(3))
+        assert "do not get to disk" in caplog.text
+    assert not list((tmp_path / "ckpt").glob("step-*"))
+    with make() as checkpointer:
+        assert checkpointer.restore(state_of(0)) is None
 
 
 def test_an_attempt_is_above_all_that_memory_holds_though_the_directory_has_forgotten_it(
@@ -325,3 +370,57 @@ def test_the_log_says_what_somebody_deleted(make: Any, tmp_path: Path, caplog: p
     assert "step 2 of attempt 1 is not there any more: somebody has deleted it. Training goes back to step 1" in (
         caplog.text
     )
+
+
+# The commands agree
+
+
+def test_ls_and_gc_know_what_was_left_behind(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "ckpt")
+
+    def said(*words: str) -> Any:
+        assert main(["ckpt", *words]) == 0
+        return capsys.readouterr().out
+
+    with make(keep=ALL) as checkpointer:
+        save_steps(checkpointer, 1, 2, 3)
+        checkpointer.restore(state_of(0), step=1)
+        listed = json.loads(said("ls", "--json", path))
+        assert listed["steps"] == checkpointer.all_steps() == [1]
+        assert [one["state"] for one in listed["checkpoints"]] == ["left behind", "left behind", "committed"]
+        assert listed["checkpoints"][0]["left_by"] == "attempt 2 went back to step 1"
+        assert "committed, latest" in said("ls", path).splitlines()[4]
+        save_steps(checkpointer, 2)
+        assert json.loads(said("ls", "--json", path))["steps"] == [1, 2]
+        assert "left behind: attempt 2 went back to step 1" in said("ls", path)
+        found = json.loads(said("gc", "--dry-run", "--json", path))["found"]
+        names = [os.path.basename(one["path"]) for one in found if one["action"] == "removed"]
+        assert names == ["step-0000000003.1", "step-0000000002.1"]
+        # A checkpoint of the same step that is on the line is meant.
+        assert "step 2 of attempt 2" in str(choose(Source(tmp_path / "ckpt", "flash"), 2).generation)
+        assert choose(Source(tmp_path / "ckpt", "flash"), None).generation == g(2, 2)
+        assert choose(Source(tmp_path / "ckpt", "flash"), 3).generation == g(1, 3)
+        said("gc", path)
+    assert sorted(one.name for one in (tmp_path / "ckpt").glob("step-*")) == ["step-0000000001.1", "step-0000000002.2"]
+    with make(keep=ALL) as checkpointer:
+        assert checkpointer.restore(state_of(0)) == 2
+
+
+def test_memory_of_a_deleted_directory_is_nobodys(
+    make: Any, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make() as checkpointer:
+        save_steps(checkpointer, 1)
+        checkpointer.close(keep_memory=True)
+    [found] = find_stores([memory])
+    assert not found.is_orphaned
+    shutil.rmtree(tmp_path / "ckpt")
+    assert not find_stores([memory])[0].is_orphaned  # the disk may only be away
+    directory = CheckpointDirectory(tmp_path / "ckpt")
+    directory.acquire(Identity.of_this_process("1"))
+    directory.release()
+    [found] = find_stores([memory])
+    found = dataclasses.replace(found, persisted=None, saver_alive=False)
+    assert found.is_orphaned
+    assert reason_to_keep(found, {}, discard_unsaved=False) == ""
+    assert "of a checkpoint directory that was deleted" in reason_to_remove(found)

@@ -1,6 +1,7 @@
 """Flash checkpoint: model, optimizer, generators and data position as one record, in memory first, on disk behind.
 
-`FlashCheckpointer` is what a training program uses. Importing this package does not import torch; that class does.
+`FlashCheckpointer` is what a training program uses, `CheckpointReader` what an evaluation reads its checkpoints with.
+Importing this package does not import torch; these classes do.
 """
 
 from __future__ import annotations
@@ -14,14 +15,31 @@ from checkpoint.policy.retention import Best, Retention
 if TYPE_CHECKING:
     from checkpoint.flash.checkpointer import FlashCheckpointer
     from checkpoint.flash.options import Options
+    from checkpoint.flash.reader import CheckpointReader
     from checkpoint.flash.restoring import Loaded
     from checkpoint.flash.stats import Stats
 
-__all__ = ["Adaptive", "Best", "Every", "FlashCheckpointer", "Loaded", "Options", "Retention", "Stats"]
+__all__ = [
+    "Adaptive",
+    "Best",
+    "CheckpointReader",
+    "Every",
+    "FlashCheckpointer",
+    "Loaded",
+    "Options",
+    "Retention",
+    "Stats",
+]
 
 
 # Importing any of these imports torch.
-_TORCH_SIDE = {"FlashCheckpointer": "checkpointer", "Loaded": "restoring", "Options": "options", "Stats": "stats"}
+_TORCH_SIDE = {
+    "CheckpointReader": "reader",
+    "FlashCheckpointer": "checkpointer",
+    "Loaded": "restoring",
+    "Options": "options",
+    "Stats": "stats",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -327,8 +327,13 @@ def move_latest(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def holding(directory: Path, generation: Generation) -> Iterator[Directory | None]:
+def holding(directory: Path, generation: Generation, *, locks: bool = True) -> Iterator[Directory | None]:
     """Keep a committed checkpoint from being removed.
+
+    Args:
+        directory: of the checkpoints.
+        generation: which.
+        locks: without, it may be removed all the time, and nothing is locked or made.
 
     Yields:
         Its directory, or None if it is not there.
@@ -342,11 +347,11 @@ def holding(directory: Path, generation: Generation) -> Iterator[Directory | Non
         with contextlib.suppress(FileNotFoundError):
             root = stack.enter_context(Directory.open(directory))
             inner = stack.enter_context(root.enter(name))
-            if not root.strangers():
+            if locks and not root.strangers():
                 with contextlib.suppress(OSError):
                     # A copy made by hand may lack it; where it cannot be made, nothing can be removed either.
                     os.close(inner.open_file(IN_USE, os.O_RDWR | os.O_CREAT))
-            lock = _use(root, name, inner)
+            lock = _use(root, name, inner) if locks else None
             if lock:
                 stack.callback(lock.release)
         yield inner

@@ -110,10 +110,13 @@ class CheckpointDirectory:
 
     Args:
         path: the directory; `acquire` makes it if it is missing.
+        read_only: nothing is written to it, also no damage that is found, and nothing in it is locked: a checkpoint may
+            be removed while it is read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.path = Path(path).absolute()
+        self.read_only = read_only
         self.attempt = 0
         self._lock: FileLock | None = None
 
@@ -218,6 +221,10 @@ class CheckpointDirectory:
         self.attempt = ownership.renumber(self.path, self.attempt, time.time())
         return self.attempt
 
+    def has(self, generation: Generation) -> bool:
+        """Whether a checkpoint is there, whatever is wrong with it."""
+        return os.path.isdir(self.path / generation.directory_name)
+
     def newest(self) -> Generation | None:
         """The newest committed checkpoint, whatever is wrong with it."""
         try:
@@ -274,7 +281,7 @@ class CheckpointDirectory:
 
     @contextlib.contextmanager
     def hold(self, generation: Generation) -> Iterator[Held]:
-        """Keep a checkpoint from being removed while it is read.
+        """Keep a checkpoint from being removed while it is read, unless this is read-only.
 
         Raises:
             NoCheckpoint: it is not there.
@@ -282,7 +289,7 @@ class CheckpointDirectory:
         """
         with contextlib.ExitStack() as stack:
             try:
-                place = stack.enter_context(commit.holding(self.path, generation))
+                place = stack.enter_context(commit.holding(self.path, generation, locks=not self.read_only))
             except UntrustedFile as error:
                 raise DamagedCheckpoint(str(error)) from error
             checkpoint = self._look_at(generation) if place else None
@@ -308,15 +315,16 @@ class CheckpointDirectory:
                     f"{checkpoint.path} was saved by {checkpoint.world_size} rank(s), there is no rank {rank}"
                 )
             try:
-                return open_file(held.place, checkpoint.manifests[rank], num_threads)
+                return open_file(held.place, checkpoint.manifests[rank], num_threads, copies=self.read_only)
             except DamagedCheckpoint as error:
                 self.mark_damaged(generation, str(error))
                 raise
 
     def mark_damaged(self, generation: Generation, problem: str) -> None:
-        """Write down that a checkpoint is damaged; where the directory cannot be written to, or is not this user's
-        alone, nothing."""
-        self._mark(generation, problem)
+        """Write down that a checkpoint is damaged; where this is read-only, the directory cannot be written to, or is
+        not this user's alone, nothing."""
+        if not self.read_only:
+            self._mark(generation, problem)
 
     def _mark(self, generation: Generation, problem: str) -> None:
         with contextlib.suppress(OSError), Directory.open(self.path) as root:

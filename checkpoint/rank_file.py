@@ -226,6 +226,7 @@ class RankFile:
     _mapping: mmap.mmap
     _unchecked: list[int]
     _status: os.stat_result
+    _how: Populate
 
     @functools.cached_property
     def record(self) -> Record:
@@ -244,11 +245,16 @@ class RankFile:
         """
         if self._unchecked:
             begin = len(self._mapping) - len(self.data)
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except FileNotFoundError as error:
+                raise DamagedCheckpoint(f"{self.path} was removed while it was read") from error
             try:
                 if not os.path.samestat(os.fstat(descriptor), self._status):
                     raise DamagedCheckpoint(f"{self.path} has been replaced since it was opened")
-                damaged = _damaged_chunks(descriptor, self._mapping, self.manifest, self._unchecked, num_threads)
+                damaged = _damaged_chunks(
+                    descriptor, self._mapping, self.manifest, self._unchecked, num_threads, how=self._how
+                )
             finally:
                 os.close(descriptor)
             if damaged:
@@ -281,6 +287,7 @@ def open_file(
     progress: Callable[[int], None] | None = None,
     *,
     tensors: bool = True,
+    copies: bool = False,
 ) -> RankFile:
     """Map a rank's file and compare it with its checksums.
 
@@ -290,6 +297,8 @@ def open_file(
         num_threads: how many compare.
         progress: told how many more bytes have been compared.
         tensors: compare these too; without, `RankFile.check` does when the first of them is wanted.
+        copies: of all that is compared; what becomes of the file then does not matter. On a file server a mapped file
+            that somebody removes would end the process.
 
     Raises:
         DamagedCheckpoint: it is missing, too short, or not what was written; the bytes and their tensors are named.
@@ -320,7 +329,9 @@ def open_file(
         chunks = list(range(len(manifest.checksums)))
         if not tensors and not unreadable:
             chunks = _chunks_beside(entries, begin, manifest)
-        damaged = _damaged_chunks(descriptor, mapping, manifest, chunks, num_threads, progress)
+        # The mapping is private: pages that are entered to be written to are copies.
+        how = Populate.WRITE if copies else Populate.READ
+        damaged = _damaged_chunks(descriptor, mapping, manifest, chunks, num_threads, progress, how)
     finally:
         os.close(descriptor)
     if damaged:
@@ -328,7 +339,7 @@ def open_file(
     if unreadable:
         raise unreadable
     unchecked = sorted({*range(len(manifest.checksums))} - {*chunks})
-    return RankFile(path, manifest, metadata, entries, memoryview(mapping)[begin:], mapping, unchecked, status)
+    return RankFile(path, manifest, metadata, entries, memoryview(mapping)[begin:], mapping, unchecked, status, how)
 
 
 def _chunks_beside(entries: Sequence[Entry], begin: int, manifest: Manifest) -> list[int]:
@@ -349,6 +360,7 @@ def _damaged_chunks(
     chunks: Sequence[int],
     num_threads: int,
     progress: Callable[[int], None] | None = None,
+    how: Populate = Populate.READ,
 ) -> list[int]:
     def is_damaged(chunk: int) -> bool:
         begin = chunk * manifest.chunk_bytes
@@ -358,7 +370,7 @@ def _damaged_chunks(
         for at in range(begin, end, _BUFFER_BYTES):
             num_bytes = min(_BUFFER_BYTES, end - at)
             # In the mapping, as they are needed there next. A disk that cannot read them would end the process there.
-            if populate(mapping, at, num_bytes, Populate.READ):
+            if populate(mapping, at, num_bytes, how):
                 digest.update(whole[at : at + num_bytes])
             else:
                 digest.update(os.pread(descriptor, num_bytes, at))

@@ -93,6 +93,13 @@ def train(batch):
     scheduler.step()
 """
     (tmp_path / "train.py").write_text(own + code + "loader.close()\nprint(step, *seen)\n")
+    [reading] = re.findall(
+        r"```python\n(from checkpoint import CheckpointReader.*?)```",
+        (ROOT / "docs/checkpoint.md").read_text(),
+        re.DOTALL,
+    )
+    reads = "import torch\nmodel = torch.nn.Linear(1, 1)\nevaluate = lambda model: float(model.weight)\n"
+    (tmp_path / "evaluate.py").write_text(reads + reading)
     said = []
     for num_steps in (7, 15):
         argv = [sys.executable, "train.py", str(num_steps)]
@@ -102,3 +109,10 @@ def train(batch):
     (first, *before), (second, *after) = said
     assert (first, second) == (7, 15)
     assert sorted(before + after) == list(range(60))
+    done = subprocess.run(
+        [sys.executable, "evaluate.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert int(lines[-1][0]) == 15
+    assert len({value for _, value in lines}) == len(lines)

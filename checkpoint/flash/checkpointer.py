@@ -14,13 +14,12 @@ import atexit
 import contextlib
 import dataclasses
 import logging
-import operator
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ from checkpoint.flash.capture import RNG, Capture
 from checkpoint.flash.distributed import Communicator, communicator, gather, together
 from checkpoint.flash.handover import Entry
 from checkpoint.flash.newest import Newest
-from checkpoint.flash.options import Options, check_arguments
+from checkpoint.flash.options import Options, check_arguments, checked_step
 from checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
 from checkpoint.flash.saver_link import SaverLink
 from checkpoint.flash.saving import Saving
@@ -465,14 +464,3 @@ class FlashCheckpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         is_crash = kind is not None and issubclass(kind, Exception)
         self.close(keep_memory=is_crash)
-
-
-def checked_step(step: int) -> int:
-    """A step as Python's number.
-
-    Raises:
-        OptionsError: it is none.
-    """
-    if not isinstance(step, SupportsIndex) or operator.index(step) < 0:
-        raise OptionsError(f"step={step!r}: a number of steps, 0 or more")
-    return operator.index(step)

@@ -14,18 +14,21 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.agreement import Choice, Held, Offer, agree, steps_of
+from checkpoint.agreement import Choice, Held, Offer, Source, agree, steps_of
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OptionsError
 from checkpoint.flash.distributed import Communicator, gather, together
 from checkpoint.flash.restore import Part
 from checkpoint.flash.source import Memory, open_disk
+from checkpoint.generation import Generation
 from checkpoint.policy.lineage import Lineage
 from checkpoint.replica.trainer import TrainerReplicas
 
 _log = logging.getLogger(__name__)
 
 _ON_DISK = "on disk: "
+# A reader that holds nothing may find each newest one removed again; far more than any training keeps.
+_MAX_TRIES = 1000
 _WHERE = {"memory": "in memory", "replica": "in the memory of another host", "disk": "on disk"}
 
 
@@ -61,6 +64,10 @@ class Newest:
         """The steps that all ranks can restore, ascending: those of the line, and others that were left behind."""
         return steps_of(gather(self.ranks, self._offer(with_left=True)), self.lineage)
 
+    def choose(self) -> Choice:
+        """The newest generation that all ranks have, as far as names and manifests tell."""
+        return agree(gather(self.ranks, self._offer(with_left=False)), self.lineage)
+
     def use(self, use: Use, step: int | None = None) -> None:
         """Let all ranks try the newest generation, then the next one, until it is whole on all of them.
 
@@ -78,6 +85,8 @@ class Newest:
             raise OptionsError(f"the ranks ask for different steps, by rank: {steps}. All have to restore the same one")
         offer = self._offer(with_left=step is not None)
         said: set[str] = set()
+        unusable: list[tuple[Generation, Source, str]] = []
+        num_tries = 0
         is_on_disk = any(gather(self.ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
         while True:
             offers = gather(self.ranks, offer)
@@ -90,17 +99,30 @@ class Newest:
                 if step is not None:
                     raise NoCheckpoint(_told(step, offers, self.lineage, self.directory.path, choice.notes))
                 if is_on_disk:
-                    path = self.directory.path
+                    path, why = self.directory.path, "; ".join(choice.notes)
+                    none = f"none of the checkpoints in {path} can be used"
+                    if self.directory.read_only:
+                        raise NoCheckpoint(f"{none}: {why}. See hetstream ckpt verify {path}")
                     raise NoCheckpoint(
-                        f"none of the checkpoints in {path} can be used, and training does not begin anew without "
-                        f"being told: {'; '.join(choice.notes)}. See hetstream ckpt verify {path}; to begin anew, "
-                        "delete it, or give another directory"
+                        f"{none}, and training does not begin anew without being told: {why}. See hetstream ckpt "
+                        f"verify {path}; to begin anew, delete it, or give another directory"
                     )
                 return
             problem = self._try(choice, use)
             if problem is None:
                 return
-            offer = offer.without(choice.generation, choice.sources[self.ranks.rank], problem) if problem else offer
+            if problem:
+                unusable.append((choice.generation, choice.sources[self.ranks.rank], problem))
+            num_tries += 1
+            if num_tries > _MAX_TRIES:
+                raise NoCheckpoint(
+                    f"{self.directory.path}: {num_tries} checkpoints one after the other cannot be used, the last one "
+                    f"because {problem or 'of another rank'}. See hetstream ckpt ls {self.directory.path}"
+                )
+            # What a training has saved meanwhile is newer than what this rank knew of.
+            offer = self._offer(with_left=step is not None)
+            for one in unusable:
+                offer = offer.without(*one)
 
     def _try(self, choice: Choice, use: Use) -> str | None:
         """None: it is done. Text: this rank's source is not usable, and why; empty if it is another rank's."""
@@ -123,6 +145,8 @@ class Newest:
                     next(going)
                 except (Damaged, NoCheckpoint, MissingRanks, OSError) as error:
                     problem = f"{generation} {_WHERE[choice.sources[rank]]} is not usable: {error}"
+                    if choice.sources[rank] == "disk" and not self.directory.has(generation):
+                        problem = f"{generation} was removed from {self.directory.path} while it was read"
                     return 1
                 return 0
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from checkpoint.errors import OptionsError
 from checkpoint.formats.part import FORMATS, Format
@@ -109,3 +110,14 @@ def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: 
         problems.append(f"options={options!r}: Options(...), such as Options(num_slots=2)")
     if problems:
         raise OptionsError("; ".join(problems))
+
+
+def checked_step(step: int) -> int:
+    """A step as Python's number.
+
+    Raises:
+        OptionsError: it is none.
+    """
+    if not isinstance(step, SupportsIndex) or operator.index(step) < 0:
+        raise OptionsError(f"step={step!r}: a number of steps, 0 or more")
+    return operator.index(step)

@@ -63,13 +63,13 @@ class Wish:
         step: which; None: the newest.
         strict: every key and tensor must be on both sides.
         allow_pickle: unpickle what was pickled.
-        generators: set the states of the random number generators.
+        only_given: keys of the checkpoint that the state has not are left out; with the states of the generators.
     """
 
     step: int | None = None
     strict: bool = True
     allow_pickle: bool = False
-    generators: bool = True
+    only_given: bool = False
 
 
 def restore_from(newest: Newest, state: MutableMapping[str, Any], leaves: Leaves, wish: Wish) -> Restored:
@@ -93,7 +93,8 @@ def restore_from(newest: Newest, state: MutableMapping[str, Any], leaves: Leaves
         all_alike: set[str] = set()
         for part in parts:
             alike = task.take_alike(state, leaves, part)
-            saved.update(part.saved(allow_pickle=wish.allow_pickle, without=alike))
+            without = alike | ({*part.record.tree} - {*state} if wish.only_given else set())
+            saved.update(part.saved(allow_pickle=wish.allow_pickle, without=without))
             all_alike |= alike
         generators = saved.pop(RNG, None)
         task.compare(state, saved, all_alike)
@@ -104,8 +105,7 @@ def restore_from(newest: Newest, state: MutableMapping[str, Any], leaves: Leaves
         task.run()
         for difference in task.differences:
             _log.warning("not restored: %s", difference)
-        if wish.generators:
-            _restore_generators(generators, choice, newest.ranks.rank)
+        _restore_generators(generators, choice, newest.ranks.rank)
         done.append((choice, all_alike == {*state}))
 
     newest.use(use, wish.step)

@@ -281,13 +281,16 @@ def _merge(left: Any, right: Any, path: str, clashes: list[Clash]) -> None:
             clashes.append(Clash(place, left[key], value))
 
 
-def open_parts(path: CheckpointPath, own_rank: int = 0, *, allow_pickle: bool = False) -> Parts:
+def open_parts(
+    path: CheckpointPath, own_rank: int = 0, *, allow_pickle: bool = False, read_only: bool = False
+) -> Parts:
     """Map the files of a committed checkpoint. Of the tensors only those are read, and checked, that are used.
 
     Args:
         path: DIR/step-0000000120.2, or a link to it such as DIR/latest.
         own_rank: as for `Parts`.
         allow_pickle: as for `Parts`.
+        read_only: see `CheckpointDirectory`.
 
     Raises:
         NoCheckpoint: there is none.
@@ -297,7 +300,7 @@ def open_parts(path: CheckpointPath, own_rank: int = 0, *, allow_pickle: bool = 
     place = Path(path).resolve()
     generation = Generation.of_directory(place.name)
     with contextlib.ExitStack() as stack:
-        held = generation and stack.enter_context(commit.holding(place.parent, generation))
+        held = generation and stack.enter_context(commit.holding(place.parent, generation, locks=not read_only))
         if generation is None or held is None:
             raise NoCheckpoint(f"{path} is no committed checkpoint, such as DIR/step-0000000120.2 or DIR/latest")
         manifests = commit.read_parts(held, generation)
@@ -305,7 +308,7 @@ def open_parts(path: CheckpointPath, own_rank: int = 0, *, allow_pickle: bool = 
         missing = [rank for rank in range(world_size) if rank not in manifests]
         if missing:
             raise MissingRanks(f"{place} lacks the parts of {len(missing)} of {world_size} ranks, first {missing[0]}")
-        files = [open_file(held, one, tensors=False) for one in manifests.values()]
+        files = [open_file(held, one, tensors=False, copies=read_only) for one in manifests.values()]
         parts = [
             part_of(file.manifest.rank, file.record, file.entries, data, str(file.path), file.check)
             for file, data in ((file, [file.bytes_of(entry) for entry in file.entries]) for file in files)

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from checkpoint.agreement import Held
 from checkpoint.directory import CheckpointDirectory
@@ -103,7 +102,7 @@ def open_disk(directory: CheckpointDirectory, generation: Generation, rank: int)
         owner = rank % world_size
         num_threads = min(_MAX_READERS, max(2, len(os.sched_getaffinity(0))))
         own = held.enter_context(directory.read(generation, owner, num_threads=num_threads))
-        whole_of = _wholes(directory.path / generation.directory_name, own.record, held)
+        whole_of = _wholes(directory, generation, own.record, held)
         parts = [_part(own, own.record, whole_of=whole_of)]
         if owner != 0:
             first = held.enter_context(directory.read(generation, 0, num_threads=num_threads))
@@ -115,12 +114,15 @@ def open_disk(directory: CheckpointDirectory, generation: Generation, rank: int)
 WholeOf = Callable[[TensorRef], Whole | None]
 
 
-def _wholes(path: Path, record: Record, held: contextlib.ExitStack) -> WholeOf:
+def _wholes(
+    directory: CheckpointDirectory, generation: Generation, record: Record, held: contextlib.ExitStack
+) -> WholeOf:
     """What all ranks saved of the sharded tensors of one; their files are opened when the first is asked for."""
 
     @functools.cache
     def found() -> dict[TensorRef, Whole]:
-        wholes = held.enter_context(open_parts(path)).wholes
+        path = directory.path / generation.directory_name
+        wholes = held.enter_context(open_parts(path, read_only=directory.read_only)).wholes
         names = names_of(record)
         return {
             ref: wholes[names[number]]

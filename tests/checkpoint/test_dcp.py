@@ -29,7 +29,7 @@ from checkpoint.structure import Record, Shard, TensorRef
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PROGRAM = Path(__file__).with_name("programs") / "reshard.py"
 PAIRS = ("1:2", "2:1", "4:2", "2:3")
-FLASH_PAIRS = ("flash:2:2", "flash:3:2", "flash:1:2")
+FLASH_PAIRS = ("flash:2:2", "flash:3:2", "flash:1:2", "reader:2:3", "reader:2:1")
 
 
 @pytest.fixture(scope="module")

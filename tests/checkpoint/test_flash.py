@@ -528,6 +528,7 @@ def test_the_public_names_are_these() -> None:
     assert {name for name in checkpoint.__all__ if getattr(checkpoint, name)} == {
         "Adaptive",
         "Best",
+        "CheckpointReader",
         "Every",
         "FlashCheckpointer",
         "Loaded",

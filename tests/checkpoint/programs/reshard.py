@@ -1,12 +1,14 @@
-"""Saves and loads sharded states with any numbers of ranks. Usage: reshard.py DIR [flash:]SAVE_RANKS:LOAD_RANKS...
+"""Saves and loads sharded states with any numbers of ranks. Usage: reshard.py DIR [KIND:]SAVE_RANKS:LOAD_RANKS...
 
-Each pair is a checkpoint of its own in DIR, read by dcp.load or, with "flash:", by FlashCheckpointer.restore. Ranks are
-forked from this process, which has torch loaded already. Prints "ok PAIR" for each; a rank that fails prints why.
+Each pair is a checkpoint of its own in DIR, read by dcp.load or, with "flash:", by FlashCheckpointer.restore, or, with
+"reader:", by CheckpointReader while the training that saved it has not ended. Ranks are forked
+from this process, which has torch loaded already. Prints "ok PAIR" for each; a rank that fails prints why.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -26,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from checkpoint.commit import commit
 from checkpoint.flash.checkpointer import FlashCheckpointer
 from checkpoint.flash.dcp import FlashStorageReader
+from checkpoint.flash.reader import CheckpointReader
 from checkpoint.flash.write import write_state
 from checkpoint.generation import Generation
 from checkpoint.manifest import Part
@@ -203,10 +206,43 @@ def flash_restore(rank: int, num_ranks: int, directory: Path) -> None:
         dist.barrier()
 
 
+def flash_save_and_be_read(rank: int, num_ranks: int, directory: Path, loaded_by: int) -> None:
+    with FlashCheckpointer(directory, shared=SHARED) as ckpt:
+        ckpt.save(2, Program(num_ranks, filled=True).state)
+        assert ckpt.wait(60)
+        dist.barrier()
+        if rank == 0:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            argv = [sys.executable, "-W", "error", __file__, str(directory), f"read:{num_ranks}:{loaded_by}"]
+            subprocess.run(argv, check=True, env=environment, stdout=sys.stderr)
+        dist.barrier()
+
+
+def read(rank: int, num_ranks: int, directory: Path) -> None:
+    expected = Program(num_ranks, filled=True)
+    reader = CheckpointReader(directory)
+    assert (reader.all_steps(), reader.latest_step()) == ([2], 2)
+    program = Program(num_ranks, filled=False)
+    assert reader.restore({"model": program.model, "table": program.table}) == 2
+    torch.testing.assert_close(full(program.table), full(expected.table), rtol=0, atol=0)
+    plain = Net()
+    assert reader.restore({"model": plain}, step=2) == 2
+    for name, value in expected.model.state_dict().items():
+        torch.testing.assert_close(full(program.model.state_dict()[name]), full(value), msg=name)
+        torch.testing.assert_close(plain.state_dict()[name], full(value), msg=name)
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     for pair in sys.argv[2:]:
-        saved_by, loaded_by = map(int, pair.removeprefix("flash:").split(":"))
+        kind, saved_by, loaded_by = pair.rpartition(":")[0].rpartition(":")[0], *map(int, pair.split(":")[-2:])
+        if kind == "reader":
+            in_ranks(saved_by, flash_save_and_be_read, directory / pair, loaded_by)
+            print("ok", pair, flush=True)
+            continue
+        if kind == "read":
+            in_ranks(loaded_by, read, directory)
+            continue
         if pair.startswith("flash:"):
             in_ranks(saved_by, flash_save, directory / pair)
             in_ranks(loaded_by, flash_restore, directory / pair)

@@ -1,0 +1,108 @@
+"""`CheckpointReader`: what an evaluation, or any program that does not train, reads checkpoints with.
+
+It takes no lock, writes nothing, has no memory of its own and no saver, so it can run beside the training whose
+checkpoints it reads, as another user, on any number of ranks, and where the directory cannot be written to. Nothing
+that it reads is kept from retention: a checkpoint that is removed meanwhile is not used, not even a part of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import NoCheckpoint
+from checkpoint.flash import collector
+from checkpoint.flash.capture import Capture
+from checkpoint.flash.distributed import Communicator, communicator, gather, together
+from checkpoint.flash.newest import Newest
+from checkpoint.flash.options import Options, checked_step
+from checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
+from checkpoint.policy.lineage import Lineage
+
+
+class CheckpointReader:
+    """Reads the checkpoints of a directory; every rank makes one, and every rank calls each of its methods.
+
+    Args:
+        directory: of the checkpoints, as `FlashCheckpointer` was given it.
+        ranks: how ranks talk; None: torch.distributed, where it is initialised.
+        allow_pickle: unpickle what was saved with allow_pickle=True. It may run anything: only what you trust.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        ranks: Communicator | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        self._directory = CheckpointDirectory(directory, read_only=True)
+        self._ranks = ranks or communicator()
+        self._allow_pickle = allow_pickle
+
+    def all_steps(self) -> list[int]:
+        """The steps on disk that `restore` and `load` can give, ascending, without those that were left behind."""
+        return self._newest().all_steps()[0]
+
+    def latest_step(self) -> int | None:
+        """The step that `restore` and `load` would give; None: there is none yet."""
+        choice = self._newest().choose()
+        return choice.generation.step if choice.generation else None
+
+    def restore(self, state: MutableMapping[str, Any], *, step: int | None = None, strict: bool = True) -> int:
+        """Bring a checkpoint into a state, in place. Random number generators stay as they are.
+
+        Args:
+            state: some or all of the top-level keys that were saved, such as `{"model": model}`; the others are not
+                read.
+            step: which; None: the newest, and if that is removed meanwhile, the one that is the newest then.
+            strict: every key and tensor below these top-level keys must be on both sides; else what fits is restored,
+                and the log says what not.
+
+        Returns:
+            The step.
+
+        Raises:
+            NoCheckpoint: there is none that can be used, or none of this step.
+            StateMismatch: the layout of the state is another; every difference is named. Nothing is restored.
+        """
+        wish = Wish(None if step is None else checked_step(step), strict, self._allow_pickle, only_given=True)
+        with collector.held_off():
+            capture = Capture((), self._ranks.rank, self._ranks.world_size, Options(allow_pickle=self._allow_pickle))
+            restored = restore_from(self._newest(), state, capture.flatten(state), wish)
+        if restored.generation is None:
+            raise self._nothing()
+        return restored.generation.step
+
+    def load(self, *, step: int | None = None) -> Loaded:
+        """A checkpoint as plain values on the CPU.
+
+        Args:
+            step: as for `restore`.
+
+        Raises:
+            NoCheckpoint: there is none that can be used, or none of this step.
+        """
+        wish = Wish(None if step is None else checked_step(step), allow_pickle=self._allow_pickle)
+        loaded = load_from(self._newest(), wish)
+        if loaded is None:
+            raise self._nothing()
+        return loaded
+
+    def _newest(self) -> Newest:
+        lineage = Lineage()
+
+        def read() -> int:
+            nonlocal lineage
+            if self._ranks.rank == 0:
+                lineage = self._directory.lineage()
+            return 0
+
+        together(self._ranks, read)
+        return Newest(self._ranks, self._directory, gather(self._ranks, lineage)[0])
+
+    def _nothing(self) -> NoCheckpoint:
+        path = self._directory.path
+        return NoCheckpoint(f"{path} has no checkpoint. Name the directory that FlashCheckpointer was given: ls {path}")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from checkpoint import commit
@@ -96,7 +97,12 @@ class Job:
         return self.path / f"rank-{rank}.log"
 
     def forget_on_disk(self, after: int) -> None:
-        """The disk is behind: only checkpoints up to a step are there."""
+        """The disk is behind: only checkpoints up to a step are there, and no saver has ever seen another."""
+        for store in self.stores():
+            with StoreView(store.path) as view:
+                status = view.files.read_status()
+                assert status is not None
+                view.report(msgspec.structs.replace(status, persisted=Generation(1, after)))
         for generation in commit.committed(self.directory):
             if generation.step > after:
                 shutil.rmtree(self.directory / generation.directory_name)

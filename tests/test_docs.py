@@ -89,6 +89,7 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
 loader = DataLoader(torch.utils.data.TensorDataset(torch.arange(60)), batch_size=4, shuffle=True, seed=1)
 def train(batch):
     seen.extend(batch[0].tolist())
+    model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     scheduler.step()
 """

@@ -23,14 +23,13 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from fractions import Fraction
 
 from hetjob.convert_checkpoint import checkpoint_overrides
+from hetjob.convert_trainer import trainer_overrides
 from hetjob.directives import is_own, prologue_length
 from hetjob.errors import ConversionError, UsageError
 from hetjob.plan import Change, Component, HetPlan
-from hetjob.ports import Cluster
-from hetjob.request import count, gpus_per_task
+from hetjob.ports import UNKNOWN_CLUSTER, Cluster, PartitionLimits
 from hetjob.sbatch_options import (
     OF_ONE_COMPONENT,
     SbatchOption,
@@ -41,7 +40,7 @@ from hetjob.sbatch_options import (
     plain_words,
     words_of,
 )
-from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
+from hetjob.spec import JobSpec
 
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 # One process per CPU: Python with its libraries, the dataset, and a few finished batches of large images.
@@ -69,6 +68,10 @@ class CheckpointNotShared(ConversionError):
 
 class MissingPartition(ConversionError):
     """No partition for the data workers."""
+
+
+class NoSuchNode(ConversionError):
+    """A data worker that is larger than every node of its partition: the job would wait for ever."""
 
 
 class NeedsBackfill(ConversionError):
@@ -118,7 +121,7 @@ def convert(
     name: str,
     *,
     command_line: Sequence[SbatchOption] = (),
-    default_partition: str | None = None,
+    cluster: Cluster = UNKNOWN_CLUSTER,
 ) -> HetPlan:
     """Convert one script.
 
@@ -128,7 +131,7 @@ def convert(
         name: its name, for messages.
         command_line: sbatch options from the environment and the command line, in sbatch's order; they win over the
             script's. hetstream's own options among them are dropped from the result.
-        default_partition: the cluster's default partition, where it is known.
+        cluster: what is known of the cluster.
 
     Raises:
         ConversionError: one of the limits above.
@@ -142,17 +145,18 @@ def convert(
     components: list[Component] = []
     master_options: tuple[str, ...] | None = None
     if spec.data_workers_max:
-        partition = spec.data_worker_partition or default_partition
+        partition = spec.data_worker_partition or cluster.default_partition
         if partition is None:
             raise MissingPartition(
                 f"{name}: no directive names the data workers' partition and the cluster's default is not known here. "
                 "Add --data-worker-partition=NAME; see the names with: sinfo -s"
             )
-        overrides, changes = _trainer(spec, script, options)
+        overrides, changes = trainer_overrides(spec, script, options, _max_mb_per_cpu(options, cluster))
         worker = _worker_options(spec, partition)
-        components, added = _data_workers(spec, options, worker, partition)
-        changes += added
         worker_mb = _worker_mb(spec, options)
+        _check_size(spec, worker_mb, partition, cluster, name)
+        components, added = _data_workers(spec, options, worker, partition, cluster)
+        changes += added
         master_options = tuple(_master_options(spec, (*worker, *_memory_per_cpu(spec, worker_mb)), options))
     saver_options: tuple[str, ...] | None = None
     if spec.checkpoint is not None:
@@ -197,13 +201,17 @@ def check_cluster(spec: JobSpec, cluster: Cluster) -> None:
 
 
 def _data_workers(
-    spec: JobSpec, options: SbatchOptions, worker: Sequence[str], partition: str
+    spec: JobSpec, options: SbatchOptions, worker: Sequence[str], partition: str, cluster: Cluster
 ) -> tuple[list[Component], list[Change]]:
     """Component 1, if there is one, and what is said about the data workers."""
     components: list[Component] = []
     changes: list[Change] = []
     if spec.data_workers_min:
-        memory = _component_memory(spec, _worker_mb(spec, options), per_node=options.has("mem"))
+        largest = max(
+            (node.cpus for one in _limits_of(partition, cluster) for node in one.nodes), default=_CPUS_PER_GROUP
+        )
+        per_group = min(_CPUS_PER_GROUP, largest)
+        memory = _component_memory(spec, _worker_mb(spec, options), per_group if options.has("mem") else None)
         words = (*worker, f"--ntasks={spec.data_workers_min}", *memory)
         components.append(Component(1, "data_workers", words))
         changes.append(
@@ -272,73 +280,33 @@ def _interpreter(first_line: str) -> str | None:
     return words[0] if words else None
 
 
-def _trainer(spec: JobSpec, script: str, options: SbatchOptions) -> tuple[list[SbatchOption], list[Change]]:
-    """What component 0 gets instead of what the script asked for, with the reasons."""
-    overrides: list[SbatchOption] = []
-    changes: list[Change] = []
+def _limits_of(partitions: str, cluster: Cluster) -> list[PartitionLimits]:
+    """What is known of the partitions of a list; empty where something is not."""
+    found = [cluster.limits.get(name) for name in partitions.split(",")]
+    return [one for one in found if one is not None] if all(found) else []
 
-    def override(option_name: str, value: str, why: str) -> None:
-        overrides.append(SbatchOption(option_name, value, "hetstream", (f"--{option_name}={value}",)))
-        old = options.last(option_name)
-        was = f" (was {old.value}, {old.origin})" if old else ""
-        changes.append(Change(f"trainer: --{option_name}={value}{was}", why))
 
-    if options.has("exclusive"):
-        changes.append(
-            Change(
-                "trainer: CPUs unchanged",
-                "--exclusive allocates whole nodes, so fewer CPUs for the trainer would free none",
-            )
-        )
-        return overrides, changes
-    gpus = gpus_per_task(options)
-    wanted = spec.trainer_cpus or max(1, math.ceil(DEFAULT_TRAINER_CPUS_PER_GPU * max(gpus, Fraction(1))))
-    why = "data workers do the preprocessing; the trainer keeps " + (
-        f"--trainer-cpus={spec.trainer_cpus}" if spec.trainer_cpus else f"{DEFAULT_TRAINER_CPUS_PER_GPU} CPUs per GPU"
+def _max_mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> float | None:
+    """The most memory for each CPU where the trainer runs; of several partitions the smallest limit."""
+    limits = _limits_of(options.value("partition") or cluster.default_partition or "", cluster)
+    return min((one.max_mb_per_cpu for one in limits if one.max_mb_per_cpu), default=None)
+
+
+def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: Cluster, name: str) -> None:
+    """Refuse a data worker that no node could hold. Features and reservations are left to Slurm."""
+    limits = _limits_of(partition, cluster)
+    nodes = [node for one in limits for node in one.nodes]
+    needed_mb = worker_mb or 0.0
+    if not nodes or any(one.cpus >= spec.data_worker_cpus and one.memory_mb >= needed_mb for one in nodes):
+        return
+    largest = max(nodes, key=lambda one: (one.cpus, one.memory_mb))
+    asked = f"{spec.data_worker_cpus} CPUs" + (f" and {memory_words(worker_mb)}" if worker_mb else "")
+    raise NoSuchNode(
+        f"{name}: a data worker of {asked} fits no node of partition {partition}: the largest has {largest.cpus} CPUs "
+        f"and {memory_words(largest.memory_mb)}: the job would wait for ever. Use more and smaller ones "
+        "(--data-workers, --data-worker-cpus, --data-worker-mem), or another --data-worker-partition; see: sinfo -e -o "
+        "'%P %c %m'"
     )
-    fixed = _srun_cpus_per_task(script)
-    if fixed and fixed[0] > wanted:
-        wanted = fixed[0]
-        why = f"line {fixed[1]} runs srun with {fixed[0]} CPUs per task, which needs as many in the allocation"
-    # CPUs asked for and kept per unit (task or GPU); memory per CPU grows by the same factor.
-    asked, kept = options.number("cpus-per-task"), wanted
-    option_name = "cpus-per-task"
-    if asked is None and options.number("cpus-per-gpu"):
-        option_name, asked = "cpus-per-gpu", options.number("cpus-per-gpu")
-        kept = math.ceil(wanted / max(gpus, Fraction(1)))
-    if asked is not None and kept < asked:
-        override(option_name, str(kept), why)
-        per_cpu = options.value("mem-per-cpu")
-        size = megabytes(per_cpu) if per_cpu else None
-        if size:
-            override(
-                "mem-per-cpu",
-                memory_words(size * asked / kept),
-                "the trainer keeps its memory although it has fewer CPUs",
-            )
-    if asked is None:
-        tasks, total_gpus = options.number("ntasks") or 1, count(options.value("gpus")) or 0
-        hint = " (for one program with several CPUs write --ntasks=1 --cpus-per-task=N)" if tasks > 1 else ""
-        changes.append(
-            Change(
-                "trainer: CPUs unchanged",
-                f"the script asks for no CPUs per task or GPU{hint if tasks > max(1, total_gpus) else ''}",
-            )
-        )
-    elif not overrides:
-        changes.append(Change("trainer: CPUs unchanged", f"the script asks for {asked}, the trainer may keep {kept}"))
-    return overrides, changes
-
-
-def _srun_cpus_per_task(script: str) -> tuple[int, int] | None:
-    """The largest number of CPUs that an `srun` line asks for, and its line: srun cannot get more than the job has."""
-    largest: tuple[int, int] | None = None
-    for number, line in enumerate(script.split("\n"), start=1):
-        if re.search(r"\bsrun\b", line) and not line.lstrip().startswith("#"):
-            for match in re.finditer(r"\s(?:-c\s*|--cpus-per-task[=\s]\s*)(\d+)(?=\s|$)", line, re.ASCII):
-                if largest is None or int(match[1]) > largest[0]:
-                    largest = (int(match[1]), number)
-    return largest
 
 
 def _worker_options(spec: JobSpec, partition: str) -> list[str]:
@@ -364,21 +332,24 @@ def _memory_per_cpu(spec: JobSpec, worker_mb: float | None) -> list[str]:
     return [f"--mem-per-cpu={memory_words(worker_mb / spec.data_worker_cpus)}"] if worker_mb else []
 
 
-def _component_memory(spec: JobSpec, worker_mb: float | None, *, per_node: bool) -> list[str]:
-    """Memory options of component 1.
+def _component_memory(spec: JobSpec, worker_mb: float | None, cpus_per_group: int | None) -> list[str]:
+    """Memory options of component 1; per node, in groups of so many CPUs, or per CPU (None).
 
     Slurm copies `--mem` (per node) from component 0 to later ones and refuses `--mem-per-cpu` beside it ("mutually
     exclusive"). A script with `--mem` therefore needs a size per node, and with it a known number of tasks per node.
     """
-    if not per_node or worker_mb is None:
+    if cpus_per_group is None or worker_mb is None:
         return _memory_per_cpu(spec, worker_mb)
-    nodes = min(spec.data_workers_min, math.ceil(spec.data_workers_min * spec.data_worker_cpus / _CPUS_PER_GROUP))
+    num_in_group = max(1, cpus_per_group // spec.data_worker_cpus)
+    nodes = math.ceil(spec.data_workers_min / num_in_group)
     per_group = math.ceil(spec.data_workers_min / nodes)
     return [f"--ntasks-per-node={per_group}", f"--mem={memory_words(worker_mb * per_group)}"]
 
 
 def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions) -> list[str]:
     words = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
+    if spec.data_worker_python is not None:
+        words.append(f"--data-worker-python={spec.data_worker_python}")
     if spec.data_worker_threads > 1:
         words.append(f"--data-worker-threads={spec.data_worker_threads}")
     if spec.companions:

@@ -73,7 +73,8 @@ class LocalConfig:
         """A data worker's command."""
         service = f"file:{directory / 'address'}"
         threads = ["--threads", str(self.worker_threads)] if self.worker_threads > 1 else []
-        return [*self.program, "worker", "--service", service, "--processes", str(self.worker_processes), *threads]
+        words = ["worker", "--follow-program", "--service", service, "--processes", str(self.worker_processes)]
+        return [*self.program, *words, *threads]
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ The protocols cut the cycle between the packages: `hetjob` never imports `slurm_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +32,34 @@ class Child(Protocol):
 
 
 @dataclass(frozen=True)
+class NodeSize:
+    """What nodes of one kind have.
+
+    Attributes:
+        cpus: that one job can get of a node.
+        memory_mb: the same for memory.
+        has_gpus: whether it has GPUs.
+    """
+
+    cpus: int
+    memory_mb: int
+    has_gpus: bool
+
+
+@dataclass(frozen=True)
+class PartitionLimits:
+    """What one job can get on the nodes of a partition.
+
+    Attributes:
+        nodes: the kinds of its nodes.
+        max_mb_per_cpu: `MaxMemPerCPU`; None without a limit.
+    """
+
+    nodes: tuple[NodeSize, ...]
+    max_mb_per_cpu: int | None = None
+
+
+@dataclass(frozen=True)
 class Cluster:
     """What a plan is checked against.
 
@@ -39,11 +67,16 @@ class Cluster:
         partitions: names of all partitions that the user can see.
         default_partition: where jobs go that name none; None when the cluster has no default.
         scheduler: `SchedulerType`, such as `sched/backfill`.
+        limits: of the partitions of which they are known, by name.
     """
 
     partitions: frozenset[str]
     default_partition: str | None
     scheduler: str | None
+    limits: Mapping[str, PartitionLimits] = field(default_factory=dict)
+
+
+UNKNOWN_CLUSTER = Cluster(frozenset(), None, None)
 
 
 @dataclass(frozen=True)

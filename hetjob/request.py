@@ -11,7 +11,7 @@ from hetjob.sbatch_options import SbatchOptions
 
 def gpus_per_task(options: SbatchOptions) -> Fraction:
     """GPUs of one trainer task, from whatever form the script uses; 0 when it asks for none."""
-    per_task = count(options.value("gpus-per-task"))
+    per_task = count(options.value("gpus-per-task")) or _gres_gpus(options.value("tres-per-task"))
     if per_task:
         return Fraction(per_task)
     nodes = _first_number(options.value("nodes")) or 1
@@ -24,6 +24,15 @@ def gpus_per_task(options: SbatchOptions) -> Fraction:
         return Fraction(1, per_gpu)
     tasks = options.number("ntasks") or nodes * (options.number("ntasks-per-node") or 1)
     return Fraction(total, tasks)
+
+
+def asks_for_gpus(options: SbatchOptions) -> bool:
+    """Whether a script asks for GPUs, or for shares of some, in any form."""
+    if options.has("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"):
+        return True
+    resources = f"{options.value('gres') or ''},{options.value('tres-per-task') or ''}".split(",")
+    kinds = (re.split(r"[:=]", re.sub(r"^gres[/:]", "", one.strip()))[0] for one in resources)
+    return any(kind in ("gpu", "shard", "mps") for kind in kinds)
 
 
 def tasks_per_node(options: SbatchOptions) -> int:

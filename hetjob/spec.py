@@ -6,6 +6,7 @@ Made by `directives.py` from `#HETSTREAM` lines and the command line; read by `c
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,11 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "data-worker-constraint": DirectiveOption("FEATURES", "sbatch's --constraint for the data workers", "none"),
     "data-worker-account": DirectiveOption("NAME", "account charged for the data workers", "the job's"),
     "data-worker-qos": DirectiveOption("NAME", "QOS of the data workers", "the job's"),
+    "data-worker-python": DirectiveOption(
+        "COMMAND",
+        "Python of the data workers, as a path or a command (`'apptainer exec image.sif python'`); it has hetstream",
+        "the one that the program runs",
+    ),
     "trainer-cpus": DirectiveOption(
         "N", "CPUs that each trainer task keeps", "2 per GPU of the task, never more than the script asks for"
     ),
@@ -113,6 +119,7 @@ class JobSpec:
     data_worker_threads: int = 1
     data_worker_smallest_cpus: int | None = None
     data_worker_cooldown: int | None = None
+    data_worker_python: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
@@ -155,7 +162,18 @@ def _broken_rule(option: str, value: int | str) -> str | None:
         return None if value >= 1 else "at least 1"
     if option in ("data-worker-mem", "checkpoint-size"):
         return None if megabytes(value) else "a size such as 16G or 8000M"
+    if option == "data-worker-python":
+        return _broken_command(value)
     return None if value and all(ord(char) >= 32 for char in value) else "a name, not empty and on one line"
+
+
+def _broken_command(text: str) -> str | None:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        return f"{error}; quote it as a shell does"
+    fits = bool(words) and all(ord(char) >= 32 for char in text)
+    return None if fits else "a path or a command, not empty and on one line"
 
 
 def parse_value(name: str, text: str) -> dict[str, Any]:

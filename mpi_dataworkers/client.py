@@ -34,6 +34,7 @@ from mpi_dataworkers.connection import CONNECT_TIMEOUT_S, REPORT_S, Connection, 
 from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, ProtocolError, RemoteError, ServiceError
 from mpi_dataworkers.faults import reach
+from mpi_dataworkers.interpreter import this_interpreter
 from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.messages import (
     Alive,
@@ -354,6 +355,7 @@ class ServiceClient:
             made_at=name.made_at,
             divides=name.divides,
             trainer=_trainer_name(),
+            interpreter=this_interpreter(),
         )
         self._lock = threading.Lock()
         self._news = _News()

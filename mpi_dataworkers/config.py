@@ -52,6 +52,14 @@ _SENT_IF_CHANGED = (
     *("MODULE", "MODULES_*", "MODULEPATH", "MODULEPATH_*", "MODULESHOME", "LOADEDMODULES", "LMOD_*", "_LMFILES_*"),
     *("PKG_CONFIG_PATH", "CPATH", "LIBRARY_PATH", "CMAKE_PREFIX_PATH"),
 )
+# What makes a Python environment: a virtual or conda environment, modules, and where Python and the loader look.
+_PYTHON_ENVIRONMENT = (
+    *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_*", "_CE_*", "PYENV_*"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONUSERBASE"),
+    *("LOADEDMODULES", "MODULEPATH", "_LMFILES_", "EBROOT*", "SPACK_ENV"),
+)
+# The start-up hook of some installation of hetstream, in PYTHONPATH.
+_HOOK_PLACE = os.path.join("mpi_dataworkers", "hook", "path")
 RAILS = ("shm", "ipc", "tcp")
 ALL_RAILS = ("mpi", *RAILS)
 
@@ -132,6 +140,27 @@ def travelling_environment(
         if not _is_named(name, _NOT_SENT) and (at_start.get(name) != value or not _is_named(name, _SENT_IF_CHANGED))
     }
     return sent, [name for name in sorted(at_start.keys() - environ.keys()) if not _is_named(name, _NOT_SENT)]
+
+
+def python_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that make the Python environment of this process, without the start-up hook."""
+    found = {name: value for name, value in sorted(environ.items()) if _is_named(name, _PYTHON_ENVIRONMENT)}
+    entries = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if entry]
+    if kept := [entry for entry in entries if not entry.endswith(_HOOK_PLACE)]:
+        found["PYTHONPATH"] = os.pathsep.join(kept)
+    return found
+
+
+def environment_of_python(wanted: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of this process with another one's Python environment in the place of its own."""
+    own = python_environment(environ).keys() | {"PYTHONPATH"}
+    return {name: value for name, value in environ.items() if name not in own} | dict(wanted)
+
+
+def container_from_environment(environ: Mapping[str, str] = os.environ) -> str:
+    """The image of the container that this process runs in, as Apptainer and enroot (pyxis) name it; "" outside."""
+    names = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "ENROOT_ROOTFS")
+    return next((environ[name] for name in names if environ.get(name)), "")
 
 
 def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:

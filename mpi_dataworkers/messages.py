@@ -134,6 +134,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         remote_traceback: formatted where it happened.
         host, pid: where.
         is_final: the whole pipeline cannot be used, so there is no sample to leave out.
+        interpreter: the Python of that process, in words.
     """
 
     sample_index: int
@@ -143,6 +144,26 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = ""
     pid: int = 0
     is_final: bool = False
+    interpreter: str = ""
+
+
+class Interpreter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The Python of a process, and what of its packages decides whether it can make another one's batches.
+
+    Attributes:
+        executable: its path.
+        python, torch, hetstream: versions; "" where one is not known.
+    """
+
+    executable: str = ""
+    python: str = ""
+    torch: str = ""
+    hetstream: str = ""
+
+    def __str__(self) -> str:
+        named = {"torch": self.torch, "hetstream": self.hetstream}
+        versions = [f"Python {self.python}", *(f"{name} {version}" for name, version in named.items() if version)]
+        return f"{self.executable}, {', '.join(versions)}"
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -230,6 +251,7 @@ class RegisterConsumer(Message, frozen=True):
     Attributes:
         description: compared between programs of one job name.
         trainer: random name of its process; the loaders of one process have the same.
+        interpreter: of its process.
     """
 
     job_name: str
@@ -245,6 +267,7 @@ class RegisterConsumer(Message, frozen=True):
     made_at: str = ""
     divides: bool = False
     trainer: str = ""
+    interpreter: Interpreter = Interpreter()
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -430,6 +453,7 @@ class RegisterWorker(Message, frozen=True, omit_defaults=True):
         slot: its place among the processes of its supervisor, of which several may be there for several programs; ""
             for a process that nobody can replace.
         program: that it serves; None while it serves none.
+        interpreter: of its process.
     """
 
     host: str
@@ -440,6 +464,7 @@ class RegisterWorker(Message, frozen=True, omit_defaults=True):
     slurm_job: str = ""
     slot: str = ""
     program: Program | None = None
+    interpreter: Interpreter = Interpreter()
 
 
 class WorkerHeartbeat(Message, frozen=True):

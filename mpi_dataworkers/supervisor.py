@@ -43,6 +43,8 @@ _MAX_EARLY_DEATHS = 5
 # How often hung processes are looked for, and how long a stack may take.
 _WATCH_S = 0.25
 _STACK_S = 1.0
+# A data worker that has made nothing for so long may start anew in another Python environment.
+_IDLE_S = 30.0
 _STACK_SIGNAL = signal.SIGRTMAX - 1
 _PR_SET_PDEATHSIG = 1
 # Exit code of a process that makes room for a fresh one: what Python has loaded stays loaded.
@@ -83,7 +85,13 @@ def _end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def run_data_workers(address_file: Path, num_processes: int, cache_bytes: int, num_threads: int = 1) -> int:
+def run_data_workers(
+    address_file: Path,
+    num_processes: int,
+    cache_bytes: int,
+    num_threads: int = 1,
+    wants_change: Callable[[], bool] = lambda: False,
+) -> int:
     """Fork data worker processes, restart those that die, and wait until the service ends.
 
     Args:
@@ -91,13 +99,14 @@ def run_data_workers(address_file: Path, num_processes: int, cache_bytes: int, n
         num_processes: how many; one for each CPU of this data worker.
         cache_bytes: finished batches that each process keeps for other loaders that share them.
         num_threads: that make the samples of a batch in each process, where the dataset is thread-safe.
+        wants_change: asked about once a second whether to end, in order, while nothing is made.
 
     Returns:
         Exit code: 0 after an orderly end, 1 when processes died too often or could not work.
     """
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
     ended = partial(has_ended, address_file)
-    return _Supervisor(service, ended, cache_bytes, Exchange(), num_threads).run(num_processes)
+    return _Supervisor(service, ended, cache_bytes, Exchange(), num_threads, wants_change).run(num_processes)
 
 
 class _Supervisor:
@@ -110,7 +119,9 @@ class _Supervisor:
         cache_bytes: int,
         exchange: Exchange,
         num_threads: int,
+        wants_change: Callable[[], bool],
     ) -> None:
+        self._wants_change = wants_change
         self._exchange = exchange
         self._num_threads = num_threads
         self._service, self._has_ended = service, ended
@@ -135,6 +146,8 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             signal.sigtimedwait([signal.SIGCHLD], self._ending.next_look_s(time.monotonic(), _WATCH_S))
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            if not self._stopping and self._is_idle() and self._wants_change():
+                self._stop()
             for pid, child in list(self._children.items()):
                 if not self._stopping:
                     self._look_at(pid, child)
@@ -147,9 +160,18 @@ class _Supervisor:
                 pid, status = os.waitpid(ended.si_pid, 0)
                 self._reap(pid, os.waitstatus_to_exitcode(status))
         self._exchange.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGCHLD))
         return 1 if self._failed else 0
 
+    def _is_idle(self) -> bool:
+        """Whether none of its processes has made a step for a while, or ever."""
+        made_at = max((child.page.made_at for child in self._children.values()), default=0.0)
+        return not made_at or time.monotonic() - made_at > _IDLE_S
+
     def _on_signal(self, _: int, __: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if not self._stopping:
             self._ending = Ending(time.monotonic())
         self._stopping = True

@@ -19,11 +19,12 @@ from pathlib import Path
 
 from mpi_dataworkers.ending import Ending
 from mpi_dataworkers.errors import DataWorkerDied
+from mpi_dataworkers.interpreter import this_interpreter
 from mpi_dataworkers.messages import Failure, Fate
 from mpi_dataworkers.threads import MAX_THREADS
 
 # Steps begun, limit, token, step, session id; for each thread since when (0: no user code runs) and which sample; when
-# it was told to end (0: it was not); how often it asked for another process.
+# it was told to end (0: it was not); how often it asked for another process; when it made a step last (0: never).
 _PAGE = struct.Struct("<qdqq64s")
 _THREAD = struct.Struct("<dq")
 _THREADS_BYTES = _THREAD.size * MAX_THREADS
@@ -31,6 +32,7 @@ _SINCE = _TOLD = struct.Struct("<d")
 _TOLD_AT = _PAGE.size + _THREADS_BYTES
 _ASKED = struct.Struct("<q")
 _ASKED_AT = _TOLD_AT + _TOLD.size
+_MADE_AT = _ASKED_AT + _ASKED.size
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,15 @@ class WorkPage:
         """How often another process was asked for."""
         return int(_ASKED.unpack_from(self._page, _ASKED_AT)[0])
 
+    def note_made(self) -> None:
+        """A step was made."""
+        _SINCE.pack_into(self._page, _MADE_AT, time.monotonic())
+
+    @property
+    def made_at(self) -> float:
+        """When a step was made last, on the monotonic clock, s; 0 for never. Steps that failed do not count."""
+        return float(_SINCE.unpack_from(self._page, _MADE_AT)[0])
+
     @property
     def num_steps(self) -> int:
         """Steps that were begun."""
@@ -130,7 +141,8 @@ def fate_of(reason: str, work: Work | None, stack: str, host: str, pid: int) -> 
     kind = (DataWorkerDied.__module__, DataWorkerDied.__qualname__)
     what = f"sample {work.sample_index}" if work.sample_index >= 0 else "no single sample"
     text = f"the data worker process {pid} on {host} {reason}, at {what} of step {work.step}"
-    failure = Failure(work.sample_index, kind, text, stack or "(it left no stack)", host, pid)
+    python = str(this_interpreter())
+    failure = Failure(work.sample_index, kind, text, stack or "(it left no stack)", host, pid, interpreter=python)
     return Fate(reason, work.session_id, work.token, work.step, failure)
 
 

@@ -31,6 +31,7 @@ from mpi_dataworkers.exchange import Exchange
 from mpi_dataworkers.faults import reach
 from mpi_dataworkers.gather import Gatherer
 from mpi_dataworkers.handover import HandoverFailed
+from mpi_dataworkers.interpreter import this_interpreter
 from mpi_dataworkers.messages import (
     AddProcess,
     Alive,
@@ -164,7 +165,14 @@ class DataWorker:
     ) -> None:
         self._address = service.address
         self._registration = RegisterWorker(
-            socket.gethostname(), os.getpid(), replaces, [], fate, slurm_job_from_environment(), slot
+            socket.gethostname(),
+            os.getpid(),
+            replaces,
+            [],
+            fate,
+            slurm_job_from_environment(),
+            slot,
+            interpreter=this_interpreter(),
         )
         self._page = page or WorkPage()
         self._shares = exchange is not None
@@ -306,6 +314,7 @@ class DataWorker:
                     return
                 finally:
                     self._page.rest()
+                self._page.note_made()
                 reach("worker.after_make")
                 now = time.monotonic()
                 waited_s += self._send(receivers, gathered.due(now, now - begun))

@@ -14,12 +14,10 @@ from hetjob.convert import MissingPartition, check_cluster, convert
 from hetjob.directives import from_command_line, is_own, late_directives, near_misses, read_directives, read_spec
 from hetjob.errors import SlurmCommandError, UsageError
 from hetjob.plan import HetPlan
-from hetjob.ports import Cluster, SlurmClient
+from hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetjob.render import render
 from hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment, parse_words
-from hetjob.spec import OPTIONS
-
-_UNKNOWN_CLUSTER = Cluster(frozenset(), None, None)
+from hetjob.spec import OPTIONS, JobSpec
 
 
 @dataclass(frozen=True)
@@ -78,12 +76,27 @@ def convert_script(
     cluster, silence = _ask(client, options)
     check_cluster(spec, cluster)
     try:
-        plan = convert(spec, text, name, command_line=options, default_partition=cluster.default_partition)
+        plan = convert(spec, text, name, command_line=options, cluster=cluster)
     except MissingPartition as exc:
         if silence is None:
             raise
         raise MissingPartition(f"{exc}. Slurm was asked: {silence}") from silence
+    notes = (*notes, *_note_on_partition(spec, cluster))
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
+
+
+def _note_on_partition(spec: JobSpec, cluster: Cluster) -> list[str]:
+    """What to say when nobody chose where the data workers run, and they take CPUs from beside GPUs."""
+    name = cluster.default_partition
+    limits = cluster.limits.get(name or "")
+    if not spec.data_workers_max or spec.data_worker_partition or limits is None:
+        return []
+    if not any(node.has_gpus for node in limits.nodes):
+        return []
+    return [
+        f"the data workers go to the default partition {name}, whose nodes have GPUs. --data-worker-partition=NAME "
+        "puts them elsewhere; see: sinfo -e -o '%P %c %m %G'"
+    ]
 
 
 def note_on_arguments(script: str, arguments: Sequence[str]) -> list[str]:
@@ -93,8 +106,13 @@ def note_on_arguments(script: str, arguments: Sequence[str]) -> list[str]:
     return [f"{' '.join(own)} {verb} of {script}: options of hetstream stand before the script"] if own else []
 
 
-# What a shell script uses its arguments by. Too much rather than too little: a match leaves the words to the script.
-_ARGUMENTS = re.compile(r"\$[1-9@*#]|\$\{[#!]?[1-9@*]|\bshift\b|\bgetopts?\b|\bBASH_ARGV\b")
+# What a shell script uses its arguments by: `$1`, loops without a list (`for x; do`), and files that it sources, which
+# see them too. Too much rather than too little: a match leaves the words to the script.
+_ARGUMENTS = re.compile(
+    r"\$[1-9@*#]|\$\{[#!]?[1-9@*]|\bshift\b|\bgetopts?\b|\bBASH_ARGV\b"
+    r"|\b(?:for|select)\s+\w+\s*(?:;|\n)\s*do\b|(?:^|[;&|({]|\bthen|\bdo|\belse)[ \t]*(?:source|\.)[ \t]+\S",
+    re.MULTILINE,
+)
 _SHELL = re.compile(r"#!\s*\S*\b(ba|da|k|z)?sh\b")
 
 
@@ -116,8 +134,8 @@ def options_behind(body: bytes, arguments: Sequence[str]) -> list[SbatchOption]:
 def _ask(client: SlurmClient, options: Sequence[SbatchOption]) -> tuple[Cluster, SlurmCommandError | None]:
     """The cluster as far as it is known, and why no more."""
     if SbatchOptions(tuple(options)).has("clusters"):
-        return _UNKNOWN_CLUSTER, None  # the job goes to another cluster, which this one's sinfo does not show
+        return UNKNOWN_CLUSTER, None  # the job goes to another cluster, which this one's sinfo does not show
     try:
         return client.cluster(), None
     except SlurmCommandError as exc:
-        return _UNKNOWN_CLUSTER, exc
+        return UNKNOWN_CLUSTER, exc

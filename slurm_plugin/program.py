@@ -1,11 +1,19 @@
-"""How a job calls this very hetstream. Used by the verbs that start it again elsewhere."""
+"""How a job calls this very hetstream, or that of another Python. Used by the verbs that start it again elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from hetjob.errors import ProgramNotFound
+from mpi_dataworkers.config import environment_of_python
+from mpi_dataworkers.interpreter import PythonEnvironment
+
+# What comes before the import: else modules of the working directory would be found first.
+_START = "import sys; sys.path[:1] = filter(None, sys.path[:1]); from slurm_plugin.cli import main; sys.exit(main())"
 
 
 def own_program() -> tuple[str, ...]:
@@ -21,3 +29,22 @@ def own_program() -> tuple[str, ...]:
             f"Run: {sys.executable} -m pip install hetstream"
         )
     return (str(program),)
+
+
+def program_of(python: Sequence[str]) -> tuple[str, ...]:
+    """The `hetstream` command of another Python.
+
+    Args:
+        python: the command that starts it, such as `apptainer exec image.sif python`.
+    """
+    return (*python, "-c", _START)
+
+
+def become(wanted: PythonEnvironment, words: Sequence[str]) -> NoReturn:
+    """Go on as `hetstream WORDS` in another Python environment; the process keeps its number.
+
+    Raises:
+        OSError: it could not be started.
+    """
+    argv = [*program_of([wanted.executable]), *words]
+    os.execve(wanted.executable, argv, environment_of_python(wanted.variables))

@@ -34,6 +34,7 @@ from hetstream.base.private import make_private
 from mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
 from mpi_dataworkers.dispatcher.journal import remove_leftovers
 from mpi_dataworkers.errors import ServiceError
+from mpi_dataworkers.interpreter import remove_announcement
 from mpi_dataworkers.status_client import StatusClient, running_service
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class MasterConfig:
         cooldown_s: from one change of the number of companions to the next at the least.
         trainer_cpus: CPUs of each trainer task; None where that is not known.
         job_name: of the job; None where that is not known.
+        data_worker_python: command that starts the data workers' Python; None for that of the program.
+        data_worker_program: how hetstream is called there; () where data workers follow the program.
     """
 
     program: tuple[str, ...]
@@ -71,6 +74,8 @@ class MasterConfig:
     cooldown_s: float = DEFAULT_COOLDOWN_S
     trainer_cpus: int | None = None
     job_name: str | None = None
+    data_worker_python: str | None = None
+    data_worker_program: tuple[str, ...] = ()
 
     def words(self) -> list[str]:
         """The same as arguments of `hetstream master keep` and `serve`."""
@@ -82,6 +87,8 @@ class MasterConfig:
             words.append(f"--trainer-cpus={self.trainer_cpus}")
         if self.job_name is not None:
             words.append(f"--job-name={self.job_name}")
+        if self.data_worker_python is not None:
+            words.append(f"--data-worker-python={self.data_worker_python}")
         return [*words, f"--cooldown={self.cooldown_s:g}", "--", *self.companion_options]
 
     @property
@@ -120,6 +127,7 @@ def start(
         make_private(job.directory, own_parents=1)
         # A job of the same number whose job master was killed with its keeper: its keys and addresses are nobody's.
         remove_leftovers(job.work_dir)
+        remove_announcement(job.directory)
         for left in (job.address_file, job.notebook):
             left.unlink(missing_ok=True)
     except ServiceError as error:
@@ -212,6 +220,7 @@ def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) ->
         events.replace(job.directory / events.name)
     job.notebook.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
+    remove_announcement(job.directory)
     shutil.rmtree(work_dir, ignore_errors=True)
 
 
@@ -285,9 +294,11 @@ class SlurmLauncher:
     def worker_words(self, cpus: int) -> Sequence[str]:
         """The command of a data worker with so many CPUs."""
         service = f"file:{self._job.address_file}"
+        given = self._config.data_worker_program
         return [
-            *self._config.program,
+            *(given or self._config.program),
             "worker",
+            *(() if given else ("--follow-program",)),
             "--service",
             service,
             "--processes",

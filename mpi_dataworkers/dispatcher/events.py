@@ -235,6 +235,16 @@ class LoaderAlone(_OfLoader, frozen=True, kw_only=True):
         return f"divides its data with ranks {', '.join(map(str, self.missing_ranks[:8]))}, which have no such loader"
 
 
+class LoaderUnfit(_OfLoader, frozen=True, kw_only=True):
+    """A loader's program runs another Python than all data workers."""
+
+    interpreter: str
+
+    @property
+    def happened(self) -> str:
+        return f"makes its batches itself: {self.interpreter} is not what the data workers run"
+
+
 class DefinitionRemembered(Event, frozen=True, kw_only=True):
     """A pipeline came, for data workers to fetch."""
 
@@ -376,6 +386,7 @@ ALL_EVENTS = (
     | LoaderConnected
     | LoaderLost
     | LoaderAlone
+    | LoaderUnfit
     | DefinitionRemembered
     | SessionOpened
     | SessionClosed

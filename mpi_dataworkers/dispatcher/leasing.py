@@ -45,7 +45,7 @@ from mpi_dataworkers.messages import (
     StepsLost,
     TrimLease,
 )
-from mpi_dataworkers.programs import joined, serves
+from mpi_dataworkers.programs import joined, serves, why_unfit
 from mpi_dataworkers.rates import RecentRates
 from mpi_dataworkers.reorder import as_ranges
 
@@ -261,6 +261,8 @@ class Leasing:
         run are there at the same time.
         """
         binding, trainer = worker.binding, self.consumers[consumer].registration.trainer
+        if not self._runs_its_python(worker, consumer):
+            return False
         if binding is None:
             others = [self.workers[peer] for peer in self._slots.get(worker.slot, ())]
             return not any(
@@ -274,6 +276,9 @@ class Leasing:
         if trainers is None or trainer in trainers:
             return True
         return any(other.registration.trainer in trainers for other in self.consumers.values())
+
+    def _runs_its_python(self, worker: WorkerRecord, consumer: str) -> bool:
+        return not why_unfit(worker.interpreter, self.consumers[consumer].registration.interpreter)
 
     def _program_of(self, definition_id: str) -> Program:
         definition = self.definitions.get(definition_id)
@@ -571,7 +576,10 @@ class Leasing:
         return self._announce(now)
 
     def _reachable_workers(self, consumer: str, now: float) -> int:
-        return sum(worker.unreachable.get(consumer, 0.0) <= now for worker in self.workers.values())
+        return sum(
+            worker.unreachable.get(consumer, 0.0) <= now and self._runs_its_python(worker, consumer)
+            for worker in self.workers.values()
+        )
 
     def _announce(self, now: float) -> list[Instruction]:
         out: list[Instruction] = []

@@ -17,6 +17,7 @@ import msgspec
 from mpi_dataworkers.dispatcher.standing import Standing
 from mpi_dataworkers.failures import StepFailures
 from mpi_dataworkers.messages import (
+    Interpreter,
     LoaderStats,
     Message,
     Program,
@@ -165,6 +166,7 @@ class WorkerRecord:
         slot: its place among its supervisor's processes; "" where nobody can fork it anew.
         binding: None until it has its first lease.
         renews: it leaves to be forked anew.
+        interpreter: its Python.
     """
 
     number: int
@@ -182,6 +184,7 @@ class WorkerRecord:
     slot: str = ""
     binding: Binding | None = None
     renews: bool = False
+    interpreter: Interpreter = field(default_factory=Interpreter)
 
     def standing(self, definition_id: str) -> Standing:
         """How it does with a pipeline."""
@@ -205,6 +208,7 @@ class ConsumerRecord:
         registered_at: when it first came, s.
         told_alone: it was told that other ranks do not have it.
         told_unshared: it was told that it shares with nobody.
+        told_unfit: it was told that all data workers run another Python.
         announced_workers: the number of data workers it was last told of.
         steady_since: it was never silent for longer than `LOADER_PAUSE_S` since then.
         recent: growth of steps, bytes and seconds waited of its `stats`.
@@ -217,6 +221,7 @@ class ConsumerRecord:
     stats: LoaderStats = field(default_factory=LoaderStats)
     told_alone: bool = False
     told_unshared: bool = False
+    told_unfit: bool = False
     announced_workers: int = -1
     steady_since: float = 0.0
 

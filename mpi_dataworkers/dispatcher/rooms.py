@@ -55,11 +55,13 @@ class Rooms(Leasing):
         return out + self._announce(now)
 
     def _lacking(self, peers: Collection[str]) -> SessionRecord | None:
-        """A session that none of these processes may work for."""
+        """A session that none of these processes may work for, though their Python is its program's."""
         workers = [self.workers[peer] for peer in peers]
         kinds = {(one.session.definition_id, one.consumer, one.session.sharing): one for one in self.sessions.values()}
         for record in kinds.values():
-            if all(self._definition_for(worker, record) is None for worker in workers):
+            # A slot's processes all run one Python: another one would make no difference.
+            at_home = not workers or self._runs_its_python(workers[0], record.consumer)
+            if at_home and all(self._definition_for(worker, record) is None for worker in workers):
                 return record
         return None
 
@@ -113,6 +115,8 @@ class Rooms(Leasing):
         count = 0
         unreached: set[str] = set()
         for worker in self.workers.values():
+            if not self._runs_its_python(worker, consumer):
+                continue
             reaches = worker.unreachable.get(consumer, 0.0) <= now
             fits = self._fits(worker, definition_id, consumer)
             if not worker.slot:

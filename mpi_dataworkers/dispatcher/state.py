@@ -82,6 +82,7 @@ from mpi_dataworkers.messages import (
     WorkerRegistered,
     WorkerToDispatcher,
 )
+from mpi_dataworkers.programs import why_unfit
 from mpi_dataworkers.rates import RecentRates
 
 # A worker is lost when it was silent this long and has no work; it sends a heartbeat every HEARTBEAT_S. One that works
@@ -96,6 +97,8 @@ ARRIVAL_TIMEOUT_S = 5.0
 LOADER_PAUSE_S = ARRIVAL_TIMEOUT_S / 2
 # A loader that divides its data, and that another rank has not made by then, is told.
 LONELY_AFTER_S = 60.0
+# One whose program runs another Python than the data workers is told; they may be about to start in its own.
+UNFIT_AFTER_S = 5.0
 # After a restart, wait at most this long for the workers of before to tell what they hold, so that the same steps are
 # not leased to others. They register as soon as their connection is back; who is later loses only what it held.
 RECOVERY_GRACE_S = 0.7
@@ -193,7 +196,7 @@ class DispatcherState(Rooms):
                 reason = f"sent {now - lease.sent_at:.1f} s ago and not received"
                 out += self._mark_unreachable(lease, now, reason)
                 out += self._revoke(lease, reason, reconnect=True)
-        out += self._tell_lonely(now)
+        out += self._tell_lonely(now) + self._tell_unfit(now)
         # Announced here too, because workers that were unreachable become reachable by time alone.
         return out + self._announce(now) + self._assign(now) + self._make_room(now)
 
@@ -214,6 +217,27 @@ class DispatcherState(Rooms):
                 f"the loader made at {loader.made_at or 'an unknown place'} reads rank {loader.rank}'s share of its "
                 f"data, of {loader.world_size}; rank {missing[0]} has no such loader, so nobody reads the rest. If "
                 "this rank is to read all of it, give the loader rank=0, world_size=1."
+            )
+            out.append(Send(peer, Notice(text)))
+        return out
+
+    def _tell_unfit(self, now: float) -> list[Instruction]:
+        """Tell loaders whose program runs another Python than all data workers: nobody makes their batches."""
+        out: list[Instruction] = []
+        for peer, consumer in self.consumers.items():
+            loader = consumer.registration
+            if consumer.told_unfit or not self.workers or now - consumer.registered_at < UNFIT_AFTER_S:
+                continue
+            reasons = [why_unfit(worker.interpreter, loader.interpreter) for worker in self.workers.values()]
+            if not all(reasons):
+                continue
+            consumer.told_unfit = True
+            worker = next(iter(self.workers.values()))
+            self._tell(events.LoaderUnfit(**_who(loader), interpreter=str(loader.interpreter), cause=reasons[0]))
+            text = (
+                f"the data workers run {reasons[0]} than this program, so it makes its batches itself: "
+                f"{worker.interpreter} on {worker.host}; this program runs {loader.interpreter} on {loader.host}. Give "
+                "the data workers its environment: #HETSTREAM --data-worker-python=PYTHON"
             )
             out.append(Send(peer, Notice(text)))
         return out
@@ -283,6 +307,7 @@ class DispatcherState(Rooms):
         self.consumers[peer] = ConsumerRecord(message, now, recent, known.registered_at if known else now, stats)
         self.consumers[peer].told_alone = known is not None and known.told_alone
         self.consumers[peer].told_unshared = known is not None and known.told_unshared
+        self.consumers[peer].told_unfit = known is not None and known.told_unfit
         self._ranks_seen.note(message)
         self._rooms_changed = True
         count = self._reachable_workers(peer, now)
@@ -469,7 +494,12 @@ class DispatcherState(Rooms):
             binding = self.workers[peer].binding
         of = number, message.host, message.pid, now, work
         self.workers[peer] = WorkerRecord(
-            *of, standings=standings, slurm_job=message.slurm_job, slot=message.slot, binding=binding
+            *of,
+            standings=standings,
+            slurm_job=message.slurm_job,
+            slot=message.slot,
+            binding=binding,
+            interpreter=message.interpreter,
         )
         self._rooms_changed = True
         if message.slot:

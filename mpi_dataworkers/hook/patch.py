@@ -3,6 +3,7 @@ library, because it runs at the start of every Python process of a job."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -53,6 +54,20 @@ def _patch(module: ModuleType) -> None:
     loader_kind._get_iterator = _get_iterator
     iterator_kind.__init__ = __init__
     setattr(loader_kind, _MARK, True)
+    _announce()
+
+
+def _announce() -> None:
+    """Tell data workers, which were started before the script's own environment, which Python this is."""
+    from mpi_dataworkers.address import parse_service
+    from mpi_dataworkers.config import service_from_environment
+    from mpi_dataworkers.errors import ConfigError
+    from mpi_dataworkers.interpreter import announce
+
+    service = service_from_environment()
+    if service is not None:
+        with contextlib.suppress(ConfigError):  # the first loader says it
+            announce(parse_service(service))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

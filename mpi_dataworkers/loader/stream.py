@@ -35,6 +35,7 @@ from mpi_dataworkers.config import (
     rails_from_environment,
 )
 from mpi_dataworkers.errors import RemoteError, ServiceUnavailable
+from mpi_dataworkers.interpreter import announce
 from mpi_dataworkers.loader.definitions import Definitions, Sent
 from mpi_dataworkers.loader.order import ListedPass, LookAhead, Order, steps_to_gather
 from mpi_dataworkers.loader.sharing import SharedStream
@@ -69,6 +70,7 @@ class Stream:
         definitions: what data workers were given; None without a service.
         local_passes: with persistent_workers, what is kept from pass to pass in process.
         closed: it has left the service.
+        makes_what_fails_there: a step whose pipeline no data worker can use is made here; else it raises.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Stream:
         self._pass_began: float | None = None
         self.local_passes: LocalPasses | None = None
         self.closed = False
+        self.makes_what_fails_there = False
         if self._service is not None:
+            announce(self._service)
             options = ClientOptions(
                 self._service,
                 identity,
@@ -381,14 +385,19 @@ class StreamIterator(Iterator[Any]):
             raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds") from None
         if isinstance(item, MakeItYourself):
             self._client.say_local(item.reason)
-            self._stream.count(local_steps=1)
-            try:
-                made = self._stream.make_locally(self._sent, self._order, item.step, self._seed, self._epoch)
-            except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
-                made = Delivered(LocalFailure(error), -1, 0)
-            return self._client.put_local(one, made)
+            return self._client.put_local(one, self._made_here(item.step))
+        if isinstance(item, BatchFailed) and item.failure.is_final and self._stream.makes_what_fails_there:
+            self._client.say_local(f"data workers cannot: {_told(item.failure)}")
+            return self._made_here(item.step)
         self._client.say_streaming()
         return item
+
+    def _made_here(self, step: int) -> Delivered:
+        self._stream.count(local_steps=1)
+        try:
+            return self._stream.make_locally(self._sent, self._order, step, self._seed, self._epoch)
+        except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
+            return Delivered(LocalFailure(error), -1, 0)
 
     def close(self) -> None:
         """End the pass; safe to call twice."""
@@ -412,12 +421,19 @@ class LocalFailure:
         self.error = RuntimeError(f"user code raised {error!r}") if isinstance(error, StopIteration) else error
 
 
+def _told(failure: Failure) -> str:
+    """A failure on one line: what, and where."""
+    first = failure.text.partition("\n")[0]
+    return f"{first} (on {failure.host}, {failure.interpreter})" if failure.host else first
+
+
 def rebuild_error(failed: BatchFailed) -> Exception:
     """The exception of a data worker as its own type, with the sample and the remote traceback in its text."""
     failure = failed.failure
     module, name = failure.error_type
     where = f"sample {failure.sample_index}" if failure.sample_index >= 0 else f"step {failed.step}"
-    text = f"{failure.text}\n\nin a data worker, {where}:\n{failure.remote_traceback}"
+    host = f" on {failure.host} ({failure.interpreter})" if failure.host else ""
+    text = f"{failure.text}\n\nin a data worker{host}, {where}:\n{failure.remote_traceback}"
     try:
         if module not in ("builtins", "__main__"):
             importlib.import_module(module)

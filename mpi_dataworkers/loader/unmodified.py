@@ -123,7 +123,9 @@ def _make(loader: Any, service: str | None) -> Stream:
     if not identity.is_named:
         # Every rank's sampler speaks for itself, so ranks need not meet, and must not collide.
         identity = replace(identity, job_name=f"{identity.job_name}.{uuid.uuid4().hex[:12]}")
-    return make_stream(loader, service, identity, {})
+    stream = make_stream(loader, service, identity, {})
+    stream.makes_what_fails_there = True  # alone the program works
+    return stream
 
 
 def _sent_now(kept: _Kept, loader: Any, before: Sent | None = None) -> Sent | None:

@@ -30,6 +30,7 @@ from mpi_dataworkers.codec import Buffer
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.failures import StepFailures, Verdict
 from mpi_dataworkers.generators import making_sample
+from mpi_dataworkers.interpreter import this_interpreter
 from mpi_dataworkers.messages import ErrorPolicy, Failure, Program
 from mpi_dataworkers.ops.index_form import INTS, IndexForm
 from mpi_dataworkers.ops.own_generators import OwnGenerators
@@ -261,7 +262,9 @@ def describe_failure(error: Exception, is_final: bool = False) -> Failure:
         text = f"(its text cannot be made: {type(failed).__name__})"
     remote = "".join(traceback.format_exception(kind, cause, cause.__traceback__))
     name = (kind.__module__, kind.__qualname__)
-    return Failure(sample_index, name, _sendable(text), _sendable(remote), os.uname().nodename, os.getpid(), is_final)
+    where = os.uname().nodename, os.getpid()
+    python = str(this_interpreter())
+    return Failure(sample_index, name, _sendable(text), _sendable(remote), *where, is_final, python)
 
 
 def _sendable(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
 
 from hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
@@ -14,7 +15,7 @@ from hetjob.master.keeper import keep
 from hetjob.master.server import MasterConfig, serve, start
 from hetjob.site.link import linked
 from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.program import own_program
+from slurm_plugin.program import own_program, program_of
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
@@ -35,6 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p.add_argument("--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="between two changes")
         p.add_argument("--trainer-cpus", type=int, metavar="N", help="CPUs of each trainer task")
         p.add_argument("--job-name", metavar="NAME", help="of the job")
+        p.add_argument("--data-worker-python", metavar="COMMAND", help="Python of the data workers")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
         p.set_defaults(run=run)
 
@@ -51,6 +53,8 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         cooldown_s=args.cooldown,
         trainer_cpus=args.trainer_cpus,
         job_name=args.job_name,
+        data_worker_python=args.data_worker_python,
+        data_worker_program=program_of(shlex.split(args.data_worker_python)) if args.data_worker_python else (),
     )
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
+from pathlib import Path
 
 from hetjob.errors import UsageError
+from slurm_plugin.program import become
+
+log = logging.getLogger(__name__)
 
 # More than the CPUs of any host: a slip of the finger is not to fork without end.
 _MAX_PROCESSES = 4096
@@ -45,6 +50,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         action="store_true",
         help="this is a rank of an MPI world, which the trainers are in too: one process, batches by MPI",
     )
+    parser.add_argument(
+        "--follow-program",
+        nargs="?",
+        const="",
+        metavar="DIGEST",
+        help="start anew in the Python environment of the program when that differs from this one (DIGEST: of the "
+        "environment that this process was started in for that)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -52,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     """Work until the service ends."""
     from mpi_dataworkers.address import parse_service
     from mpi_dataworkers.config import cache_bytes_from_environment
-    from mpi_dataworkers.supervisor import run_data_workers
     from mpi_dataworkers.threads import MAX_THREADS
 
     if not 1 <= args.processes <= _MAX_PROCESSES:
@@ -64,8 +76,38 @@ def run(args: argparse.Namespace) -> int:
     if args.cache_bytes is not None and args.cache_bytes < 0:
         raise UsageError(f"--cache-bytes {args.cache_bytes}: at least 0")
     cache_bytes = cache_bytes_from_environment() if args.cache_bytes is None else args.cache_bytes
+    if args.follow_program is not None and not args.mpi:
+        return _follow(args, cache_bytes)
     if args.mpi:
         from mpi_dataworkers.mpi_worker import run_mpi_data_worker
 
         return run_mpi_data_worker(parse_service(args.service), cache_bytes, args.threads)
+    from mpi_dataworkers.supervisor import run_data_workers
+
     return run_data_workers(parse_service(args.service), args.processes, cache_bytes, args.threads)
+
+
+def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
+    """Work in the Python environment of the program, whichever that turns out to be."""
+    from mpi_dataworkers.address import parse_service
+    from mpi_dataworkers.interpreter import Follower
+
+    address_file = parse_service(args.service)
+    follower = Follower(address_file, args.follow_program)
+    follower.wait_for_torch()
+    code = 0
+    wanted = follower.target()
+    if wanted is None:
+        from mpi_dataworkers.supervisor import run_data_workers
+
+        code = run_data_workers(address_file, args.processes, cache_bytes, args.threads, follower.wants_change)
+        wanted = follower.chosen
+    if wanted is None:
+        return code
+    log.info("starting anew as %s, the Python of the program", wanted.executable)
+    become(wanted, _words(args, address_file, cache_bytes, wanted.digest))
+
+
+def _words(args: argparse.Namespace, address_file: Path, cache_bytes: int, digest: str) -> list[str]:
+    words = ["worker", "--service", f"file:{address_file}", "--processes", str(args.processes)]
+    return [*words, "--threads", str(args.threads), "--cache-bytes", str(cache_bytes), f"--follow-program={digest}"]

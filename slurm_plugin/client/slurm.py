@@ -20,6 +20,7 @@ from hetjob.ports import Child, Cluster, MarkedJob
 from hetjob.processes import start_child
 from slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
 from slurm_plugin.client.model import Snapshot
+from slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
 from slurm_plugin.client.read import CommandReader, release_of
 from slurm_plugin.client.retry import with_retries
 from slurm_plugin.client.run import EXIT_NOT_FOUND, run_slurm
@@ -50,15 +51,21 @@ class CommandSlurm:
         return self._reader.snapshot(details=details)
 
     def cluster(self) -> Cluster:
-        """Partitions (a default one is marked `*` by sinfo) and scheduler of the cluster."""
-        listed = run_slurm(["sinfo", "--noheader", "--format=%P"], env=self._environ, hint="Check: scontrol ping")
-        names = listed.stdout.split()
-        config = run_slurm(["scontrol", "show", "config"], env=self._environ, hint="Check: scontrol ping").stdout
+        """Partitions (a default one is marked `*` by sinfo), what one job can get there, and scheduler."""
+
+        def ask(*argv: str) -> str:
+            return run_slurm(argv, env=self._environ, hint="Check: scontrol ping").stdout
+
+        lines = ask("sinfo", "--noheader", "--exact", SINFO_FORMAT).split()
+        names = [line.partition("|")[0] for line in lines]
+        config = ask("scontrol", "show", "config")
+        limits = parse_limits(lines, ask("scontrol", "--oneliner", "show", "partition"), config)
         scheduler = re.search(r"^SchedulerType\s*=\s*(\S+)", config, re.MULTILINE)
         return Cluster(
             partitions=frozenset(name.rstrip("*") for name in names),
             default_partition=next((name.rstrip("*") for name in names if name.endswith("*")), None),
             scheduler=scheduler[1] if scheduler else None,
+            limits=limits,
         )
 
     def usages(self, snapshot: Snapshot, start_s: float, end_s: float) -> tuple[Usage, ...]:

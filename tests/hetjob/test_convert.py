@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from hetjob import convert as limits
 from hetjob.convert import check_cluster, convert
-from hetjob.errors import ConversionError, UsageError
+from hetjob.errors import ConversionError, DirectiveError, UsageError
 from hetjob.plan import HetPlan
-from hetjob.ports import Cluster
+from hetjob.ports import Cluster, NodeSize, PartitionLimits
 from hetjob.sbatch_options import parse_words
 from hetjob.spec import OPTIONS, JobSpec
 
@@ -36,7 +37,13 @@ def plan_of(sbatch: str, *command_line: str, spec: JobSpec = SPEC, body: str = "
         ("-n8 --gpus-per-task=2 -c8", ("--cpus-per-task=4",)),
         ("--gpus=2 --ntasks-per-gpu=2 -c8", ("--cpus-per-task=2",)),
         ("-G 2 --cpus-per-gpu=8", ("--cpus-per-gpu=2",)),
-        ("-c 8", ("--cpus-per-task=2",)),
+        ("--gres=shard:4 -c 8", ("--cpus-per-task=2",)),
+        ("--tres-per-task=cpu:8,gres/gpu:2", ("--tres-per-task=cpu:4,gres/gpu:2",)),
+        ("--tres-per-task=gres/gpu:h200:1,cpu=16", ("--tres-per-task=gres/gpu:h200:1,cpu=2",)),
+        # A script without GPUs computes on its CPUs.
+        ("-c 8", ()),
+        ("-n 4 -c 8 --mem-per-cpu=2G", ()),
+        ("--tres-per-task=cpu:8", ()),
         # ... and its memory, when that was said per CPU ...
         ("--gres=gpu:1 -c16 --mem-per-cpu=4G", ("--cpus-per-task=2", "--mem-per-cpu=32G")),
         ("--gres=gpu:1 -c16 --mem=64G", ("--cpus-per-task=2",)),
@@ -57,6 +64,74 @@ def test_trainer_cpus_can_be_asked_for() -> None:
     spec = JobSpec(2, 2, data_worker_partition="cpu", trainer_cpus=6)
     assert plan_of("--gres=gpu:1 -c16", spec=spec).components[0].options == ("--cpus-per-task=6",)
     assert plan_of("--gres=gpu:2 --cpus-per-gpu=8", spec=spec).components[0].options == ("--cpus-per-gpu=3",)
+
+
+def test_a_script_without_gpus_gives_cpus_away_only_when_told() -> None:
+    plan = plan_of("-c 16 --mem-per-cpu=2G")
+    assert plan.changes[0].change == "trainer: CPUs unchanged"
+    assert "asks for no GPUs" in plan.changes[0].why
+    spec = JobSpec(2, 2, data_worker_partition="cpu", trainer_cpus=4)
+    assert plan_of("-c 16 --mem-per-cpu=2G", spec=spec).components[0].options == (
+        "--cpus-per-task=4", "--mem-per-cpu=8G",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "limit", "kept"),
+    [
+        # Slurm adds CPUs to a job whose memory for each CPU is above the limit: 2 of 32G would become 16 of 4G.
+        ("--gres=gpu:1 -c16 --mem-per-cpu=4G", 4096, ()),
+        ("--gres=gpu:1 -c16 --mem-per-cpu=4G", 8192, ("--cpus-per-task=8", "--mem-per-cpu=8G")),
+        ("--gres=gpu:1 -c15 --mem-per-cpu=1000", 4000, ("--cpus-per-task=4", "--mem-per-cpu=3750M")),
+        ("--gres=gpu:1 -c16 --mem-per-cpu=100", 4096, ("--cpus-per-task=2", "--mem-per-cpu=800M")),
+        ("--gres=gpu:1 -c16 --mem=64G", 4096, ("--cpus-per-task=2",)),
+    ],
+)
+def test_memory_for_each_cpu_stays_below_the_partitions_limit(sbatch: str, limit: int, kept: tuple[str, ...]) -> None:
+    of_gpu = PartitionLimits((NodeSize(64, 256_000, True),), limit)
+    cluster = Cluster(frozenset({"gpu", "cpu"}), "gpu", None, {"gpu": of_gpu})
+    plan = convert(SPEC, f"#!/bin/bash\n#SBATCH {sbatch}\n", "train.sbatch", cluster=cluster)
+    assert plan.components[0].options == kept
+    assert limit > 4096 or kept or "MaxMemPerCPU" in plan.changes[0].why
+
+
+def test_what_no_node_can_hold_is_refused() -> None:
+    def converted(partition: str, **of_spec: Any) -> HetPlan:
+        spec = JobSpec(2, 2, data_worker_partition=partition, **of_spec)
+        limits = {
+            "cpu": PartitionLimits((NodeSize(32, 64_000, False), NodeSize(64, 32_000, False))),
+            "small": PartitionLimits((NodeSize(8, 16_000, False),)),
+        }
+        cluster = Cluster(frozenset({"cpu", "small", "other"}), "cpu", None, limits)
+        return convert(spec, "#!/bin/bash\n#SBATCH --mem=8G\n", "train.sbatch", cluster=cluster)
+
+    for partition, of_spec in (
+        ("cpu", {"data_worker_cpus": 64, "data_worker_mem": "16G"}),
+        ("cpu", {"data_worker_cpus": 32, "data_worker_mem": "60G"}),
+        ("small,cpu", {"data_worker_cpus": 32, "data_worker_mem": "60G"}),
+        ("other", {"data_worker_cpus": 999}),
+        ("small,other", {"data_worker_cpus": 999}),
+    ):
+        assert len(converted(partition, **of_spec).components) == 2
+    with pytest.raises(
+        limits.NoSuchNode, match=r"65 CPUs and 130G fits no node of partition cpu: .* 64 CPUs and 32000M"
+    ):
+        converted("cpu", data_worker_cpus=65)
+    with pytest.raises(limits.NoSuchNode, match="64 CPUs and 60G fits no node"):
+        converted("cpu", data_worker_cpus=64, data_worker_mem="60G")
+    with pytest.raises(limits.NoSuchNode, match="of partition small"):
+        converted("small", data_worker_cpus=16, data_worker_mem="1G")
+    # Groups of data workers fit the nodes, too.
+    assert "--ntasks-per-node=1" in converted("small", data_worker_cpus=5).components[1].options
+    assert "--ntasks-per-node=2" in converted("small", data_worker_cpus=4).components[1].options
+
+
+def test_the_python_of_data_workers_reaches_the_job_master() -> None:
+    spec = JobSpec(2, 2, data_worker_partition="cpu", data_worker_python="apptainer exec 'my image' python")
+    assert "--data-worker-python=apptainer exec 'my image' python" in (plan_of("-c4", spec=spec).master_options or ())
+    for wrong in ("", "'", "a\nb"):
+        with pytest.raises(DirectiveError, match="data-worker-python"):
+            dataclasses.replace(SPEC, data_worker_python=wrong)
 
 
 def test_an_srun_line_with_its_own_cpus_keeps_them() -> None:
@@ -173,7 +248,7 @@ def test_shells_are_converted(first: str) -> None:
 def test_a_partition_must_come_from_somewhere() -> None:
     with pytest.raises(limits.MissingPartition, match="--data-worker-partition=NAME"):
         convert(JobSpec(1, 1), "#!/bin/sh\n", "train.sbatch")
-    plan = convert(JobSpec(1, 1), "#!/bin/sh\n", "train.sbatch", default_partition="batch")
+    plan = convert(JobSpec(1, 1), "#!/bin/sh\n", "train.sbatch", cluster=Cluster(frozenset(), "batch", None))
     assert "--partition=batch" in plan.components[1].options
 
 
@@ -196,7 +271,7 @@ def test_arrays_work_with_companions_only() -> None:
 
 def test_all_limits_are_conversion_errors() -> None:
     named = [value for value in vars(limits).values() if isinstance(value, type) and issubclass(value, ConversionError)]
-    assert len(named) == 9
+    assert len(named) == 10
     assert all(f" {error.__name__} " in (limits.__doc__ or "") for error in named if error is not ConversionError)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetjob.convert import convert
 from hetjob.directives import read_directives, read_spec
 from hetjob.errors import UsageError
+from hetjob.ports import Cluster
 from hetjob.render import render
 from hetjob.spec import JobSpec
 
@@ -23,7 +24,7 @@ PROGRAM = ("/opt/het stream's/bin/hetstream",)
 def rendered(script: str) -> str:
     spec = read_spec(read_directives(script, "train.sbatch"), "train.sbatch")
     assert spec is not None
-    return render(script, convert(spec, script, "train.sbatch", default_partition="batch"), PROGRAM)
+    return render(script, convert(spec, script, "train.sbatch", cluster=Cluster(frozenset(), "batch", None)), PROGRAM)
 
 
 def read(path: Path) -> str:
@@ -66,7 +67,7 @@ def test_the_block_in_real_shells(tmp_path: Path, shell: str, flags: str, master
         program.write_text(f"#!/bin/sh\n{answer}\n")
         program.chmod(0o755)
     script = '#!/bin/sh\necho "service=${SERVICE:-none} args=$*"\nexit 7'
-    text = render(script, convert(JobSpec(1, 1), script, "x", default_partition="p"), (str(program),))
+    text = render(script, convert(JobSpec(1, 1), script, "x", cluster=Cluster(frozenset(), "p", None)), (str(program),))
     path = tmp_path / "script"
     path.write_text(text)
     done = subprocess.run(

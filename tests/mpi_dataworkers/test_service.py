@@ -276,7 +276,8 @@ def test_an_exception_in_user_code_keeps_its_type_and_names_the_sample(three: An
     passing = iter(loader)
     before = [next(passing)[1].tolist() for _ in range(4)]
     assert before == [list(range(first, first + 8)) for first in (0, 8, 16, 24)]
-    with pytest.raises(datasets.UserError, match=r"sample 37 is bad\n\nin a data worker, sample 37:\n.*Traceback"):
+    where = r"on \S+ \(\S+, Python .*\), sample 37"
+    with pytest.raises(datasets.UserError, match=rf"sample 37 is bad\n\nin a data worker {where}:\n.*Traceback"):
         next(passing)
     after = [ids.tolist() for _, ids in passing]
     assert after[0] == list(range(40, 48)), "a program that goes on gets the next batch, not the end of the epoch"

@@ -1,0 +1,122 @@
+"""What the trainer's component gets instead of what the script asks for: fewer CPUs, and the same memory. Pure.
+
+Called by `convert.py`. A script without GPUs trains on its CPUs, and keeps them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hetjob.plan import Change
+from hetjob.request import asks_for_gpus, count, gpus_per_task
+from hetjob.sbatch_options import SbatchOption, SbatchOptions, megabytes, memory_words
+from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
+
+# The CPUs among the resources of --tres-per-task: `cpu:8,gres/gpu:1`, or with `=` as some releases write it.
+_TRES_CPUS = re.compile(r"(?:^|(?<=,))cpu[:=](\d+)(?=,|$)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """CPUs as the script asks for them.
+
+    Attributes:
+        option: the option's name.
+        cpus: for each task, or for each GPU.
+        write: the option's value with another number.
+    """
+
+    option: str
+    cpus: int
+    write: Callable[[int], str]
+
+
+def _asked_for(options: SbatchOptions) -> _Asked | None:
+    per_task = options.number("cpus-per-task")
+    if per_task is not None:
+        return _Asked("cpus-per-task", per_task, str)
+    resources = options.value("tres-per-task") or ""
+    if found := _TRES_CPUS.search(resources):
+        kept = resources[: found.start(1)], resources[found.end(1) :]
+        return _Asked("tres-per-task", int(found[1]), lambda cpus: f"{kept[0]}{cpus}{kept[1]}")
+    per_gpu = options.number("cpus-per-gpu")
+    return _Asked("cpus-per-gpu", per_gpu, str) if per_gpu is not None else None
+
+
+def trainer_overrides(
+    spec: JobSpec, script: str, options: SbatchOptions, max_mb_per_cpu: float | None
+) -> tuple[list[SbatchOption], list[Change]]:
+    """What component 0 gets instead of what the script asks for, with the reasons.
+
+    Args:
+        spec: what the directives ask for.
+        script: the whole text.
+        options: of the script and the command line.
+        max_mb_per_cpu: the most memory for each CPU in the trainer's partition (`MaxMemPerCPU`); None without one.
+    """
+    if options.has("exclusive"):
+        why = "--exclusive allocates whole nodes, so fewer CPUs for the trainer would free none"
+        return [], [Change("trainer: CPUs unchanged", why)]
+    if spec.trainer_cpus is None and not asks_for_gpus(options):
+        why = "the script asks for no GPUs, so the trainer computes on its CPUs (--trainer-cpus=N gives it fewer)"
+        return [], [Change("trainer: CPUs unchanged", why)]
+    asked = _asked_for(options)
+    if asked is None:
+        return [], [Change("trainer: CPUs unchanged", f"the script asks for no CPUs per task or GPU{_hint(options)}")]
+    kept, why = _kept_for_task(spec, script, options)
+    if asked.option == "cpus-per-gpu":
+        kept = math.ceil(kept / max(gpus_per_task(options), Fraction(1)))
+    per_cpu = megabytes(options.value("mem-per-cpu") or "") or 0.0
+    if max_mb_per_cpu and kept < (needed := math.ceil(per_cpu * asked.cpus / max_mb_per_cpu)):
+        kept = needed
+        why = (
+            f"this partition gives at most {memory_words(max_mb_per_cpu)} for each CPU (MaxMemPerCPU), and the trainer "
+            f"keeps its memory: with fewer CPUs in the request Slurm would add them again"
+        )
+    if kept >= asked.cpus:
+        why = f"the script asks for {asked.cpus}, the trainer may keep {kept}" if kept > asked.cpus else why
+        return [], [Change("trainer: CPUs unchanged", why)]
+    overrides, changes = _override(options, asked.option, asked.write(kept), why)
+    if per_cpu:
+        size = memory_words(per_cpu * asked.cpus / kept)
+        more = _override(options, "mem-per-cpu", size, "the trainer keeps its memory although it has fewer CPUs")
+        overrides, changes = overrides + more[0], changes + more[1]
+    return overrides, changes
+
+
+def _kept_for_task(spec: JobSpec, script: str, options: SbatchOptions) -> tuple[int, str]:
+    """How many CPUs one task keeps, and why."""
+    default = math.ceil(DEFAULT_TRAINER_CPUS_PER_GPU * max(gpus_per_task(options), Fraction(1)))
+    kept = spec.trainer_cpus or max(1, default)
+    fixed = _srun_cpus_per_task(script)
+    if fixed and fixed[0] > kept:
+        return fixed[0], f"line {fixed[1]} runs srun with {fixed[0]} CPUs per task, which needs as many in the job"
+    share = f"--trainer-cpus={kept}" if spec.trainer_cpus else f"{DEFAULT_TRAINER_CPUS_PER_GPU} CPUs per GPU"
+    return kept, f"data workers do the preprocessing; the trainer keeps {share}"
+
+
+def _override(options: SbatchOptions, name: str, value: str, why: str) -> tuple[list[SbatchOption], list[Change]]:
+    old = options.last(name)
+    was = f" (was {old.value}, {old.origin})" if old else ""
+    written = f"--{name}={value}"
+    return [SbatchOption(name, value, "hetstream", (written,))], [Change(f"trainer: {written}{was}", why)]
+
+
+def _hint(options: SbatchOptions) -> str:
+    tasks, gpus = options.number("ntasks") or 1, count(options.value("gpus")) or 0
+    return " (for one program with several CPUs write --ntasks=1 --cpus-per-task=N)" if tasks > max(1, gpus) else ""
+
+
+def _srun_cpus_per_task(script: str) -> tuple[int, int] | None:
+    """The largest number of CPUs that an `srun` line asks for, and its line: srun cannot get more than the job has."""
+    largest: tuple[int, int] | None = None
+    for number, line in enumerate(script.split("\n"), start=1):
+        if re.search(r"\bsrun\b", line) and not line.lstrip().startswith("#"):
+            for match in re.finditer(r"\s(?:-c\s*|--cpus-per-task[=\s]\s*)(\d+)(?=\s|$)", line, re.ASCII):
+                if largest is None or int(match[1]) > largest[0]:
+                    largest = (int(match[1]), number)
+    return largest

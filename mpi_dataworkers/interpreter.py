@@ -1,0 +1,181 @@
+"""Which Python a program runs, and how data workers come to run the same. Imports no torch.
+
+Data workers are started before the script activates its environment. So each process of the program that imports torch
+writes down beside the address file where it runs (`announce`); data workers that follow the program (`Follower`) read
+it, and if they run in another environment, start anew in that one (`become`). A program in a container cannot be
+followed from outside of it; there, and where the user says which Python it shall be, nobody is followed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from hetstream.base.files import Directory, UntrustedFile
+from mpi_dataworkers.address import has_ended
+from mpi_dataworkers.config import container_from_environment, python_environment
+from mpi_dataworkers.messages import Interpreter
+
+_log = logging.getLogger(__name__)
+
+_FILE = "program-python.json"
+_MAX_BYTES = 1 << 20
+# How often it is looked for: it changes once in a job, as a rule.
+LOOK_S = 1.0
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""  # built without metadata, or found by a path alone
+
+
+@functools.cache
+def this_interpreter() -> Interpreter:
+    """The Python of this process."""
+    return Interpreter(sys.executable, platform.python_version(), _version("torch"), _version("hetstream"))
+
+
+@dataclass(frozen=True)
+class PythonEnvironment:
+    """Where a Python process runs.
+
+    Attributes:
+        executable: of Python, as it was called.
+        prefix: of its installation or virtual environment.
+        container: image of its container; "" outside of one.
+        variables: of its environment, those that belong to it.
+        host: where it runs.
+    """
+
+    executable: str
+    prefix: str
+    container: str
+    variables: Mapping[str, str]
+    host: str = field(default="", compare=False)
+
+    @classmethod
+    def here(cls) -> PythonEnvironment:
+        """That of this process."""
+        return cls(sys.executable, sys.prefix, container_from_environment(), python_environment(), platform.node())
+
+    @property
+    def digest(self) -> str:
+        """Names it, without its host."""
+        fields = (self.prefix, self.container, sorted(self.variables.items()))
+        return blake2b(json.dumps(fields).encode(), digest_size=8).hexdigest()
+
+
+def announce(address_file: Path) -> None:
+    """Write down beside a service's address file where this process runs, unless that is known.
+
+    Never an error: without it data workers stay as they are.
+    """
+    here = PythonEnvironment.here()
+    try:
+        if announced(address_file) == here:
+            return
+        with Directory.open(address_file.parent) as directory:
+            directory.check_own()
+            directory.write_whole(_FILE, json.dumps(asdict(here)).encode())
+    except (OSError, UntrustedFile) as error:
+        _log.debug("data workers are not told where this program runs: %s", error)
+
+
+def announced(address_file: Path) -> PythonEnvironment | None:
+    """Where the program runs that last announced it; None if none did, or nobody can tell."""
+    try:
+        with Directory.open(address_file.parent) as directory:
+            directory.check_own()
+            fields = json.loads(directory.read(_FILE, _MAX_BYTES))
+        return PythonEnvironment(**{**fields, "variables": dict(fields["variables"])})
+    except (OSError, UntrustedFile, ValueError, TypeError, KeyError):
+        return None
+
+
+def remove_announcement(directory: Path) -> None:
+    """Take the note away at the end of a service."""
+    (directory / _FILE).unlink(missing_ok=True)
+
+
+class Follower:
+    """Tells a data worker when to start anew in the program's Python environment.
+
+    Args:
+        address_file: the dispatcher's.
+        entered: digest of the environment that this process was started in for a program; "" for none. What it finds
+            there may differ in a word from what was announced, and is no reason to start again.
+
+    Attributes:
+        chosen: the environment that `wants_change` found last.
+    """
+
+    def __init__(self, address_file: Path, entered: str = "") -> None:
+        self._address_file = address_file
+        self._here = PythonEnvironment.here()
+        self._entered = entered
+        self._looked_at = float("-inf")
+        self._refused = ""
+        self.chosen: PythonEnvironment | None = None
+
+    def wait_for_torch(self) -> None:
+        """Where this Python has no torch, wait until a program says where it runs, or the service ends."""
+        if find_spec("torch") is not None:
+            return
+        _log.info("%s has no torch: waiting for the program to say which Python it runs", sys.executable)
+        came = False
+        while self.target() is None and not (came and has_ended(self._address_file)):
+            came = came or self._address_file.exists()
+            time.sleep(LOOK_S)
+
+    def wants_change(self) -> bool:
+        """Whether it is time to start anew; looks at the file about once a second."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return False
+        self._looked_at = now
+        self.chosen = self.target()
+        return self.chosen is not None
+
+    def target(self) -> PythonEnvironment | None:
+        """The environment to start anew in; None to stay."""
+        wanted = announced(self._address_file)
+        if wanted is None or wanted.digest in (self._here.digest, self._entered, self._refused):
+            return None
+        reason = self._why_not(wanted)
+        if reason:
+            self._refused = wanted.digest
+            _log.warning(
+                "the program on %s runs %s, and this data worker goes on with %s: %s",
+                wanted.host,
+                wanted.executable,
+                sys.executable,
+                reason,
+            )
+            return None
+        return wanted
+
+    def _why_not(self, wanted: PythonEnvironment) -> str:
+        if wanted.container != self._here.container:
+            return (
+                f"it is in the container {wanted.container or '(none)'}, into which a data worker gets only by a "
+                "command: #HETSTREAM --data-worker-python='apptainer exec IMAGE python'"
+            )
+        if not os.access(wanted.executable, os.X_OK):
+            return (
+                "there is no such program on this host. Put the environment on a file system that all hosts share, or "
+                "name one that is here: #HETSTREAM --data-worker-python=PYTHON"
+            )
+        return ""

@@ -283,7 +283,7 @@ def test_options_behind_a_script_that_uses_no_arguments_are_sbatchs(shell: Shell
 
 @pytest.mark.parametrize(
     "use",
-    ['"$@"', "$1", "${2:-x}", "shift", "$#", "${@:2}", "$(for x; do echo; done)", ". ./more.sh", "\nsource more.sh"],
+    ['"$@"', "$1", "${2:-x}", "shift", "$#", "${@:2}", "$(for x; do echo; done)", "\n. ./more.sh", "\nsource more.sh"],
 )
 def test_a_script_that_uses_its_arguments_gets_them_all(shell: Shell, use: str) -> None:
     (shell.directory / "train.sbatch").write_text(SCRIPT + f"echo {use}\n")

@@ -10,6 +10,7 @@ The limits are Slurm's (https://slurm.schedmd.com/heterogeneous_jobs.html, "Limi
     ├── BurstBufferNotShared       a job's burst buffer belongs to one component
     ├── CheckpointNotShared        the tasks of a job array would write one checkpoint directory
     ├── MissingPartition           no partition for the data workers, or one that does not exist
+    ├── NoSuchNode             no node of the partition could hold one data worker
     ├── NeedsBackfill              heterogeneous jobs start only through sched/backfill
     ├── NotAShellScript            the job master is started by shell lines
     └── WrappedCommand             --wrap leaves no script to convert

@@ -66,6 +66,8 @@ def form_of(drawn: Any, batched: bool) -> IndexForm:
     if kind in (np.ndarray, torch.Tensor):
         element = _element_of({kind}, [drawn])
         return IndexForm("list" if element == "int" else "array" if kind is np.ndarray else "tensor", element)
+    if kind is list and type(drawn[0]) is int:  # most samplers' batches
+        return INTS
     return IndexForm("tuple" if kind is tuple else "list", _element_of(set(map(type, drawn)), drawn))
 
 

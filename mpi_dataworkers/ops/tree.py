@@ -90,7 +90,7 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     if type(batch) is dict and set(map(type, batch.values())) == {_TENSOR} and set(map(type, batch)) == {str}:
         tensors = list(batch.values())
         known = _plan_of_features(tuple(batch), tuple(map(_look, tensors)))
-    if known is not None and all(map(_TENSOR.is_contiguous, tensors)):
+    if known is not None and all(tensors[number].is_contiguous() for number in known[0].may_turn):
         plan, spec = known
     else:
         tensors = []
@@ -156,11 +156,13 @@ class _Plan:
     Attributes:
         packs: those that share a buffer.
         alone: numbers of those with a buffer of their own.
+        may_turn: numbers of those whose dimensions may lie in memory in more than one order.
         table, numbers: their types and shapes, and the numbers of the packs, as they are in the spec.
     """
 
     packs: list[_Pack]
     alone: list[int]
+    may_turn: list[int]
     table: msgspec.Raw
     numbers: msgspec.Raw
 
@@ -184,7 +186,8 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     alone = [number for number in range(len(dtypes)) if number not in packed]
     table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
     raw = [msgspec.Raw(_encoder.encode(part)) for part in (table, [pack.numbers for pack in packs])]
-    return _Plan(packs, alone, *raw)
+    may_turn = [number for number, shape in enumerate(shapes) if sum(size > 1 for size in shape) > 1]
+    return _Plan(packs, alone, may_turn, *raw)
 
 
 @functools.lru_cache(maxsize=64)
@@ -432,7 +435,7 @@ def _describe_all(values: Iterable[Any], tensors: list[torch.Tensor], arrays: li
     for value in values:
         # The leaves of most batches, without a call for each.
         is_plain = type(value) is _TENSOR and value.is_cpu and value.layout is _STRIDED and not value.is_quantized
-        if is_plain and value.is_contiguous():
+        if is_plain and (value.dim() < 2 or value.is_contiguous()):
             tensors.append(value)
             nodes.append("t")
         else:

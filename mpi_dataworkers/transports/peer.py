@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -49,3 +50,42 @@ def accept_peer(listener: socket.socket) -> socket.socket | None:
         accepted.close()
         return None
     return accepted
+
+
+class Newcomers:
+    """Connections that libzmq has accepted and that have brought no message: strangers, or peers in their handshake.
+
+    libzmq sets them a time but no number. Each is held by a descriptor of our own, because libzmq's may be another
+    connection's by the time that we use it, and what is shut down must not be a peer's.
+
+    Args:
+        most: of them; the oldest make room.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: dict[int, socket.socket] = {}  # by libzmq's descriptor, in order of arrival
+
+    def came(self, descriptor: int) -> None:
+        """libzmq has accepted a connection. If it is closed already, `gone` follows before the next `make_room`."""
+        self.gone(descriptor)
+        with contextlib.suppress(OSError):
+            self._held[descriptor] = socket.socket(fileno=os.dup(descriptor))
+
+    def gone(self, descriptor: int) -> None:
+        """It has closed, or brought a message."""
+        if (one := self._held.pop(descriptor, None)) is not None:
+            one.close()
+
+    def make_room(self) -> None:
+        """End those that are too many. Call it when nothing is left to be read of the monitor."""
+        while len(self._held) > self._most:
+            one = self._held.pop(next(iter(self._held)))
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def close(self) -> None:
+        """Let go of all."""
+        for descriptor in list(self._held):
+            self.gone(descriptor)

@@ -9,10 +9,9 @@ import contextlib
 import math
 import os
 import secrets
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -33,7 +32,7 @@ from mpi_dataworkers.transports.base import (
     parse_peer,
     peer_name,
 )
-from mpi_dataworkers.transports.peer import most_unproven
+from mpi_dataworkers.transports.peer import Newcomers, most_unproven
 
 # Frames that libzmq takes; larger messages (datasets in pickled form, which are rare) travel in pieces. What a stranger
 # can make a process hold is one frame for each connection, until the handshake's time is over.
@@ -42,6 +41,8 @@ CONTROL_FRAME_BYTES = 1 << 20
 _NUMBER_BYTES = 19
 # What CURVE adds to a frame, with room to spare (https://rfc.zeromq.org/spec/26/, MESSAGE command).
 _CURVE_BYTES = 256
+# As plain numbers: pyzmq's enums cost more than the calls that get them.
+_NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 # Messages taken in one go before replies leave: bounds the delay of the first reply under load.
 _BURST = 256
 _HANDSHAKE_TIMEOUT_S = 5.0
@@ -111,10 +112,40 @@ class _Gate:
             self.socket.send_multipart([version, request_id, *verdict, b"", b""])
 
 
+def _receive(socket: zmq.Socket[Any]) -> list[zmq.Frame]:
+    """Take the frames of a message that has come, which `recv_multipart` needs twice the time for.
+
+    Raises:
+        zmq.Again: none has come.
+    """
+    frame = socket.recv(_NO_WAIT, copy=False)
+    frames = [frame]
+    while frame.more:
+        frame = socket.recv(_NO_WAIT, copy=False)
+        frames.append(frame)
+    return frames
+
+
+def _send(socket: zmq.Socket[Any], frames: Sequence[Buffer]) -> None:
+    """Send a message, as `send_multipart` does in more than twice the time."""
+    for frame in frames[:-1]:
+        socket.send(frame, _MORE_FOLLOWS)
+    socket.send(frames[-1])
+
+
+def _events_of(monitor: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
+    """What a monitor has to tell: kinds of events, and descriptors."""
+    with contextlib.suppress(zmq.Again):
+        while True:
+            told = recv_monitor_message(monitor, _NO_WAIT)
+            yield told["event"], told["value"]
+
+
 def _frames_of(message: Message, loader: int | None) -> list[Buffer]:
     """A control message as it is sent: one frame, and behind it the number of the loader that it is about."""
-    frames: list[Buffer] = [encode(message)] if loader is None else [encode(message), str(loader).encode()]
-    return chop(frames, CONTROL_FRAME_BYTES)
+    first = encode(message)
+    frames: list[Buffer] = [first] if loader is None else [first, b"%d" % loader]
+    return frames if len(first) < CONTROL_FRAME_BYTES else chop(frames, CONTROL_FRAME_BYTES)
 
 
 def _decode_control(pieces: list[memoryview]) -> tuple[Message, int | None]:
@@ -131,45 +162,6 @@ def _decode_control(pieces: list[memoryview]) -> tuple[Message, int | None]:
             f"a control message of {len(rest) + 1} frames is none: behind the first is a loader's number"
         )
     return decode(first), int(number)
-
-
-class _Newcomers:
-    """Connections that libzmq has accepted and that have brought no message: strangers, or peers in their handshake.
-
-    libzmq sets them a time but no number. Each is held by a descriptor of our own, because libzmq's may be another
-    connection's by the time that we use it, and what is shut down must not be a peer's.
-
-    Args:
-        most: of them; the oldest make room.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._held: dict[int, socket.socket] = {}  # by libzmq's descriptor, in order of arrival
-
-    def came(self, descriptor: int) -> None:
-        """libzmq has accepted a connection. If it is closed already, `gone` follows before the next `make_room`."""
-        self.gone(descriptor)
-        with contextlib.suppress(OSError):
-            self._held[descriptor] = socket.socket(fileno=os.dup(descriptor))
-
-    def gone(self, descriptor: int) -> None:
-        """It has closed, or brought a message."""
-        if (one := self._held.pop(descriptor, None)) is not None:
-            one.close()
-
-    def make_room(self) -> None:
-        """End those that are too many. Call it when nothing is left to be read of the monitor."""
-        while len(self._held) > self._most:
-            one = self._held.pop(next(iter(self._held)))
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-
-    def close(self) -> None:
-        """Let go of all."""
-        for descriptor in list(self._held):
-            self.gone(descriptor)
 
 
 class ZmqDispatcherEndpoint:
@@ -214,7 +206,7 @@ class ZmqDispatcherEndpoint:
         # The connection that each process's last message came by: the monitor names a closed one by its descriptor.
         self._process_by_descriptor: dict[int, str] = {}
         self._descriptor_by_process: dict[str, int] = {}
-        self._newcomers = _Newcomers(most_unproven(_MAX_UNPROVEN))
+        self._newcomers = Newcomers(most_unproven(_MAX_UNPROVEN))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -227,13 +219,16 @@ class ZmqDispatcherEndpoint:
         return f"tcp://{self._host}:{self._port}"
 
     def poll(self, timeout_s: float) -> list[Received]:
-        self._poller.poll(int(timeout_s * 1000))
-        self._gate.answer()
-        closed = self._read_closed()
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._gate.socket in ready:
+            self._gate.answer()
+        # A connection brings no message before the gate has answered: what the monitor tells of it, or of another one
+        # that had its descriptor before, is read by then.
+        closed = self._read_closed() if ready.keys() & {self._gate.socket, self._monitor} else []
         received: list[Received] = []
         for _ in range(_BURST):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = _receive(self._socket)
             except zmq.Again:
                 self._newcomers.make_room()
                 break
@@ -251,10 +246,8 @@ class ZmqDispatcherEndpoint:
     def _read_closed(self) -> list[Received]:
         """Connections that closed. Reported after the messages that they still brought."""
         closed: list[Received] = []
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            descriptor = event["value"]
-            if event["event"] == zmq.EVENT_ACCEPTED:
+        for event, descriptor in _events_of(self._monitor):
+            if event == zmq.EVENT_ACCEPTED:
                 self._newcomers.came(descriptor)
                 continue
             self._newcomers.gone(descriptor)
@@ -267,7 +260,7 @@ class ZmqDispatcherEndpoint:
 
     def send(self, peer: str, message: Message) -> None:
         process, loader = parse_peer(peer)
-        self._socket.send_multipart([bytes.fromhex(process), *_frames_of(message, loader)])
+        _send(self._socket, [bytes.fromhex(process), *_frames_of(message, loader)])
 
     def close(self) -> None:
         self._newcomers.close()
@@ -367,16 +360,16 @@ class _ZmqControl:
         return ready
 
     def _send(self, message: Message, loader: int | None) -> None:
-        self._control.send_multipart(_frames_of(message, loader))
+        _send(self._control, _frames_of(message, loader))
 
-    def _read_control(self) -> list[tuple[Message | Reconnected, int | None]]:
+    def _read_control(self, ready: set[Any]) -> list[tuple[Message | Reconnected, int | None]]:
         messages: list[tuple[Message | Reconnected, int | None]] = []
-        while self._monitor.poll(0):
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        for event, _ in _events_of(self._monitor) if self._monitor in ready else ():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 messages.append((Reconnected(), None))
-        for _ in range(_BURST):
+        for _ in range(_BURST if self._control in ready else 0):
             try:
-                pieces = self._control.recv_multipart(zmq.NOBLOCK, copy=False)
+                pieces = _receive(self._control)
             except zmq.Again:
                 break
             messages.append(_decode_control([piece.buffer for piece in pieces]))
@@ -417,7 +410,7 @@ class ZmqWorkerEndpoint(_ZmqControl):
 
     def poll(self, timeout_s: float) -> list[Message | Reconnected]:
         ready = self._poll_sockets(timeout_s)
-        return [message for message, _ in self._read_control()] if ready & {self._control, self._monitor} else []
+        return [message for message, _ in self._read_control(ready)]
 
     def close(self, until: float = math.inf) -> None:
         left_s = max(0.0, until - time.monotonic())
@@ -455,7 +448,7 @@ class ZmqLoaderEndpoint(_ZmqControl):
     def poll(self, timeout_s: float) -> tuple[list[ToLoader | Reconnected], list[ReceivedBatch | ProtocolError]]:
         ready = self._poll_sockets(min([timeout_s, *(receiver.look_again_s for receiver in self._batch_receivers)]))
         messages: list[ToLoader | Reconnected] = []
-        for message, loader in self._read_control() if ready & {self._control, self._monitor} else ():
+        for message, loader in self._read_control(ready):
             if isinstance(message, Reconnected):
                 messages.append(message)
             elif loader is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import select
@@ -124,4 +125,39 @@ def test_a_crowd_of_strangers_takes_few_descriptors_and_keeps_no_peer_out(monkey
                 endpoint.poll(0.02)
             crowd.kill()
         newcomer.close(0)
+        peer.close(0)
+
+
+def test_libzmq_is_called_once_for_each_frame(endpoint: ZmqDispatcherEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls cost more than the decisions: how fast leases are granted hangs on their number."""
+    calls: collections.Counter[str] = collections.Counter()
+
+    def count(name: str) -> None:
+        method = getattr(zmq.Socket, name)
+
+        def call(*args: object, **options: object) -> object:
+            calls[name] += 1
+            return method(*args, **options)
+
+        monkeypatch.setattr(zmq.Socket, name, call)
+
+    with zmq.Context() as context:
+        peer = peer_of(context, endpoint, PEER)
+        endpoint.poll(0)  # what the monitor has to tell
+        for number in range(50):
+            peer.send(encode(WorkerHeartbeat([number])))
+        for name in ("recv", "send", "poll", "getsockopt", "recv_multipart", "send_multipart"):
+            count(name)
+        received: list[Received] = []
+        polls = 0
+        while len(received) < 50:
+            received += endpoint.poll(10)
+            polls += 1
+        assert [one.message for one in received] == [WorkerHeartbeat([number]) for number in range(50)]
+        # A frame says who sends it and one says what; the last call of each burst finds nothing.
+        assert calls == {"recv": 2 * 50 + polls}
+        calls.clear()
+        endpoint.send(PEER, WorkerHeartbeat([]))
+        assert calls == {"send": 2}
+        monkeypatch.undo()
         peer.close(0)

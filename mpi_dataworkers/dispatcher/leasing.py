@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import array
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ class Leasing:
         """Lease steps that failed, each alone, to data workers that have not failed them where there are such."""
         out: list[Instruction] = []
         for record in self.sessions.values():
-            for step in sorted(record.retries):
+            for step in sorted(record.retries) if record.retries else ():
                 peer = self._who_tries_again(record, record.failures[step], now)
                 if peer is not None:
                     record.retries.discard(step)
@@ -198,10 +198,11 @@ class Leasing:
         # Fewest leases first, so that a window is spread before anyone gets a second lease.
         for free in self._free:
             for peer in list(free):
-                if all(record.leasable() == 0 for record in self.sessions.values()):
+                unleased = [record for record in self.sessions.values() if record.leasable() > 0]
+                if not unleased:
                     return out
                 worker = self.workers[peer]
-                record = self._neediest_session(peer, now)
+                record = self._neediest_session(peer, unleased, now)
                 if record is not None:
                     out.append(self._grant(peer, worker, record, now))
                     if record.session.sharing is not None:
@@ -240,13 +241,18 @@ class Leasing:
         reaches = worker.unreachable.get(record.consumer, 0.0) <= now
         return reaches and self._definition_for(worker, record) is not None
 
+    def _works_for(self, worker: WorkerRecord, record: SessionRecord) -> bool:
+        """Whether a data worker has had leases of this pipeline and trainer, so that no more need be asked."""
+        trainer = self.consumers[record.consumer].registration.trainer
+        return worker.binding is not None and (record.session.definition_id, trainer) in worker.binding.granted
+
     def _definition_for(self, worker: WorkerRecord, record: SessionRecord) -> str | None:
         """The pipeline from which a data worker process would make the session's steps; None if it must not.
 
         Where jobs share a stream under a name of their choice, they promise that their pipelines agree.
         """
         session = record.session
-        if self._fits(worker, session.definition_id, record.consumer):
+        if self._works_for(worker, record) or self._fits(worker, session.definition_id, record.consumer):
             return session.definition_id
         if session.sharing is None or worker.binding is None:
             return None
@@ -287,8 +293,6 @@ class Leasing:
     def _bind(self, worker: WorkerRecord, record: SessionRecord, definition_id: str) -> None:
         """The data worker process gets a lease, and is one of the session's program from now on."""
         session, trainer = record.session, self.consumers[record.consumer].registration.trainer
-        if worker.binding is not None and (definition_id, trainer) in worker.binding.granted:
-            return
         if definition_id != session.definition_id:
             return  # it goes on with its own program
         program = self._program_of(definition_id)
@@ -337,14 +341,13 @@ class Leasing:
                 record.shifts.sort()
             group.lease(record.position(lease.first), record.position(lease.stop - 1) + 1, lease.worker)
 
-    def _neediest_session(self, peer: str, now: float) -> SessionRecord | None:
-        candidates = [
-            record
-            for record in self.sessions.values()
-            if record.leasable() > 0 and self._may_try(peer, record, now) and self._may_have(peer, record, now)
-        ]
+    def _neediest_session(self, peer: str, unleased: Sequence[SessionRecord], now: float) -> SessionRecord | None:
+        """Of the sessions that have steps to lease, the one whose steps a data worker is to make first."""
+        able = [one for one in unleased if self._may_try(peer, one, now) and self._may_have(peer, one, now)]
+        if len(able) < 2:
+            return able[0] if able else None
         # What another data worker holds together is taken from it last.
-        return min(candidates, key=lambda record: (record.holder not in ("", peer), record.fill()), default=None)
+        return min(able, key=lambda record: (record.holder not in ("", peer), record.fill()))
 
     def _may_have(self, peer: str, record: SessionRecord, now: float) -> bool:
         """Whether a data worker may have a lease of the session, which another one may be keeping together."""
@@ -409,10 +412,11 @@ class Leasing:
         self.leases_granted += 1
         token = self._token_base + self.leases_granted
         session = record.session
-        definition_id = self._definition_for(worker, record) or session.definition_id
-        self._bind(worker, record, definition_id)
-        if definition_id != session.definition_id:
-            session = msgspec.structs.replace(session, definition_id=definition_id)
+        if not self._works_for(worker, record):
+            definition_id = self._definition_for(worker, record) or session.definition_id
+            self._bind(worker, record, definition_id)
+            if definition_id != session.definition_id:
+                session = msgspec.structs.replace(session, definition_id=definition_id)
         shift = record.shift(first)
         self.leases[token] = Lease(token, session.session_id, peer, first, stop, now, shift, cached, begun_at=now)
         record.tokens.add(token)
@@ -554,9 +558,10 @@ class Leasing:
 
     def _forget(self, lease: Lease) -> None:
         del self.leases[lease.token]
-        if lease.worker in self.workers:
-            self.workers[lease.worker].tokens.discard(lease.token)
-            self.workers[lease.worker].cached_tokens.discard(lease.token)
+        worker = self.workers.get(lease.worker)
+        if worker is not None and lease.token in worker.tokens:
+            worker.tokens.discard(lease.token)
+            worker.cached_tokens.discard(lease.token)
             self._note_load(lease.worker)
         if lease.session_id in self.sessions:
             self.sessions[lease.session_id].tokens.discard(lease.token)

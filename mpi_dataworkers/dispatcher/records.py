@@ -188,7 +188,10 @@ class WorkerRecord:
 
     def standing(self, definition_id: str) -> Standing:
         """How it does with a pipeline."""
-        return self.standings.setdefault(definition_id, Standing())
+        standing = self.standings.get(definition_id)
+        if standing is None:
+            standing = self.standings[definition_id] = Standing()
+        return standing
 
     def is_sound(self, definition_id: str) -> bool:
         """Whether it has made a step of the pipeline since it last failed one."""

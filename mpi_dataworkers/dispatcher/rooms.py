@@ -34,9 +34,10 @@ class Rooms(Leasing):
 
     def _make_room(self, now: float) -> list[Instruction]:
         """Ask for processes where programs lack them, and let go those that are in excess."""
-        waiting = bool(self._asked_at)
+        if not (self._rooms_changed or self._asked_at):
+            return []
         self._asked_at = {slot: at for slot, at in self._asked_at.items() if now - at < ROOM_S}
-        if now < self._grant_from or not (self._rooms_changed or waiting):
+        if now < self._grant_from:
             return []
         self._rooms_changed = False
         out: list[Instruction] = []

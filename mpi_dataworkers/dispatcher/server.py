@@ -174,11 +174,11 @@ def _decide(state: DispatcherState, received: Received, now: float) -> list[Inst
     if isinstance(message, Disconnected):
         gone = [peer for peer in (*state.consumers, *state.workers) if parse_peer(peer)[0] == received.peer]
         return [instruction for peer in gone for instruction in state.peer_gone(peer, now)]
-    if not isinstance(message, ProtocolError | ToDispatcher):
+    if isinstance(message, ToDispatcher):
+        return state.handle(received.peer, message, now)
+    if not isinstance(message, ProtocolError):
         message = ProtocolError(f"{type(message).__name__} is not a message for a dispatcher")
-    if isinstance(message, ProtocolError):
-        return state.refuse(received.peer, message)
-    return state.handle(received.peer, message, now)
+    return state.refuse(received.peer, message)
 
 
 def _carry_out(instructions: list[Instruction], journal: Journal, endpoint: DispatcherEndpoint) -> None:

@@ -110,8 +110,11 @@ def size_of(buffer: Leaf) -> int:
 
 def shared_bytes(buffers: Sequence[Leaf]) -> int:
     """Room that the buffers take in a shared frame."""
-    sizes = map(size_of, buffers)
-    return sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes if size < FUSE_BELOW_BYTES)
+    room_bytes = 0
+    for size in map(size_of, buffers):
+        if size < FUSE_BELOW_BYTES:
+            room_bytes += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+    return room_bytes
 
 
 class Parcel:

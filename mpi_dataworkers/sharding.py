@@ -186,11 +186,12 @@ class EpochPlan:
                 f"or a larger {size}."
             )
 
-    @property
+    # Kept, because each step asks for them.
+    @functools.cached_property
     def _round_samples(self) -> int:
         return self.batch_size * self.world_size if self.global_batch_size is None else self.global_batch_size
 
-    @property
+    @functools.cached_property
     def _shares_tail(self) -> bool:
         """Whether the last two rounds are divided together."""
         full, rest = divmod(self.num_samples, self._round_samples)
@@ -204,7 +205,7 @@ class EpochPlan:
             return (self._round_samples + rest) // 2
         return self._round_samples if self.drop_last or rest == 0 else rest
 
-    @property
+    @functools.cached_property
     def num_steps(self) -> int:
         """Steps of each rank in this epoch."""
         full, rest = divmod(self.num_samples, self._round_samples)

@@ -445,12 +445,8 @@ class DataWorker:
 
     def _pipeline(self, lease: GrantLease) -> Pipeline:
         definition_id = lease.session.definition_id
-        with self._lock:
-            dropped, self._dropped = self._dropped, set()
-        if time.monotonic() - self._failed_at.get(definition_id, math.inf) > _LOAD_AGAIN_S:
-            dropped.add(definition_id)
-        for name in dropped:
-            self._forget(name)
+        if self._dropped or self._failed_at:  # asked without the lock, at each step: the next one comes soon
+            self._forget_old(definition_id)
         if definition_id not in self._pipelines:
             try:
                 pipeline = self._load(definition_id, lease.token)
@@ -475,6 +471,15 @@ class DataWorker:
                 entered = self._pipelines[definition_id] = error
                 self._failed_at[definition_id] = time.monotonic()
         raise _StepFailed(describe_failure(entered, is_final=True))
+
+    def _forget_old(self, definition_id: str) -> None:
+        """Forget what no loader uses, and this pipeline if it could not be loaded some time ago."""
+        with self._lock:
+            dropped, self._dropped = self._dropped, set()
+        if time.monotonic() - self._failed_at.get(definition_id, math.inf) > _LOAD_AGAIN_S:
+            dropped.add(definition_id)
+        for name in dropped:
+            self._forget(name)
 
     def _forget(self, definition_id: str) -> None:
         self._pipelines.pop(definition_id, None)

@@ -550,6 +550,9 @@ class EnteredPipeline:
         self._loaded = pipeline
         self._pipeline = private if self._is_iterable else private.with_own_generators()
         self._entered: set[int] = set()
+        # What user code was shown last: to make it anew for each step would cost more than a small sample.
+        self._shown_for: int | None = None
+        self._shown: Any = None
 
     def is_new(self, base_seed: int) -> bool:
         """Whether `enter` would run user code."""
@@ -561,7 +564,12 @@ class EnteredPipeline:
         Returns:
             The pipeline to run now.
         """
-        enter_worker(self._loaded, base_seed, self._worker_id, not self._is_iterable and self.is_new(base_seed))
+        if base_seed == self._shown_for:
+            torch_worker._worker_info = self._shown  # another pipeline may have been entered since
+            return self._pipeline
+        begins = not self._is_iterable and self.is_new(base_seed)
+        self._shown = enter_worker(self._loaded, base_seed, self._worker_id, begins)
+        self._shown_for = base_seed
         if self.is_new(base_seed):
             self._entered.add(base_seed)
             if not self._is_iterable:  # also those that worker_init_fn has made
@@ -569,19 +577,23 @@ class EnteredPipeline:
         return self._pipeline
 
 
-def enter_worker(pipeline: Pipeline, base_seed: int, worker_id: int, begins: bool) -> None:
-    """Show user code a worker's id, seed and dataset; when it begins, seed as torch does and run `worker_init_fn`."""
+def enter_worker(pipeline: Pipeline, base_seed: int, worker_id: int, begins: bool) -> Any:
+    """Show user code a worker's id, seed and dataset; when it begins, seed as torch does and run `worker_init_fn`.
+
+    Returns:
+        What `get_worker_info()` gives.
+    """
     base_seed &= _LARGEST_BASE_SEED
     seed = base_seed + worker_id
-    torch_worker._worker_info = torch_worker.WorkerInfo(
+    info = torch_worker._worker_info = torch_worker.WorkerInfo(
         id=worker_id, num_workers=pipeline.num_workers, seed=seed, dataset=pipeline.dataset
     )
-    if not begins or pipeline.worker_init_fn is None:
-        return
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(_numpy_seed(base_seed, worker_id))
-    pipeline.worker_init_fn(worker_id)
+    if begins and pipeline.worker_init_fn is not None:
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(_numpy_seed(base_seed, worker_id))
+        pipeline.worker_init_fn(worker_id)
+    return info
 
 
 @dataclass(frozen=True)

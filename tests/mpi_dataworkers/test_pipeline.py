@@ -230,6 +230,31 @@ def test_in_a_data_worker_batches_are_private_memory_and_samples_know_their_work
     assert not numbers.is_shared(), "a shared-memory segment for each batch costs more than the transport"
 
 
+def test_what_samples_see_of_their_worker_is_made_once_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_worker, "_worker_info", None)
+    made: list[int] = []
+
+    class CountedInfo(torch_worker.WorkerInfo):  # type: ignore[misc]
+        def __init__(self, **parts: Any) -> None:
+            made.append(parts["seed"])
+            super().__init__(**parts)
+
+    monkeypatch.setattr(torch_worker, "WorkerInfo", CountedInfo)
+    one, other = (EnteredPipeline(pipeline_of(datasets.Where(9), num_workers=4), number) for number in (1, 2))
+    first = one.enter(5)
+    seen_first = get_worker_info()
+    for _ in range(20):
+        assert one.enter(5) is first
+    assert (made, get_worker_info()) == ([6], seen_first)
+    other.enter(5)
+    assert get_worker_info().id == 2
+    one.enter(5)
+    assert get_worker_info() is seen_first, "another pipeline's steps came in between"
+    one.enter(8)
+    one.enter(5)
+    assert (made, get_worker_info().seed) == ([6, 7, 9, 6], 6), "two passes take turns"
+
+
 class Ending(datasets.Augmented):
     """Raises what Python takes for the end of an iteration."""
 

@@ -176,8 +176,8 @@ class Pass:
 
     def put(self, step: int, item: Delivered | BatchFailed | _Lost) -> bool:
         """Take in a step, unless it is there already; whether it was not."""
-        self.buffer.expect_no_more(step)
         if self.buffer.has(step):
+            self.buffer.expect_no_more(step)
             return False
         self.buffer.put(step, item)
         if isinstance(item, Delivered) and item.held_bytes:
@@ -203,9 +203,11 @@ class Pass:
     def pop(self) -> Any:
         """Give out the next step."""
         item = self.buffer.pop()
-        self.held_bytes -= getattr(item, "held_bytes", 0)
-        self.snapshot = getattr(item, "snapshot", b"") or self.snapshot
-        self.lists.pop(self.buffer.position - 1, None)
+        if isinstance(item, Delivered):
+            self.held_bytes -= item.held_bytes
+            self.snapshot = item.snapshot or self.snapshot
+        if self.lists:
+            self.lists.pop(self.buffer.position - 1, None)
         return item
 
     def step_list(self) -> StepList | None:
@@ -621,8 +623,9 @@ class ServiceClient:
 
     def say_streaming(self) -> None:
         """Log, once for each change, that data workers deliver again."""
-        heard = time.monotonic() - self._connection.last_heard < DISPATCHER_SILENCE_S
-        if self._local and heard and self._num_workers > 0:
+        if not self._local or self._num_workers == 0:
+            return
+        if time.monotonic() - self._connection.last_heard < DISPATCHER_SILENCE_S:
             _log.warning("hetstream: %d data workers deliver again", self._num_workers)
             self._local = False
 

@@ -29,7 +29,9 @@ from mpi_dataworkers.messages import (
     LoaderStats,
     OpenEpoch,
     PlannedOrder,
+    Program,
     ProvideDefinition,
+    Refused,
     RegisterConsumer,
     RegisterWorker,
     ReportProgress,
@@ -118,12 +120,14 @@ class Crowd:
                 self._consumed += 1
         elif isinstance(message, ConsumerRegistered):
             if message.need_definition:
-                socket.send(encode(ProvideDefinition("d", [], "/", b"")))
+                socket.send(encode(ProvideDefinition("d", Program("/", []), b"", b"")))
             order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
             session = Session("s", "d", 0, 0, order, ["tcp://127.0.0.1:1"])
             socket.send(encode(OpenEpoch(session, STEPS, 0, [], self._window, None)))
         elif isinstance(message, UnknownPeer):
             raise RuntimeError("the dispatcher lost one of the peers")
+        elif isinstance(message, Refused):
+            raise RuntimeError(f"the dispatcher refused a message: {message.text}")
 
     def close(self) -> None:
         """Close the connections."""

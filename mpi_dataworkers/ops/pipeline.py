@@ -160,9 +160,10 @@ class Pipeline:
             SampleError: user code raised; the cause is its exception, the index -1 when it was not in one sample.
         """
         wanted = indices.tolist()
-        given = wanted if form == INTS else form.given(indices)
+        # Most steps have this form, and comparing costs more than looking: one that is equal gives the same.
+        given = wanted if form is INTS else form.given(indices)
         if not self.batched:
-            read = partial(getitem, self.dataset, wanted[0] if form == INTS else given)
+            read = partial(getitem, self.dataset, wanted[0] if form is INTS else given)
             sample = -1 if isinstance(wanted[0], list) else wanted[0]
             samples = self._one(read, sample, seeds[0], not self.thread_safe, watched)
         elif callable(getattr(self.dataset, "read_samples", None)):

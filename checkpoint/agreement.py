@@ -23,10 +23,12 @@ class Held(msgspec.Struct, frozen=True):
     Attributes:
         generation: which.
         world_size: ranks that saved it.
+        shared_elsewhere: as in `Record`; it is of use beside the record of a rank that has the shared keys.
     """
 
     generation: Generation
     world_size: int
+    shared_elsewhere: bool = False
 
 
 class Replica(msgspec.Struct, frozen=True):
@@ -36,11 +38,13 @@ class Replica(msgspec.Struct, frozen=True):
         rank: whose it is.
         generation: which.
         world_size: ranks that saved it.
+        shared_elsewhere: as in `Held`.
     """
 
     rank: int
     generation: Generation
     world_size: int
+    shared_elsewhere: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -52,6 +56,8 @@ class Offer(msgspec.Struct, frozen=True):
         problems: what is there and cannot be used, in words.
         replicas: records of other ranks in this host's memory.
         unfetchable: generations of this rank that could not be brought from other hosts.
+        host: whose memory it is; the same text for ranks that can read each other's; "" where that is not known.
+        unusable: generations on disk that this rank has found to be of no use.
     """
 
     memory: list[Held] = []
@@ -59,13 +65,16 @@ class Offer(msgspec.Struct, frozen=True):
     problems: list[str] = []
     replicas: list[Replica] = []
     unfetchable: list[Generation] = []
+    host: str = ""
+    unusable: list[Generation] = []
 
     def without(self, generation: Generation, source: Source, problem: str) -> Offer:
         """The offer after a record of it turned out to be unusable."""
         memory = [held for held in self.memory if source != "memory" or held.generation != generation]
         disk = [held for held in self.disk if source != "disk" or held.generation != generation]
         unfetchable = [*self.unfetchable, *([generation] if source == "replica" else [])]
-        return Offer(memory, disk, [*self.problems, problem], self.replicas, unfetchable)
+        unusable = [*self.unusable, *([generation] if source == "disk" else [])]
+        return Offer(memory, disk, [*self.problems, problem], self.replicas, unfetchable, self.host, unusable)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -77,6 +86,7 @@ class Choice(msgspec.Struct, frozen=True):
         sources: by rank.
         notes: what was passed over and why, newest first; then the problems of each rank.
         holders: by rank, the ranks on whose hosts its record is, where the source is `replica`.
+        sharers: by rank, the rank of its host whose record in memory has the shared keys for it; None: its own has.
     """
 
     generation: Generation | None
@@ -84,6 +94,22 @@ class Choice(msgspec.Struct, frozen=True):
     sources: list[Source]
     notes: list[str]
     holders: list[list[int]] = []
+    sharers: list[int | None] = []
+
+
+def with_disk(offers: Sequence[Offer]) -> list[Offer]:
+    """The offers of all ranks where one rank of each host, the lowest, has looked at the disk for the others."""
+    first: dict[str, Offer] = {}
+    for offer in offers:
+        first.setdefault(offer.host, offer)
+    return [
+        msgspec.structs.replace(
+            offer, disk=[held for held in first[offer.host].disk if held.generation not in offer.unusable]
+        )
+        if offer.host
+        else offer
+        for offer in offers
+    ]
 
 
 def steps_of(offers: Sequence[Offer], lineage: Lineage) -> tuple[list[int], list[int]]:
@@ -137,7 +163,15 @@ def agree(offers: Sequence[Offer], lineage: Lineage = Lineage(), step: int | Non
     ]
     on_disk = [of_rank[chosen] for of_rank in disk if chosen in of_rank]
     return Choice(
-        chosen, on_disk[0] if on_disk else len(offers), sources, notes, [one.get(chosen, []) for one in replica]
+        chosen,
+        on_disk[0] if on_disk else len(offers),
+        sources,
+        notes,
+        [one.get(chosen, []) for one in replica],
+        [
+            found.sharers[offer.host, chosen] if sources[rank] != "disk" and (rank, chosen) in found.lacking else None
+            for rank, offer in enumerate(offers)
+        ],
     )
 
 
@@ -152,6 +186,9 @@ class _Found:
         disk: by rank, the generations that it sees on disk, each with the number of ranks that saved it.
         replica: by rank, the generations that it could get from elsewhere, and from which ranks' hosts.
         known: the generations that any rank has heard of.
+        lacking: the ranks and generations whose records in memory are without the shared keys. In `memory` and
+            `replica` are those alone whose host has a sharer.
+        sharers: by host and generation, the lowest rank whose record in memory has the shared keys.
     """
 
     def __init__(self, offers: Sequence[Offer]) -> None:
@@ -161,6 +198,18 @@ class _Found:
         self.replica = _replicas(offers)
         self.known = {held.generation for offer in offers for held in (*offer.memory, *offer.disk)}
         self.known |= {one.generation for offer in offers for one in offer.replicas}
+        self.lacking = {(one.rank, one.generation) for offer in offers for one in offer.replicas if one.shared_elsewhere}
+        for rank, offer in enumerate(offers):
+            self.lacking |= {(rank, held.generation) for held in offer.memory if held.shared_elsewhere}
+        self.sharers: dict[tuple[str, Generation], int] = {}
+        for rank, offer in enumerate(offers):
+            for generation in {*self.memory[rank], *self.replica[rank]}:
+                if (rank, generation) not in self.lacking:
+                    self.sharers.setdefault((offer.host, generation), rank)
+        for rank, generation in self.lacking:
+            if rank < len(offers) and (offers[rank].host, generation) not in self.sharers:
+                self.memory[rank].discard(generation)
+                self.replica[rank].pop(generation, None)
 
     def missing(self, generation: Generation) -> list[int]:
         """The ranks that cannot restore a generation."""
@@ -193,6 +242,10 @@ def _why(generation: Generation, offers: Sequence[Offer], missing: Sequence[int]
             f"it is in memory only and was saved by {max(sizes)} rank(s), now there are {len(offers)}; "
             "the disk has no such checkpoint"
         )
+    lacking = _Found(offers).lacking
+    if all((rank, generation) in lacking for rank in missing):
+        first = missing[0]
+        return f"rank {first} has its own part, and no rank on its host has the part that is equal on all"
     having = [str(rank) for rank in range(len(offers)) if rank not in missing]
     where = f"only rank(s) {', '.join(having)} have it" if having else "no rank has it whole"
     return f"{where}, of {len(offers)} rank(s)"

@@ -68,12 +68,12 @@ def _saved_state(
     directory: CheckpointDirectory, one: Checkpoint, keys: Sequence[str], there: dict[str, None]
 ) -> SavedState:
     with directory.hold(one.generation) as held:
-        ranks = [_rank_state(held.place, manifest, keys, there) for manifest in one.manifests]
+        ranks = [_rank_state(held.place, manifest, keys, there) for manifest in held.manifests.values()]
     return SavedState(one.generation, one.world_size, one.num_bytes, one.time_s, one.metrics, ranks)
 
 
 def _rank_state(place: Directory, manifest: Manifest, keys: Sequence[str], there: dict[str, None]) -> RankState:
-    with open_file(place, manifest, tensors=False) as file:
+    with open_file(place, manifest, compare="structure") as file:
         there.update(dict.fromkeys(file.record.tree))
         table = [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
         record, indices = file.record.only([key for key in keys if key in file.record.tree])

@@ -22,7 +22,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from checkpoint.errors import DamagedCheckpoint, NotEnoughSpace
@@ -95,12 +95,13 @@ def _manifests_in(root: Directory, name: str) -> list[str]:
         return []
 
 
-def read_parts(inner: Directory, generation: Generation) -> dict[int, Manifest]:
+def read_parts(inner: Directory, generation: Generation, ranks: Collection[int] | None = None) -> dict[int, Manifest]:
     """Read the manifests of a checkpoint and look for their files, by rank.
 
     Args:
         inner: the checkpoint's directory.
         generation: which it is.
+        ranks: whose manifests; None: all that are there.
 
     Raises:
         DamagedCheckpoint: one is damaged or belongs elsewhere, or its file is missing or of another size.
@@ -109,6 +110,8 @@ def read_parts(inner: Directory, generation: Generation) -> dict[int, Manifest]:
     parts: dict[int, Manifest] = {}
     room_bytes = _MAX_MANIFESTS_BYTES
     for name in sorted(filter(is_manifest_name, inner.names())):
+        if ranks is not None and (ranks_of_name(name) or (-1,))[0] not in ranks:
+            continue
         path = inner.path / name
         data = inner.read(name, min(_MAX_MANIFEST_BYTES, room_bytes))
         room_bytes -= len(data)

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from checkpoint.ownership import Event, Identity, Owner
 from checkpoint.policy.interval import Attempt
 from checkpoint.policy.lineage import Lineage, is_newest_removed
 from checkpoint.policy.retention import Retention, Saved, Verdict, judge
-from checkpoint.rank_file import RankFile, open_file
+from checkpoint.rank_file import Compare, RankFile, compare_chunks, open_file
 from hetstream.base.files import Directory, UntrustedFile
 
 _log = logging.getLogger(__name__)
@@ -80,12 +80,55 @@ class Held:
     """A checkpoint that is kept from being removed.
 
     Attributes:
-        checkpoint: it.
+        generation: which.
         place: its open directory.
+        manifests: of the ranks that are wanted.
+        read_only: see `CheckpointDirectory`; then it is not kept.
     """
 
-    checkpoint: Checkpoint
+    generation: Generation
     place: Directory
+    manifests: Mapping[int, Manifest]
+    read_only: bool = False
+
+    def read(self, rank: int, *, num_threads: int = 1, is_compared: bool = False) -> RankFile:
+        """Map a rank's file.
+
+        Args:
+            rank: one that was wanted.
+            num_threads: how many compare it with its checksums.
+            is_compared: `compare` has done so, here or in another process of this host.
+
+        Raises:
+            DamagedCheckpoint: the file is not what was written; the checkpoint is marked, so that the next one to ask
+                passes it over.
+        """
+        with self._marking():
+            compare: Compare = "nothing" if is_compared else "all"
+            return open_file(self.place, self.manifests[rank], num_threads, compare=compare, copies=self.read_only)
+
+    def compare(self, chunks: Iterable[tuple[int, Sequence[int]]], num_threads: int) -> None:
+        """Compare some chunks of files with their checksums.
+
+        Args:
+            chunks: rank, and numbers of chunks of its file.
+            num_threads: how many compare.
+
+        Raises:
+            DamagedCheckpoint: as from `read`.
+        """
+        with self._marking():
+            for rank, numbers in chunks:
+                compare_chunks(self.place, self.manifests[rank], numbers, num_threads)
+
+    @contextlib.contextmanager
+    def _marking(self) -> Iterator[None]:
+        try:
+            yield
+        except DamagedCheckpoint as error:
+            if not self.read_only:
+                mark(self.place.path.parent, self.generation, str(error))
+            raise
 
 
 @dataclass(frozen=True)
@@ -280,11 +323,16 @@ class CheckpointDirectory:
         return [self.path / name for name in commit.left_over(self.path)]
 
     @contextlib.contextmanager
-    def hold(self, generation: Generation) -> Iterator[Held]:
+    def hold(self, generation: Generation, ranks: Collection[int] | None = None) -> Iterator[Held]:
         """Keep a checkpoint from being removed while it is read, unless this is read-only.
+
+        Args:
+            generation: which.
+            ranks: whose manifests are wanted, and no others are read; None: all.
 
         Raises:
             NoCheckpoint: it is not there.
+            MissingRanks: one of these ranks has no part in it.
             DamagedCheckpoint: its manifests or files are not what was committed, or not what this user may trust.
         """
         with contextlib.ExitStack() as stack:
@@ -292,12 +340,19 @@ class CheckpointDirectory:
                 place = stack.enter_context(commit.holding(self.path, generation, locks=not self.read_only))
             except UntrustedFile as error:
                 raise DamagedCheckpoint(str(error)) from error
-            checkpoint = self._look_at(generation) if place else None
-            if place is None or checkpoint is None:
+            if place is None:
                 raise NoCheckpoint(f"{self.path} has no {generation}: hetstream ckpt ls {self.path}")
-            if not checkpoint.manifests:
-                raise DamagedCheckpoint(checkpoint.problem)
-            yield Held(checkpoint, place)
+            try:
+                if ranks is None:
+                    manifests = dict(enumerate(self._manifests(place, generation)))
+                else:
+                    manifests = commit.read_parts(place, generation, ranks)
+            except (OSError, UntrustedFile) as error:
+                raise DamagedCheckpoint(f"{place.path} cannot be read: {error}") from error
+            lacking = [rank for rank in ranks or () if rank not in manifests]
+            if lacking:
+                raise MissingRanks(f"{place.path} has no part of rank(s) {', '.join(map(str, lacking[:10]))}")
+            yield Held(generation, place, manifests, read_only=self.read_only)
 
     def read(self, generation: Generation, rank: int, *, num_threads: int = 1) -> RankFile:
         """Map a rank's file after every byte was compared with its checksum. Hold the checkpoint meanwhile.
@@ -309,31 +364,17 @@ class CheckpointDirectory:
                 passes it over.
         """
         with self.hold(generation) as held:
-            checkpoint = held.checkpoint
-            if not 0 <= rank < checkpoint.world_size:
+            if rank not in held.manifests:
                 raise MissingRanks(
-                    f"{checkpoint.path} was saved by {checkpoint.world_size} rank(s), there is no rank {rank}"
+                    f"{held.place.path} was saved by {len(held.manifests)} rank(s), there is no rank {rank}"
                 )
-            try:
-                return open_file(held.place, checkpoint.manifests[rank], num_threads, copies=self.read_only)
-            except DamagedCheckpoint as error:
-                self.mark_damaged(generation, str(error))
-                raise
+            return held.read(rank, num_threads=num_threads)
 
     def mark_damaged(self, generation: Generation, problem: str) -> None:
         """Write down that a checkpoint is damaged; where this is read-only, the directory cannot be written to, or is
         not this user's alone, nothing."""
         if not self.read_only:
-            self._mark(generation, problem)
-
-    def _mark(self, generation: Generation, problem: str) -> None:
-        with contextlib.suppress(OSError), Directory.open(self.path) as root:
-            root.check_own()
-            with root.enter(generation.directory_name) as place:
-                if problem:
-                    place.write_whole(_DAMAGED, problem.encode(errors="replace")[:_MAX_REASON_BYTES])
-                else:
-                    place.unlink(_DAMAGED, missing_ok=True)
+            mark(self.path, generation, problem)
 
     def verify(self, generation: Generation, progress: Callable[[int], None] | None = None) -> list[str]:
         """Compare every byte of a checkpoint; what is wrong, and nothing if all is well. Marks it accordingly, if it
@@ -361,7 +402,7 @@ class CheckpointDirectory:
                     open_file(place, manifest, progress=progress).close()
                 except DamagedCheckpoint as error:
                     problems.append(str(error))
-        self._mark(generation, "; ".join(problems))
+        mark(self.path, generation, "; ".join(problems))
         return problems
 
     def retain(self, rule: Retention, *, dry_run: bool = False) -> list[Verdict]:
@@ -432,6 +473,18 @@ class CheckpointDirectory:
             named = ", ".join(first) + (" and more" if missing > len(first) else "")
             raise MissingRanks(f"{place.path} lacks the parts of rank(s) {named} of {world_size}")
         return tuple(parts[rank] for rank in range(world_size))
+
+
+def mark(directory: Path, generation: Generation, problem: str) -> None:
+    """Write down what is wrong with a checkpoint, or that nothing is; nothing where the directory cannot be written to,
+    or is not this user's alone."""
+    with contextlib.suppress(OSError), Directory.open(directory) as root:
+        root.check_own()
+        with root.enter(generation.directory_name) as place:
+            if problem:
+                place.write_whole(_DAMAGED, problem.encode(errors="replace")[:_MAX_REASON_BYTES])
+            else:
+                place.unlink(_DAMAGED, missing_ok=True)
 
 
 def _saved(checkpoint: Checkpoint) -> Saved:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from checkpoint.checksum import Checksum
 from checkpoint.errors import DamagedCheckpoint
@@ -37,6 +38,8 @@ _WRITE_BYTES = 256 << 20
 _BUFFER_BYTES = 4 << 20
 # How much a file system without O_DIRECT may hold back: page cache counts against the job's memory.
 _SYNC_BYTES = 256 << 20
+
+Compare = Literal["all", "structure", "nothing"]
 
 
 def write_file(
@@ -286,7 +289,7 @@ def open_file(
     num_threads: int = 1,
     progress: Callable[[int], None] | None = None,
     *,
-    tensors: bool = True,
+    compare: Compare = "all",
     copies: bool = False,
 ) -> RankFile:
     """Map a rank's file and compare it with its checksums.
@@ -296,7 +299,8 @@ def open_file(
         manifest: what is said about it.
         num_threads: how many compare.
         progress: told how many more bytes have been compared.
-        tensors: compare these too; without, `RankFile.check` does when the first of them is wanted.
+        compare: what. After "structure" `RankFile.check` compares the rest, when the first tensor is wanted; "nothing"
+            where another process of this host has compared all of it, so that it is in the page cache.
         copies: of all that is compared; what becomes of the file then does not matter. On a file server a mapped file
             that somebody removes would end the process.
 
@@ -304,17 +308,8 @@ def open_file(
         DamagedCheckpoint: it is missing, too short, or not what was written; the bytes and their tensors are named.
     """
     path = directory.path / manifest.part.file_name
+    descriptor, num_bytes, status = _open(directory, manifest)
     try:
-        descriptor = directory.open_file(path.name)
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{path} is missing") from error
-    except UntrustedFile as error:
-        raise DamagedCheckpoint(str(error)) from error
-    try:
-        status = os.fstat(descriptor)
-        num_bytes = status.st_size
-        if num_bytes != manifest.num_bytes:
-            raise DamagedCheckpoint(f"{path} has {num_bytes} bytes, {manifest.num_bytes} were written")
         # A private mapping: torch wants memory that it may write to, and nobody may change the file.
         mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
         entries: tuple[Entry, ...] = ()
@@ -326,20 +321,73 @@ def open_file(
                 entries, metadata, begin = read_part(manifest.format, whole, str(path))
             except DamagedCheckpoint as error:
                 unreadable = error
-        chunks = list(range(len(manifest.checksums)))
-        if not tensors and not unreadable:
+        every = range(len(manifest.checksums))
+        chunks: Sequence[int] = every
+        if compare == "structure" and not unreadable:
             chunks = _chunks_beside(entries, begin, manifest)
         # The mapping is private: pages that are entered to be written to are copies.
         how = Populate.WRITE if copies else Populate.READ
-        damaged = _damaged_chunks(descriptor, mapping, manifest, chunks, num_threads, progress, how)
+        if compare == "nothing":
+            _populate(mapping)
+            damaged = []
+        else:
+            damaged = _damaged_chunks(descriptor, mapping, manifest, chunks, num_threads, progress, how)
     finally:
         os.close(descriptor)
     if damaged:
         raise DamagedCheckpoint(_describe(path, manifest, damaged, entries, begin))
     if unreadable:
         raise unreadable
-    unchecked = sorted({*range(len(manifest.checksums))} - {*chunks})
+    unchecked = sorted({*every} - {*chunks})
     return RankFile(path, manifest, metadata, entries, memoryview(mapping)[begin:], mapping, unchecked, status, how)
+
+
+def compare_chunks(directory: Directory, manifest: Manifest, chunks: Sequence[int], num_threads: int) -> None:
+    """Compare some chunks of a rank's file with their checksums.
+
+    Args:
+        directory: that the file is in.
+        manifest: what is said about it.
+        chunks: their numbers.
+        num_threads: how many compare.
+
+    Raises:
+        DamagedCheckpoint: it is missing, too short, or not what was written; the bytes and their tensors are named.
+    """
+    descriptor, num_bytes, _ = _open(directory, manifest)
+    try:
+        with mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY) as mapping:  # see `populate`
+            damaged = _damaged_chunks(descriptor, mapping, manifest, chunks, num_threads)
+            if damaged:
+                path, begin = directory.path / manifest.part.file_name, 0
+                entries: tuple[Entry, ...] = ()
+                with contextlib.suppress(DamagedCheckpoint), memoryview(mapping) as whole:
+                    entries, _, begin = read_part(manifest.format, whole, str(path))
+                raise DamagedCheckpoint(_describe(path, manifest, damaged, entries, begin))
+    finally:
+        os.close(descriptor)
+
+
+def _open(directory: Directory, manifest: Manifest) -> tuple[int, int, os.stat_result]:
+    """Descriptor, size and status of a rank's file."""
+    path = directory.path / manifest.part.file_name
+    try:
+        descriptor = directory.open_file(path.name)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{path} is missing") from error
+    except UntrustedFile as error:
+        raise DamagedCheckpoint(str(error)) from error
+    status = os.fstat(descriptor)
+    if status.st_size != manifest.num_bytes:
+        os.close(descriptor)
+        raise DamagedCheckpoint(f"{path} has {status.st_size} bytes, {manifest.num_bytes} were written")
+    return descriptor, status.st_size, status
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Enter all pages into this process's page tables: one call for many faults."""
+    for at in range(0, len(mapping), CHUNK_BYTES):
+        populate(mapping, at, min(CHUNK_BYTES, len(mapping) - at), Populate.READ)
 
 
 def _chunks_beside(entries: Sequence[Entry], begin: int, manifest: Manifest) -> list[int]:

@@ -26,8 +26,8 @@ from checkpoint.checksum import checksum
 from checkpoint.errors import DamagedSegment, OptionsError, SharedMemoryFull
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
-from checkpoint.memory import available_bytes
 from checkpoint.pages import Populate, give_back, populate
+from hetstream.base.limits import available_bytes
 
 VERSION = 2
 PAGE_BYTES = 4096
@@ -40,6 +40,8 @@ _FIELDS = struct.Struct("<8sIIQQQQ16s16sQQQQQ")
 _WORD = struct.Struct("<Q")
 # A call of the kernel for more would hold up threads that map memory, and begin anew at a signal.
 _STRIDE_BYTES = 64 << 20
+# Of the memory that is available: a training that has just begun will take more.
+_HEADROOM = 0.05
 _NO_GENERATION = Generation(0, 0)
 # What a file system without room answers.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
@@ -355,15 +357,23 @@ def check_room(directory: Path, num_bytes: int) -> None:
         raise SharedMemoryFull(_no_room(directory, num_bytes, f"{free_bytes} bytes are free"))
 
 
-def check_memory(directory: Path, num_bytes: int) -> None:
+def check_memory(directory: Path, num_bytes: int, promised_bytes: int = 0) -> None:
     """Refuse to take more memory than there is: shared memory may be larger, and filling it would end processes.
 
+    Args:
+        directory: where it would be taken.
+        num_bytes: how much.
+        promised_bytes: what other ranks of this host are about to take.
+
     Raises:
-        SharedMemoryFull: the host, or the control group that the job runs in, has less.
+        SharedMemoryFull: the host, or a control group that the job runs in, has less.
     """
-    left_bytes = available_bytes()
+    available = available_bytes()
+    left_bytes = int(available * (1 - _HEADROOM)) - promised_bytes
     if left_bytes < num_bytes:
-        raise SharedMemoryFull(_no_room(directory, num_bytes, f"only {left_bytes} bytes of memory are available"))
+        reason = f"only {available} bytes of memory are available, and {_HEADROOM:.0%} of that is left to the program"
+        promised = f"; other ranks of this host will take {promised_bytes}" if promised_bytes else ""
+        raise SharedMemoryFull(_no_room(directory, num_bytes, reason + promised))
 
 
 def _no_room(directory: Path, num_bytes: int, reason: str) -> str:
@@ -418,7 +428,7 @@ def _pack(header: Header) -> bytes:
         *header.generation,
         header.serial,
         bytes.fromhex(header.layout_digest),
-        _boot(),
+        boot_id(),
         header.metadata_bytes,
         header.metadata_checksum,
         header.metadata_capacity_bytes,
@@ -438,7 +448,7 @@ def _parse(path: Path, raw: bytes, size: int) -> Header:
         raise DamagedSegment(f"{path}: it has version {version}, this release reads version {VERSION}")
     if _WORD.unpack_from(raw, _FIELDS.size)[0] != checksum(raw[: _FIELDS.size]):
         raise DamagedSegment(f"{path}: its header is torn: a process died while it wrote, or still writes")
-    if boot != _boot():
+    if boot != boot_id():
         raise DamagedSegment(f"{path}: it was written before the host's last start, its pages may be lost")
     metadata_bytes, metadata_checksum, metadata_capacity, payload_bytes, payload_capacity = sizes
     if (
@@ -468,7 +478,7 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 @functools.cache
-def _boot() -> bytes:
+def boot_id() -> bytes:
     """Which start of the host this is: a file on disk can outlive the memory that its pages were in."""
     try:
         return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))

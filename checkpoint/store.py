@@ -45,10 +45,11 @@ class WritableSlot:
         payload: the memory to copy into, in bytes.
         segment: the slot: the same object as long as its memory is the same.
         waited_s: how long the save waited for a free slot, in seconds.
-        allocated: the slot had to be made for this save: it took longer than the next one will.
+        allocated_s: how long memory for it was allocated, by this save or by a thread that it waited for; later saves
+            find it there.
     """
 
-    def __init__(self, store: Store, slot: Slot, waited_s: float, allocated: bool) -> None:
+    def __init__(self, store: Store, slot: Slot, waited_s: float, allocated_s: float) -> None:
         assert slot.segment is not None
         self._store = store
         self._slot = slot
@@ -56,7 +57,7 @@ class WritableSlot:
         self._is_open = True
         self.payload = self.segment.payload
         self.waited_s = waited_s
-        self.allocated = allocated
+        self.allocated_s = allocated_s
 
     def publish(self, generation: Generation, metadata: bytes, layout_digest: str) -> None:
         """Make what was copied the newest generation, and wake the saver.
@@ -128,6 +129,8 @@ class Store:
         self._pipe = os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_saving = False
         self._has_said_full = False
+        self._reserved_bytes = 0
+        files.reserved.unlink(missing_ok=True)
         self._writing: WritableSlot | None = None
         self._taken: Slot | None = None
         self._changed = threading.Condition()
@@ -244,6 +247,19 @@ class Store:
                         slot.segment.populate()
                 finally:
                     self._free(slot)
+
+    def announce(self, payload_bytes: int, metadata_bytes: int) -> None:
+        """Say how much memory this rank cannot do without, before any rank of the host takes some.
+
+        Args:
+            payload_bytes: of the state.
+            metadata_bytes: of the state, about.
+        """
+        self._reserve(MIN_SLOTS * file_bytes(payload_bytes, metadata_bytes))
+
+    def _reserve(self, num_bytes: int) -> None:
+        self._reserved_bytes = max(num_bytes, self._reserved_bytes)
+        self._files.reserve(self._reserved_bytes)
 
     def prepare(self, payload_bytes: int, metadata_bytes: int) -> None:
         """Allocate the slots and enter their pages into this process's page tables, so that no save has to.
@@ -364,13 +380,13 @@ class Store:
     def _begin(self, payload_bytes: int, metadata_bytes: int) -> WritableSlot:
         began_s = time.monotonic()
         while True:
-            slot = self._take(payload_bytes, metadata_bytes)
+            slot, allocated_s = self._take(payload_bytes, metadata_bytes)
             waited_s = time.monotonic() - began_s
             try:
-                allocated = not slot.fits(payload_bytes, metadata_bytes)
-                if allocated:
+                if not slot.fits(payload_bytes, metadata_bytes):
                     slot.unlock()
                     self._replace(slot, payload_bytes, metadata_bytes)
+                    allocated_s += time.monotonic() - began_s - waited_s
                     # Somebody who meant the file before may hold the new one, for a moment.
                     slot.lock = FileLock.wait_exclusive(slot.path, _GRACE_S)
                 assert slot.segment is not None
@@ -384,12 +400,14 @@ class Store:
                 self._give_up(slot, error)
             else:
                 reach("slot.begun")
-                self._writing = WritableSlot(self, slot, waited_s, allocated)
+                self._writing = WritableSlot(self, slot, waited_s, allocated_s)
                 return self._writing
 
-    def _take(self, payload_bytes: int, metadata_bytes: int) -> Slot:
-        """A slot to overwrite, busy from here on, and its file locked if it has one."""
+    def _take(self, payload_bytes: int, metadata_bytes: int) -> tuple[Slot, float]:
+        """A slot to overwrite, busy from here on, and its file locked if it has one; and how long it was waited for one
+        that is being prepared."""
         began_s, has_said = time.monotonic(), False
+        prepared_s = 0.0
         with self._changed:
             while True:
                 self._check_usable()
@@ -403,9 +421,12 @@ class Store:
                     self._taken, slot.is_busy = slot, True
                     slot.lock = FileLock.try_exclusive(slot.path) if slot.segment else None
                     if slot.lock or not slot.segment:
-                        return slot
+                        return slot, prepared_s
                     self._taken, slot.is_busy = None, False
+                is_being_prepared = any(slot.is_busy for slot in self._slots)
+                waits_s = time.monotonic()
                 self._changed.wait(_POLL_S)
+                prepared_s += time.monotonic() - waits_s if is_being_prepared else 0.0
                 if not has_said and time.monotonic() > began_s + _SAY_WAITING_S:
                     has_said = True
                     _log.warning(
@@ -433,12 +454,17 @@ class Store:
         made = self.path / f"new-{slot.path.name}"
         try:
             # The memory of the old file is used again.
-            needed_bytes = file_bytes(payload_bytes, metadata_bytes) - size_in(slot.path)
+            slot_bytes = file_bytes(payload_bytes, metadata_bytes)
+            needed_bytes = slot_bytes - size_in(slot.path)
+            # First said, then compared with what others say: of two that want the same memory at least one sees it.
+            self._reserve(slot_bytes + sum(size_in(other.path) for other in self._slots if other is not slot))
             check_room(self.path, needed_bytes)
-            check_memory(self.path, needed_bytes)
+            check_memory(self.path, needed_bytes, self._files.promised_bytes())
             slot.discard()
             segment = Segment.create(made, payload_bytes, metadata_bytes)
         except SharedMemoryFull as error:
+            self._reserved_bytes = sum(size_in(one.path) for one in self._slots)
+            self._files.reserve(self._reserved_bytes)
             if self._fallback is None:
                 raise
             slot.discard()

@@ -7,6 +7,7 @@
         wake             a pipe: a byte for each generation
         status.json      what the saver has done
         closed           there once the trainer has ended as it should
+        reserved         how much memory its slots will take, in bytes, before they do
         stop             why the trainer is asked to save and to end, from a job's saver
         directory        id of the checkpoint directory that it was made for, see `lineage.py`
         replicas.json    what the saver does about replicas, see `replica/`
@@ -219,6 +220,7 @@ class StoreFiles:
         self.status = path / "status.json"
         self.closed = path / "closed"
         self.stop = path / "stop"
+        self.reserved = path / "reserved"
         self.replica_order = path / "replicas.json"
         self._directory_id = path / "directory"
 
@@ -360,6 +362,27 @@ class StoreFiles:
     def is_saver_alive(self) -> bool:
         """Whether a process holds the store as its saver."""
         return is_locked(self.saver_lock)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Say how much memory the slots will take all in all, before they are made: others then leave it."""
+        with contextlib.suppress(OSError):  # memory is full: who looks at it finds that, too
+            self.reserved.write_text(str(num_bytes))
+
+    def outstanding_bytes(self) -> int:
+        """Memory that the slots of a living trainer will take, and have not taken yet."""
+        try:
+            reserved_bytes = int(self.reserved.read_text())
+            with os.scandir(self.path) as entries:
+                taken = sum(
+                    one.stat().st_blocks * 512 for one in entries if one.name.startswith(("slot-", "new-slot-"))
+                )
+        except (OSError, ValueError):
+            return 0
+        return max(0, reserved_bytes - taken) if self.is_trainer_alive() else 0
+
+    def promised_bytes(self) -> int:
+        """Memory that the other ranks of this host are about to take."""
+        return sum(one.outstanding_bytes() for one in self.siblings() if one.path != self.path)
 
     def num_bytes(self) -> int:
         """Memory that the slots and replicas take."""

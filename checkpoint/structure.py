@@ -80,6 +80,8 @@ class Record(msgspec.Struct, frozen=True):
         metrics: what `save` was given.
         format: of the rank's file on disk; see `formats/part.py`.
         version: of this form.
+        shared_elsewhere: the tree is without the keys that are equal on every rank: in memory another rank of the host
+            has them for this one.
     """
 
     tree: dict[str, Node]
@@ -90,6 +92,7 @@ class Record(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     format: Literal["safetensors", "torch"] = "safetensors"
     version: int = VERSION
+    shared_elsewhere: bool = False
 
     @staticmethod
     def read(data: bytes | memoryview) -> Record:
@@ -179,6 +182,7 @@ class Origin(msgspec.Struct, frozen=True):
 
     rank: int = 0
     world_size: int = 1
+    shared_elsewhere: bool = False
 
 
 def read_origin(data: bytes | memoryview) -> Origin:

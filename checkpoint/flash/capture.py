@@ -54,10 +54,14 @@ class Capture:
         rank: of this process.
         world_size: number of ranks.
         options: of the checkpointer.
+        holds_shared: this rank has the shared keys in memory; else another rank of the host has them for it.
     """
 
-    def __init__(self, shared: tuple[str, ...], rank: int, world_size: int, options: Options) -> None:
+    def __init__(
+        self, shared: tuple[str, ...], rank: int, world_size: int, options: Options, *, holds_shared: bool = True
+    ) -> None:
         self._shared = shared
+        self._holds_shared = holds_shared
         self._rank = rank
         self._world_size = world_size
         self._options = options
@@ -88,8 +92,9 @@ class Capture:
                 "their first forward pass, or when they are restored"
             )
         self._await_plan()
-        plan = self._plan_of(leaves)
-        return Captured(plan, self._metadata(leaves, plan, metrics), leaves, leaves.signature.addresses)
+        own = self._own(leaves)
+        plan = self._plan_of(own)
+        return Captured(plan, self._metadata(own, plan, metrics), own, own.signature.addresses)
 
     def prepare(self, state: Mapping[str, Any], leaves: Leaves) -> Callable[[], tuple[int, int]]:
         """Plan saves of a state, beside the program.
@@ -103,19 +108,33 @@ class Capture:
             need, also once optimizers have made a step.
         """
         self._await_plan()
-        _ = leaves.signature  # the program may change its tensors from now on
-        bytes_to_come = sum(map(_bytes_to_come, state.values()))
+        own = self._own(leaves)
+        _ = own.signature  # the program may change its tensors from now on
+        bytes_to_come = self._bytes_to_come(state, own)
         planned = self._planned = threading.Event()
 
         def plan_saves() -> tuple[int, int]:
             try:
-                plan = self._plan_of(leaves)
-                metadata_bytes = len(self._metadata(leaves, plan, {})) + _METADATA_BYTES_EACH * len(leaves.tensors)
+                plan = self._plan_of(own)
+                metadata_bytes = len(self._metadata(own, plan, {})) + _METADATA_BYTES_EACH * len(own.tensors)
                 return plan.layout.payload_bytes + bytes_to_come, metadata_bytes
             finally:
                 planned.set()
 
         return plan_saves
+
+    def expected_bytes(self, state: Mapping[str, Any], leaves: Leaves) -> tuple[int, int]:
+        """About what the plan of `prepare` will give, at once and before there is one; 0 for lazy modules."""
+        if leaves.shapeless:
+            return 0, 0
+        own = self._own(leaves)
+        num_bytes = sum(tensor.nbytes for tensor in own.tensors) + self._bytes_to_come(state, own)
+        return num_bytes, _METADATA_BYTES_EACH * len(own.tensors)
+
+    @staticmethod
+    def _bytes_to_come(state: Mapping[str, Any], own: Leaves) -> int:
+        """What optimizers will take beyond what they take now."""
+        return sum(_bytes_to_come(value) for key, value in state.items() if key in own.tree or _is_sharded(value))
 
     def _await_plan(self) -> None:
         if self._planned:
@@ -133,16 +152,23 @@ class Capture:
             raise OptionsError(f"shared={self._shared}: the state has no {', '.join(unknown)}, only {', '.join(state)}")
         return self._flattener.flatten({**state, RNG: self._generators.capture()}, finds_stepped=finds_stepped)
 
+    def _own(self, leaves: Leaves) -> Leaves:
+        """What this rank has in memory of a state."""
+        return leaves if self._holds_shared else leaves.without(leaves.equal_keys(self._shared))
+
     def _plan_of(self, leaves: Leaves) -> Plan:
         signature, former = leaves.signature, self._signature
         if self._plan is None or former is None or signature != former:
-            self._plan = make_plan(leaves, self._shared)
+            self._plan = make_plan(leaves, self._shared_in(leaves))
         elif signature.addresses != former.addresses and not self._plan.fits(signature.addresses):
-            plan = make_plan(leaves, self._shared)
+            plan = make_plan(leaves, self._shared_in(leaves))
             # An equal plan is the same one, so that the slots' views stay.
             self._plan = self._plan if plan.is_like(self._plan) else plan
         self._signature = signature
         return self._plan
+
+    def _shared_in(self, leaves: Leaves) -> tuple[str, ...]:
+        return tuple(key for key in self._shared if key in leaves.tree)
 
     def _metadata(self, leaves: Leaves, plan: Plan, metrics: Mapping[str, float]) -> bytes:
         try:
@@ -157,9 +183,17 @@ class Capture:
             world_size=self._world_size,
             metrics=numbers,
             format=self._options.format,
+            shared_elsewhere=len(self._shared_in(leaves)) < len(self._shared),
         )
         check_structure(self._options.format, plan.layout, structure)
         return join_metadata(plan.layout.to_json(), structure)
+
+
+def _is_sharded(value: Any) -> bool:
+    """Whether an optimizer will have sharded tensors, once it has made a step."""
+    return isinstance(value, torch.optim.Optimizer) and any(
+        hasattr(parameter, "to_local") for group in value.param_groups for parameter in group["params"]
+    )
 
 
 def _bytes_to_come(value: Any) -> int:

@@ -31,6 +31,7 @@ from checkpoint.flash import collector
 from checkpoint.flash.capture import RNG, Capture
 from checkpoint.flash.distributed import Communicator, communicator, gather, together
 from checkpoint.flash.handover import Entry
+from checkpoint.flash.host import find_host
 from checkpoint.flash.newest import Newest
 from checkpoint.flash.options import Options, check_arguments, checked_step
 from checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
@@ -62,9 +63,9 @@ class FlashCheckpointer:
 
     Args:
         directory: of the checkpoints on disk; one for each training. None: the one that the job's script names.
-        shared: top-level keys of the state that are equal on every rank, such as "model" in data parallel training. On
-            disk rank 0 writes them. A key that holds sharded tensors (DTensors, as FSDP2 makes them) is written by
-            every rank all the same.
+        shared: top-level keys of the state that are equal on every rank, such as "model" in data parallel training. In
+            memory one rank of each host has them, on disk rank 0. A key that holds sharded tensors (DTensors, as FSDP2
+            makes them) is every rank's own all the same.
         interval: how often `should_save` says so: a number of steps, a rule, or None: as failures and costs suggest.
         keep: which checkpoints stay on disk; None: the newest two.
         ranks: how ranks talk; None: torch.distributed, where it is initialised.
@@ -104,7 +105,6 @@ class FlashCheckpointer:
         self._last: Generation | None = None
         rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
         self._timing = Timing(rule, self._directory, self._ranks)
-        self._capture = Capture(tuple(shared), self._ranks.rank, self._ranks.world_size, options)
         job, component = job_and_component()
         identity = JobIdentity.of_this_process(f"{job}+{component}" if component else job)
         entry = Entry(self._directory, identity, keep or Retention(), takes_over(), options.hand_over_timeout_s)
@@ -118,13 +118,21 @@ class FlashCheckpointer:
             self._store = self._open_store(dataclasses.replace(whose, directory_id=lineage.directory_id))
             undo.callback(self._store.close)
             self._tenure.settle(self._store)
+            self._host = find_host(self._ranks, self._store, self._directory.path)
             if self._tenure.attempt:
                 self._replicas = self._tenure.arrange_replicas(self._store)
             self._saver = SaverLink(self._store, self._directory.path)
             self._saver.start(job_has_saver=job_has_savers())
             undo.pop_all()
+        self._capture = Capture(
+            tuple(shared),
+            self._ranks.rank,
+            self._ranks.world_size,
+            options,
+            holds_shared=self._host.holds_shared,
+        )
         self._saving = Saving(self._store, self._capture, check_async=options.check_async)
-        self._memory = Memory(self._store)
+        self._memory = Memory(self._store, self._host)
         self._in_background(self._look_ahead)
         self._stop = StopRequest(options.stop_signals, self._before_death)
         self._stop.install()
@@ -280,6 +288,7 @@ class FlashCheckpointer:
         self.fence()
         with collector.held_off():
             leaves = self._capture.flatten(state)  # says what is wrong with it before anything happens
+        self._store.announce(*self._capture.expected_bytes(state, leaves))
         newest = self._newest()
         with collector.held_off():
             wish = Wish(step, strict, self._options.allow_pickle)
@@ -321,7 +330,7 @@ class FlashCheckpointer:
         if not self._tenure.attempt:
             self._tenure.take_over(self._store)
             self._replicas = self._tenure.arrange_replicas(self._store)
-        return Newest(self._ranks, self._directory, self._tenure.lineage, self._memory, self._replicas)
+        return Newest(self._ranks, self._directory, self._tenure.lineage, self._memory, self._replicas, self._host)
 
     def _go_back(self, start: Generation) -> None:
         """Saves come behind a generation from now on; all that is newer is left behind."""
@@ -344,7 +353,7 @@ class FlashCheckpointer:
         """
         self._check_open()
         self._check_owner()
-        is_due = self._timing.is_due(step, self._saving.stats.blocked_s, self._store.status)
+        is_due = self._timing.is_due(step, self._saving.stats, self._store.status)
         is_due = self._watch.is_asked(step) or is_due
         if is_due:
             self._timing.note_due(step)

@@ -19,7 +19,6 @@ import torch
 from checkpoint.flash.tensors import CARRIERS, DTYPES, NAMES, Leaves, Move, Signature, dtype_of, view_of
 from checkpoint.layout import ALIGN_BYTES, ITEM_BYTES, Layout, TensorSpec, lay_out
 from checkpoint.structure import TensorRef
-from checkpoint.tree import numbers_in
 
 # Overlapping tensors are kept as the memory that they span unless that is so much more than the tensors themselves.
 _MAX_SPAN_FACTOR = 2
@@ -145,8 +144,7 @@ def make_plan(leaves: Leaves, shared: Iterable[str] = ()) -> Plan:
             tensors come last, so that a rank's own lie together.
     """
     seen = leaves.signature
-    sharded = {number for number, shard in seen.shards.items() if shard.is_sharded}
-    equal = tuple(key for key in shared if not sharded or sharded.isdisjoint(numbers_in(leaves.tree[key])))
+    equal = leaves.equal_keys(shared)
     last = {*equal}
     groups = sorted(_group(leaves, seen), key=lambda group: _place(group, seen.names[group.named_after], last))
     specs: list[TensorSpec] = []

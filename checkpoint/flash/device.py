@@ -1,7 +1,8 @@
 """The copy of a save: tensors of any device into a slot.
 
 CPU tensors are copied in pieces, by as many threads as are free to take one. Tensors of a GPU are copied on a stream of
-their own into pinned memory; the slot is pinned once, when it is first used.
+their own into pinned memory; the slot is pinned once, when it is first used. Tensors of any other device are left to
+torch, one after the other: their addresses mean nothing here.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Copier:
         devices = _devices_of(tensors)
         with torch.no_grad():
             if not devices:
-                copy_in_memory(destinations, tensors, moves)
+                self._copy_without_streams(destinations, tensors, moves)
                 return
             try:
                 for device in devices:
@@ -71,10 +72,23 @@ class Copier:
                             non_blocking=True,
                         )
                 here = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
-                copy_in_memory([destinations[index] for index in here], [tensors[index] for index in here], moves)
+                self._copy_without_streams(
+                    [destinations[index] for index in here], [tensors[index] for index in here], moves
+                )
             finally:
                 # After an error too: who gives the slot up gives it to the next save.
                 settle([self._streams[device].synchronize for device in devices])
+
+    @staticmethod
+    def _copy_without_streams(
+        destinations: list[torch.Tensor], tensors: list[torch.Tensor], moves: Sequence[Move]
+    ) -> None:
+        pairs = [*zip(destinations, tensors, strict=True)]
+        for destination, tensor in pairs:
+            if not tensor.is_cpu:
+                destination.copy_(tensor.cpu())
+        in_memory = [pair for pair in pairs if pair[1].is_cpu]
+        copy_in_memory([one for one, _ in in_memory], [one for _, one in in_memory], moves)
 
 
 def pin(memory: torch.Tensor) -> Callable[[], object] | None:

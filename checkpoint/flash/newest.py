@@ -14,12 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.agreement import Choice, Held, Offer, Source, agree, steps_of
+from checkpoint.agreement import Choice, Held, Offer, Source, agree, steps_of, with_disk
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OptionsError
 from checkpoint.flash.distributed import Communicator, gather, together
+from checkpoint.flash.host import Host
 from checkpoint.flash.restore import Part
-from checkpoint.flash.source import Memory, open_disk
+from checkpoint.flash.source import Disk, Memory
 from checkpoint.generation import Generation
 from checkpoint.policy.lineage import Lineage
 from checkpoint.replica.trainer import TrainerReplicas
@@ -52,6 +53,7 @@ class Newest:
         lineage: of the directory, the same on every rank.
         memory: of this rank; None: the disk alone counts.
         replicas: that other hosts keep; None without.
+        host: of this rank; None: each rank is for itself.
     """
 
     ranks: Communicator
@@ -59,14 +61,15 @@ class Newest:
     lineage: Lineage
     memory: Memory | None = None
     replicas: TrainerReplicas | None = None
+    host: Host | None = None
 
     def all_steps(self) -> tuple[list[int], list[int]]:
         """The steps that all ranks can restore, ascending: those of the line, and others that were left behind."""
-        return steps_of(gather(self.ranks, self._offer(with_left=True)), self.lineage)
+        return steps_of(self._exchange(self._offer(with_left=True)), self.lineage)
 
     def choose(self) -> Choice:
         """The newest generation that all ranks have, as far as names and manifests tell."""
-        return agree(gather(self.ranks, self._offer(with_left=False)), self.lineage)
+        return agree(self._exchange(self._offer(with_left=False)), self.lineage)
 
     def use(self, use: Use, step: int | None = None) -> None:
         """Let all ranks try the newest generation, then the next one, until it is whole on all of them.
@@ -89,7 +92,7 @@ class Newest:
         num_tries = 0
         is_on_disk = any(gather(self.ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
         while True:
-            offers = gather(self.ranks, offer)
+            offers = self._exchange(offer)
             choice = agree(offers, self.lineage, step)
             for note in choice.notes:
                 if note not in said:
@@ -131,43 +134,70 @@ class Newest:
         with contextlib.ExitStack() as held:
             problem = ""
             going: Iterator[None] = iter(())
+            disk: Disk | None = None
 
-            def look() -> int:
-                nonlocal problem, going
+            def fetch() -> None:
+                if choice.sources[rank] == "replica" and self.replicas:
+                    self.replicas.fetch(generation, choice.holders[rank])
+
+            def compare() -> None:
+                nonlocal disk
+                if choice.sources[rank] == "disk":
+                    neighbours = self.host.stores if self.host else (rank,)
+                    readers = [one for one in neighbours if choice.sources[one] == "disk"]
+                    num_ranks, num_saved = len(choice.sources), choice.world_size
+                    disk = Disk(self.directory, generation, rank, num_ranks, num_saved, readers, held)
+                    disk.compare()
+
+            def look() -> None:
+                nonlocal going
+                parts: list[Part] = []
+                if disk:
+                    parts = disk.open()
+                elif self.memory:
+                    parts = held.enter_context(self.memory.open(generation, choice.sharers[rank]))
+                going = use(parts, choice)
+                next(going)
+
+            def attempted(act: Callable[[], None]) -> int:
+                nonlocal problem
                 try:
-                    if choice.sources[rank] == "replica" and self.replicas:
-                        self.replicas.fetch(generation, choice.holders[rank])
-                    if choice.sources[rank] == "disk":
-                        parts = held.enter_context(open_disk(self.directory, generation, rank))
-                    elif self.memory:
-                        parts = held.enter_context(self.memory.open(generation))
-                    going = use(parts, choice)
-                    next(going)
+                    act()
                 except (Damaged, NoCheckpoint, MissingRanks, OSError) as error:
                     problem = f"{generation} {_WHERE[choice.sources[rank]]} is not usable: {error}"
                     if choice.sources[rank] == "disk" and not self.directory.has(generation):
                         problem = f"{generation} was removed from {self.directory.path} while it was read"
-                    return 1
                 return 0
 
-            together(self.ranks, look)
+            # Each waits for all ranks, as others of the host use what comes, and what was compared.
+            if "replica" in choice.sources:
+                together(self.ranks, lambda: attempted(fetch))
+            if "disk" in choice.sources:
+                together(self.ranks, lambda: 0 if problem else attempted(compare))
+            if any(gather(self.ranks, bool(problem))):
+                return problem
+            together(self.ranks, lambda: attempted(look))
             if any(gather(self.ranks, bool(problem))):
                 return problem
             together(self.ranks, lambda: sum(1 for _ in going))
         return None
 
+    def _exchange(self, offer: Offer) -> list[Offer]:
+        return with_disk(gather(self.ranks, offer))
+
     def _offer(self, *, with_left: bool) -> Offer:
         """What this rank has; what was left behind on disk only if that may be chosen, too."""
         memory, problems = self.memory.offered() if self.memory else ([], [])
         disk = []
-        for checkpoint in self.directory.scan():
+        for checkpoint in self.directory.scan() if not self.host or self.host.holds_shared else ():
             if not with_left and not self.lineage.holds(checkpoint.generation):
                 continue
             if checkpoint.problem:
                 problems.append(f"{_ON_DISK}{checkpoint.generation} is not usable: {checkpoint.problem}")
             else:
                 disk.append(Held(checkpoint.generation, checkpoint.world_size))
-        return Offer(memory, disk, problems, self.replicas.offered() if self.replicas else [])
+        replicas = self.replicas.offered() if self.replicas else []
+        return Offer(memory, disk, problems, replicas, host=self.host.name if self.host else "")
 
 
 def _told(step: int, offers: list[Offer], lineage: Lineage, path: Path, notes: list[str]) -> str:

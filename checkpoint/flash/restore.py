@@ -630,6 +630,8 @@ class Restore:
             StateMismatch: an object refused its state. Nothing is changed, unless an object refuses what it had, too.
         """
         backups: list[tuple[str, Any, Any]] = []
+        optimizers = [here for _, here, _ in self._objects if isinstance(here, torch.optim.Optimizer)]
+        held = [_tensors_of(one) for one in optimizers]
         for path, here, saved in sorted(self._objects, key=lambda one: _rank_of(one[1])):
             backups.append((path, here, _backup(here)))
             try:
@@ -642,6 +644,8 @@ class Restore:
                 changed = [one for one, *backup in reversed(backups) if not _put_back(*backup)]
                 result = f"{', '.join(changed)} may be half restored" if changed else "Nothing was restored"
                 raise StateMismatch(f"{path} refused its state: {error}. {result}") from error
+        for optimizer, tensors in zip(optimizers, held, strict=True):
+            _keep_tensors(optimizer, tensors)
         self._copies.run()
         self._fill()
 
@@ -705,6 +709,40 @@ def _backup(here: Any) -> Any:
         shaped = {key: one for key, one in state.items() if not is_lazy(one)}
         state = _like_mapping(state, shaped, only=shaped)
     return copy.deepcopy(state)
+
+
+def _places_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[Any, str], dict[str, Any]]]:
+    """Where an optimizer has tensors: the place, and the dict that holds it."""
+    for number, group in enumerate(optimizer.param_groups):
+        yield from (((number, key), group) for key in group)
+    for parameter, state in optimizer.state.items():
+        if isinstance(state, dict):
+            yield from (((parameter, key), state) for key in state)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, str], torch.Tensor]:
+    return {
+        place: holder[place[1]] for place, holder in _places_of(optimizer) if isinstance(holder[place[1]], torch.Tensor)
+    }
+
+
+@torch.no_grad()
+def _keep_tensors(optimizer: torch.optim.Optimizer, before: Mapping[tuple[Any, str], torch.Tensor]) -> None:
+    """Bring what an optimizer has loaded into the tensors that it had: a CUDA graph of its step works on these, and not
+    on those that `load_state_dict` puts in their place."""
+    taken: dict[int, torch.Tensor] = {}
+    for place, holder in _places_of(optimizer):
+        old, new = before.get(place), holder[place[1]]
+        if old is None or not isinstance(new, torch.Tensor) or old is new:
+            continue
+        is_alike = (old.shape, old.dtype, old.device, type(old)) == (new.shape, new.dtype, new.device, type(new))
+        # Memory that several had holds what all of them have now, or what the first has.
+        first = (
+            taken.setdefault(old.untyped_storage().data_ptr(), new) if is_alike and type(old) is torch.Tensor else None
+        )
+        if first is not None and first.data_ptr() == new.data_ptr():
+            old.copy_(new)
+            holder[place[1]] = old
 
 
 def _put_back(here: Any, before: Any) -> bool:

@@ -180,6 +180,7 @@ class Saving:
             _log.error("step %d is not saved, training goes on: %s", generation.step, error)
             return None
         self.stats.waited_s = slot.waited_s
+        self.stats.allocated_s = slot.allocated_s
         self.stats.copied_s = 0.0
         try:
             tensors = plan.tensors_to_copy(leaves.tensors)
@@ -190,7 +191,9 @@ class Saving:
         return _Taken(generation, slot, plan, metadata, tensors, captured.addresses, leaves.stepped)
 
     def _copy(self, taken: _Taken, entries: Sequence[int]) -> None:
-        plan, views = taken.plan, self._views.of(taken.slot.segment, taken.slot.payload, taken.plan)
+        plan, began_s = taken.plan, time.perf_counter()
+        views = self._views.of(taken.slot.segment, taken.slot.payload, plan)  # pins memory that is new
+        self.stats.allocated_s += time.perf_counter() - began_s
         began_s = time.perf_counter()
         chosen = np.array(entries, np.int64)
         are_plain = plan.are_plain[chosen]

@@ -22,7 +22,7 @@ from checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint
 from checkpoint.flash.tensors import make_foreign, tensor_of, view_of
 from checkpoint.generation import Generation
 from checkpoint.layout import Entry
-from checkpoint.rank_file import open_file
+from checkpoint.rank_file import Compare, open_file
 from checkpoint.structure import Record, TensorRef
 
 CheckpointPath = str | os.PathLike[str]
@@ -282,7 +282,12 @@ def _merge(left: Any, right: Any, path: str, clashes: list[Clash]) -> None:
 
 
 def open_parts(
-    path: CheckpointPath, own_rank: int = 0, *, allow_pickle: bool = False, read_only: bool = False
+    path: CheckpointPath,
+    own_rank: int = 0,
+    *,
+    allow_pickle: bool = False,
+    read_only: bool = False,
+    is_compared: bool = False,
 ) -> Parts:
     """Map the files of a committed checkpoint. Of the tensors only those are read, and checked, that are used.
 
@@ -291,6 +296,7 @@ def open_parts(
         own_rank: as for `Parts`.
         allow_pickle: as for `Parts`.
         read_only: see `CheckpointDirectory`.
+        is_compared: every byte of it has been compared with its checksum, here or in another process of this host.
 
     Raises:
         NoCheckpoint: there is none.
@@ -308,7 +314,8 @@ def open_parts(
         missing = [rank for rank in range(world_size) if rank not in manifests]
         if missing:
             raise MissingRanks(f"{place} lacks the parts of {len(missing)} of {world_size} ranks, first {missing[0]}")
-        files = [open_file(held, one, tensors=False, copies=read_only) for one in manifests.values()]
+        compare: Compare = "nothing" if is_compared else "structure"
+        files = [open_file(held, one, compare=compare, copies=read_only) for one in manifests.values()]
         parts = [
             part_of(file.manifest.rank, file.record, file.entries, data, str(file.path), file.check)
             for file, data in ((file, [file.bytes_of(entry) for entry in file.entries]) for file in files)

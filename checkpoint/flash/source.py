@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from checkpoint.agreement import Held
+from checkpoint.comparison import files_of_host, share_of
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import Damaged, DamagedSegment, NoCheckpoint
+from checkpoint.flash.host import Host
 from checkpoint.flash.payload import Payload
 from checkpoint.flash.restore import Part, Stock
 from checkpoint.flash.shards import Whole, names_of, open_parts
@@ -21,6 +23,7 @@ from checkpoint.layout import Layout, from_json
 from checkpoint.rank_file import RankFile
 from checkpoint.segment import Header, Segment, split_metadata
 from checkpoint.store import Store
+from checkpoint.store_files import StoreFiles
 from checkpoint.structure import Record, TensorRef, read_origin
 
 # One waits for the disk while another compares; many ranks of a host read at the same time.
@@ -32,10 +35,12 @@ class Memory:
 
     Args:
         store: of the rank.
+        host: whose other ranks may have what is equal on all.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, host: Host) -> None:
         self._store = store
+        self._host = host
         self._read: tuple[Header, Layout, Record] | None = None
 
     def offered(self) -> tuple[list[Held], list[str]]:
@@ -49,7 +54,7 @@ class Memory:
                 problems.append(str(error))
             else:
                 if origin.rank == self._store.identity.rank:
-                    found.append(Held(content.header.generation, origin.world_size))
+                    found.append(Held(content.header.generation, origin.world_size, origin.shared_elsewhere))
         return found, problems
 
     def read_ahead(self) -> None:
@@ -60,8 +65,12 @@ class Memory:
                 self._read = segment.header, *_described(segment)
 
     @contextlib.contextmanager
-    def open(self, generation: Generation) -> Iterator[list[Part]]:
+    def open(self, generation: Generation, sharer: int | None = None) -> Iterator[list[Part]]:
         """A generation; it is not overwritten meanwhile.
+
+        Args:
+            generation: which.
+            sharer: the rank of this host that has the shared keys for this one.
 
         Raises:
             NoCheckpoint: it is not there.
@@ -70,11 +79,28 @@ class Memory:
         content = next((one for one in self._store.held() if one.header.generation == generation), None)
         if content is None:
             raise NoCheckpoint(f"{self._store.path} has no {generation} any more")
-        with self._store.read(content) as segment:
+        with contextlib.ExitStack() as held:
+            segment = held.enter_context(self._store.read(content))
             # Equal headers have equal checksums of what was read, and `Store.read` has just compared them.
             ahead, self._read = self._read, None
             layout, record = ahead[1:] if ahead and ahead[0] == segment.header else _described(segment)
-            yield [Part(record, Stock(Payload(layout.entries, segment.payload)))]
+            parts = [Part(record, Stock(Payload(layout.entries, segment.payload)))]
+            if sharer is not None:
+                parts.append(held.enter_context(_open_shared(StoreFiles(self._host.stores[sharer]), generation)))
+            yield parts
+
+
+@contextlib.contextmanager
+def _open_shared(files: StoreFiles, generation: Generation) -> Iterator[Part]:
+    """The shared keys in the store of another rank, which may run or not."""
+    files.check_owner()
+    content = next((one for one in files.complete() if one.header.generation == generation), None)
+    if content is None:
+        raise NoCheckpoint(f"{files.path} has no {generation} any more, which holds what is equal on all ranks")
+    with content.open() as segment:
+        layout, record = _described(segment)
+        shared, indices = record.only(record.shared)
+        yield Part(shared, Stock(Payload([layout.entries[index] for index in indices], segment.payload)))
 
 
 def _described(segment: Segment) -> tuple[Layout, Record]:
@@ -86,43 +112,97 @@ def _described(segment: Segment) -> tuple[Layout, Record]:
     return layout, Record.read(structure)
 
 
-@contextlib.contextmanager
-def open_disk(directory: CheckpointDirectory, generation: Generation, rank: int) -> Iterator[list[Part]]:
-    """What one rank needs of a checkpoint, all of it compared with its checksums; it is not removed meanwhile.
+class Disk:
+    """The files of a checkpoint that one rank restores from. All ranks of a host compare them with their checksums
+    together: `compare` on each of them, then `open`. The checkpoint is not removed meanwhile.
+
+    Where the directory is read-only, nothing keeps the checkpoint, and each rank compares what it needs by itself.
 
     Args:
+        directory: of checkpoints.
+        generation: which.
         rank: of now. Where fewer ranks saved, it takes the part of one of those.
-
-    Raises:
-        NoCheckpoint: it is not there.
-        Damaged: it is not what was written.
+        num_ranks: how many there are now.
+        num_saved: how many saved.
+        readers: the ranks of this host that restore from disk, ascending.
+        held: lets the checkpoint and its files go.
     """
-    with contextlib.ExitStack() as held:
-        world_size = held.enter_context(directory.hold(generation)).checkpoint.world_size
-        owner = rank % world_size
-        num_threads = min(_MAX_READERS, max(2, len(os.sched_getaffinity(0))))
-        own = held.enter_context(directory.read(generation, owner, num_threads=num_threads))
-        whole_of = _wholes(directory, generation, own.record, held)
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        generation: Generation,
+        rank: int,
+        num_ranks: int,
+        num_saved: int,
+        readers: Sequence[int],
+        held: contextlib.ExitStack,
+    ) -> None:
+        self._directory = directory
+        self._generation = generation
+        self._rank = rank
+        self._own = rank % num_saved
+        self._readers = readers
+        self._held = held
+        # What may be removed meanwhile has to be compared while it is copied, by each rank for itself.
+        self._has_all = num_ranks != num_saved and not directory.read_only
+        self._is_alone = directory.read_only or (len(readers) == 1 and num_ranks == num_saved)
+        self._files = sorted({0, self._own}) if self._is_alone else files_of_host(readers, num_ranks, num_saved)
+        self._checkpoint = held.enter_context(directory.hold(generation, self._files))
+
+    def compare(self) -> None:
+        """Compare this rank's share.
+
+        Raises:
+            Damaged: it is not what was written.
+        """
+        if not self._is_alone:
+            counts = [(file, len(self._checkpoint.manifests[file].checksums)) for file in self._files]
+            share = share_of(counts, self._readers.index(self._rank), len(self._readers))
+            self._checkpoint.compare(share, _num_threads())
+
+    def open(self) -> list[Part]:
+        """What this rank needs, when all have compared theirs.
+
+        Raises:
+            Damaged: it is not what was written.
+        """
+        own = self._open(self._own)
+        whole_of = _wholes(self._directory, self._generation, own.record, self._held, is_compared=self._has_all)
         parts = [_part(own, own.record, whole_of=whole_of)]
-        if owner != 0:
-            first = held.enter_context(directory.read(generation, 0, num_threads=num_threads))
+        if self._own != 0:
+            first = self._open(0)
             shared, indices = first.record.only(first.record.shared)
             parts.append(_part(first, shared, indices))
-        yield parts
+        return parts
+
+    def _open(self, rank: int) -> RankFile:
+        file = self._checkpoint.read(rank, num_threads=_num_threads(), is_compared=not self._is_alone)
+        return self._held.enter_context(file)
+
+
+def _num_threads() -> int:
+    return min(_MAX_READERS, max(2, len(os.sched_getaffinity(0))))
 
 
 WholeOf = Callable[[TensorRef], Whole | None]
 
 
 def _wholes(
-    directory: CheckpointDirectory, generation: Generation, record: Record, held: contextlib.ExitStack
+    directory: CheckpointDirectory,
+    generation: Generation,
+    record: Record,
+    held: contextlib.ExitStack,
+    *,
+    is_compared: bool,
 ) -> WholeOf:
     """What all ranks saved of the sharded tensors of one; their files are opened when the first is asked for."""
 
     @functools.cache
     def found() -> dict[TensorRef, Whole]:
         path = directory.path / generation.directory_name
-        wholes = held.enter_context(open_parts(path, read_only=directory.read_only)).wholes
+        parts = open_parts(path, read_only=directory.read_only, is_compared=is_compared)
+        wholes = held.enter_context(parts).wholes
         names = names_of(record)
         return {
             ref: wholes[names[number]]

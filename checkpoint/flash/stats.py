@@ -18,6 +18,7 @@ class Stats:
         blocked_s: how long the last save held the program up, in seconds.
         copied_s: how much of it was the copy.
         waited_s: how much of it was waiting for a slot.
+        allocated_s: how much of it went into memory that later saves find there; the interval does not count it.
         num_bytes: size of the last generation.
         saved: newest generation in memory.
         persisted: newest generation on disk, committed.
@@ -37,6 +38,7 @@ class Stats:
     blocked_s: float = 0.0
     copied_s: float = 0.0
     waited_s: float = 0.0
+    allocated_s: float = 0.0
     num_bytes: int = 0
     saved: Generation | None = None
     persisted: Generation | None = None

@@ -12,7 +12,7 @@ import math
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ from checkpoint.tree import (
     loaded_json,
     loaded_numbers,
     name_of,
+    numbers_in,
+    renumbered,
 )
 
 DTYPES: dict[str, torch.dtype] = {
@@ -174,6 +176,33 @@ class Leaves:
                 f"{nested[0]} is a nested tensor, which a checkpoint cannot hold: store the list that unbind() gives"
             ) from error
 
+    def equal_keys(self, shared: Iterable[str]) -> tuple[str, ...]:
+        """Of keys that are said to be equal on every rank, those that are: without a sharded tensor."""
+        sharded = {number for number, shard in self.shards.items() if shard.is_sharded}
+        return tuple(key for key in shared if not sharded or sharded.isdisjoint(numbers_in(self.tree[key])))
+
+    def without(self, keys: Collection[str]) -> Leaves:
+        """The same state without some top-level keys."""
+        kept: list[int] = []
+        plain: dict[str, range] = {}
+        for key in self.tree:
+            if key not in keys:
+                begin = len(kept)
+                kept += numbers_in(self.tree[key])
+                if key in self.plain:
+                    plain[key] = range(begin, len(kept))
+        places = {number: place for place, number in enumerate(kept)}
+        return Leaves(
+            {key: renumbered(node, places) for key, node in self.tree.items() if key not in keys},
+            [self.names[number] for number in kept],
+            [self.tensors[number] for number in kept],
+            [self.kinds[number] for number in kept],
+            {places[number]: shard for number, shard in self.shards.items() if number in places},
+            plain,
+            {places[number] for number in self.stepped if number in places},
+            [name for name in self.shapeless if name.partition(".")[0] not in keys],
+        )
+
 
 class Flattener:
     """Takes states apart.
@@ -309,7 +338,7 @@ class Flattener:
             kind = self._kind_of(tensor)
             self._leaves.shards[len(self._leaves.tensors)] = shard
             return self._add(path, local, kind)
-        if isinstance(tensor, torch.nn.Parameter) and not hasattr(tensor, "__torch_dispatch__"):
+        if isinstance(tensor, torch.nn.Parameter) and _is_strided(tensor):
             return self._parameter(path, tensor)
         return self._no_form(path, tensor, f"a tensor of type {type(tensor).__module__}.{type(tensor).__qualname__}")
 
@@ -330,6 +359,11 @@ class Flattener:
         except Exception as error:  # pickling runs the user's code
             raise UnsupportedState(f"{path} cannot be pickled either: {error}") from error
         return {"$pickle": self._bytes(path, data, "pickle")}
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a program's class has its values in memory, as torch's own have."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and tensor.layout is torch.strided
 
 
 def _has_form(value: Any) -> bool:

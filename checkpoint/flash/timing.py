@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.flash.distributed import Communicator, gather
+from checkpoint.flash.stats import Stats
 from checkpoint.generation import Generation
 from checkpoint.policy.interval import Adaptive, Every, FailureHistory, Schedule, agree
 from checkpoint.store_files import SaverStatus
@@ -50,12 +51,12 @@ class Timing:
         self._schedule = Schedule(self._rule, step, time.monotonic(), history)
         self._due_step = None
 
-    def is_due(self, step: int, blocked_s: float, read_status: Callable[[], SaverStatus | None]) -> bool:
+    def is_due(self, step: int, stats: Stats, read_status: Callable[[], SaverStatus | None]) -> bool:
         """Whether to save after this step: the same answer on every rank. Every rank asks after each step.
 
         Args:
             step: steps of training that are done.
-            blocked_s: how long the last save held the program up.
+            stats: of the saves so far.
             read_status: what the saver says.
         """
         now_s = time.monotonic()
@@ -68,7 +69,7 @@ class Timing:
             if status and status.persisted and status.persisted != self._seen_persisted:
                 self._seen_persisted = status.persisted
                 schedule.note_persist(status.persist_s)
-            decision = schedule.propose(self._due_step, blocked_s, now_s)
+            decision = schedule.propose(self._due_step, stats.blocked_s, now_s, stats.allocated_s)
             if not isinstance(self._rule, Every) or self._rule.num_steps is None:
                 decision = agree(gather(self._ranks, decision))
             schedule.adopt(decision, self._due_step, now_s)

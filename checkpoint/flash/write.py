@@ -5,7 +5,9 @@ Called by `convert.py`. The file is the one that the saver would have written.
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from checkpoint.commit import write_part
+from checkpoint.errors import NotEnoughSpace
 from checkpoint.flash.copy_plan import make_plan
 from checkpoint.flash.tensors import Flattener, bytes_as_tensor
 from checkpoint.formats.part import plan_part
@@ -60,11 +63,22 @@ def plan_state(
 ) -> tuple[FilePlan, memoryview]:
     """A rank's file and the payload that it is made of, which lies in a nameless file of `scratch`: a state may be
     larger than memory.
+
+    Raises:
+        UnsupportedState: something in the state cannot be stored.
+        NotEnoughSpace: `scratch` has no room.
     """
     leaves = Flattener(allow_pickle=allow_pickle, lists_apart=part.format == "safetensors").flatten(state)
     plan = make_plan(leaves)
     with tempfile.TemporaryFile(dir=scratch) as file:
-        file.truncate(max(plan.layout.payload_bytes, mmap.PAGESIZE))
+        num_bytes = max(plan.layout.payload_bytes, mmap.PAGESIZE)
+        try:
+            # Not truncate: where there is no room, writing to the mapping would end the process.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise NotEnoughSpace(f"{scratch} has no room for {num_bytes} bytes: {error.strerror}") from error
         payload = memoryview(mmap.mmap(file.fileno(), 0))[: plan.layout.payload_bytes]
     with torch.no_grad():
         memory = bytes_as_tensor(payload)

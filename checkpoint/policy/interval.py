@@ -230,15 +230,16 @@ class Schedule:
         """A generation has got to disk, `persist_s` after the saver took it up."""
         self._persists_s.append(persist_s)
 
-    def propose(self, step: int, blocked_s: float, now_s: float) -> Decision:
+    def propose(self, step: int, blocked_s: float, now_s: float, once_s: float = 0.0) -> Decision:
         """What this rank would do after a save.
 
         Args:
             step: that was saved.
             blocked_s: how long the save blocked training.
             now_s: the time after it.
+            once_s: how much of that no later save will cost: its memory was allocated.
         """
-        self._costs_s.append(blocked_s)
+        self._costs_s.append(max(0.0, blocked_s - once_s))
         num_steps = step - self.step
         step_s = max(0.0, now_s - blocked_s - self.now_s) / num_steps if num_steps > 0 else 0.0
         if isinstance(self.rule, Every):

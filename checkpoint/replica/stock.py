@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 
+from checkpoint.agreement import Replica
 from checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError
 from checkpoint.faults import reach
-from checkpoint.generation import Generation
 from checkpoint.layout import from_json
 from checkpoint.segment import Segment, check_memory, check_room, file_bytes, split_metadata
 from checkpoint.store_files import SlotContent, StoreFiles
-from checkpoint.structure import Record, read_origin
+from checkpoint.structure import Origin, Record, read_origin
 
 NUM_SLOTS = 2
 
@@ -43,7 +43,7 @@ def make_slot(files: StoreFiles, rank: int, payload_bytes: int, metadata_bytes: 
     path.unlink(missing_ok=True)
     num_bytes = file_bytes(payload_bytes, metadata_bytes)
     check_room(files.path, num_bytes)
-    check_memory(files.path, num_bytes)
+    check_memory(files.path, num_bytes, files.promised_bytes() + files.outstanding_bytes())
     made = files.path / f"new-{path.name}"
     made.unlink(missing_ok=True)
     segment = Segment.create(made, payload_bytes, metadata_bytes)
@@ -80,8 +80,8 @@ def on_this_host(files: StoreFiles, rank: int) -> list[SlotContent]:
     return sorted(found, key=lambda content: content.age, reverse=True)
 
 
-def for_others(files: StoreFiles) -> Iterator[tuple[int, Generation, int]]:
-    """What this host could give to other ranks: rank, generation, number of ranks that saved.
+def for_others(files: StoreFiles) -> Iterator[Replica]:
+    """What this host could give to other ranks.
 
     The replicas in this store; and all that is in stores of dead trainers, whose ranks may run elsewhere now.
     """
@@ -96,12 +96,13 @@ def for_others(files: StoreFiles) -> Iterator[tuple[int, Generation, int]]:
             # What is damaged, or overwritten just now, is nothing to give.
             with contextlib.suppress(CheckpointError):
                 if content:
-                    yield rank, content.header.generation, _world_size(content, rank)
+                    origin = _origin(content, rank)
+                    yield Replica(rank, content.header.generation, origin.world_size, origin.shared_elsewhere)
 
 
-def _world_size(content: SlotContent, rank: int) -> int:
+def _origin(content: SlotContent, rank: int) -> Origin:
     with Segment.open(content.path) as segment:
         origin = read_origin(split_metadata(segment.metadata)[1])
     if origin.rank != rank:
         raise ReplicaError(f"{content.path} holds a record of rank {origin.rank}, not {rank}")
-    return origin.world_size
+    return origin

@@ -57,7 +57,7 @@ class TrainerReplicas:
 
     def offered(self) -> list[Replica]:
         """What this host could give to other ranks."""
-        return [Replica(*one) for one in for_others(self._files)]
+        return [*for_others(self._files)]
 
     def fetch(self, generation: Generation, holders: Sequence[int]) -> None:
         """Bring a generation of this rank into its store, from the first holder that gives it whole.

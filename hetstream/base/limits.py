@@ -1,4 +1,5 @@
-"""Limits of memory and processor time for work on input that may have been made to use up both."""
+"""Limits of memory and processor time: what is left of those that the host and the job's control groups set, and lower
+ones for work on input that may have been made to use up both."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ import contextlib
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _STATM = Path("/proc/self/statm")
+_MEMINFO = Path("/proc/meminfo")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 class TimeExceeded(RuntimeError):
@@ -56,3 +62,75 @@ def _lowered(kind: int, wanted: int) -> Iterator[None]:
 
 def _raise(*_: object) -> None:
     raise TimeExceeded("the limit of processor time is reached")
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take before something is taken from it or another one.
+
+    What the host has available (MemAvailable), within the limits of this process's control groups: a job's limit stands
+    above the group of the process, so all groups up to the root count, of version 1 and of version 2. File cache that
+    the kernel would drop is no use of memory. What cannot be read does not limit.
+    """
+    available = sys.maxsize
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        available = int(_fields(_MEMINFO, ":")["MemAvailable"].split()[0]) << 10
+    for group, files in _groups():
+        available = min(available, _left_in(group, files))
+    return available
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What the files of a version of control groups are called.
+
+    Attributes:
+        limits: most that may be used; the lowest counts.
+        used: how much is.
+        cache: field of memory.stat with what of that the kernel would drop.
+    """
+
+    limits: tuple[str, ...]
+    used: str
+    cache: str
+
+
+_VERSION_1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+# Above memory.high a process is slowed down to a crawl.
+_VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+def _groups() -> Iterator[tuple[Path, _Files]]:
+    """The control groups of this process that limit memory, from its own to the root of what is mounted."""
+    own: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            number, controllers, name = line.split(":", 2)
+            if number == "0" or "memory" in controllers.split(","):
+                own["cgroup2" if number == "0" else "cgroup"] = name
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in _MOUNTS.read_text().splitlines():
+            before, after = (part.split() for part in line.split(" - ", 1))
+            root, mount, kind, options = Path(before[3]), Path(before[4]), after[0], after[-1].split(",")
+            if kind not in own or (kind == "cgroup" and "memory" not in options):
+                continue
+            path = Path(own[kind])
+            # In a container the group of the process may lie outside what is mounted.
+            inner = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else Path()
+            files = _VERSION_2 if kind == "cgroup2" else _VERSION_1
+            yield from ((mount / one, files) for one in (inner, *inner.parents))
+
+
+def _left_in(group: Path, files: _Files) -> int:
+    limits = []
+    for name in files.limits:
+        with contextlib.suppress(OSError, ValueError):  # "max" is none
+            limits.append(int((group / name).read_text()))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if limits:
+            cache_bytes = int(_fields(group / "memory.stat", None)[files.cache])
+            return max(0, min(limits) - int((group / files.used).read_text()) + cache_bytes)
+    return sys.maxsize
+
+
+def _fields(path: Path, separator: str | None) -> dict[str, str]:
+    return dict(line.split(separator, 1) for line in path.read_text().splitlines())

@@ -31,9 +31,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.base.limits import available_bytes
 from mpi_dataworkers.codec import Buffer, Leaf, Scattered, decode, encode, size_of
 from mpi_dataworkers.errors import ProtocolError, ServiceError
-from mpi_dataworkers.memory import available_bytes
 from mpi_dataworkers.messages import Delivery
 from mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
 from mpi_dataworkers.transports.channels import ChannelSender

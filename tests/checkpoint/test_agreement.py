@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.agreement import Held, Offer, agree
+from checkpoint.agreement import Held, Offer, Replica, agree
 from checkpoint.generation import Generation
 
 
@@ -43,6 +43,53 @@ def test_a_rank_on_a_new_host_takes_from_disk_what_the_other_has_in_memory() -> 
     choice = agree([offer([(1, 20)], [(1, 20)]), offer([], [(1, 20)])])
     assert choice.generation == Generation(1, 20)
     assert choice.sources == ["memory", "disk"]
+
+
+def part(step: int, host: str, *, holds_shared: bool, disk: Sequence[int] = ()) -> Offer:
+    """A rank with one generation in memory."""
+    held = [Held(Generation(1, step), 2, shared_elsewhere=not holds_shared)]
+    return Offer(held, [Held(Generation(1, one), 2) for one in disk], host=host)
+
+
+def test_the_shared_keys_are_in_the_memory_of_another_rank_of_the_host() -> None:
+    choice = agree([part(20, "a", holds_shared=True), part(20, "a", holds_shared=False)])
+    assert (choice.generation, choice.sources, choice.sharers) == (Generation(1, 20), ["memory"] * 2, [None, 0])
+    # The other way round, too: who has them is what they say, and not their number.
+    assert agree([part(20, "a", holds_shared=False), part(20, "a", holds_shared=True)]).sharers == [1, None]
+
+
+def test_memory_without_the_shared_keys_is_of_no_use_on_another_host() -> None:
+    first, second = part(20, "a", holds_shared=True, disk=[10]), part(20, "b", holds_shared=False, disk=[10])
+    choice = agree([first, second])
+    assert (choice.generation, choice.sources, choice.sharers) == (Generation(1, 10), ["disk"] * 2, [None] * 2)
+    assert choice.notes == [
+        "step 20 of attempt 1 is passed over: rank 1 has its own part, and no rank on its host has the part that is "
+        "equal on all"
+    ]
+    # The disk has all of it.
+    choice = agree([part(20, "a", holds_shared=True, disk=[20]), part(20, "b", holds_shared=False, disk=[20])])
+    assert (choice.sources, choice.sharers) == (["memory", "disk"], [None, None])
+
+
+def test_memory_is_of_no_use_when_the_shared_keys_are_of_another_step() -> None:
+    choice = agree([part(10, "a", holds_shared=True), part(20, "a", holds_shared=False)])
+    assert choice.generation is None
+
+
+def test_the_shared_keys_come_from_a_replica_before_who_needs_them_looks() -> None:
+    lost = Offer(host="a")
+    keeper = Offer(
+        [Held(Generation(1, 20), 3)],
+        replicas=[
+            Replica(0, Generation(1, 20), 3),
+            Replica(1, Generation(1, 20), 3, shared_elsewhere=True),
+        ],
+        host="b",
+    )
+    choice = agree([lost, lost, keeper])
+    assert choice.sources == ["replica", "replica", "memory"]
+    assert choice.holders == [[2], [2], []]
+    assert choice.sharers == [None, 0, None]
 
 
 def test_a_later_attempt_beats_a_higher_step() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 from checkpoint.flash import device
+from checkpoint.flash.copy_plan import make_plan
 from checkpoint.flash.device import Copier
+from checkpoint.flash.restore import Copies
+from checkpoint.flash.tensors import Flattener
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -35,3 +39,48 @@ def test_every_byte_is_copied_however_it_is_cut(num_threads: int, monkeypatch: p
     for destination, tensor in zip(destinations, tensors, strict=True):
         assert torch.equal(destination, tensor)
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint copy"]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of an accelerator that is not CUDA: its values are there, and its address is none of this process."""
+
+    values: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, kind: str) -> Elsewhere:
+        made: Elsewhere = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, values.shape, dtype=values.dtype, device=kind
+        )
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default:
+            assert kwargs["device"] == torch.device("cpu")
+            return args[0].values.clone()
+        if function is torch.ops.aten.copy_.default:
+            args[0].values.copy_(args[1])
+            return args[0]
+        if function is torch.ops.aten._foreach_copy_.default:
+            return [one.copy_(other) for one, other in zip(*args[:2], strict=True)]
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise AssertionError(f"{function}: nothing else is asked of an accelerator")
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu", "mps"])
+def test_tensors_of_other_accelerators_are_left_to_torch(kind: str) -> None:
+    values = [torch.randn(30_000), torch.arange(5)]
+    tensors = [Elsewhere(values[0], kind), values[1]]
+    destinations = [torch.empty_like(one) for one in values]
+    copier = Copier()
+    copier.begin(tensors)
+    copier.copy(destinations, tensors)
+    assert all(map(torch.equal, destinations, values))
+    plan = make_plan(Flattener().flatten({"values": values[1]}))
+    assert plan.are_plain.tolist() == [True]
+    copies = Copies()
+    copies.add(tensors[0], torch.zeros(30_000))
+    copies.run()
+    assert not values[0].any()

@@ -107,6 +107,13 @@ def test_a_schedule_adapts_to_what_it_measures() -> None:
     assert schedule.decision.num_steps == pytest.approx(5000, rel=0.01)
 
 
+def test_memory_that_the_first_save_allocates_is_no_cost_of_the_next_ones() -> None:
+    schedule = Schedule(Adaptive(max_overhead=0.01), 0, 0.0)
+    decision = schedule.propose(1, blocked_s=10.0, now_s=11.0, once_s=9.9)
+    assert decision.num_steps == Schedule(Adaptive(max_overhead=0.01), 0, 0.0).propose(1, 0.1, 1.1).num_steps
+    assert "100 ms blocked" in decision.reason
+
+
 def test_alone_the_clock_decides_too() -> None:
     schedule = Schedule(Every(seconds=60), step=0, now_s=0.0)
     schedule.adopt(schedule.propose(1, 0.1, 1.1), 1, 1.1)

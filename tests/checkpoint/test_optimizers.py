@@ -6,6 +6,7 @@ import inspect
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
@@ -80,3 +81,29 @@ def test_every_optimizer_and_scheduler_goes_on(make: Any) -> None:
     models = [key for key in whole if key.endswith(" model")]
     assert len(models) >= 12 + len(SCHEDULERS)
     assert [key for key in models if not torch.equal(whole[key].weight, resumed[key].weight)] == []
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": False, "lr": torch.tensor(0.01)}], ids=str)
+def test_an_optimizer_works_on_the_tensors_that_it_had(make: Any, options: dict[str, Any]) -> None:
+    """A CUDA graph of its step has their addresses."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    optimizer = optim.Adam(model.parameters(), **options)
+    state = {"toy model": model, "toy optimizer": optimizer}
+    train(state, range(2))
+    groups = optimizer.param_groups
+
+    def tensors() -> list[torch.Tensor]:
+        found = [one for of in optimizer.state.values() for one in of.values()]
+        return found + [value for group in groups for value in group.values() if isinstance(value, torch.Tensor)]
+
+    before, saved = tensors(), [one.clone() for one in tensors()]
+    with make() as checkpointer:
+        checkpointer.save(2, state)
+        train(state, range(2, 4))
+        assert not torch.equal(before[1], saved[1])
+        assert checkpointer.restore(state) == 2
+    groups = optimizer.param_groups
+    assert len(before) >= 6
+    assert [*map(id, tensors())] == [*map(id, before)]
+    assert all(map(torch.equal, before, saved))

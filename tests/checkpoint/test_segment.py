@@ -163,7 +163,7 @@ def test_a_file_of_another_version_is_named(complete: Segment, path: Path) -> No
 def test_a_file_that_outlived_a_restart_of_the_host_is_refused(
     complete: Segment, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("checkpoint.segment._boot", lambda: bytes(16))
+    monkeypatch.setattr("checkpoint.segment.boot_id", lambda: bytes(16))
     with pytest.raises(DamagedSegment, match="last start"):
         Segment.open(path)
 

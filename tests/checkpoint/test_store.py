@@ -272,7 +272,7 @@ def test_a_prepared_store_allocates_nothing_for_a_save(store: Store) -> None:
     slots = [path.stat().st_ino for path in sorted(store.path.glob("slot-*"))]
     for step in range(1, 6):
         with store.begin(SIZE, 1000) as slot:
-            assert not slot.allocated
+            assert slot.allocated_s == 0
             slot.publish(Generation(1, step), b"x" * 1000, "00" * 16)
     assert slots == [path.stat().st_ino for path in sorted(store.path.glob("slot-*"))]
 

@@ -1,0 +1,65 @@
+"""The ranks that share a host: where each has its store, and which one holds for all of them what is equal on all.
+
+Called by the checkpointer when its store is open. Replicated state is in memory once for each host, in the store of the
+lowest rank there. Stores outlive their trainers, so it is as safe there as in each rank's own.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from checkpoint.flash.distributed import Communicator, gather
+from checkpoint.segment import boot_id
+from checkpoint.store import Store
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host of this process.
+
+    Attributes:
+        name: equal on ranks that can open each other's stores, and on no others.
+        rank: of this process.
+        stores: of the ranks of this host, ascending.
+    """
+
+    name: str
+    rank: int
+    stores: dict[int, Path]
+
+    @property
+    def holds_shared(self) -> bool:
+        """Whether this rank holds the shared keys for its host."""
+        return self.rank == next(iter(self.stores))
+
+
+class _Address(msgspec.Struct, frozen=True):
+    host: str
+    store: str
+
+
+def find_host(ranks: Communicator, store: Store, directory: Path) -> Host:
+    """Find out which ranks share this host. Every rank calls it.
+
+    Args:
+        ranks: all.
+        store: of this one.
+        directory: of checkpoints.
+    """
+    # Two containers of a machine have one kernel and often two /dev/shm; the path must lead both to the same one.
+    places = [
+        word
+        for path in (store.path.parent, directory)
+        for status in (os.stat(path),)
+        for word in (status.st_dev, status.st_ino, os.fsencode(path).hex())
+    ]
+    mine = _Address("-".join(map(str, (boot_id().hex(), os.geteuid(), *places))), os.fsencode(store.path).hex())
+    addresses = gather(ranks, mine)
+    stores = {
+        rank: Path(os.fsdecode(bytes.fromhex(one.store))) for rank, one in enumerate(addresses) if one.host == mine.host
+    }
+    return Host(mine.host, ranks.rank, stores)

@@ -198,7 +198,9 @@ class _Found:
         self.replica = _replicas(offers)
         self.known = {held.generation for offer in offers for held in (*offer.memory, *offer.disk)}
         self.known |= {one.generation for offer in offers for one in offer.replicas}
-        self.lacking = {(one.rank, one.generation) for offer in offers for one in offer.replicas if one.shared_elsewhere}
+        self.lacking = {
+            (one.rank, one.generation) for offer in offers for one in offer.replicas if one.shared_elsewhere
+        }
         for rank, offer in enumerate(offers):
             self.lacking |= {(rank, held.generation) for held in offer.memory if held.shared_elsewhere}
         self.sharers: dict[tuple[str, Generation], int] = {}

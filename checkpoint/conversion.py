@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,9 +114,17 @@ def attempt_on(path: Path, job: str) -> Iterator[int]:
 
     Raises:
         DirectoryInUse: a running job has it.
+
+    After an error in the block a directory that this made is gone again.
     """
+    is_new = not os.path.lexists(path)
     directory = CheckpointDirectory(path)
     try:
         yield directory.acquire(Identity.of_this_process(job))
+    except BaseException:
+        directory.release()
+        if is_new:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
     finally:
         directory.release()

@@ -210,7 +210,10 @@ class FlashCheckpointer:
         self._saving.fence()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call `fence` before each step of an optimizer, until the checkpointer is closed."""
+        """Call `fence` before each step of an optimizer, until the checkpointer is closed.
+
+        The replay of a CUDA graph calls no hooks: call `fence` before it.
+        """
         self._guards.append(optimizer.register_step_pre_hook(lambda *_: self.fence()))
 
     def _begin_save(self, step: int) -> Generation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import errno
 import io
 import mmap
 import os
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from checkpoint.commit import commit
 from checkpoint.conversion import Kind, Source, attempt_on, choose
-from checkpoint.errors import DamagedCheckpoint, OptionsError, UnsupportedState
+from checkpoint.errors import CheckpointError, DamagedCheckpoint, NotEnoughSpace, OptionsError, UnsupportedState
 from checkpoint.flash.shards import Clash, Parts, open_parts, part_of
 from checkpoint.flash.tensors import tensor_of
 from checkpoint.flash.write import plan_state, write_state
@@ -384,7 +385,22 @@ def write(content: Content, kind: Kind, target: Path, *, form: Format = "safeten
 
     Raises:
         UnsupportedState: the target's format cannot hold something of it.
+        NotEnoughSpace: the disk is full. Nothing is left there.
     """
+    try:
+        return _write(content, kind, target, form, step)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise NotEnoughSpace(_no_room(target, str(error.strerror))) from error
+
+
+def _no_room(target: Path, problem: str) -> str:
+    free_bytes = shutil.disk_usage(target.absolute().parent).free
+    return f"{target} is not written: {problem}, {free_bytes} bytes are free; a conversion needs twice the state's size"
+
+
+def _write(content: Content, kind: Kind, target: Path, form: Format, step: int | None) -> Path:
     if kind == "dcp":
         _write_dcp(content.state, target)
     elif kind == "flash":
@@ -427,6 +443,12 @@ def _write_dcp(state: dict[str, Any], target: Path) -> None:
         with _alone():
             dcp_save(plain(state), checkpoint_id=temporary, no_dist=True)
         os.rename(temporary, target)
+    except CheckpointException as error:  # no Exception; it says in many lines what its own code called
+        cause = next((one for one, _ in error.failures.values()), error)
+        reason = f"torch.distributed.checkpoint failed: {type(cause).__name__}: {cause}".splitlines()[0]
+        problem = _no_room(target, reason)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(problem) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -78,7 +79,11 @@ def plan_state(
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise NotEnoughSpace(f"{scratch} has no room for {num_bytes} bytes: {error.strerror}") from error
+            free_bytes = shutil.disk_usage(scratch).free
+            raise NotEnoughSpace(
+                f"{scratch} has no room for the {num_bytes} bytes of the state: {free_bytes} are free, and nothing was "
+                "written; what is written next to them takes as much again"
+            ) from error
         payload = memoryview(mmap.mmap(file.fileno(), 0))[: plan.layout.payload_bytes]
     with torch.no_grad():
         memory = bytes_as_tensor(payload)

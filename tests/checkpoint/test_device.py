@@ -59,11 +59,10 @@ class Elsewhere(torch.Tensor):
         if function is torch.ops.aten._to_copy.default:
             assert kwargs["device"] == torch.device("cpu")
             return args[0].values.clone()
-        if function is torch.ops.aten.copy_.default:
-            args[0].values.copy_(args[1])
-            return args[0]
         if function is torch.ops.aten._foreach_copy_.default:
-            return [one.copy_(other) for one, other in zip(*args[:2], strict=True)]
+            for one, other in zip(*args[:2], strict=True):
+                one.values.copy_(other)
+            return None
         if function is torch.ops.aten.detach.default:
             return args[0]
         raise AssertionError(f"{function}: nothing else is asked of an accelerator")

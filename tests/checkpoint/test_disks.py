@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -95,3 +96,26 @@ def test_another_users_directory_is_refused_and_stays_as_it_is(make: Any, tmp_pa
     with pytest.raises(ForeignOwner, match="belongs to user 12345, this is user 0"):
         make()
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == before
+
+
+@pytest.mark.parametrize("num_bytes", [6 * MIB, 3 * MIB], ids=["before it begins", "in the middle"])
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp", "flash"])
+def test_a_conversion_to_a_full_disk_leaves_nothing_and_says_so(
+    tmp_path: Path, kind: str, num_bytes: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(state_of(1, num_bytes), tmp_path / "model.pt")
+    argv = ["ckpt", "convert", str(tmp_path / "model.pt"), str(tmp_path / "disk" / "made"), "--to", kind]
+    argv += ["--as-step", "5"] if kind == "flash" else []
+    with mounted_memory(tmp_path / "disk", "4m") as disk:
+        if kind == "dcp" and num_bytes < 4 * MIB:
+            (disk / "other").write_bytes(bytes(2 * MIB))
+        before = sorted(os.listdir(disk))
+        assert main(argv) == 1
+        assert sorted(os.listdir(disk)) == before
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert main(argv) == 0
+        gc.collect()  # mappings of the disk that errors still refer to
+    told = capfd.readouterr().err
+    assert "are free" in told, told
+    assert "Traceback" not in told
+    assert len(told.splitlines()) <= 2, told

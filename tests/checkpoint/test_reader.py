@@ -18,6 +18,8 @@ from checkpoint import CheckpointReader, FlashCheckpointer, Retention, commit
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import NoCheckpoint, OptionsError, StateMismatch
 from checkpoint.flash import newest
+from checkpoint.flash.restore import Part
+from checkpoint.flash.source import Disk
 from checkpoint.generation import Generation
 from checkpoint.rank_file import open_file
 
@@ -124,16 +126,15 @@ def test_nothing_is_written_or_locked_and_a_damaged_checkpoint_is_passed_over_un
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error_or_the_newest_is_read(
     directory: Path, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    open_disk = newest.open_disk
     removed: list[Generation] = []
 
-    def remove_first(where: CheckpointDirectory, generation: Generation, rank: int) -> Any:
+    def remove_first(where: CheckpointDirectory, generation: Generation, *more: Any) -> Disk:
         if not removed:
             removed.append(generation)
             assert commit.remove(directory, generation.directory_name)  # as retention does it
-        return open_disk(where, generation, rank)
+        return Disk(where, generation, *more)
 
-    monkeypatch.setattr(newest, "open_disk", remove_first)
+    monkeypatch.setattr(newest, "Disk", remove_first)
     reader = CheckpointReader(directory)
     with pytest.raises(
         NoCheckpoint, match=r"step 1 can be restored: there are the steps 2, 3; step 1 .* was removed from"
@@ -150,25 +151,15 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error_or_the_newest
 def test_a_checkpoint_that_is_removed_once_it_is_open_is_read_whole(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_disk = newest.open_disk
+    class Removed(Disk):
+        def open(self) -> list[Part]:
+            parts = super().open()
+            verdicts = CheckpointDirectory(directory).retain(Retention(keep_last=1))
+            assert [one.keep for one in verdicts] == [False, False, True]
+            shutil.rmtree(directory / "step-0000000003.1")
+            return parts
 
-    def remove_open(*given: Any) -> Any:
-        held = open_disk(*given)
-        parts = held.__enter__()
-        verdicts = CheckpointDirectory(directory).retain(Retention(keep_last=1))
-        assert [one.keep for one in verdicts] == [False, False, True]
-        shutil.rmtree(directory / "step-0000000003.1")
-
-        class Held:
-            def __enter__(self) -> Any:
-                return parts
-
-            def __exit__(self, *error: object) -> None:
-                held.__exit__(None, None, None)
-
-        return Held()
-
-    monkeypatch.setattr(newest, "open_disk", remove_open)
+    monkeypatch.setattr(newest, "Disk", Removed)
     state = state_of(0)
     assert CheckpointReader(directory).restore(state) == 3
     assert value_of(state["model"]) == 3.0

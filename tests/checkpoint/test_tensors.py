@@ -383,3 +383,38 @@ def test_a_plan_fits_where_the_same_is_shared(views: list[torch.Tensor], separat
 def test_refs_as_json_are_the_refs() -> None:
     plan, part = pack({"a": torch.rand(3), "b": torch.rand(2, 3).t()})
     assert msgspec.json.decode(plan.encoded_refs, type=list[TensorRef]) == plan.refs == part.record.tensors
+
+
+class Scaled(torch.nn.Parameter):
+    """A parameter of a program's own class."""
+
+    scale = 2.0
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without values of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("its values are asked for")
+
+
+def test_parameters_of_a_programs_class_stay_what_they_are(make: Any) -> None:
+    model = torch.nn.Linear(3, 3)
+    model.weight = Scaled(torch.ones(3, 3))
+    alone = Scaled(torch.ones(2), requires_grad=False)
+    state = {"model": model, "more": {"alone": alone}, "optimizer": torch.optim.Adam(model.parameters())}
+    with make() as checkpointer:
+        checkpointer.save(1, state)
+        with torch.no_grad():
+            for one in (model.weight, alone):
+                one.zero_()
+        assert checkpointer.restore(state) == 1
+        loaded = checkpointer.load().state["more"]["alone"]
+    assert state["more"]["alone"] is alone
+    assert (type(model.weight), type(alone)) == (Scaled, Scaled)
+    assert (model.weight.sum(), alone.sum(), alone.requires_grad) == (9, 2, False)
+    assert (type(loaded), loaded.requires_grad) == (torch.nn.Parameter, False)
+    wrapped = torch.Tensor._make_wrapper_subclass(Wrapped, (2,))  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedState, match="Wrapped, which a checkpoint cannot hold"):
+        Flattener().flatten({"w": wrapped})

@@ -3,8 +3,8 @@
     python -m tests.checkpoint.programs.host_ranks DIRECTORY HOSTS COMMANDS [HOSTS COMMANDS]...
 
 HOSTS has a directory for each rank, joined by commas. Commands, in order: `save STEP`, `wait`, `restore`, `kill RANK`,
-`crash`. Ranks are forked from this process, which has torch loaded already; each HOSTS is a new start of the job. Prints
-a line of JSON for each restore of a rank: rank, step, sources, what its state came to, and how many bytes it has compared
+`crash`. Ranks are forked from this process, which has torch loaded already; each HOSTS is a start of the job. Prints
+a line of JSON for each restore of a rank: rank, step, sources, what its state came to, how many bytes it has compared
 with checksums; and for each start the exit codes of its ranks.
 """
 

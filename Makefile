@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # torch is pinned here alone: an open range pulls gigabytes of CUDA packages onto machines without a GPU.
 TORCH ?= torch==2.13.0
+# What pyproject.toml declares. Where TORCH is another one, `make test-all` runs the tests of what uses torch on this, too.
+OLDEST_TORCH := torch==$(shell sed -n 's/^torch = \["torch>=\(.*\)"\]$$/\1/p' pyproject.toml)
+OLDEST_VENV := .venv-oldest-torch
 DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak
 # Needs root and Slurm.
 SLURM_BENCHMARKS := elastic
@@ -14,7 +17,7 @@ CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_gr
 PEERS ?= ../shared/peers
 PEERS_VENV := .venv-peers
 
-.PHONY: demo test test-all test-peers lint venv slurm clean bench-data bench-ckpt bench-slurm
+.PHONY: demo test test-all test-oldest-torch test-peers lint venv slurm clean bench-data bench-ckpt bench-slurm
 
 venv: $(VENV)/.ready
 
@@ -42,8 +45,22 @@ lint: venv
 test: venv slurm lint
 	$(BIN)/pytest -m "not slow and not gpu and not mpi"
 
-test-all: venv slurm lint
+test-all: venv slurm lint test-oldest-torch
 	$(BIN)/pytest
+
+ifeq ($(TORCH),$(OLDEST_TORCH))
+test-oldest-torch:
+	@echo "all tests run on $(OLDEST_TORCH), the oldest that is declared"
+else
+test-oldest-torch: $(OLDEST_VENV)/.ready
+	$(OLDEST_VENV)/bin/pytest -m "not slow and not slurm and not gpu and not mpi" tests/checkpoint tests/mpi_dataworkers
+
+$(OLDEST_VENV)/.ready: pyproject.toml
+	@test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/pip install -q --disable-pip-version-check "$(OLDEST_TORCH)"
+	$(OLDEST_VENV)/bin/pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+endif
 
 $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)

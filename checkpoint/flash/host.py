@@ -50,16 +50,20 @@ def find_host(ranks: Communicator, store: Store, directory: Path) -> Host:
         store: of this one.
         directory: of checkpoints.
     """
-    # Two containers of a machine have one kernel and often two /dev/shm; the path must lead both to the same one.
-    places = [
-        word
-        for path in (store.path.parent, directory)
-        for status in (os.stat(path),)
-        for word in (status.st_dev, status.st_ino, os.fsencode(path).hex())
-    ]
-    mine = _Address("-".join(map(str, (boot_id().hex(), os.geteuid(), *places))), os.fsencode(store.path).hex())
+    places = "-".join(_place(path, ranks.rank) for path in (store.path.parent, directory))
+    mine = _Address(f"{boot_id().hex()}-{os.geteuid()}-{places}", os.fsencode(store.path).hex())
     addresses = gather(ranks, mine)
     stores = {
         rank: Path(os.fsdecode(bytes.fromhex(one.store))) for rank, one in enumerate(addresses) if one.host == mine.host
     }
     return Host(mine.host, ranks.rank, stores)
+
+
+def _place(path: Path, rank: int) -> str:
+    """A directory as this kernel knows it. Two containers of a machine often have two of one name, such as /dev/shm,
+    and the name has to lead both to the same one; what a rank cannot look at, it shares with nobody."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return f"rank-{rank}"
+    return f"{status.st_dev}-{status.st_ino}-{os.fsencode(path).hex()}"

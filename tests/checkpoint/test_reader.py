@@ -169,7 +169,7 @@ def test_a_checkpoint_that_is_removed_once_it_is_open_is_read_whole(
 def test_what_is_read_is_copied_so_that_a_removed_file_ends_no_process(directory: Path) -> None:
     where = CheckpointDirectory(directory, read_only=True)
     with where.hold(Generation(1, 3)) as held:
-        manifest = held.checkpoint.manifests[0]
+        manifest = held.manifests[0]
         path = held.place.path / manifest.part.file_name
         with open_file(held.place, manifest, copies=True):
             maps = Path("/proc/self/smaps").read_text().split(str(path))[1]

@@ -67,7 +67,7 @@ def run(rank: int, directory: str, hosts: list[Path], commands: list[str], meeti
     rank_file.Checksum = Counted
     chosen: list[Any] = []
     agree = newest.agree
-    newest.agree = lambda offers: chosen.append(agree(offers)) or chosen[-1]
+    newest.agree = lambda *given: chosen.append(agree(*given)) or chosen[-1]
     options = Options(shared_memory=hosts[rank])
     with FlashCheckpointer(directory, shared=("model", "optimizer"), options=options) as checkpointer:
         words = iter(commands)

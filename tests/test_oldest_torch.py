@@ -1,0 +1,31 @@
+"""The oldest torch that is declared is one that the tests run on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def planned(*settings: str) -> str:
+    """What `make test-all` would do."""
+    argv = ["make", "--dry-run", "--always-make", "test-all", *settings]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def declared() -> str:
+    [version] = re.findall(r'^torch = \["torch>=(\d+\.\d+\.\d+)"\]$', (ROOT / "pyproject.toml").read_text(), re.M)
+    return f"torch=={version}"
+
+
+def test_the_tests_run_on_the_oldest_torch_that_is_declared() -> None:
+    assert f'.venv/bin/pip install -q --disable-pip-version-check "{declared()}"' in planned()
+
+
+def test_where_another_torch_is_asked_for_the_oldest_is_tested_too() -> None:
+    plan = planned("TORCH=torch==99.0.0")
+    assert '.venv/bin/pip install -q --disable-pip-version-check "torch==99.0.0"' in plan
+    assert f'.venv-oldest-torch/bin/pip install -q --disable-pip-version-check "{declared()}"' in plan
+    assert ".venv-oldest-torch/bin/pytest" in plan

@@ -21,6 +21,7 @@ from hetjob.elastic.controller import Controller
 from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
 from hetjob.errors import SlurmCommandError
 from hetjob.master.companions import CompanionJobs
+from hetjob.master.looks import Looks
 from hetjob.master.notebook import Notebook
 from hetjob.ports import SiteLimit
 from mpi_dataworkers.errors import HetstreamError
@@ -29,9 +30,6 @@ from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, Ste
 log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
-# squeue is asked this often while companions start or leave, and otherwise only to find those that Slurm has ended. One
-# that waits in the queue for longer than a minute may wait for days; when it works, the dispatcher says so first.
-_LOOK_S, _LOOK_SELDOM_S, _LOOK_OFTEN_FOR_S = 2.0, 20.0, 60.0
 # A process that was idle for nearly all of the last seconds says little of how fast it is: what it was before counts.
 _LEAST_BUSY_SHARE = 0.02
 _STOPPED_WITHIN_S = 20.0
@@ -89,7 +87,7 @@ class Elastic:
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._given_up: set[str] = set()
-        self._looked_at = float("-inf")
+        self._looks = Looks()
         self._trainer = TrainerCpus()
         self._rates = WorkerRates()
         self._said = ""
@@ -180,13 +178,11 @@ class Elastic:
                 one.state, one.since = CompanionState.STARTING, now
 
     def _look_at_slurm(self, now: float) -> None:
-        settled = all(
-            one.state is CompanionState.WORKING or now - one.since > _LOOK_OFTEN_FOR_S for one in self._tracked.values()
-        )
-        if now - self._looked_at < (_LOOK_SELDOM_S if settled else _LOOK_S):
+        states = frozenset((job_id, one.state) for job_id, one in self._tracked.items())
+        is_settled = all(one.state is CompanionState.WORKING for one in self._tracked.values())
+        if not self._looks.is_due(states, is_settled, now):
             return
         listed = {one.job_id: one for one in self._companions.listed() if one.job_id not in self._given_up}
-        self._looked_at = now
         for job_id in self._tracked.keys() - listed.keys():
             log.info("companion job=%s ended", job_id)
             del self._tracked[job_id]

@@ -11,7 +11,7 @@ from slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.history import History
 from slurm_plugin.monitor import Monitor
-from slurm_plugin.wait_shares import wait_shares
+from slurm_plugin.wait_shares import SharesAside
 
 EPILOG = """\
 It reads the cluster once in each interval, however often it is scraped. When slurmctld does not answer, hetstream_up is
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
-        monitor = Monitor(CommandSlurm(), wait_shares, history)
+        monitor = Monitor(CommandSlurm(), SharesAside(), history)
         collector = ClusterCollector()
         if args.print:
             collector.reading = monitor.read()

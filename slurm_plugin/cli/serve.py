@@ -20,7 +20,7 @@ from slurm_plugin.monitor import Monitor, Reading
 from slurm_plugin.observation import Sample
 from slurm_plugin.page import page, unavailable
 from slurm_plugin.report import as_json
-from slurm_plugin.wait_shares import wait_shares
+from slurm_plugin.wait_shares import SharesAside
 from slurm_plugin.web import Document, WebServer
 
 EPILOG = """\
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         server = WebServer(host, port, lambda: shown)
         undo.callback(server.close)
         print(f"the cluster at {server.url}", file=sys.stderr, flush=True)
-        for reading in Monitor(CommandSlurm(), wait_shares, history).readings(interval_s):
+        for reading in Monitor(CommandSlurm(), SharesAside(), history).readings(interval_s):
             if reading.observation:
                 samples.append(reading.observation.sample)
                 now_s = samples[-1].taken_s

@@ -20,10 +20,11 @@ from slurm_plugin.client.held import with_held_gpus
 from slurm_plugin.client.model import Job, Node, Partition, Snapshot
 from slurm_plugin.client.parse_text import JOB_FIELDS
 from slurm_plugin.client.run import run_slurm
-from slurm_plugin.client.values import moment, whole
+from slurm_plugin.client.values import NONE_WORDS, moment, whole
 from slurm_plugin.errors import UnsupportedSlurm
 
 OLDEST = (22, 5)
+SUBMISSION_FIELDS = ("JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "UserID", "Comment")
 _JSON_IN_SCONTROL = (23, 2)
 logger = logging.getLogger(__name__)
 
@@ -106,14 +107,25 @@ class CommandReader:
             if mark in row["Comment"].split()
         ]
 
+    def job_with(self, token: str, uid: int) -> str | None:
+        """The id, of an array or heterogeneous job as a whole, of this user's living job with a word in its comment."""
+        for row in self._rows(uid, *SUBMISSION_FIELDS):
+            if row["UserID"] == str(uid) and token in row["Comment"].split():
+                if whole(row["HetJobID"]):
+                    return row["HetJobID"]
+                return row["JobID"] if row["ArrayTaskID"] in NONE_WORDS else row["ArrayJobID"]
+        return None
+
     def _rows(self, uid: int, *fields: str) -> Iterator[dict[str, str]]:
         ends = parse_text.new_separators()
         asked = "-O", parse_text.job_format(fields, *ends)
-        return parse_text.parse_rows(self._run("squeue", "--all", "--noheader", f"--user={uid}", *asked), fields, *ends)
+        # --local: squeue then does not ask slurmctld for the federation first.
+        said = self._run("squeue", "--all", "--local", "--noheader", f"--user={uid}", *asked)
+        return parse_text.parse_rows(said, fields, *ends)
 
     def end_s(self, job_id: str) -> float | None:
         """When a running job's time limit ends it, in seconds since 1970; None if Slurm does not say."""
-        said = self._run("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").split()
+        said = self._run("squeue", "--all", "--local", "--noheader", f"--jobs={job_id}", "--format=%e").split()
         return moment(said[0]) if said else None
 
     def _by_pyslurm(self, release: tuple[int, int]) -> pyslurm_backend.Answer | None:

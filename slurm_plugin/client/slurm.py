@@ -103,9 +103,7 @@ class CommandSlurm:
 
     def find(self, key: str) -> str | None:
         """The job id of this user's submission with this key; None if no pending or running job has it."""
-        token, own = key_token(key), (os.geteuid(), None)
-        found = (job for job in self._reader.jobs() if job.uid in own and token in job.comment.split())
-        return next((str(job.array_job_id or (job.het.het_job_id if job.het else job.job_id)) for job in found), None)
+        return self._reader.job_with(key_token(key), os.geteuid())
 
     def marked_jobs(self, mark: str) -> list[MarkedJob]:
         """The jobs of this user that are not over and have this word in their comment."""

@@ -19,6 +19,7 @@ from hetjob.elastic.tuning import LocalLoading
 from hetjob.job_environment import JobEnvironment
 from hetjob.master.companions import CompanionJobs
 from hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
+from hetjob.master.looks import Looks
 from hetjob.master.notebook import MOST_CHANGES, Notebook
 from mpi_dataworkers.errors import ServiceUnavailable
 from mpi_dataworkers.messages import DataWorkerStatus, LoaderStats, LoaderStatus, Status, SteerDataWorkers
@@ -109,7 +110,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil) -> Iterator[World]:
     monkeypatch.setattr("hetjob.master.elastic._EVERY_S", 0.02)
-    monkeypatch.setattr("hetjob.master.elastic._LOOK_S", 0.0)
+    monkeypatch.setattr("hetjob.master.looks._SOONEST_S", 0.0)
     world = World(tmp_path)
     yield world
     if world.elastic is not None:
@@ -179,11 +180,45 @@ def test_slurm_is_asked_seldom_about_companions_that_wait_for_long(world: World,
 
     wait_until(world.alive, what="a companion")
     assert asked_in_20_turns() >= 20
-    now[0] = 61.0
-    asked_in_20_turns()
+    for time_s in (61.0, 92.0, 1000.0):
+        now[0] = time_s
+        asked_in_20_turns()
+        assert asked_in_20_turns() == 0
+    now[0] = 1590.0
     assert asked_in_20_turns() == 0
-    now[0] = 82.0
+    now[0] = 1601.0
     assert asked_in_20_turns() == 1
+
+
+def test_slurm_is_not_asked_about_companions_that_work(world: World, wait_until: WaitUntil) -> None:
+    world.run(Script(grow(2)))
+    wait_until(lambda: len(world.alive()) == 2, what="two companions")
+
+    def turns(count: int) -> None:
+        before = len(world.dispatcher.orders)
+        wait_until(lambda: len(world.dispatcher.orders) > before + count, what="turns")
+
+    turns(5)  # until the dispatcher has shown both
+    before = world.slurm.calls.count(LOOK)
+    turns(20)
+    assert world.slurm.calls.count(LOOK) == before
+    # One that the dispatcher does not show any more is looked for at once.
+    for child in world.slurm.jobs["1000"]:
+        child.terminate()
+    world.dispatcher.drained.add("1000")
+    wait_until(lambda: world.slurm.calls.count(LOOK) > before, what="a question to Slurm")
+
+
+def test_how_often_a_thousand_jobs_ask_slurm() -> None:
+    """Each has a companion that waits in the queue; the questions of an hour, of which the last half hour counts."""
+    looks, asked = Looks(), []
+    for now in range(3600):
+        if looks.is_due("one waits", is_settled=False, now=float(now)):
+            asked.append(now)
+    assert asked[:6] == [0, 2, 4, 8, 16, 32]
+    rpcs_per_s = 1000 * 2 * sum(now >= 1800 for now in asked) / 1800  # one squeue is two requests
+    assert rpcs_per_s <= 5
+    assert not any(looks.is_due("all work", is_settled=True, now=float(now)) for now in range(3600, 90_000))
 
 
 def test_what_is_known_outlives_the_job_master(world: World, wait_until: WaitUntil) -> None:

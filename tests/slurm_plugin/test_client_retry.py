@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hetjob.errors import SlurmCommandError
 from slurm_plugin.client.accounting import parse_sacct
 from slurm_plugin.client.fake import FakeSlurm
 from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, new_separators
+from slurm_plugin.client.read import SUBMISSION_FIELDS
 from slurm_plugin.client.retry import DELAYS_S
 from slurm_plugin.client.slurm import CommandSlurm
 
@@ -64,9 +65,10 @@ def tools(tmp_path: Path) -> Tools:
     return Tools(tmp_path)
 
 
-def queue(job_id: str, comment: str) -> str:
+def queue(job_id: str, comment: str, fields: Sequence[str] = SUBMISSION_FIELDS) -> str:
     values = {"JobID": job_id, "NumCPUs": "1", "Comment": comment} | {"Partition": "cpu", "State": "PENDING"}
-    return FIELD_END.join(values.get(name, "N/A") for name in JOB_FIELDS) + RECORD_END + "\n"
+    values["UserID"] = str(os.geteuid())
+    return FIELD_END.join(values.get(name, "N/A") for name in fields) + RECORD_END + "\n"
 
 
 def test_a_busy_controller_is_asked_again(tools: Tools) -> None:
@@ -95,6 +97,8 @@ def test_a_submission_whose_answer_was_lost_is_found_again(tools: Tools) -> None
     tools.add("squeue", answer=queue("41", "hets:trainer=3 hetstream:key=3.w1"))
     assert tools.slurm.submit("#!/bin/sh\n", ["--comment=hets:trainer=3", "-n1"], key="3.w1") == "41"
     assert tools.calls("sbatch") == ["--parsable --comment=hets:trainer=3 hetstream:key=3.w1 -n1"]
+    # Of this user alone: slurmctld is slow at this moment, and the list of all users' jobs is long.
+    assert f"--user={os.geteuid()} " in tools.calls("squeue")[0]
 
 
 def test_a_submission_that_never_arrived_is_made_again(tools: Tools) -> None:
@@ -197,7 +201,7 @@ def test_another_users_job_is_not_taken_for_the_submission_of_this_one(tools: To
 
 
 def test_a_record_that_cannot_be_read_hides_no_other(tools: Tools, caplog: pytest.LogCaptureFixture) -> None:
-    tools.add("squeue", answer=queue("41", "").replace("41", "no number") + queue("42", ""))
+    tools.add("squeue", answer=queue("no number", "", JOB_FIELDS) + queue("42", "", JOB_FIELDS))
     assert [job.job_id for job in tools.slurm._reader.jobs()] == [42]
     assert "1 of squeue's records cannot be read" in caplog.text
 

@@ -1,6 +1,7 @@
 """Find the service that a user means: by its address file, by a job's directory or number, or the only one there is.
 
-Called by `hetstream top` and `hetstream events`. Reads directories, asks nobody but through `ask_slurm`.
+Called by `hetstream top`, `events`, `logs` and `summary`. Any number that Slurm knows a part of a job by names the job:
+a component's, a companion's, an array task's. Reads directories, asks nobody but through `ask_slurm`.
 """
 
 from __future__ import annotations
@@ -10,46 +11,116 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from hetjob.ended_job import SUMMARY_FILE
 from hetjob.errors import ServiceNotFound, SlurmCommandError, UsageError
 from mpi_dataworkers.address import parse_service
 
 _ADDRESS = "address"
-_JOB_ID = re.compile(r"(\d+)(\+\d+)?")
+_JOB_ID = re.compile(r"(\d+)(?:\+\d+|_\d+)?")
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """Where the directory of a job is to be looked for.
+
+    Attributes:
+        job_id: of the leader of the job, whatever part of it was asked for.
+        directory: that it was submitted from, or its `--chdir`.
+        state: in Slurm's spelling.
+    """
+
+    job_id: str
+    directory: Path
+    state: str
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over."""
+        return self.state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
+
+
+AskSlurm = Callable[[str], JobPlace]
+
+
+def find_directory(job: str, here: Path, ask_slurm: AskSlurm) -> Path:
+    """The directory of a job, which stays when it has ended.
+
+    Args:
+        job: a directory, or a job id: of the job, of a component, a companion or an array task.
+        here: the current directory.
+        ask_slurm: where the job that a number names is; raises if Slurm does not know it.
+
+    Raises:
+        UsageError: what is named is no job.
+        ServiceNotFound: the job has no directory, or Slurm does not say where it would be.
+    """
+    number = _JOB_ID.fullmatch(job)
+    if number is None:
+        if not Path(job).is_dir():
+            raise UsageError(f"{job!r} is neither a directory nor a job id")
+        return Path(job)
+    own = None if "_" in job else job_directory(here, number[1])
+    if own is not None:
+        return own
+    try:
+        place = ask_slurm(job)
+    except SlurmCommandError as error:
+        raise ServiceNotFound(
+            f"no directory .hetstream/job-{number[1]} here, and Slurm does not say where job {job} was submitted "
+            f"({error.argv[0]}: {error.reason}): run this there, or give the path of that directory"
+        ) from error
+    directory = job_directory(place.directory, place.job_id)
+    if directory is None:
+        raise ServiceNotFound(_why_no_directory(job, place))
+    return directory
+
+
+def _why_no_directory(job: str, place: JobPlace) -> str:
+    if place.state == "PENDING":
+        return f"job {job} is pending: it has a directory when it starts. See: hetstream why {place.job_id}"
+    where = f"no directory .hetstream/job-{place.job_id} in {place.directory}, where job {job} works"
+    ended = f" ({place.state})" if place.has_ended else ""
+    return f"{where}{ended}: give the path of that directory, or is this a job without data workers?"
 
 
 def find_address_file(
-    job: str | None,
-    service: str | None,
-    environ: Mapping[str, str],
-    here: Path,
-    ask_slurm: Callable[[str], Path],
+    job: str | None, service: str | None, environ: Mapping[str, str], here: Path, ask_slurm: AskSlurm
 ) -> Path:
     """The address file of a service, which is gone when the job has ended; its directory is not.
 
     Args:
-        job: a directory, or a Slurm job id.
+        job: as for `find_directory`; None for the only service there is.
         service: `file:PATH`; wins over the environment's HETSTREAM_SERVICE, which counts where no job is named.
         environ: the environment.
         here: the current directory.
-        ask_slurm: from a job id to the directory that it was submitted from; raises if Slurm does not know it.
+        ask_slurm: as for `find_directory`.
 
     Raises:
         UsageError: no job is named where there is no service, or several; what is named is no job.
-        ServiceNotFound: the named job has none, or Slurm does not say where it would be.
+        ServiceNotFound: as for `find_directory`.
     """
     if job is not None and service is not None:
         raise UsageError("name a job, or --service, not both")
     if job is None:
         named = service or environ.get("HETSTREAM_SERVICE")
         return parse_service(named) if named else _only_one(here)
-    if (number := _JOB_ID.fullmatch(job)) is None:
-        if not Path(job).is_dir():
-            raise UsageError(f"{job!r} is neither a directory nor a job id")
-        return Path(job) / _ADDRESS
-    directory = job_directory(here, number[1]) or _asked(ask_slurm, number[1]) or _no_job(number[1])
-    return directory / _ADDRESS
+    return find_directory(job, here, ask_slurm) / _ADDRESS
+
+
+def check_running(address_file: Path) -> None:
+    """Refuse a job that has ended, with what there is to see of it.
+
+    Raises:
+        ServiceNotFound: it has.
+    """
+    directory = address_file.parent
+    if not address_file.exists() and (directory / SUMMARY_FILE).exists():
+        raise ServiceNotFound(
+            f"the job of {directory} has ended. What it did: hetstream summary {directory}; hetstream logs {directory}"
+        )
 
 
 def job_directory(submit_dir: Path, job_id: str) -> Path | None:
@@ -58,26 +129,9 @@ def job_directory(submit_dir: Path, job_id: str) -> Path | None:
     return max(found, key=lambda path: _restarts(path, job_id), default=None)
 
 
-def _asked(ask_slurm: Callable[[str], Path], job_id: str) -> Path | None:
-    try:
-        return job_directory(ask_slurm(job_id), job_id)
-    except SlurmCommandError as error:
-        raise ServiceNotFound(
-            f"no directory .hetstream/job-{job_id} here, and Slurm does not say where job {job_id} was submitted "
-            f"({error.argv[0]}: {error.reason}): run this there, or give the path of that directory"
-        ) from error
-
-
 def _restarts(path: Path, job_id: str) -> int:
     parts = re.fullmatch(rf"job-{job_id}(?:-restart-(\d+))?", path.name)
     return int(parts[1] or 0) if parts else -1
-
-
-def _no_job(job_id: str) -> Path:
-    raise ServiceNotFound(
-        f"no directory .hetstream/job-{job_id} here or where the job was submitted: give the path of that directory, "
-        "or is this a job without data workers?"
-    )
 
 
 def _is_own(path: Path) -> bool:

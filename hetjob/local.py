@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from hetjob.master.state import MasterState, Phase
 from hetjob.ports import Child
 from hetjob.processes import next_signal, signals_held, start_child
 from hetjob.service import Service, read_summary
+from hetjob.temporary import temporary_directory
 from hetstream.base.private import make_private
 
 _READY_LIMIT_S = 30.0
@@ -112,8 +112,8 @@ def run_local(
         if config.data_workers == 0:
             program = _start_program(config, dict(environ) | dict(hook_environment(None, environ)))
             return LocalResult(_attend(program, None))
-        with tempfile.TemporaryDirectory(prefix="hetstream-") as name:
-            return _run_with_service(config, environ, hook_environment, Path(name))
+        with temporary_directory() as directory:
+            return _run_with_service(config, environ, hook_environment, directory)
 
 
 def _not_found(name: str) -> ProgramNotFound:

@@ -56,12 +56,12 @@ def _elastic_lines(status: Status) -> list[str]:
 
 
 def _loader_cells(row: LoaderStatus) -> list[Cell]:
-    number = f" loader {row.ordinal}" if row.ordinal else ""
+    number = f" loader {row.ordinal}" if row.ordinal and not row.title else ""
     of = f"/{row.num_steps:,}" if row.num_steps >= 0 else ""
     reads = row.epoch >= 0
     waits = RED if row.wait_share >= _WAITS_MUCH else YELLOW if row.wait_share >= _WAITS_SOME else ""
     return [
-        (f"{row.job} rank {row.rank}/{row.world_size}{number}", ""),
+        (f"{row.title or row.job} rank {row.rank}/{row.world_size}{number}", ""),
         (row.host, ""),
         (str(row.epoch) if reads else "-", ""),
         (f"{row.step:,}{of}" if reads else "-", ""),

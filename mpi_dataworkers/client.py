@@ -71,7 +71,7 @@ from mpi_dataworkers.messages import (
     StepsLost,
     UnknownPeer,
 )
-from mpi_dataworkers.naming import LoaderName
+from mpi_dataworkers.naming import LoaderName, title_of
 from mpi_dataworkers.reorder import ReorderBuffer
 from mpi_dataworkers.transports.base import ReceivedBatch, Reconnected
 from mpi_dataworkers.window import MAX_STEPS, StepSize, Window
@@ -358,6 +358,7 @@ class ServiceClient:
             divides=name.divides,
             trainer=_trainer_name(),
             interpreter=this_interpreter(),
+            title=title_of(identity, name, options.description),
         )
         self._lock = threading.Lock()
         self._news = _News()

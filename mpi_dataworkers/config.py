@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.installed import install_command
 from mpi_dataworkers.errors import ConfigError
 
 DEFAULT_BUFFER_BYTES = 512 << 20
@@ -233,7 +234,7 @@ def compression_from_environment(environ: Mapping[str, str] = os.environ) -> boo
     if value not in ("none", "zstd"):
         raise ConfigError(f"environment variable HETSTREAM_COMPRESSION={value!r}: must be none or zstd")
     if value == "zstd" and importlib.util.find_spec("zstandard") is None:
-        raise ConfigError("HETSTREAM_COMPRESSION=zstd needs the zstandard library: pip install 'hetstream[zstd]'")
+        raise ConfigError(f"HETSTREAM_COMPRESSION=zstd needs the zstandard library: {install_command('zstd')}")
     return value == "zstd"
 
 

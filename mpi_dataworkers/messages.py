@@ -252,6 +252,7 @@ class RegisterConsumer(Message, frozen=True):
         description: compared between programs of one job name.
         trainer: random name of its process; the loaders of one process have the same.
         interpreter: of its process.
+        title: what a person knows it by.
     """
 
     job_name: str
@@ -268,6 +269,7 @@ class RegisterConsumer(Message, frozen=True):
     divides: bool = False
     trainer: str = ""
     interpreter: Interpreter = Interpreter()
+    title: str = ""
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -757,6 +759,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         totals: since the loader was made.
         step_s: time of the training loop for a step without its waits for data, over the last seconds; 0 without steps.
         step_time_spread: of `step_s` over the ranks of this loader that took steps: (largest - smallest) / mean.
+        title: what a person knows it by, such as `ImageFolder train.py:38`.
     """
 
     job: str
@@ -777,6 +780,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     totals: LoaderStats
     step_s: float = 0.0
     step_time_spread: float = 0.0
+    title: str = ""
 
 
 class PastDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

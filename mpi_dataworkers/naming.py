@@ -17,6 +17,7 @@ from pathlib import PurePath
 
 from mpi_dataworkers.config import Identity
 
+_SITE = {"site-packages", "dist-packages"}
 _OWN_PACKAGES = ("mpi_dataworkers", "hetstream", "hetjob", "slurm_plugin")
 
 
@@ -28,7 +29,7 @@ class LoaderName:
         ordinal: its number among all loaders of the process, in order of making.
         occurrence: its number among those of the same rank, job name and description.
         place: stands for the calls that led to it, and for how often they had before: alike in all ranks.
-        made_at: the innermost of these calls that is not hetstream's own, as `train.py:42`.
+        made_at: the innermost of these calls that is the program's own, as `train.py:42`; not an installed package's.
         divides: each rank gets its share of the data, and the other ranks the rest.
     """
 
@@ -48,26 +49,37 @@ class _Names:
 
     def name(self, identity: Identity, description: Mapping[str, str], divides: bool) -> LoaderName:
         """Name a loader that the caller's caller makes now."""
-        calls = list(_calls())
+        found = list(_calls())
+        calls = [place for place, _ in found]
+        own = [place for place, is_installed in found if not is_installed]
         rank = identity.job_name, identity.rank
         with self._lock:
             ordinal, occurrence, nth = (
                 self._next(key) for key in ("all", (rank, frozenset(description.items())), (rank, tuple(calls)))
             )
         place = hashlib.blake2b(repr((calls, nth)).encode(errors="replace"), digest_size=8).hexdigest()
-        return LoaderName(ordinal, occurrence, place, calls[0] if calls else "", divides)
+        return LoaderName(ordinal, occurrence, place, (own or calls or [""])[0], divides)
 
     def _next(self, key: Hashable) -> int:
         self._counts[key] += 1
         return self._counts[key] - 1
 
 
-def _calls() -> Iterator[str]:
-    """Where the program is, innermost call first, without hetstream's own calls."""
+def title_of(identity: Identity, name: LoaderName, description: Mapping[str, str]) -> str:
+    """What a person knows a loader by: the name that was given to it, the class of its dataset and where it is made."""
+    dataset = description.get("dataset", "").rpartition(".")[2]
+    words = (identity.job_name if identity.is_named else "", dataset, name.made_at)
+    return " ".join(word for word in words if word)
+
+
+def _calls() -> Iterator[tuple[str, bool]]:
+    """Where the program is, innermost call first, without hetstream's own calls; and whether that is an installed
+    package."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES:
-            yield f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            path = PurePath(frame.f_code.co_filename)
+            yield f"{path.name}:{frame.f_lineno}", not _SITE.isdisjoint(path.parts)
         frame = frame.f_back  # type: ignore[assignment]
 
 

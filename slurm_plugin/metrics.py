@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from hetstream.base.installed import install_command
 from slurm_plugin.client.model import Node, Partition
 from slurm_plugin.errors import ServeError
 from slurm_plugin.fragmentation import NodeFragmentation
@@ -20,7 +21,7 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise ServeError("metrics need the package prometheus-client. Run: pip install 'hetstream[metrics]'") from error
+    raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
 MB_BYTES = 1024 * 1024
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hetjob.errors import ProgramNotFound
+from hetstream.base.installed import install_command
 from mpi_dataworkers.config import environment_of_python
 from mpi_dataworkers.interpreter import PythonEnvironment
 
@@ -26,7 +27,7 @@ def own_program() -> tuple[str, ...]:
     if not program.exists():
         raise ProgramNotFound(
             f"{program} does not exist: hetstream must be installed in the environment that runs it. "
-            f"Run: {sys.executable} -m pip install hetstream"
+            f"Run: {install_command(python=sys.executable)}"
         )
     return (str(program),)
 

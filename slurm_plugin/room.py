@@ -70,9 +70,13 @@ class Room:
         return mask
 
     def short_alone(self, wanted: int) -> tuple[str, ...]:
-        """The resources of which more of that one alone would let it start on so many nodes."""
+        """The resources of which more of that one alone would let it start on so many nodes.
+
+        GPUs are named last: where more of something else would do, it is that which keeps free GPUs from being used.
+        """
+        ordered = sorted(RESOURCES, key=lambda name: name == "GPUs")
         return tuple(
-            name for name in RESOURCES if name in self.enough and np.count_nonzero(self.enough_but(name)) >= wanted
+            name for name in ordered if name in self.enough and np.count_nonzero(self.enough_but(name)) >= wanted
         )
 
     def short(self) -> tuple[str, ...]:

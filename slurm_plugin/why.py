@@ -118,11 +118,36 @@ class Explainer:
         blockers: list[Blocker] = []
         said = _said_by_slurm(job)
         if said is None:
-            blockers += lacking or [self._in_line(job)]
+            blockers += lacking or [self._held_up_by_component(job) or self._in_line(job)]
+        elif too_large := self._too_large_for_partition(job):
+            blockers += [too_large, said]
         else:
             # Which nodes those are, and what they lack, says more than Slurm's word.
             blockers += [said, *(lacking if said.kind in ("nodes", "constraints") else ())]
         return Explanation(job, shape, tuple(node.name for node in fits), tuple(blockers), self.conversion(job))
+
+    def _too_large_for_partition(self, job: Job) -> Blocker | None:
+        """What no node can hold, where Slurm only says that the partition's configuration does not allow it.
+
+        It accepts such a component of a heterogeneous job, and would refuse it as a job.
+        """
+        if not job.reason.startswith("PartitionConfig"):
+            return None
+        return next((one for one in self._room(shape_of(job), job)[1] if one.kind == "size"), None)
+
+    def _held_up_by_component(self, job: Job) -> Blocker | None:
+        """The component that keeps one which has room from starting: all of them start together."""
+        if job.het is None:
+            return None
+        for other in self._snapshot.jobs:
+            if other.het is None or other.het.het_job_id != job.het.het_job_id or other is job or not other.is_pending:
+                continue
+            _, lacking = self._room(shape_of(other), other)
+            first = self._too_large_for_partition(other) or _said_by_slurm(other) or next(iter(lacking), None)
+            if first is not None:
+                text = f"there is room now, but it starts together with {other.label}, and that waits: {first.text}"
+                return Blocker("component", text, first.next_step or f"hetstream why {other.label}")
+        return None
 
     def conversion(self, job: Job) -> Verdict:
         """Whether data workers would let a pending job start now."""

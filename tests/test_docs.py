@@ -117,3 +117,63 @@ def train(batch):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert int(lines[-1][0]) == 15
     assert len({value for _, value in lines}) == len(lines)
+
+
+def test_the_loop_with_epochs_and_validation_goes_on_in_mid_epoch(tmp_path: Path) -> None:
+    text = (ROOT / "docs/checkpoint.md").read_text()
+    [code] = re.findall(r"```python\n(with FlashCheckpointer[^`]*validation_loader.*?)```", text, re.DOTALL)
+    own = """
+import sys, torch
+from checkpoint import FlashCheckpointer
+from mpi_dataworkers import DataLoader
+num_epochs, dies_at, num_taken = 3, int(sys.argv[1]), 0
+torch.manual_seed(1)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.arange(40.0)[:, None] / 40)
+loader = DataLoader(data, batch_size=4, shuffle=True, seed=1)
+validation_loader = DataLoader(data, batch_size=8)
+def train(batch):
+    global num_taken
+    num_taken += 1
+    if num_taken == dies_at:
+        raise SystemExit(5)
+    optimizer.zero_grad()
+    model(batch[0]).square().mean().backward()
+    optimizer.step()
+def validate(batch):
+    return float(model(batch[0]).square().mean())
+"""
+    (tmp_path / "train.py").write_text(own + code + "print(step, num_taken, state['validated'])\n")
+
+    def run(directory: str, dies_at: int) -> subprocess.CompletedProcess[str]:
+        (tmp_path / directory).mkdir(exist_ok=True)
+        argv = [sys.executable, str(tmp_path / "train.py"), str(dies_at)]
+        return subprocess.run(argv, cwd=tmp_path / directory, capture_output=True, text=True, timeout=120, check=False)
+
+    whole = run("whole", 0)
+    assert whole.returncode == 0, whole.stderr
+    assert "the first checkpoint is saved; from now on every " in whole.stderr
+    assert "(assumed: mtbf_s). FlashCheckpointer(interval=) changes that" in whole.stderr
+    assert run("again", 17).returncode == 5
+    rest = run("again", 0)
+    assert rest.returncode == 0, rest.stderr
+    steps, taken, validated = rest.stdout.split(maxsplit=2)
+    assert (steps, validated) == (whole.stdout.split()[0], whole.stdout.split(maxsplit=2)[2]) != ("0", "[]")
+    assert 13 <= int(taken) < 30, "it did not begin again"
+
+
+def test_the_messages_that_troubleshooting_quotes_are_in_the_source() -> None:
+    """Words in backticks of the first column, but for commands and options."""
+    source = ""
+    for package in ("hetjob", "mpi_dataworkers", "slurm_plugin", "hetstream"):
+        for path in [*(ROOT / package).rglob("*.py"), *(ROOT / package).rglob("*.lua")]:
+            source += re.sub(r'"\n\s*f?"', "", path.read_text())  # of literals that go on in the next line
+    quoted = []
+    for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines():
+        column = line.split("|")[1] if line.startswith("| ") else ""
+        quoted += [text for text in re.findall(r"`([^`]+)`", column) if " " in text and "=" not in text]
+    found = [text for text in quoted if not text.startswith(("hetstream ", "source ", "module:", "conda ", "accelerate "))]
+    assert len(found) > 20
+    for text in found:
+        assert text.partition(" on HOST")[0] in source, text

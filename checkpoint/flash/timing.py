@@ -5,6 +5,7 @@ Called by `FlashCheckpointer.should_save`. Ranks exchange their decisions once a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -12,8 +13,10 @@ from checkpoint.directory import CheckpointDirectory
 from checkpoint.flash.distributed import Communicator, gather
 from checkpoint.flash.stats import Stats
 from checkpoint.generation import Generation
-from checkpoint.policy.interval import Adaptive, Every, FailureHistory, Schedule, agree
+from checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree
 from checkpoint.store_files import SaverStatus
+
+_log = logging.getLogger(__name__)
 
 
 class Timing:
@@ -72,9 +75,23 @@ class Timing:
             decision = schedule.propose(self._due_step, stats.blocked_s, now_s, stats.allocated_s)
             if not isinstance(self._rule, Every) or self._rule.num_steps is None:
                 decision = agree(gather(self._ranks, decision))
+            if schedule.decision.bound_by == "first" and self._ranks.rank == 0:
+                self._say_chosen(decision, schedule.history)
             schedule.adopt(decision, self._due_step, now_s)
             self._due_step = None
         return schedule.is_due(step, now_s, alone=self._ranks.world_size == 1)
+
+    def _say_chosen(self, decision: Decision, history: FailureHistory) -> None:
+        """Say once how often there will be saves and why: the program did not, or only in seconds."""
+        known = ""
+        if decision.bound_by == "failures":
+            known = f" (counted: {history.num_failures} failures)" if history.num_failures else " (assumed: mtbf_s)"
+        _log.warning(
+            "hetstream: the first checkpoint is saved; from now on %s%s. FlashCheckpointer(interval=) changes that: a "
+            "number of steps, Every(seconds=) or Adaptive(max_overhead=, mtbf_s=)",
+            decision.reason,
+            known,
+        )
 
     def note_due(self, step: int) -> None:
         """The program is told to save after this step: the next question learns what that cost."""

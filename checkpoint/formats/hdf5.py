@@ -22,11 +22,12 @@ from checkpoint.generation import Generation
 from checkpoint.layout import TensorSpec, lay_out
 from checkpoint.structure import Record, TensorRef
 from checkpoint.tree import MAX_DEPTH, TENSOR, Node
+from hetstream.base.installed import install_command
 
 try:
     import h5py
 except ImportError as exc:
-    raise ImportError("HDF5 export and import need h5py: pip install 'hetstream[hdf5]'") from exc
+    raise ImportError(f"HDF5 export and import need h5py: {install_command('hdf5')}") from exc
 
 FORMAT, VERSION = "hetstream checkpoints", 1
 # A loader's state has some hundreds of values. These keep a hostile file from filling the memory.

@@ -200,10 +200,11 @@ class _OfLoader(Event, frozen=True, kw_only=True):
     rank: int
     host: str
     pid: int
+    title: str = ""
 
     @property
     def subject(self) -> str:
-        return f"loader job={self.job} rank={self.rank}"
+        return f"loader {self.title or f'job={self.job}'} rank={self.rank}"
 
 
 class LoaderConnected(_OfLoader, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from mpi_dataworkers.faults import reach
 from mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterConsumer
 
 # Also of the messages in it: a release whose `ProvideDefinition` or `LoaderStats` has another form has another number.
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 _DATABASE = "journal.sqlite"
 # SQLite writes its log back into the database after about 4 MiB; the file is cut to this then.
 _MAX_WAL_BYTES = 1 << 20
@@ -35,7 +35,7 @@ _SCHEMA = """
 create table if not exists facts (name text primary key, value text not null);
 create table if not exists definitions (id text, part integer, message blob not null, primary key (id, part));
 create table if not exists loaders (
-  job_name text, ordinal integer, rank integer, pid integer, host text, stats blob not null,
+  job_name text, ordinal integer, rank integer, pid integer, host text, stats blob not null, title text not null,
   primary key (job_name, ordinal, rank, pid, host)
 );
 create table if not exists workers (peer text primary key);
@@ -208,15 +208,16 @@ class Journal:
         """Remember what a loader has delivered so far."""
         key = (consumer.job_name, consumer.ordinal, consumer.rank, consumer.pid, consumer.host)
         blob = msgspec.msgpack.encode(stats)
-        self._database.execute("insert or replace into loaders values (?, ?, ?, ?, ?, ?)", (*key, blob))
+        values = (*key, blob, consumer.title)
+        self._database.execute("insert or replace into loaders values (?, ?, ?, ?, ?, ?, ?)", values)
 
     def loaders(self) -> list[dict[str, str | int | float]]:
         """What every loader has delivered, one flat row each."""
         rows = self._database.execute("select * from loaders order by job_name, ordinal, rank, pid")
         return [
-            {"job_name": name, "ordinal": ordinal, "rank": rank, "pid": pid, "host": host}
+            {"job_name": name, "title": title, "ordinal": ordinal, "rank": rank, "pid": pid, "host": host}
             | msgspec.structs.asdict(msgspec.msgpack.decode(stats, type=LoaderStats))
-            for name, ordinal, rank, pid, host, stats in rows
+            for name, ordinal, rank, pid, host, stats, title in rows
         ]
 
     def close(self) -> None:

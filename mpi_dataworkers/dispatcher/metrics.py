@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from hetstream.base.installed import install_command
 from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status
 
@@ -17,7 +18,7 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise ServiceError("metrics need the package prometheus-client. Run: pip install 'hetstream[metrics]'") from error
+    raise ServiceError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
 Row = TypeVar("Row")
 # Name (a counter's ends in _total), help, value.

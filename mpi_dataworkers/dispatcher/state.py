@@ -723,7 +723,8 @@ def _reason(message: RegisterWorker) -> str:
 
 
 def _who(loader: RegisterConsumer) -> dict[str, Any]:
-    return {"job": loader.job_name, "rank": loader.rank, "host": loader.host, "pid": loader.pid}
+    who = {"job": loader.job_name, "rank": loader.rank, "host": loader.host, "pid": loader.pid}
+    return who | {"title": loader.title}
 
 
 def _smooth(old_s: float, new_s: float) -> float:

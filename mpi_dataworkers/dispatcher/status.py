@@ -119,6 +119,7 @@ def _loader_status(state: DispatcherState, peer: str, consumer: ConsumerRecord, 
         wait_share=_share(waiting),
         totals=stats,
         step_s=step_time_s(steps_per_s, waiting),
+        title=who.title,
     )
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.base.installed import install_command
 from mpi_dataworkers.errors import SourceError
 
 try:
     from PIL import Image
 except ImportError as exc:
-    raise ImportError("mpi_dataworkers.sources.images needs Pillow: pip install 'hetstream[images]'") from exc
+    raise ImportError(f"mpi_dataworkers.sources.images needs Pillow: {install_command('images')}") from exc
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 # Modes whose pixels do not fit 8 bits: Pillow would clip them to white without a word.

@@ -14,13 +14,14 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.base.installed import install_command
 from mpi_dataworkers.errors import ConfigError
 from mpi_dataworkers.generators import makes_sample, sample_generator
 
 try:
     from PIL import Image
 except ImportError as exc:
-    raise ImportError("mpi_dataworkers.sources.transforms needs Pillow: pip install 'hetstream[images]'") from exc
+    raise ImportError(f"mpi_dataworkers.sources.transforms needs Pillow: {install_command('images')}") from exc
 
 _ATTEMPTS = 10
 

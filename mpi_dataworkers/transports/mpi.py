@@ -34,6 +34,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hetstream.base.installed import install_command
 from mpi_dataworkers.codec import Leaf, decode, encode, in_one_piece
 from mpi_dataworkers.errors import ProtocolError, ServiceError
 from mpi_dataworkers.messages import Delivery, Hello, Message
@@ -45,7 +46,7 @@ try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:  # RuntimeError: there is no libmpi
     raise ServiceError(
-        f"batches by MPI need mpi4py and an MPI library: {error}. Run: pip install 'hetstream[mpi]'"
+        f"batches by MPI need mpi4py and an MPI library: {error}. Run: {install_command('mpi')}"
     ) from error
 
 _SCHEME = "mpi:"

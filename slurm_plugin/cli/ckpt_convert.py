@@ -14,6 +14,7 @@ from checkpoint.errors import OptionsError
 from checkpoint.formats.part import FORMATS
 from hetjob.errors import HetstreamError
 from hetjob.table import size_words
+from hetstream.base.installed import install_command
 from hetstream.base.text import printable
 
 EPILOG = """\
@@ -131,7 +132,7 @@ def _convert_weights(source: Source, args: argparse.Namespace) -> dict[str, Any]
     try:
         from checkpoint.flash.convert import check_step, reading, write
     except ImportError as error:
-        raise HetstreamError(f"this conversion needs torch: pip install 'hetstream[torch]' ({error})") from error
+        raise HetstreamError(f"this conversion needs torch: {install_command('torch')} ({error})") from error
     with reading(source, args.step, args.under or "") as content:
         check_step(content, args.to, args.as_step)
         tensors = content.tensors

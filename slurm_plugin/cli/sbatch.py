@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hetjob.directives import is_own
 from hetjob.errors import UsageError
 from hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
 from hetjob.spec import OPTIONS
+from hetjob.temporary import temporary_directory
 from slurm_plugin.client.run import become
 from slurm_plugin.client.slurm import CommandSlurm, run_sbatch
 from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, options_behind
@@ -96,8 +96,8 @@ def _read_script(rest: Sequence[str], given: SbatchOptions) -> tuple[bytes | Non
 
 def _submit(conversion: Conversion, name: str, options: Sequence[SbatchOption], arguments: Sequence[str]) -> int:
     """Give the script to sbatch under its own name, from a directory that only lives as long as sbatch runs."""
-    with tempfile.TemporaryDirectory(prefix="hetstream-") as directory:
-        path = Path(directory, name)
+    with temporary_directory() as directory:
+        path = directory / name
         path.write_bytes(conversion.script)
         plan = conversion.plan
         if plan is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hetjob.errors import UsageError
-from hetjob.find_service import find_address_file
+from hetjob.find_service import check_running, find_address_file
 from hetjob.top import render
 
 EPILOG = """\
@@ -24,7 +24,7 @@ held up elsewhere.
 
 examples:
   hetstream top                         the only service of this directory or host
-  hetstream top 8123                    a Slurm job, from where it was submitted or where squeue knows it
+  hetstream top 8123                    a Slurm job, from where it was submitted, or anywhere as long as Slurm knows it
   hetstream top --once --json 8123      for scripts
 
 exit codes:
@@ -56,15 +56,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def add_service_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that name a service."""
-    parser.add_argument("job", nargs="?", metavar="JOB", help="Slurm job id, or a job's directory")
+    parser.add_argument(
+        "job", nargs="?", metavar="JOB", help="job id, also of a component or companion; or a job's directory"
+    )
     parser.add_argument("--service", metavar="file:FILE", help="address file of a dispatcher (or HETSTREAM_SERVICE)")
 
 
 def address_file_of(args: argparse.Namespace) -> Path:
     """Address file of the service that these arguments name."""
-    from slurm_plugin.client.slurm import CommandSlurm
+    from slurm_plugin.client.job_place import job_place
 
-    return find_address_file(args.job, args.service, os.environ, Path.cwd(), CommandSlurm().working_directory)
+    return find_address_file(args.job, args.service, os.environ, Path.cwd(), lambda job: job_place(job, os.environ))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.interval <= 0:
         raise UsageError(f"--interval {args.interval:g}: must be more than 0")
     path = address_file_of(args)
+    check_running(path)
     terminal = sys.stdout.isatty()
     once = args.once or not terminal
     color = terminal and not os.environ.get("NO_COLOR")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +16,17 @@ from pathlib import Path
 
 from hetjob.errors import SlurmCommandError
 from hetjob.ports import Child, Cluster, MarkedJob
-from hetjob.processes import start_child
+from hetjob.processes import next_signal, signals_held, start_child
 from slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
 from slurm_plugin.client.read import CommandReader, release_of
 from slurm_plugin.client.retry import with_retries
 from slurm_plugin.client.run import EXIT_NOT_FOUND, run_slurm
+
+# Signals that end a program which waits for sbatch; and how long a wake-up that was missed costs.
+_HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LOOK_S = 5.0
 
 # Variables that say which job this is, which start of it, and how to reach its controller. Every other SLURM_ variable
 # describes the surrounding batch script or step, and srun would take it as an option of the new step.
@@ -179,12 +182,6 @@ class CommandSlurm:
         """What Slurm's commands say that they are, such as `slurm-wlm 22.05.8`."""
         return run_slurm(["scontrol", "--version"], env=self._environ).stdout.strip()
 
-    def working_directory(self, job_id: str) -> Path:
-        """Where a job was submitted, or its `--chdir`; known for as long as squeue shows the job."""
-        argv = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%Z"]
-        shown = run_slurm(argv, env=self._environ, hint="Check: squeue --me").stdout.split("\n")[0]
-        return Path(shown)
-
     def living_jobs(self) -> dict[str, str]:
         """The jobs of this user that are not over: id of each (of array tasks and components, their own) and state."""
         return self._reader.living_jobs(os.geteuid())
@@ -274,22 +271,24 @@ def submit_script(words: Sequence[str], environ: Mapping[str, str], cwd: str) ->
 def run_sbatch(words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run sbatch on this process's own standard streams and return its exit code.
 
-    There is no deadline: with `--wait` it runs as long as the job. 128 + N when signal N ended it, as in a shell.
+    There is no deadline: with `--wait` it runs as long as the job. 128 + N when signal N ended it, as in a shell. A
+    signal that this process alone gets is handed on, and if this process is killed, sbatch ends too.
 
     Raises:
         SlurmCommandError: sbatch could not be started.
     """
     argv = ["sbatch", *words]
-    try:
-        process = subprocess.Popen(argv, env=dict(environ))
-    except OSError as exc:
-        advice = "Run this where Slurm's commands are installed"
-        raise SlurmCommandError(argv, EXIT_NOT_FOUND, "", exc.strerror or str(exc), advice) from exc
-    while True:
+    with signals_held(_HANDED_ON):
         try:
-            returncode = process.wait()
-        except KeyboardInterrupt:
-            continue  # the terminal has told sbatch too: how it ends is its own decision
+            process = start_child(argv, env=environ, foreground=True)
+        except OSError as exc:
+            advice = "Run this where Slurm's commands are installed"
+            raise SlurmCommandError(argv, EXIT_NOT_FOUND, "", exc.strerror or str(exc), advice) from exc
+        while (returncode := process.poll()) is None:
+            received = next_signal(_HANDED_ON, _LOOK_S)
+            # si_code above 0: from the kernel, that is from the terminal, which has told sbatch too.
+            if received is not None and received.si_code <= 0:
+                process.send_signal(received.si_signo)
         return returncode if returncode >= 0 else 128 - returncode
 
 

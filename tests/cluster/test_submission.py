@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hetjob.errors import SlurmCommandError
 from slurm_plugin.client.slurm import CommandSlurm
 
 HETSTREAM = Path(sys.executable).with_name("hetstream")
@@ -36,6 +37,16 @@ def test_wait_returns_the_scripts_exit_code(devcluster: Any) -> None:
     output = (directory / f"slurm-{job_id}.out").read_text()
     assert output == f"file:{directory}/.hetstream/job-{job_id}/address\n"
     assert "JobName=job.sbatch" in devcluster.run(["scontrol", "show", "job", job_id]).stdout
+
+    def told(*words: str) -> str:
+        """From another directory, by the number of a component."""
+        return devcluster.run([str(HETSTREAM), *words]).stdout
+
+    assert f"job-{job_id} (job.sbatch) has ended: no loader connected" in told("summary", f"{job_id}+1")
+    own_number = str(int(job_id) + 1)  # of component 1
+    assert told("logs", "--path", own_number, "master") == f"{directory}/.hetstream/job-{job_id}/master.log\n"
+    with pytest.raises(SlurmCommandError, match="has ended"):
+        told("top", job_id)
 
 
 @pytest.mark.parametrize("directive", ["", DIRECTIVE])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hetjob.errors import ServiceNotFound, UsageError
-from hetjob.find_service import find_address_file
+from hetjob.find_service import JobPlace, check_running, find_address_file, find_directory
 from hetjob.top import render
 from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStats, LoaderStatus, PastDecision, Status
 
@@ -68,7 +68,7 @@ def test_a_service_without_anybody() -> None:
     assert "-" in render(status([loader(0, epoch=-1)], []), "x")[4].split()
 
 
-def nowhere(job_id: str) -> Path:
+def nowhere(job_id: str) -> JobPlace:
     raise UsageError(f"Slurm does not know {job_id}")
 
 
@@ -105,5 +105,42 @@ def test_a_service_is_found_by_name_number_directory_or_alone(tmp_path: Path, mo
         find("x")
     with pytest.raises(UsageError, match="Slurm does not know 99"):
         find("99")
-    with pytest.raises(ServiceNotFound, match="job-99"):
-        find_address_file("99", None, {}, tmp_path, lambda _: tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("PENDING", "job 99 is pending: it has a directory when it starts. See: hetstream why 98"),
+        ("RUNNING", "no directory .hetstream/job-98 in /x, where job 99 works: give the path"),
+        ("COMPLETED", "where job 99 works (COMPLETED): give the path of that directory"),
+    ],
+)
+def test_a_job_without_a_directory_is_told_by_what_slurm_knows(tmp_path: Path, state: str, said: str) -> None:
+    with pytest.raises(ServiceNotFound) as told:
+        find_directory("99", tmp_path, lambda _: JobPlace("98", Path("/x"), state))
+    assert said in str(told.value)
+
+
+def test_any_number_of_a_job_names_it_from_any_directory(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    directory = there / ".hetstream" / "job-98"
+    directory.mkdir(parents=True)
+    asked = []
+
+    def ask(job: str) -> JobPlace:
+        asked.append(job)
+        return JobPlace("98", there, "COMPLETED")
+
+    for number in ("98", "98+1", "99", "98_4"):
+        assert find_directory(number, tmp_path, ask) == directory
+    assert asked == ["98", "98+1", "99", "98_4"]
+    assert find_directory("98+1", there, nowhere) == directory, "from there nobody is asked"
+
+
+def test_a_job_that_has_ended_is_said_to_have(tmp_path: Path) -> None:
+    check_running(tmp_path / "address")  # whether it will come, nobody knows
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ServiceNotFound, match=r"has ended\. What it did: hetstream summary /\S+; hetstream logs"):
+        check_running(tmp_path / "address")
+    (tmp_path / "address").touch()
+    check_running(tmp_path / "address")

@@ -186,7 +186,7 @@ def test_a_data_worker_follows_once_and_only_where_it_can(address_file: Path, ca
 
 def run(directory: Path, *words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(HETSTREAM), "run", "--data-workers", "1", "--", *words],
+        [str(HETSTREAM), "run", "--data-workers", "1", "--json", "summary.json", "--", *words],
         cwd=directory, env={**os.environ, **(environ or {})}, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
 
@@ -220,3 +220,6 @@ def test_under_the_hook_what_data_workers_cannot_import_is_made_in_the_trainer(t
     assert f"on {os.uname().nodename}, {sys.prefix}/bin/python" in said
     assert str(this_interpreter()).partition(", ")[2] in said, "the versions"
     assert "10 steps, 40 samples, all of them made in the trainer" in done.stderr
+    (loader,) = json.loads((tmp_path / "summary.json").read_text())["loaders"]
+    line = next(number for number, text in enumerate(program.splitlines(), 1) if text.startswith("for batch in"))
+    assert loader["title"] == f"Numbers train.py:{line}", "where the program iterates, not where torch does"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def test_top_and_events_show_a_running_service(service: Any) -> None:
         next(batches)
         shown = hetstream("top", "--service", service.name)
         assert shown.returncode == 0, shown.stderr
-        assert "shown rank 0/1" in shown.stdout
+        assert re.search(r"^shown Augmented test_top_command\.py:\d+ rank 0/1 ", shown.stdout, re.MULTILINE)
         assert "\x1b" not in shown.stdout, "no terminal, no colours"
         (row,) = json.loads(hetstream("top", "--json", "--once", str(service.address_file.parent)).stdout)["loaders"]
         assert (row["job"], row["epoch"], row["num_steps"]) == ("shown", 0, 16)

@@ -213,7 +213,7 @@ def test_every_verb_has_a_page_and_a_completion(machine: Machine) -> None:
 
     assert complete("con") == {"convert"}
     assert complete("frag", "--js") == {"--json"}
-    assert complete("sbatch", "--data-worker-p") == {"--data-worker-partition"}
+    assert complete("sbatch", "--data-worker-pa") == {"--data-worker-partition"}
     assert {"up", "down", "exec"} <= complete("devcluster", "")
     assert complete("devcluster", "--lua") == {"--lua-plugins"}
 

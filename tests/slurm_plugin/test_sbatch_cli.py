@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,7 @@ print("Submitted batch job 17")
 print("sbatch: a warning", file=sys.stderr)
 sys.exit(int(os.environ.get("SBATCH_RC", 0)))
 """
+WAITING_SBATCH = '#!/bin/sh\necho $$ > "$RECORD.new"; mv "$RECORD.new" "$RECORD"\nexec sleep 600\n'
 SINFO = '#!/bin/sh\nprintf "gpu*\\ncpu\\n"\n'
 SCONTROL = '#!/bin/sh\necho "SchedulerType           = ${SCHEDULER:-sched/backfill}"\n'
 
@@ -291,3 +294,42 @@ def test_a_script_that_uses_its_arguments_gets_them_all(shell: Shell, use: str) 
     words = shell.given()["words"]
     assert isinstance(words, list)
     assert words[1:] == ["--parsable", "-t", "5"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_while_it_waits_ends_sbatch_and_leaves_nothing(
+    shell: Shell, name: str, wait_until: Callable[..., None]
+) -> None:
+    place = shell.directory / "tmp"
+    place.mkdir()
+    (shell.directory / "tools" / "sbatch").write_text(WAITING_SBATCH)
+    program = Path(sys.executable).with_name("hetstream")
+    environ = shell.environ | {"TMPDIR": str(place)}
+    with subprocess.Popen([program, "sbatch", "--wait", "train.sbatch"], cwd=shell.directory, env=environ) as waiting:
+        wait_until(shell.record.exists, timeout_s=30, what="sbatch")
+        (directory,) = place.iterdir()
+        assert (directory / "train.sbatch").exists()
+        waiting.send_signal(signal.Signals[name])
+        assert waiting.wait(timeout=30) == 128 + signal.Signals[name]
+    assert list(place.iterdir()) == []
+    assert not Path(f"/proc/{shell.record.read_text().strip()}").exists(), "sbatch is no orphan"
+
+
+def test_sbatch_ends_with_a_hetstream_that_is_killed_and_the_next_one_cleans_up(
+    shell: Shell, wait_until: Callable[..., None]
+) -> None:
+    place = shell.directory / "tmp"
+    place.mkdir()
+    real = (shell.directory / "tools" / "sbatch").read_text()
+    (shell.directory / "tools" / "sbatch").write_text(WAITING_SBATCH)
+    program = Path(sys.executable).with_name("hetstream")
+    environ = shell.environ | {"TMPDIR": str(place)}
+    with subprocess.Popen([program, "sbatch", "--wait", "train.sbatch"], cwd=shell.directory, env=environ) as waiting:
+        wait_until(shell.record.exists, timeout_s=30, what="sbatch")
+        waiting.kill()
+    pid = shell.record.read_text().strip()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), timeout_s=30, what="the end of sbatch")
+    assert list(place.iterdir())
+    (shell.directory / "tools" / "sbatch").write_text(real)
+    assert shell.run("sbatch", "train.sbatch", TMPDIR=str(place)).returncode == 0
+    assert list(place.iterdir()) == []

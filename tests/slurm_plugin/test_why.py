@@ -51,7 +51,7 @@ def kinds(found: Explanation) -> list[str]:
 
 def test_one_resource_is_lacking() -> None:
     found = explain(pending(8), node("g0", 4, 4), node("g1", 16, 0))
-    assert kinds(found) == ["GPUs", "CPUs"]  # either would do: g1 lacks GPUs alone, g0 CPUs alone
+    assert kinds(found) == ["CPUs", "GPUs"]  # either would do: g1 lacks GPUs alone, g0 CPUs alone
     found = explain(pending(8), node("g0", 4, 4), node("g1", 0, 0))
     assert kinds(found) == ["CPUs"]
     assert found.blockers[0].text == (
@@ -66,7 +66,7 @@ def test_causes_are_all_the_resources_of_which_more_would_do() -> None:
         partitions = (Partition("gpu", ()), Partition("cpu", ()))
         return Explainer(Snapshot(NOW_S, "22.05.8", "test", (job, *others), nodes, partitions)).causes(job)
 
-    assert causes(pending(8), node("g0", 4, 4), node("g1", 16, 0)) == ("GPUs", "CPUs")
+    assert causes(pending(8), node("g0", 4, 4), node("g1", 16, 0)) == ("CPUs", "GPUs")
     assert causes(pending(8), node("g0", 4, 4), node("g1", 0, 0)) == ("CPUs",)
     assert causes(pending(8, num_nodes=2), node("g0", 8, 4), node("g1", 2, 4)) == ("CPUs",)
     assert causes(pending(32), node("g0", 16, 4)) == ("size",)
@@ -100,6 +100,37 @@ def test_what_no_node_can_give() -> None:
     found = explain(pending(4, 1, num_nodes=2), node("g0", 16, 4), drained)
     assert kinds(found) == ["nodes"]
     assert "g1 is out of use" in found.blockers[0].text
+
+
+def component(offset: int, cpus: int, reason: str, partition: str) -> Job:
+    of = HetComponent(70, offset)
+    return pending(cpus, 0, job_id=70 + offset, reason=reason, partitions=(partition,), het=of)
+
+
+def test_a_component_that_no_node_can_hold_is_said_to_be_and_holds_up_the_others() -> None:
+    """Slurm accepts it, and says no more than PartitionConfig."""
+    trainer, workers = component(0, 2, "Resources", "gpu"), component(1, 64, "PartitionConfig", "cpu")
+    nodes = (node("g0", 16, 4), replace(node("c0", 16, 0), partitions=("cpu",)))
+    found = explain(workers, *nodes, others=(trainer,))
+    assert kinds(found) == ["size", "limit"]
+    assert "it needs 1 node(s) with 64 CPU(s)" in found.blockers[0].text
+    held_up = explain(trainer, *nodes, others=(workers,))
+    assert kinds(held_up) == ["component"]
+    assert "it starts together with 70+1, and that waits: it needs 1 node(s) with 64 CPU(s)" in held_up.blockers[0].text
+    small = replace(workers, num_cpus=4, cpus_per_task=4, memory_mb=4, reason="Resources")
+    assert kinds(explain(trainer, *nodes, others=(small,))) != ["component"]
+
+
+def test_beside_stranded_gpus_a_job_waits_for_what_strands_them() -> None:
+    """One node has GPUs and no CPUs, the other CPUs and no GPUs."""
+    found = explain(pending(8, 1), node("g0", 2, 4), node("g1", 16, 0))
+    assert kinds(found) == ["CPUs", "GPUs"]
+    assert "of 1 node(s) with enough" in found.blockers[0].text
+
+
+def test_after_a_requeue_nobody_is_told_of_a_begin_option_alone() -> None:
+    found = explain(pending(reason="BeginTime"), node("g0", 16, 4))
+    assert "or it was requeued" in found.blockers[0].text
 
 
 def test_node_lists_and_features_count() -> None:

@@ -18,6 +18,17 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _install_command() -> str:
+    """By the file itself: hetstream cannot be imported here."""
+    parts = (os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "hetstream", "base", "installed.py")
+    spec = importlib.util.spec_from_file_location("_hetstream_installed", os.path.realpath(os.path.join(*parts)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.install_command(python=sys.executable))
+
+
 if os.environ.get("HETSTREAM_HOOK") == "1":
     try:
         from mpi_dataworkers.hook.patch import install
@@ -25,7 +36,7 @@ if os.environ.get("HETSTREAM_HOOK") == "1":
         if importlib.util.find_spec("torch") is not None:
             print(
                 f"hetstream: not installed for {sys.executable}; its DataLoaders stay local. "
-                f"Install it there: {sys.executable} -m pip install hetstream",
+                f"Install it there: {_install_command()}",
                 file=sys.stderr,
             )
     else:

@@ -1,0 +1,84 @@
+"""Which directories of jobs in `.hetstream` are old and of no use any more. Reads; `remove` alone changes something."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetjob.temporary import remove_tree
+from hetstream.base.files import Directory
+
+_NAME = re.compile(r"job-(\d+)(?:-restart-\d+)?")
+
+
+@dataclass(frozen=True)
+class JobLeft:
+    """The directory that a job has left.
+
+    Attributes:
+        path: of the directory.
+        job_id: of the job.
+        newest_s: when something in it changed last, in seconds since the epoch.
+        num_bytes: of its files.
+        why_kept: why it must stay; "" if it may go when it is old enough.
+    """
+
+    path: Path
+    job_id: str
+    newest_s: float
+    num_bytes: int
+    why_kept: str = ""
+
+
+def jobs_left(submit_dir: Path, living: Collection[str]) -> list[JobLeft]:
+    """What jobs that were submitted from a directory have left, the oldest first.
+
+    Args:
+        submit_dir: that has `.hetstream`.
+        living: ids of the jobs that are not over.
+    """
+    place = submit_dir / ".hetstream"
+    found = []
+    for path in sorted(place.glob("job-*")):
+        name = _NAME.fullmatch(path.name)
+        if name is not None and stat.S_ISDIR(path.lstat().st_mode):
+            found.append(_look_at(path, name[1], living))
+    return sorted(found, key=lambda one: one.newest_s)
+
+
+def _look_at(path: Path, job_id: str, living: Collection[str]) -> JobLeft:
+    status = path.lstat()
+    if status.st_uid != os.geteuid():
+        return JobLeft(path, job_id, status.st_mtime, 0, f"it is user {status.st_uid}'s")
+    facts = [status, *_files(path)]
+    newest_s = max(one.st_mtime for one in facts)
+    num_bytes = sum(one.st_size for one in facts if stat.S_ISREG(one.st_mode))
+    return JobLeft(path, job_id, newest_s, num_bytes, "its job is not over" if job_id in living else "")
+
+
+def _files(path: Path) -> Iterator[os.stat_result]:
+    for entry in os.scandir(path):
+        status = entry.stat(follow_symlinks=False)
+        yield status
+        if stat.S_ISDIR(status.st_mode):
+            yield from _files(Path(entry.path))
+
+
+def remove(left: JobLeft) -> None:
+    """Remove it, and `.hetstream` if nothing else is in it.
+
+    Raises:
+        UntrustedFile: something in it is another user's.
+        OSError: it cannot be removed.
+    """
+    place = left.path.parent
+    with Directory.open(place) as outer:
+        outer.check_own()
+        remove_tree(outer, left.path.name)
+        is_last = not outer.names()
+    if is_last:
+        place.rmdir()

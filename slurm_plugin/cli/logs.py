@@ -1,0 +1,100 @@
+"""`hetstream logs`: what the parts of a job wrote, while it runs and when it is over."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from hetjob.errors import UsageError
+from hetjob.find_service import find_directory
+from hetstream.base.files import Directory
+from hetstream.base.text import printable
+from slurm_plugin.cli.output import EXIT_CODES
+from slurm_plugin.client.job_place import job_place
+
+_MAX_BYTES = 256 << 20
+_DEFAULT_LINES = 20
+
+EPILOG = f"""\
+master.log      what the job master decided and why
+dispatcher.log  which data workers and loaders came and went
+data-worker-N   the data workers of component 1; companion-N: those that joined later
+savers/NODE     the checkpoint savers
+
+examples:
+  hetstream logs 8123                    the last lines of each
+  hetstream logs 8123 master             all of one
+  hetstream logs 8123 --path             where they are
+  hetstream logs .hetstream/job-8123     without Slurm
+
+{EXIT_CODES}"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "logs",
+        help=summary,
+        description="Print the logs of a job's master, dispatcher, data workers and savers. The job may be named by "
+        "any of its numbers, from any directory, as long as Slurm knows it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("job", metavar="JOB", help="job id, also of a component or companion; or a job's directory")
+    parser.add_argument("names", nargs="*", metavar="LOG", help="which; their whole text is printed")
+    parser.add_argument("-n", "--lines", type=int, metavar="N", help=f"last lines of each (default {_DEFAULT_LINES})")
+    parser.add_argument("--path", action="store_true", help="print where the logs are, and nothing of them")
+    parser.set_defaults(run=run)
+
+
+def directory_of(job: str) -> Path:
+    """The directory of the job that a user names."""
+    return find_directory(job, Path.cwd(), lambda one: job_place(one, os.environ))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print them."""
+    if args.lines is not None and args.lines < 1:
+        raise UsageError(f"--lines {args.lines}: at least 1")
+    directory = directory_of(args.job)
+    logs = list(_logs(directory))
+    if not logs:
+        raise UsageError(f"no log in {directory}: the job has not started, or had no data workers and no savers")
+    chosen = [one for one in logs if not args.names or any(_is_called(one, name) for name in args.names)]
+    if not chosen:
+        known = ", ".join(str(one.relative_to(directory).with_suffix("")) for one in logs)
+        raise UsageError(f"no log {' or '.join(map(repr, args.names))} in {directory}. It has: {known}")
+    if args.path:
+        print("\n".join(map(str, chosen)))
+        return 0
+    num_lines = args.lines or (None if args.names else _DEFAULT_LINES)
+    for place, path in enumerate(chosen):
+        if len(chosen) > 1:
+            print(f"{chr(10) if place else ''}==> {path} <==")
+        for line in _last_lines(path, num_lines):
+            print(line)
+    sys.stdout.flush()
+    return 0
+
+
+def _logs(directory: Path) -> Iterator[Path]:
+    """The logs of a job, its master's first."""
+    found = [path for path in directory.glob("*.log") if path.is_file()]
+    order = {"master.log": 0, "dispatcher.log": 1}
+    yield from sorted(found, key=lambda path: (order.get(path.name, 2), len(path.name), path.name))
+    yield from sorted((directory / "savers").glob("*.log"))
+
+
+def _is_called(path: Path, name: str) -> bool:
+    return name in (path.name, path.stem, f"{path.parent.name}/{path.stem}")
+
+
+def _last_lines(path: Path, num_lines: int | None) -> list[str]:
+    """The last lines, or all, as they can be shown on a terminal."""
+    with Directory.open(path.parent) as directory:
+        lines = directory.read(path.name, _MAX_BYTES).decode(errors="replace").splitlines()
+    kept = lines if num_lines is None else lines[-num_lines:]
+    return [printable(line) for line in kept]

@@ -1,0 +1,116 @@
+"""`hetstream summary`: what the loaders of an ended job took, who made it, and what the elastic controller did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetjob.ended_job import SUMMARY_FILE, ended_of
+from hetjob.errors import ServiceNotFound
+from hetjob.service import summary_line
+from hetjob.table import Cell, duration_words, size_words, table
+from hetstream.base.files import Directory
+from hetstream.base.text import printable
+from mpi_dataworkers.errors import ServiceError
+from slurm_plugin.cli.logs import directory_of
+from slurm_plugin.cli.output import EXIT_CODES
+
+_MAX_BYTES = 64 << 20
+_HEAD = ("LOADER", "RANK", "HOST", "EPOCHS", "STEPS", "SAMPLES", "BYTES", "WAITED", "LOCAL", "LEFT OUT")
+_DECISIONS_SHOWN = 10
+
+EPILOG = f"""\
+WAITED is the share of the time inside epochs in which the training loop waited for data; LOCAL are steps that the
+trainer had to make itself.
+
+examples:
+  hetstream summary 8123
+  hetstream summary --json 8123
+  hetstream summary .hetstream/job-8123   without Slurm
+
+{EXIT_CODES}"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "summary",
+        help=summary,
+        description="Print what a job did that has ended: its loaders, its data workers, the changes of their number.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("job", metavar="JOB", help="job id, also of a component or companion; or a job's directory")
+    parser.add_argument("--json", action="store_true", help="the whole record, as it was written")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it."""
+    directory = directory_of(args.job)
+    summary = _read(directory)
+    if args.json:
+        print(json.dumps(summary, indent=1))
+    else:
+        print("\n".join(map(printable, _lines(summary, directory))))
+    return 0
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    try:
+        with Directory.open(directory) as opened:
+            summary = json.loads(opened.read(SUMMARY_FILE, _MAX_BYTES))
+    except FileNotFoundError as error:
+        running = (directory / "address").exists()
+        raise ServiceNotFound(
+            f"no {SUMMARY_FILE} in {directory}: "
+            + ("the job runs; see: hetstream top " if running else "its job master was killed; see: hetstream logs ")
+            + str(directory)
+        ) from error
+    except ValueError as error:
+        raise ServiceError(f"{directory / SUMMARY_FILE} is damaged: {error}") from error
+    if not isinstance(summary, dict):
+        raise ServiceError(f"{directory / SUMMARY_FILE} is no record of a job")
+    return summary
+
+
+def _lines(summary: Mapping[str, Any], directory: Path) -> list[str]:
+    name = summary.get("job_name")
+    lines = [f"{directory.name}{f' ({name})' if name else ''} has ended: {summary_line(summary)}"]
+    loaders = summary.get("loaders", [])
+    if loaders:
+        rows = [_cells(loader) for loader in sorted(loaders, key=lambda one: (one["pid"], one["ordinal"]))]
+        lines += ["", *table(_HEAD, rows, ("LOADER", "HOST"), color=False)]
+    elastic = summary.get("elastic") or {}
+    decisions = elastic.get("decisions", [])
+    if decisions:
+        lines += ["", f"changes of the number of data workers ({len(decisions)}, the last {_DECISIONS_SHOWN}):"]
+        began = decisions[0]["time"]
+        lines += [
+            f"  after {duration_words(one['time'] - began)}: {one['action']} {one['count']}, because {one['reason']}"
+            for one in decisions[-_DECISIONS_SHOWN:]
+        ]
+    ended = ended_of(summary, directory.name, "", 0.0)
+    if ended and ended.advice:
+        lines += ["", f"{ended.advice}: next time --trainer-cpus={ended.needed_cpus}"]
+    return [*lines, "", f"more: hetstream logs {directory}; hetstream events {directory}"]
+
+
+def _cells(loader: Mapping[str, Any]) -> list[Cell]:
+    waited = min(1.0, loader["wait_s"] / loader["elapsed_s"]) if loader["elapsed_s"] > 0 else 0.0
+    texts = (
+        str(loader.get("title") or loader["job_name"]),
+        str(loader["rank"]),
+        str(loader["host"]),
+        f"{loader['epochs']:,}",
+        f"{loader['steps']:,}",
+        f"{loader['samples']:,}",
+        size_words(loader["bytes"]),
+        f"{waited:.0%}",
+        f"{loader['local_steps']:,}",
+        f"{loader['skipped']:,}",
+    )
+    return [(text, "") for text in texts]

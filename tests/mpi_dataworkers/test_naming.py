@@ -1,0 +1,21 @@
+"""What a person knows a loader by."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpi_dataworkers.config import Identity
+from mpi_dataworkers.naming import LoaderName, title_of
+
+
+@pytest.mark.parametrize(
+    ("is_named", "dataset", "made_at", "title"),
+    [
+        (False, "torchvision.datasets.folder.ImageFolder", "train.py:38", "ImageFolder train.py:38"),
+        (True, "__main__.Pictures", "train.py:38", "resnet Pictures train.py:38"),
+        (False, "", "", ""),
+    ],
+)
+def test_a_title(is_named: bool, dataset: str, made_at: str, title: str) -> None:
+    identity = Identity(0, 1, "resnet", is_named)
+    assert title_of(identity, LoaderName(0, 0, "x", made_at, False), {"dataset": dataset}) == title

@@ -1,0 +1,165 @@
+"""`hetstream logs`, `summary` and `clean`: what a job has left, found by any of its numbers, and removed by age."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hetjob.find_service import JobPlace
+from slurm_plugin.client.job_place import job_place, parse_place
+
+HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
+LOADER = {
+    "job_name": "7.2.0123456789ab.ba9876543210", "title": "Pictures train.py:38", "ordinal": 0, "rank": 0, "pid": 9,
+    "host": "gpu0", "epochs": 2, "steps": 1200, "samples": 19200, "bytes": 5_000_000, "wait_s": 1.0, "elapsed_s": 4.0,
+    "local_steps": 30, "skipped": 2,
+}  # fmt: skip
+SUMMARY = {
+    "loaders": [LOADER], "data_workers_seen": 3, "data_workers_replaced": 1, "job_name": "resnet\x1b[2J",
+    "elastic": {"decisions": [{"time": 100.0, "action": "grow", "count": 2, "reason": "it waits"}]},
+}  # fmt: skip
+
+
+class Site:
+    """A directory with a job's, and a PATH whose Slurm knows what a test says."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.tools = place / "tools"
+        self.tools.mkdir()
+        self.job = place / "submitted" / ".hetstream" / "job-7"
+        self.job.mkdir(parents=True)
+        (self.job / "summary.json").write_text(json.dumps(SUMMARY))
+        (self.job / "master.log").write_text("".join(f"line {number}\n" for number in range(30)))
+        (self.job / "data-worker-0.log").write_text("registered \x1b]0;x\x07\n")
+        self.environ = os.environ | {"PATH": f"{self.tools}:/usr/bin:/bin"}
+
+    def tool(self, name: str, text: str) -> None:
+        (self.tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (self.tools / name).chmod(0o755)
+
+    def run(self, *words: str, returncode: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [HETSTREAM, *words], cwd=self.place, env=self.environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == returncode, done.stderr
+        return done
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+# --- where a job is -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "place"),
+    [
+        ("7 7 RUNNING /home/u/my runs\n", JobPlace("7", Path("/home/u/my runs"), "RUNNING")),
+        ("7+1 8 PENDING /w\n7+0 7 PENDING /w\n", JobPlace("7", Path("/w"), "PENDING")),
+        ("33_4 41 COMPLETED /w\n", JobPlace("41", Path("/w"), "COMPLETED")),
+        ("33_[5-9] 33 PENDING /w\n", JobPlace("33", Path("/w"), "PENDING")),
+        ("", None),
+        ("no job\n", None),
+    ],
+)
+def test_where_a_job_is_in_slurms_words(lines: str, place: JobPlace | None) -> None:
+    assert parse_place(lines) == place
+
+
+def test_a_companion_leads_to_its_job_and_accounting_knows_what_squeue_has_forgotten(site: Site) -> None:
+    site.tool("squeue", 'case "$*" in *%k*) echo "hets:trainer=7 hets:start=7.0";; *) echo "12 12 RUNNING /w";; esac')
+    assert job_place("12", site.environ) == JobPlace("7", Path("/w"), "RUNNING")
+    site.tool("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    site.tool("sacct", 'echo "7+0 7 CANCELLED by 1000 /w"; echo "7+1 8 CANCELLED by 1000 /w"')
+    assert job_place("8", site.environ) == JobPlace("7", Path("/w"), "CANCELLED")
+
+
+# --- what it left ---------------------------------------------------------------------------------------------------
+
+
+def test_the_logs_of_a_job_from_any_directory(site: Site) -> None:
+    site.tool("squeue", f'case "$*" in *%k*) ;; *) echo "7+1 8 COMPLETED {site.job.parents[1]}";; esac')
+    shown = site.run("logs", "8").stdout
+    assert shown.startswith(f"==> {site.job / 'master.log'} <==\nline 10\n")
+    assert shown.endswith("<==\nregistered \\x1b]0;x\\x07\n"), "what a log holds does nothing to a terminal"
+    assert site.run("logs", "8", "master").stdout.splitlines()[0] == "line 0"
+    assert site.run("logs", "-n", "1", "7+1", "master.log").stdout == "line 29\n"
+    assert site.run("logs", "--path", "7", "data-worker-0").stdout == f"{site.job / 'data-worker-0.log'}\n"
+    wrong = site.run("logs", "8", "nothing", returncode=2).stderr
+    assert "no log 'nothing'" in wrong
+    assert "It has: master, data-worker-0" in wrong
+
+
+def test_the_summary_of_a_job_is_for_people(site: Site) -> None:
+    shown = site.run("summary", str(site.job)).stdout
+    assert "job-7 (resnet\\x1b[2J) has ended: 1 loader(s), 1200 steps" in shown
+    assert "Pictures train.py:38" in shown
+    assert "ba9876543210" not in shown
+    row = next(line for line in shown.splitlines() if line.startswith("Pictures"))
+    assert row.split()[2:] == ["0", "gpu0", "2", "1,200", "19,200", "5.0", "MB", "25%", "30", "2"]
+    assert "grow 2, because it waits" in shown
+    assert json.loads(site.run("summary", "--json", str(site.job)).stdout) == SUMMARY
+    (site.job / "summary.json").unlink()
+    assert "its job master was killed; see: hetstream logs" in site.run("summary", str(site.job), returncode=1).stderr
+    (site.job / "address").touch()
+    assert "the job runs; see: hetstream top" in site.run("summary", str(site.job), returncode=1).stderr
+
+
+def test_what_old_jobs_left_goes_by_age_and_only_when_told(site: Site) -> None:
+    old_s = time.time() - 20 * 86400
+    submitted = site.job.parents[1]
+
+    def make(name: str, age_s: float) -> Path:
+        directory = submitted / ".hetstream" / name
+        (directory / "savers").mkdir(parents=True)
+        for path in (directory / "savers" / "gpu0.log", directory / "savers", directory):
+            path.touch()
+            os.utime(path, (age_s, age_s))
+        return directory
+
+    old, alive = make("job-5-restart-1", old_s), make("job-6", old_s)
+    other = make("notes", old_s)
+    reader = "slurm_plugin.client.read.CommandReader.living_jobs"
+    words = [sys.executable, "-c", f"""
+import sys
+from unittest import mock
+from slurm_plugin.cli import main
+with mock.patch("{reader}", return_value={{"6": "RUNNING"}}):
+    sys.exit(main(sys.argv[1:]))
+""", "clean", str(submitted)]  # fmt: skip
+
+    def clean(*more: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run([*words, *more], capture_output=True, text=True, check=True, cwd=site.place)
+        return done
+
+    dry = clean()
+    assert [line.split(": ")[1] for line in dry.stdout.splitlines()] == [
+        "would be removed", "kept (its job is not over)", "kept (younger than 14d)"
+    ]  # fmt: skip
+    assert "1 of 3 directories" in dry.stderr
+    assert old.exists()
+    assert "0 of 3 directories" in clean("--older-than", "30d").stderr
+    rows = json.loads(clean("--remove", "--json").stdout)["directories"]
+    assert [row["done"] for row in rows] == ["removed", "kept", "kept"]
+    assert not old.exists()
+    assert alive.exists()
+    assert other.exists(), "not a job's"
+    assert site.job.exists()
+    assert site.run("clean", "--older-than", "soon", returncode=2).stderr.count("such as 30d") == 1
+
+
+def test_nothing_is_removed_while_slurm_does_not_answer(site: Site) -> None:
+    site.tool("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    for path in (site.job, *site.job.iterdir()):
+        os.utime(path, (0, 0))
+    site.run("clean", "--remove", str(site.job.parents[1]), returncode=1)
+    assert site.job.exists()

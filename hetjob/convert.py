@@ -294,19 +294,23 @@ def _max_mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> float | None:
 
 
 def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: Cluster, name: str) -> None:
-    """Refuse a data worker that no node could hold. Features and reservations are left to Slurm."""
+    """Refuse data workers that no node, or not all nodes together, could hold. The rest is left to Slurm: features, say."""
     limits = _limits_of(partition, cluster)
     nodes = [node for one in limits for node in one.nodes]
-    needed_mb = worker_mb or 0.0
-    if not nodes or any(one.cpus >= spec.data_worker_cpus and one.memory_mb >= needed_mb for one in nodes):
+    room = sum(node.holds(spec.data_worker_cpus, worker_mb or 0.0) for node in nodes)
+    if not nodes or room >= max(1, spec.data_workers_min):
         return
-    largest = max(nodes, key=lambda one: (one.cpus, one.memory_mb))
     asked = f"{spec.data_worker_cpus} CPUs" + (f" and {memory_words(worker_mb)}" if worker_mb else "")
+    largest = max(nodes, key=lambda one: (one.cpus, one.memory_mb))
+    what = (
+        f"{spec.data_workers_min} data workers of {asked} do not fit into partition {partition}: it holds {room}"
+        if room
+        else f"a data worker of {asked} fits no node of partition {partition}: the largest has {largest.cpus} CPUs and "
+        f"{memory_words(largest.memory_mb)}"
+    )
     raise NoSuchNode(
-        f"{name}: a data worker of {asked} fits no node of partition {partition}: the largest has {largest.cpus} CPUs "
-        f"and {memory_words(largest.memory_mb)}: the job would wait for ever. Use more and smaller ones "
-        "(--data-workers, --data-worker-cpus, --data-worker-mem), or another --data-worker-partition; see: sinfo -e -o "
-        "'%P %c %m'"
+        f"{name}: {what}, and the job would wait for ever. Use fewer or smaller ones (--data-workers, "
+        "--data-worker-cpus, --data-worker-mem), or another --data-worker-partition; see: sinfo -e -o '%P %c %m %D'"
     )
 
 

@@ -39,11 +39,17 @@ class NodeSize:
         cpus: that one job can get of a node.
         memory_mb: the same for memory.
         has_gpus: whether it has GPUs.
+        count: of such nodes.
     """
 
     cpus: int
     memory_mb: int
     has_gpus: bool
+    count: int = 1
+
+    def holds(self, cpus: int, memory_mb: float) -> int:
+        """How many parts of this size all these nodes hold, were they empty."""
+        return self.count * int(min(self.cpus // cpus, self.memory_mb // memory_mb if memory_mb else self.cpus))
 
 
 @dataclass(frozen=True)

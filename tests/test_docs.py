@@ -173,7 +173,9 @@ def test_the_messages_that_troubleshooting_quotes_are_in_the_source() -> None:
     for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines():
         column = line.split("|")[1] if line.startswith("| ") else ""
         quoted += [text for text in re.findall(r"`([^`]+)`", column) if " " in text and "=" not in text]
-    found = [text for text in quoted if not text.startswith(("hetstream ", "source ", "module:", "conda ", "accelerate "))]
+    found = [
+        text for text in quoted if not text.startswith(("hetstream ", "source ", "module:", "conda ", "accelerate "))
+    ]
     assert len(found) > 20
     for text in found:
         assert text.partition(" on HOST")[0] in source, text

@@ -11,6 +11,7 @@ import argparse
 import os
 import shlex
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         if is_asked_for:
             raise
         return EXIT_NOTHING_TO_CONVERT  # an array, a Python script: nobody asked for data workers in it
+    for note in conversion.notes:
+        print(f"hetstream: {note}", file=sys.stderr)  # the plugin shows such lines
     if conversion.plan is None:
         return EXIT_NOTHING_TO_CONVERT
     directory = Path(tempfile.mkdtemp(prefix="hetstream-"))

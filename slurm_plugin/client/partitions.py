@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from hetjob.ports import NodeSize, PartitionLimits
 
-# Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, GRES.
-SINFO_FORMAT = "--format=%P|%c|%m|%G"
+# Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, nodes, GRES.
+SINFO_FORMAT = "--format=%P|%c|%m|%D|%G"
 
 
 def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str, PartitionLimits]:
@@ -26,9 +26,9 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
     for line in sinfo:
         name, *rest = line.strip().split("|")
         name = name.rstrip("*")
-        if len(rest) == 3 and rest[0].isdigit() and rest[1].isdigit():
-            has_gpus = re.search(r"(^|,)gpu(:|$)", rest[2]) is not None
-            nodes.setdefault(name, []).append(NodeSize(int(rest[0]), int(rest[1]), has_gpus))
+        if len(rest) == 4 and all(one.isdigit() for one in rest[:3]):
+            has_gpus = re.search(r"(^|,)gpu(:|$)", rest[3]) is not None
+            nodes.setdefault(name, []).append(NodeSize(int(rest[0]), int(rest[1]), has_gpus, int(rest[2])))
         else:
             unknown.add(name)
     everywhere = _number("MaxMemPerCPU", config)

@@ -57,7 +57,16 @@ local function new_nonce()
   return (bytes:gsub(".", function(byte) return string.format("%02x", byte:byte()) end))
 end
 
--- Returns the exit code, what was printed, and the last line of what was said.
+-- What the converter has to say of a script, each on a line of its own.
+local function notes_in(said)
+  local notes = ""
+  for line in said:gmatch("[^\n]+") do
+    if line:sub(1, 11) == "hetstream: " then notes = notes .. line .. "\n" end
+  end
+  return notes
+end
+
+-- Returns the exit code, what was printed, the last line of what was said, and the notes in it.
 local function run(program, arguments, timeout_s, nonce)
   local out, err = os.tmpname(), os.tmpname()
   local code = exit_code(os.execute(string.format(
@@ -66,7 +75,7 @@ local function run(program, arguments, timeout_s, nonce)
   local printed, said = read(out) or "", read(err) or ""
   os.remove(out)
   os.remove(err)
-  return code, printed, (said:match("([^\n]+)\n*$") or ""):gsub("^hetstream filter: ", "")
+  return code, printed, (said:match("([^\n]+)\n*$") or ""):gsub("^hetstream filter: ", ""), notes_in(said)
 end
 
 local function submit(policy, program, options, offset)
@@ -79,7 +88,8 @@ local function submit(policy, program, options, offset)
   for _, word in ipairs(command_line()) do quoted[#quoted + 1] = quote(word) end
   local timeout_s = tonumber(policy.timeout_s) or DEFAULT_TIMEOUT_S
   local nonce = new_nonce()
-  local code, printed, said = run(program, table.concat(quoted, " "), timeout_s, nonce)
+  local code, printed, said, notes = run(program, table.concat(quoted, " "), timeout_s, nonce)
+  if code == 0 or code == NOTHING_TO_CONVERT then io.stderr:write(notes) end
   if code == NOTHING_TO_CONVERT then return end
   if code == INTERRUPTED then os.exit(INTERRUPTED) end
   -- The user's Python may print what it likes (sitecustomize, a .pth file): the plan is what stands between our words.

@@ -99,8 +99,8 @@ def test_what_no_node_can_hold_is_refused() -> None:
     def converted(partition: str, **of_spec: Any) -> HetPlan:
         spec = JobSpec(2, 2, data_worker_partition=partition, **of_spec)
         limits = {
-            "cpu": PartitionLimits((NodeSize(32, 64_000, False), NodeSize(64, 32_000, False))),
-            "small": PartitionLimits((NodeSize(8, 16_000, False),)),
+            "cpu": PartitionLimits((NodeSize(32, 64_000, False, 2), NodeSize(64, 32_000, False, 2))),
+            "small": PartitionLimits((NodeSize(8, 16_000, False, 2),)),
         }
         cluster = Cluster(frozenset({"cpu", "small", "other"}), "cpu", None, limits)
         return convert(spec, "#!/bin/bash\n#SBATCH --mem=8G\n", "train.sbatch", cluster=cluster)
@@ -121,6 +121,15 @@ def test_what_no_node_can_hold_is_refused() -> None:
         converted("cpu", data_worker_cpus=64, data_worker_mem="60G")
     with pytest.raises(limits.NoSuchNode, match="of partition small"):
         converted("small", data_worker_cpus=16, data_worker_mem="1G")
+    many = PartitionLimits((NodeSize(8, 16_000, False, 3), NodeSize(4, 64_000, False)))
+    cluster = Cluster(frozenset({"cpu"}), "cpu", None, {"cpu": many})
+    for number in (7, 8):
+        spec = JobSpec(number, number, data_worker_cpus=4)
+        if number == 7:
+            convert(spec, "#!/bin/bash\n", "train.sbatch", cluster=cluster)
+        else:
+            with pytest.raises(limits.NoSuchNode, match="8 data workers of 4 CPUs do not fit .* holds 7"):
+                convert(spec, "#!/bin/bash\n", "train.sbatch", cluster=cluster)
     # Groups of data workers fit the nodes, too.
     assert "--ntasks-per-node=1" in converted("small", data_worker_cpus=5).components[1].options
     assert "--ntasks-per-node=2" in converted("small", data_worker_cpus=4).components[1].options

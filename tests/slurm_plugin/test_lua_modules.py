@@ -190,6 +190,20 @@ print(slurm_cli_pre_submit({{ type = "sbatch" }}, 0))
     assert (victim / "thesis").read_text() == "years of work"
 
 
+def test_what_the_converter_notes_reaches_the_user_of_plain_sbatch(lua: object, tmp_path: Path) -> None:
+    script, converter = tmp_path / "job.sh", tmp_path / "converter"
+    script.write_text("#!/bin/sh\n#HETSTREAM: --data-workers=2\n")
+    converter.write_text("#!/bin/sh\necho 'hetstream: job.sh line 2: a comment' >&2\necho 'their own' >&2\nexit 3\n")
+    converter.chmod(0o755)
+    text = f"""
+io.stderr = io.stdout
+slurm.json_cli_options = function() return '{{"argv": ["{script}"]}}' end
+dofile("{LUA_DIR / "cli_filter.lua"}")({{}}, "{converter}")
+print(slurm_cli_pre_submit({{ type = "sbatch" }}, 0))
+"""
+    assert lua(text) == ["hetstream: job.sh line 2: a comment", "0"]  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("name", ["cli_filter.lua", "job_submit.lua"])
 def test_a_hook_without_its_module_does_nothing(lua: object, name: str, tmp_path: Path) -> None:
     hook = hook_text(name, tmp_path / "none", tmp_path / "policy.lua", "/none", None).removesuffix(

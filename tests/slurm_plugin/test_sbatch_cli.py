@@ -333,3 +333,20 @@ def test_sbatch_ends_with_a_hetstream_that_is_killed_and_the_next_one_cleans_up(
     (shell.directory / "tools" / "sbatch").write_text(real)
     assert shell.run("sbatch", "train.sbatch", TMPDIR=str(place)).returncode == 0
     assert list(place.iterdir()) == []
+
+
+def test_what_is_said_of_the_partition_nobody_chose_and_of_what_no_node_holds(shell: Shell) -> None:
+    (shell.directory / "tools" / "sinfo").write_text(
+        "#!/bin/sh\nprintf 'gpu*|16|64000|2|gpu:4\\ncpu|8|32000|4|(null)\\nmixed|8+|32000+|4|(null)\\n'\n"
+    )
+    script = shell.directory / "train.sbatch"
+    script.write_text(SCRIPT.replace(" --data-worker-partition=cpu", ""))
+    done = shell.run("sbatch", "train.sbatch")
+    assert "hetstream: the data workers go to the default partition gpu, whose nodes have GPUs" in done.stderr
+    script.write_text(SCRIPT)
+    assert "default partition" not in shell.run("sbatch", "train.sbatch").stderr
+    refused = shell.run("sbatch", "train.sbatch", "--data-worker-cpus=9")
+    assert refused.returncode == 2
+    assert "NoSuchNode: train.sbatch: a data worker of 9 CPUs fits no node of partition cpu" in refused.stderr
+    many = shell.run("sbatch", "train.sbatch", "--data-worker-cpus=9", "--data-worker-partition=mixed")
+    assert many.returncode == 0, "nobody knows the largest node there"

@@ -294,7 +294,7 @@ def _max_mb_per_cpu(options: SbatchOptions, cluster: Cluster) -> float | None:
 
 
 def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster: Cluster, name: str) -> None:
-    """Refuse data workers that no node, or not all nodes together, could hold. The rest is left to Slurm: features, say."""
+    """Refuse data workers that no node, or not all nodes together, could hold; features are left to Slurm."""
     limits = _limits_of(partition, cluster)
     nodes = [node for one in limits for node in one.nodes]
     room = sum(node.holds(spec.data_worker_cpus, worker_mb or 0.0) for node in nodes)

@@ -128,7 +128,7 @@ def test_what_no_node_can_hold_is_refused() -> None:
         if number == 7:
             convert(spec, "#!/bin/bash\n", "train.sbatch", cluster=cluster)
         else:
-            with pytest.raises(limits.NoSuchNode, match="8 data workers of 4 CPUs do not fit .* holds 7"):
+            with pytest.raises(limits.NoSuchNode, match=r"8 data workers of 4 CPUs do not fit .* holds 7"):
                 convert(spec, "#!/bin/bash\n", "train.sbatch", cluster=cluster)
     # Groups of data workers fit the nodes, too.
     assert "--ntasks-per-node=1" in converted("small", data_worker_cpus=5).components[1].options

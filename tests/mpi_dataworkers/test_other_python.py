@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mpi_dataworkers import interpreter
 from mpi_dataworkers.config import container_from_environment, environment_of_python, python_environment
 from mpi_dataworkers.dispatcher import state as rules
 from mpi_dataworkers.dispatcher.records import Instruction, Send
@@ -179,6 +181,25 @@ def test_a_data_worker_follows_once_and_only_where_it_can(address_file: Path, ca
     assert follower.target() is None
     assert caplog.text.count("it is in the container /images/train.sif") == 1
     assert "--data-worker-python='apptainer exec IMAGE python'" in caplog.text
+
+
+def test_a_python_without_torch_waits_for_the_programs(address_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the site's has none, where plain sbatch converts."""
+    monkeypatch.setattr(interpreter, "find_spec", lambda _: None)
+    monkeypatch.setattr(interpreter, "LOOK_S", 0.01)
+    other = replace(PythonEnvironment.here(), prefix="/env")
+    for happens in (lambda: write(address_file, other), address_file.unlink):
+        address_file.touch()
+        address_file.with_name("program-python.json").unlink(missing_ok=True)
+        follower = Follower(address_file)
+        waiting = threading.Thread(target=follower.wait_for_torch)
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+        happens()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        assert (follower.target() == other) == address_file.exists()
 
 
 # --- with real processes --------------------------------------------------------------------------------------------

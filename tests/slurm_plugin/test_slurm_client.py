@@ -94,6 +94,10 @@ def test_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> 
     assert (cluster.partitions, cluster.default_partition, cluster.scheduler) == (
         {"gpu", "cpu"}, "gpu", "sched/backfill",
     )  # fmt: skip
+    of_gpu, of_cpu = cluster.limits["gpu"], cluster.limits["cpu"]
+    assert [(node.cpus, node.has_gpus) for node in (*of_gpu.nodes, *of_cpu.nodes)] == [(16, True), (16, False)]
+    assert of_cpu.nodes[0].holds(4, 1000.0) == 4 * of_cpu.nodes[0].count
+    assert of_cpu.max_mb_per_cpu is None
     assert slurm.node_address("cpu0") == "127.0.0.1"
     job_id = slurm.submit("#!/bin/sh\nsleep 300\n", ["--partition=cpu", "--array=0-1", "--output=/dev/null"])
     slurm.cancel(job_id)

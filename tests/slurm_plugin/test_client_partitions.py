@@ -1,0 +1,34 @@
+"""What one job can get in each partition, from sinfo's and scontrol's text."""
+
+from __future__ import annotations
+
+from hetjob.ports import NodeSize, PartitionLimits
+from slurm_plugin.client.partitions import parse_limits
+
+SINFO = [
+    "gpu*|64|512000|8|gpu:h200:8,shard:32",
+    "cpu|128|256000|20|(null)",
+    "cpu|32|64000|4|(null)",
+    "mixed|32+|64000+|3|(null)",
+    "small|16|64000|2|gpuless:1",
+]
+SHOWN = """\
+PartitionName=gpu AllowGroups=ALL MaxCPUsPerNode=UNLIMITED DefMemPerNode=UNLIMITED MaxMemPerCPU=8000 TRES=cpu=512
+PartitionName=cpu AllowGroups=ALL MaxCPUsPerNode=96 MaxMemPerNode=UNLIMITED
+PartitionName=small AllowGroups=ALL MaxCPUsPerNode=0 MaxMemPerNode=UNLIMITED
+"""
+
+
+def test_the_limits_of_partitions() -> None:
+    limits = parse_limits(SINFO, SHOWN, "MaxMemPerNode           = UNLIMITED\n")
+    assert limits == {
+        "gpu": PartitionLimits((NodeSize(64, 512000, True, 8),), 8000),
+        "cpu": PartitionLimits((NodeSize(96, 256000, False, 20), NodeSize(32, 64000, False, 4))),
+        "small": PartitionLimits((NodeSize(16, 64000, False, 2),)),
+    }
+    everywhere = parse_limits(SINFO, SHOWN, "MaxMemPerCPU            = 4000\n")
+    assert {name: one.max_mb_per_cpu for name, one in everywhere.items()} == {"gpu": 8000, "cpu": 4000, "small": 4000}
+
+
+def test_what_is_in_another_form_is_not_known() -> None:
+    assert parse_limits(["gpu*", "cpu|x|y|z|w", ""], "", "") == {}

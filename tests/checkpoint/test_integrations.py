@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,35 @@ def test_lightning_with_a_loader_that_has_no_state_is_told_so(framework: Framewo
     assert words not in framework.said.read_text()
     framework.train(tmp_path / "plain", "--plain")
     assert words in framework.said.read_text()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS[:1], indirect=True)
+def test_lightnings_scaler_data_module_and_hooks_are_kept(framework: Framework, tmp_path: Path) -> None:
+    def parts() -> str:
+        return next(line for line in framework.said.read_text().splitlines() if line.startswith("PARTS"))
+
+    whole = framework.train(tmp_path / "undisturbed", "--parts", "--interval", "7")
+    assert parts() == "PARTS 8.0 None None None"
+    framework.train(tmp_path / "killed", "--parts", "--die-after", "14", code=-signal.SIGKILL)
+    assert framework.train(tmp_path / "killed", "--parts")[:2] == whole[:2]
+    assert parts() == "PARTS 1024.0 14 14 14", "of Lightning, the data module, the module and a callback"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS[:1], indirect=True)
+def test_a_model_of_another_width_is_refused_with_the_shapes(framework: Framework, tmp_path: Path) -> None:
+    framework.train(tmp_path / "ckpt", "--die-after", "14", code=-signal.SIGKILL)
+    framework.train(tmp_path / "ckpt", "--width", "16", code=1)
+    said = framework.said.read_text()
+    assert re.search(r"size mismatch for layers\.0\.weight.*\[8, 4\].*\[16, 4\]", said)
+    assert re.search(r"size mismatch for layers\.2\.weight.*\[1, 8\].*\[1, 16\]", said)
+    resumed = framework.train(tmp_path / "ckpt")
+    assert (resumed[1], len(resumed)) == ("30", 2 + 16), "nothing was lost"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS[:1], indirect=True)
+def test_a_strategy_of_lightning_that_shards_is_refused(framework: Framework, tmp_path: Path) -> None:
+    framework.train(tmp_path / "ckpt", "--sharded", code=1)
+    assert "keeps models that every rank has, and ModelParallelStrategy shards them" in framework.said.read_text()
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

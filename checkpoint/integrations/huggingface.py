@@ -5,8 +5,8 @@
     trainer.train(resume_from_checkpoint=flash.resume_folder())
 
 The folder has the form of the Trainer's own checkpoints and is made from the newest generation, so that the Trainer
-restores everything by its own means, its place in the data included. Data parallel training; for a model that is
-sharded use `FlashCheckpointer` in a loop of your own.
+restores everything by its own means, its place in the data included. Data parallel training: a model that is sharded
+(FSDP, DeepSpeed, tensor parallel) is refused.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from checkpoint.errors import OptionsError
 from checkpoint.flash.checkpointer import FlashCheckpointer
 
 _SHARED = ("model", "optimizer", "scheduler", "trainer")
+_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class FlashCheckpointCallback(TrainerCallback):
@@ -63,10 +67,23 @@ class FlashCheckpointCallback(TrainerCallback):
         torch.save(state["generators"], folder / ("rng_state.pth" if is_alone else f"rng_state_{rank}.pth"))
         return str(folder)
 
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Refuse models that are sharded, before anything is resumed.
+
+        Raises:
+            OptionsError: it will be.
+        """
+        self._check_replicated(args, None)
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Allocate memory for saves; what was to be resumed has been read."""
+        """Allocate memory for saves; what was to be resumed has been read.
+
+        Raises:
+            OptionsError: the model is sharded, and the callback was added behind the Trainer's start.
+        """
+        self._check_replicated(args, given["model"])
         self._checkpointer.prepare(_state(state, given))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -84,6 +101,27 @@ class FlashCheckpointCallback(TrainerCallback):
         """Bring the newest generation to disk."""
         self._remove_folder()
         self._checkpointer.close()
+
+    def _check_replicated(self, args: TrainingArguments, model: torch.nn.Module | None) -> None:
+        who = _sharded_by(args, model)
+        if who:
+            self._checkpointer.close()
+            raise OptionsError(
+                f"FlashCheckpointCallback keeps models that every rank has, and {who} shards them. Use data parallel "
+                "training, or FlashCheckpointer in a loop of your own with FSDP2, or the Trainer's own checkpoints "
+                "(save_strategy='steps')"
+            )
+
+
+def _sharded_by(args: TrainingArguments, model: torch.nn.Module | None) -> str:
+    """What shards the model; "" if nothing does."""
+    kind = AcceleratorState().distributed_type  # however it was asked for: arguments, environment, a configuration file
+    if kind in _SHARDING:
+        return str(kind.value)
+    if args.fsdp or args.deepspeed:
+        return "FSDP" if args.fsdp else "DeepSpeed"
+    is_parted = model is not None and any(hasattr(one, "to_local") for one in model.parameters())
+    return "tensor parallelism" if is_parted else ""
 
 
 def _state(state: TrainerState, given: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,9 @@ class FlashCheckpointCallback(Callback):
     Once the program is asked to end, it saves and raises `SIGTERMException`, as Lightning does at SIGTERM: `fit` does
     not return, and the program ends with code 0 if nobody catches it.
 
+    Attributes:
+        stop_reason: why it was asked to end; "" if it was not.
+
     Args:
         directory: of the checkpoints on disk.
         **settings: of `FlashCheckpointer`.
@@ -48,9 +51,21 @@ class FlashCheckpointCallback(Callback):
         self._saved_step = -1
         self.stop_reason = ""
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies that shard the model.
+
+        Raises:
+            OptionsError: it is one.
+        """
+        strategy = trainer.strategy
+        if stage == "fit" and strategy.restore_checkpoint_after_setup:  # what those have in common
+            raise OptionsError(
+                f"FlashCheckpointCallback keeps models that every rank has, and {type(strategy).__name__} shards them. "
+                "Use DDP, or FlashCheckpointer in a loop of your own with FSDP2, or Lightning's ModelCheckpoint"
+            )
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the newest generation, if there is one: Lightning has made the optimizers, and no loader yet."""
-        _check_replicated(trainer)
         before = {number: signal.getsignal(number) for number in signal.valid_signals()}
         checkpointer = self._checkpointer = FlashCheckpointer(self._directory, **self._settings)
         after = {number: signal.getsignal(number) for number in before}
@@ -128,20 +143,6 @@ class FlashCheckpointCallback(Callback):
         if self._checkpointer:
             self._checkpointer.close(keep_memory=keep_memory)
             self._checkpointer = None
-
-
-def _check_replicated(trainer: Trainer) -> None:
-    """Refuse strategies that shard a model.
-
-    Raises:
-        OptionsError: it is one.
-    """
-    strategy = trainer.strategy
-    if strategy.restore_checkpoint_after_setup:
-        raise OptionsError(
-            f"FlashCheckpointCallback keeps models that every rank has, and {type(strategy).__name__} shards them. Use "
-            "DDP, or FlashCheckpointer in a loop of your own with FSDP2, or Lightning's ModelCheckpoint"
-        )
 
 
 def _taken(trainer: Trainer) -> dict[str, Any]:

@@ -140,6 +140,15 @@ def test_a_strategy_of_lightning_that_shards_is_refused(framework: Framework, tm
     assert "keeps models that every rank has, and ModelParallelStrategy shards them" in framework.said.read_text()
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS[1:], indirect=True)
+def test_a_trainer_of_hugging_face_that_shards_is_refused(framework: Framework, tmp_path: Path) -> None:
+    for who in ("FSDP", "DEEPSPEED", "tensor parallelism"):
+        framework.train(tmp_path / "ckpt", "--sharded", who, code=1)
+        said = framework.said.read_text()
+        assert said.count(f"keeps models that every rank has, and {who} shards them. Use data parallel training") == 1
+        assert CheckpointDirectory(tmp_path / "ckpt").checkpoints() == []
+
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 

@@ -7,6 +7,10 @@ import signal
 import sys
 
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from checkpoint.integrations.huggingface import FlashCheckpointCallback
@@ -43,9 +47,12 @@ parser.add_argument("--die-after", type=int, default=-1)
 parser.add_argument("--number", type=int, default=signal.SIGKILL)
 parser.add_argument("--die-ranks", type=int, nargs="*", default=[0, 1])
 parser.add_argument("--interval", type=int, default=1)
+parser.add_argument("--sharded", choices=["FSDP", "DEEPSPEED", "tensor parallelism"], default="")
 parser.add_argument("--epochs", type=int, default=3)
 given = parser.parse_args()
 die_after, number = given.die_after, given.number
+if given.sharded == "FSDP":  # the Trainer wants several ranks for it, or a launcher
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 torch.manual_seed(3)
 model = Model()
 # First of all: of several ranks it makes them known to each other.
@@ -60,9 +67,16 @@ arguments = TrainingArguments(
     use_cpu=True,
     ddp_backend="gloo" if "RANK" in os.environ else None,
     logging_steps=1000,
+    fsdp=True if given.sharded == "FSDP" else None,
 )
 flash = FlashCheckpointCallback(given.directory, interval=given.interval)
 trainer = Trainer(model=model, args=arguments, train_dataset=Numbers(), callbacks=[flash, Die()])
+if given.sharded == "DEEPSPEED":
+    # DeepSpeed itself is no package for a machine without GPUs: what the Trainer's accelerator would say.
+    AcceleratorState().distributed_type = DistributedType.DEEPSPEED
+if given.sharded == "tensor parallelism":
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    distribute_module(model, init_device_mesh("cpu", (1,)))
 trainer.train(resume_from_checkpoint=flash.resume_folder())
 weights = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())
 print("RESULT", hashlib.sha256(weights).hexdigest(), trainer.state.global_step, *model.seen)

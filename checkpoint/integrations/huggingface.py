@@ -115,7 +115,8 @@ class FlashCheckpointCallback(TrainerCallback):
 
 def _sharded_by(args: TrainingArguments, model: torch.nn.Module | None) -> str:
     """What shards the model; "" if nothing does."""
-    kind = AcceleratorState().distributed_type  # however it was asked for: arguments, environment, a configuration file
+    # Whatever asked for it: arguments, environment, a file. To make an AcceleratorState would forget FSDP (1.15).
+    kind = AcceleratorState._shared_state.get("distributed_type")
     if kind in _SHARDING:
         return str(kind.value)
     if args.fsdp or args.deepspeed:

@@ -165,8 +165,8 @@ def test_a_script_goes_on_behind_a_signal_to_its_steps(task: str, code: int, sta
 def test_below_a_wrapper_that_dies_the_last_save_is_kept_and_a_warning_was_given(start: Callable[..., Job]) -> None:
     """Slurm kills all of a step when its tasks have ended, and a shell without a trap ends of SIGTERM."""
     job = start("bash wrapper.sh", f"{PYTHON} {TRAINING}\nexit $?\n")
-    said = (job.directory / "job.out").read_text()
-    assert re.search(r"ends bash \(process \d+\), which Slurm has started.*trap : TERM", said)
+    warning = re.compile(r"ends bash \(process \d+\), which Slurm has started.*trap : TERM")
+    job.wait(lambda: warning.search((job.directory / "job.out").read_text()), "the warning in the job's output")
     job.run("scancel", job.job_id)
     job.wait_for_end()
     # Where the program gets SIGTERM too, it may be faster than Slurm.

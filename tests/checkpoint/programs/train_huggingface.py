@@ -72,8 +72,9 @@ arguments = TrainingArguments(
 flash = FlashCheckpointCallback(given.directory, interval=given.interval)
 trainer = Trainer(model=model, args=arguments, train_dataset=Numbers(), callbacks=[flash, Die()])
 if given.sharded == "DEEPSPEED":
-    # DeepSpeed itself is no package for a machine without GPUs: what the Trainer's accelerator would say.
-    AcceleratorState().distributed_type = DistributedType.DEEPSPEED
+    # DeepSpeed itself is not installed: what the Trainer's accelerator would say at the end of its start.
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    trainer.callback_handler.on_init_end(arguments, trainer.state, trainer.control)
 if given.sharded == "tensor parallelism":
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     distribute_module(model, init_device_mesh("cpu", (1,)))

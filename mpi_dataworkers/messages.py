@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Ranges = list[tuple[int, int]]
 

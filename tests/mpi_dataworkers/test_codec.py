@@ -1,4 +1,4 @@
-"""Bytes of messages: round trips, golden bytes of protocol version 4, and everything that must be refused."""
+"""Bytes of messages: round trips, golden bytes of protocol version 5, and everything that must be refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpi_dataworkers import messages
 from mpi_dataworkers.codec import FUSE_BELOW_BYTES, chop, decode, encode, fuse, join, split
 from mpi_dataworkers.errors import ProtocolError
 
-GOLDEN = bytes.fromhex("4845540483a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
+GOLDEN = bytes.fromhex("4845540583a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
 
 
 def examples() -> list[messages.Message]:
@@ -96,7 +96,7 @@ def test_round_trip(message: messages.Message) -> None:
     assert decode(encode(message)) == message
 
 
-def test_golden_bytes_of_version_4() -> None:
+def test_golden_bytes_of_version_5() -> None:
     assert encode(messages.FinishLease(257, 0.5)) == GOLDEN
     assert decode(GOLDEN) == messages.FinishLease(257, 0.5)
 
@@ -110,7 +110,7 @@ def test_every_truncation_is_refused(message: messages.Message) -> None:
 
 
 def test_another_protocol_version_is_refused_by_name() -> None:
-    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 4\. Install the same"):
+    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 5\. Install the same"):
         decode(b"HET\x09" + GOLDEN[4:])
 
 

@@ -22,9 +22,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from hetstream.base.files import Directory, UntrustedFile
+from hetstream.base.files import Directory
 from mpi_dataworkers.address import has_ended
-from mpi_dataworkers.config import container_from_environment, python_environment
+from mpi_dataworkers.config import container_from_environment, identity_from_environment, python_environment
+from mpi_dataworkers.errors import ConfigError
 from mpi_dataworkers.messages import Interpreter
 
 _log = logging.getLogger(__name__)
@@ -81,16 +82,17 @@ class PythonEnvironment:
 def announce(address_file: Path) -> None:
     """Write down beside a service's address file where this process runs, unless that is known.
 
-    Never an error: without it data workers stay as they are.
+    Of several ranks the first one does: on other hosts paths may differ in a word. Never an error: without it data
+    workers stay as they are.
     """
-    here = PythonEnvironment.here()
     try:
-        if announced(address_file) == here:
+        here = PythonEnvironment.here()
+        if identity_from_environment(None).rank or announced(address_file) == here:
             return
         with Directory.open(address_file.parent) as directory:
             directory.check_own()
             directory.write_whole(_FILE, json.dumps(asdict(here)).encode())
-    except (OSError, UntrustedFile) as error:
+    except (OSError, ConfigError) as error:
         _log.debug("data workers are not told where this program runs: %s", error)
 
 
@@ -101,7 +103,7 @@ def announced(address_file: Path) -> PythonEnvironment | None:
             directory.check_own()
             fields = json.loads(directory.read(_FILE, _MAX_BYTES))
         return PythonEnvironment(**{**fields, "variables": dict(fields["variables"])})
-    except (OSError, UntrustedFile, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

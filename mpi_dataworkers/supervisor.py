@@ -49,6 +49,8 @@ _STACK_SIGNAL = signal.SIGRTMAX - 1
 _PR_SET_PDEATHSIG = 1
 # Exit code of a process that makes room for a fresh one: what Python has loaded stays loaded.
 FRESH_PROCESS = 4
+# What `run_data_workers` returns when its caller is to go on in another Python environment.
+CHANGE = -1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -102,7 +104,8 @@ def run_data_workers(
         wants_change: asked about once a second whether to end, in order, while nothing is made.
 
     Returns:
-        Exit code: 0 after an orderly end, 1 when processes died too often or could not work.
+        Exit code: 0 after an orderly end, 1 when processes died too often or could not work. `CHANGE` when it ended
+        because of `wants_change`, and nobody wants it to end for good: signals then do what they do by default.
     """
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
     ended = partial(has_ended, address_file)
@@ -122,6 +125,7 @@ class _Supervisor:
         wants_change: Callable[[], bool],
     ) -> None:
         self._wants_change = wants_change
+        self._changes = False
         self._exchange = exchange
         self._num_threads = num_threads
         self._service, self._has_ended = service, ended
@@ -147,6 +151,7 @@ class _Supervisor:
             signal.sigtimedwait([signal.SIGCHLD], self._ending.next_look_s(time.monotonic(), _WATCH_S))
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             if not self._stopping and self._is_idle() and self._wants_change():
+                self._changes = True
                 self._stop()
             for pid, child in list(self._children.items()):
                 if not self._stopping:
@@ -160,7 +165,11 @@ class _Supervisor:
                 pid, status = os.waitpid(ended.si_pid, 0)
                 self._reap(pid, os.waitstatus_to_exitcode(status))
         self._exchange.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGCHLD))
+        if self._changes:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGCHLD))
+            return CHANGE
         return 1 if self._failed else 0
 
     def _is_idle(self) -> bool:
@@ -169,6 +178,7 @@ class _Supervisor:
         return not made_at or time.monotonic() - made_at > _IDLE_S
 
     def _on_signal(self, _: int, __: object) -> None:
+        self._changes = False
         self._stop()
 
     def _stop(self) -> None:

@@ -95,15 +95,14 @@ def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
     address_file = parse_service(args.service)
     follower = Follower(address_file, args.follow_program)
     follower.wait_for_torch()
-    code = 0
     wanted = follower.target()
     if wanted is None:
-        from mpi_dataworkers.supervisor import run_data_workers
+        from mpi_dataworkers.supervisor import CHANGE, run_data_workers
 
         code = run_data_workers(address_file, args.processes, cache_bytes, args.threads, follower.wants_change)
         wanted = follower.chosen
-    if wanted is None:
-        return code
+        if code != CHANGE or wanted is None:
+            return code
     log.info("starting anew as %s, the Python of the program", wanted.executable)
     become(wanted, _words(args, address_file, cache_bytes, wanted.digest))
 

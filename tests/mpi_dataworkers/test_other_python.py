@@ -147,6 +147,19 @@ def test_a_program_announces_where_it_runs(address_file: Path) -> None:
     assert Follower(address_file).target() is None, "this is the Python"
 
 
+def test_of_several_ranks_the_first_announces(address_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    announce(address_file)
+    assert announced(address_file) is None
+    monkeypatch.setenv("RANK", "one")
+    announce(address_file)  # the first loader says it
+    assert announced(address_file) is None
+    monkeypatch.setenv("RANK", "0")
+    announce(address_file)
+    assert announced(address_file) is not None
+
+
 def test_nobody_is_followed_from_where_others_can_write(address_file: Path) -> None:
     address_file.parent.chmod(0o777)
     announce(address_file)

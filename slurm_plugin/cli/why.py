@@ -63,8 +63,8 @@ def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:
         private = snapshot.config.get("PrivateData", "none")
         hidden = f" PrivateData={private} may hide it from you." if "jobs" in private else ""
         raise UnknownJob(
-            f"no job {name} is pending or running.{hidden} Check: scontrol show job {name.split('+')[0]}. If it has ended, "
-            f"what it did: hetstream summary {name}"
+            f"no job {name} is pending or running.{hidden} Check: scontrol show job {name.split('+')[0]}. If it "
+            f"has ended: hetstream summary {name}"
         )
     return jobs
 

@@ -5,6 +5,8 @@ Used by the dispatcher, which leases a process steps of one program only, and by
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
 from mpi_dataworkers.messages import Interpreter, Program
@@ -24,6 +26,7 @@ def joined(loaded: Program, wanted: Program) -> Program:
     return msgspec.structs.replace(loaded, modules={**loaded.modules, **wanted.modules})
 
 
+@functools.lru_cache(maxsize=1024)  # asked for each lease
 def why_unfit(worker: Interpreter, trainer: Interpreter) -> str:
     """Why a data worker of one Python cannot make the batches of a program of another; "" if it can.
 

@@ -112,7 +112,8 @@ def hosts(tmp_path: Path, wait_until: Any) -> Iterator[list[Path]]:
 def test_each_host_has_a_copy(tmp_path: Path, hosts: list[Path], layout: list[int], source: str) -> None:
     a, b = hosts
     saves = start([a, a, b, b], "save 1 save 2 wait crash", KILLED)
-    restored = run(tmp_path / "ckpt", saves, start([hosts[place] for place in layout], "restore crash", KILLED))
+    again = start([hosts[place] for place in layout], "restore save 3 save 4 crash", KILLED)
+    restored = run(tmp_path / "ckpt", saves, again)
     for one in restored:
         assert (one.step, one.sources) == (2, [source] * 4)
         assert one.came_to == expected(2, one.rank)

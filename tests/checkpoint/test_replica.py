@@ -177,7 +177,8 @@ def test_two_generations_are_kept_and_found(keeper: Keeper, source: Store) -> No
         assert keeper.keep(source) == Reply(is_there=True)
     assert keeper.kept() == [Generation(1, 30), Generation(1, 20)]
     assert [stat.S_IMODE(path.stat().st_mode) for path in keeper.files.replicas()] == [0o600, 0o600]
-    assert sorted(for_others(keeper.files)) == [(0, Generation(1, 20), 2), (0, Generation(1, 30), 2)]
+    found = sorted(for_others(keeper.files), key=lambda one: one.generation)
+    assert found == [Replica(0, Generation(1, 20), 2), Replica(0, Generation(1, 30), 2)]
     assert keeper.files.num_bytes() > 2 * NUM_BYTES
     with keeper.connect() as channel:
         channel.send_message(Request("give", 0, Generation(1, 20)))

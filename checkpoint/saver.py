@@ -269,8 +269,8 @@ def serve_job(
 ) -> None:
     """Serve all stores of a job on this host, until SIGTERM. For a job step of its own.
 
-    At SIGTERM it ends when no trainer lives and what is newest is on disk; the end of a step gives `KillWait` for that.
-    At SIGUSR1, and when `stop_reason` says so, trainers are asked to save once more and to end.
+    At SIGTERM, at SIGUSR1, and when `stop_reason` says so, trainers are asked to save once more and to end. After
+    SIGTERM it ends when no trainer lives and what is newest is on disk; the end of a step gives `KillWait` for that.
 
     Args:
         job: Slurm's id; the leader's in a heterogeneous job.

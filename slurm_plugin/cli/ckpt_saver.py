@@ -33,8 +33,9 @@ which does the same as these two lines do with Slurm before 23.11, and waits unt
   srun --overlap --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --mem=0 --gres=none hetstream ckpt saver &
   export HETSTREAM_CKPT_SAVER=1
 
-SIGTERM, with which Slurm ends a step: what is newest in memory goes to disk first; what did not is in the log,
-.hetstream/job-ID/savers/NODE.log. Before the job's time limit, and at SIGUSR1, trainers are asked to save and to end.
+SIGTERM, with which Slurm ends a step: trainers are asked to save and to end, and what is newest in memory goes to disk
+first; what did not is in the log, .hetstream/job-ID/savers/NODE.log. Before the job's time limit, and at SIGUSR1,
+trainers are asked, too.
 
 With --once: what dead trainers of any job of this user have left in this host's memory is written, then it ends.
 Exit code 1: something did not get to disk.

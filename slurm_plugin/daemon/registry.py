@@ -1,8 +1,9 @@
 """The jobs that report to the daemon, and what each may have. Pure; called by `server.py`; the clock is an argument.
 
-A job is known from its first report until Slurm says that it is not running any more; a job that falls silent keeps its
-share. A round of the policy follows each reading of the cluster and each report that wants something else, at most one
-a second. While Slurm does not answer, nobody is forgotten and nobody new is let in.
+A job is known from its first report until Slurm says that it is not running any more. What it says of itself counts as
+far as Slurm bears it out (`known.py`), and a job that has been silent for long wants no more than it has. A round of
+the policy follows each reading of the cluster and each report that wants something else, at most one a second. While
+Slurm does not answer, nobody is forgotten and nobody new is let in.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from hetjob.site.messages import GrantLimit, JobStatus, RefuseReport, ReportDemand
 from slurm_plugin.client.model import Job, Snapshot
-from slurm_plugin.daemon.policy import Demand, Policy, Pool, allocate
+from slurm_plugin.daemon.known import Held, demand_of, first_grant, held_by_jobs, own_minimum, silent_after_s
+from slurm_plugin.daemon.policy import Policy, Pool, allocate
 
 # Jobs report this often, or less if there are so many that it would be more than so many reports a second.
 REPORT_S = 10.0
@@ -94,6 +96,7 @@ class Registry:
         self._policy = policy
         self._snapshot: Snapshot | None = None
         self._leaders: dict[str, Job] = {}
+        self._held: dict[str, Held] = {}
         self._weights: dict[str, float] = {}
         self._is_due = False
         self._round_s = -ROUND_S
@@ -138,6 +141,7 @@ class Registry:
         self._leaders = {
             _leader(job): job for job in snapshot.jobs if job.is_running and not (job.het and job.het.offset)
         }
+        self._held = held_by_jobs(snapshot, self._leaders, pool_partitions(snapshot, self._chosen))
         self._weights = dict.fromkeys(self._leaders, 0.0)
         for job in snapshot.jobs:
             if _leader(job) in self._weights:
@@ -161,7 +165,11 @@ class Registry:
             self._round_s = now_s
         self.partitions = pool_partitions(self._snapshot, self._chosen)
         self.pool_cpus = pool_cpus(self._snapshot, self.partitions, {job.job: job.user for job in self.jobs.values()})
-        decisions = self._policy(Pool(self.pool_cpus, tuple(_demand(job) for job in self.jobs.values())))
+        silent_s = now_s - silent_after_s(len(self.jobs), REPORT_S, MAX_REPORTS_PER_S)
+        demands = tuple(
+            demand_of(job.report, self._of(job), job.weight, job.seen_s < silent_s) for job in self.jobs.values()
+        )
+        decisions = self._policy(Pool(self.pool_cpus, demands))
         changes = []
         for job_id, decision in decisions.items():
             job = self.jobs[job_id]
@@ -193,9 +201,12 @@ class Registry:
             return GrantLimit(None, "the site daemon only observes", next_s)
         if job.limit is None:
             # Between two rounds: what it has is its own until everybody's share is reckoned.
-            held = max(job.report.minimum, job.report.current)
+            held = first_grant(job.report, self._of(job))
             return GrantLimit(held, "what it has, until the shares are divided anew", ROUND_S)
-        return GrantLimit(max(job.limit, job.report.minimum), job.reason, next_s)
+        return GrantLimit(max(job.limit, own_minimum(job.report, self._of(job))), job.reason, next_s)
+
+    def _of(self, job: Registered) -> Held:
+        return self._held.get(job.job, Held())
 
 
 def pool_partitions(snapshot: Snapshot, chosen: Collection[str] | None) -> tuple[str, ...]:
@@ -228,8 +239,3 @@ def _leader(job: Job) -> str:
 
 def _wish(report: ReportDemand) -> tuple[int, int, int, int]:
     return report.minimum, report.wanted, report.cpus, report.current
-
-
-def _demand(job: Registered) -> Demand:
-    report = job.report
-    return Demand(job.job, report.minimum, report.wanted, report.cpus, job.weight, report.current)

@@ -56,13 +56,78 @@ def registry() -> Registry:
 def test_shares_follow_the_weights_and_change_at_most_once_a_second(registry: Registry) -> None:
     assert granted(registry, 1, 1, 200.0).limit == 8
     second = granted(registry, 2, 1, 200.5, current=3)
-    assert (second.limit, second.next_s) == (3, 1.0)
+    assert (second.limit, second.next_s) == (0, 1.0)  # Slurm knows of none
     assert "until the shares are divided anew" in second.reason
     assert granted(registry, 1, 2, 201.1).limit == 2
     answer = granted(registry, 2, 2, 201.1)
     assert (answer.limit, answer.next_s) == (6, REPORT_S)
     assert answer.reason == "6 of 8: 32 CPUs are shared by 2 job(s), its weight is 3"
     assert registry.wait_shares() == {"1": 0.5, "2": 0.5}
+
+
+def companion(job_id: int, of: int, cpus: int = 4, **more: object) -> Job:
+    return job(job_id, gpus=0, partitions=("cpu",), num_cpus=cpus, comment=f"hets:trainer={of}", **more)
+
+
+def test_what_slurm_does_not_bear_out_takes_nothing_from_others(registry: Registry) -> None:
+    """The pool has 32 CPUs; both jobs want 8 data workers of 4 CPUs, and have 1 and 3 GPUs."""
+    seen = snapshot(job(1, gpus=1), job(2, gpus=3))
+    registry.observe(seen, 150.0)
+    granted(registry, 2, 1, 200.0)
+    for number, lie in enumerate(
+        (
+            {"minimum": 100_000, "wanted": 100_000},
+            {"minimum": 100_000, "wanted": 100_000, "cpus": 1, "current": 100_000},
+            {"current": 100_000, "wanted": 0},
+        )
+    ):
+        said = granted(registry, 1, number + 1, 202.0 + 2 * number, **lie)
+        registry.observe(seen, 203.0 + 2 * number)
+        assert registry.jobs["2"].limit == (8 if lie["wanted"] == 0 else 6), lie
+        assert (registry.jobs["1"].limit or 0) * lie.get("cpus", 4) <= 8, lie
+        assert said.limit is not None
+        assert said.limit * lie.get("cpus", 4) <= 8, lie
+
+
+def test_before_the_shares_are_divided_a_job_has_what_slurm_knows_of(registry: Registry) -> None:
+    registry.observe(snapshot(job(1), job(2), companion(11, 1), companion(12, 1, state="PENDING")), 150.0)
+    granted(registry, 2, 1, 200.0)
+    first = granted(registry, 1, 1, 200.1, current=50, minimum=50, wanted=50)
+    assert (first.limit, first.reason) == (2, "what it has, until the shares are divided anew")
+
+
+def test_a_minimum_counts_as_far_as_there_are_components(registry: Registry) -> None:
+    trainer, workers = job(5, het=HetComponent(5, 0)), job(6, gpus=0, het=HetComponent(5, 1), partitions=("cpu",))
+    registry.observe(snapshot(trainer, replace(workers, num_cpus=12), job(2, gpus=9)), 150.0)
+    granted(registry, 2, 1, 200.0, wanted=100)
+    assert granted(registry, 5, 1, 202.0, minimum=8).limit == 3
+    # Others' components and companions do not count for it.
+    stranger = replace(workers, num_cpus=32, user="bob", uid=1001)
+    registry.observe(snapshot(trainer, stranger, companion(9, 5, user="bob", uid=1001), job(2, gpus=9)), 210.0)
+    assert granted(registry, 5, 2, 212.0, minimum=8).limit == 1  # its share: a tenth of the weight
+
+
+def test_companions_that_are_larger_than_a_job_says_count_as_large_as_they_are(registry: Registry) -> None:
+    registry.observe(snapshot(job(1), job(2), companion(11, 1, cpus=16)), 150.0)
+    granted(registry, 2, 1, 200.0)
+    # Of 48 CPUs: 2 of 16 and 4 of 4. As small as it says, it would be told 24.
+    assert granted(registry, 1, 1, 202.0, cpus=1, current=1, wanted=30).limit == 2
+    assert registry.jobs["2"].limit in (4, 8)
+
+
+def test_a_silent_job_keeps_what_it_has_and_no_more(registry: Registry) -> None:
+    seen = snapshot(job(1), job(2), companion(11, 1), cpus=28)
+    registry.observe(seen, 150.0)
+    granted(registry, 1, 1, 200.0)
+    granted(registry, 2, 1, 200.0)
+    registry.observe(seen, 260.0)
+    assert [registry.jobs[name].limit for name in ("1", "2")] == [4, 4]
+    granted(registry, 2, 2, 590.0)
+    registry.observe(seen, 600.0)
+    assert [registry.jobs[name].limit for name in ("1", "2")] == [1, 7]
+    granted(registry, 1, 2, 602.0)
+    registry.observe(seen, 603.0)
+    assert [registry.jobs[name].limit for name in ("1", "2")] == [4, 4]
 
 
 def test_owners_are_compared_by_number_where_slurm_says_it(registry: Registry) -> None:
@@ -145,8 +210,8 @@ def test_another_policy_takes_the_place_of_the_default() -> None:
 
     registry = Registry((), allocating=True, policy=nothing)
     registry.observe(snapshot(job(1)), 100.0)
-    answer = granted(registry, 1, 1, 200.0, minimum=2)
-    assert (answer.limit, answer.reason) == (2, "a policy of the site's")
+    answer = granted(registry, 1, 1, 200.0)
+    assert (answer.limit, answer.reason) == (0, "a policy of the site's")
 
 
 def test_the_pool_is_what_is_free_and_what_these_jobs_hold() -> None:

@@ -9,11 +9,12 @@ import enum
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slurm_plugin.client.hostlist import compress, expand
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.read import release_of
+from slurm_plugin.lua_settings import OPTIONS, WITHOUT
 
 DEFAULT_BF_INTERVAL_S = 30
 GOOD_BF_INTERVAL_S = 5
@@ -39,6 +40,8 @@ class Facts:
         client_version: of Slurm's commands here.
         gres_conf, cgroup_conf: those files; None if they cannot be read here.
         unresolved: host names that have no address here.
+        lua_missing: of each Lua file that the configuration asks for, which files that it needs are not here.
+        lua_idle: of the same, which of hetstream's modules are not here.
         lua: of each of Slurm's Lua plugins that is here, the versions of Lua that it names; None if PluginDir cannot be
             read here.
     """
@@ -49,6 +52,8 @@ class Facts:
     cgroup_conf: str | None
     unresolved: tuple[str, ...] = ()
     lua: Mapping[str, tuple[str, ...]] | None = None
+    lua_missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lua_idle: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -256,6 +261,21 @@ def _lua(facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def _lua_files(facts: Facts) -> Iterator[Finding]:
+    """A hook that is asked for and gone stops all submissions; one whose modules are gone does nothing."""
+    for name, paths in facts.lua_missing.items():
+        yield Finding(
+            Level.PROBLEM, name, f"{', '.join(paths)} not found here", f"{OPTIONS[name]}=lua: {WITHOUT[name]}",
+            f"take lua out of {OPTIONS[name]} in slurm.conf and run scontrol reconfigure, or put the file back: "
+            "hetstream install",
+        )  # fmt: skip
+    for name, paths in facts.lua_idle.items():
+        yield Finding(
+            Level.WARNING, name, f"{', '.join(paths)} not found here", "hetstream's hook does nothing on this host",
+            "hetstream install --prefix DIR, on this host too",
+        )  # fmt: skip
+
+
 def _hosts(facts: Facts) -> Iterator[Finding]:
     if facts.unresolved:
         yield Finding(
@@ -308,6 +328,7 @@ def _partitions(facts: Facts) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _versions, _scheduler, _select, _gres, _gres_conf, _devices, _preemption, _prolog, _privacy, _accounting, _lua,
+    _lua_files,
     _hosts, _nodes, _partitions,
 )  # fmt: skip
 NUM_CHECKS = len(_CHECKS)

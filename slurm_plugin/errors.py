@@ -79,6 +79,10 @@ class DamagedRecord(HetstreamError):
     """The record of an installation is not what install wrote."""
 
 
+class StillInUse(HetstreamError):
+    """slurm.conf asks for files that were to be removed; submissions would fail without them."""
+
+
 class UnreadableAnswer(HetstreamError):
     """A Slurm command printed what no known version prints.
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from hetjob.errors import UsageError
 from slurm_plugin.devcluster.umask import readable_by_all
-from slurm_plugin.errors import DamagedRecord
+from slurm_plugin.errors import DamagedRecord, StillInUse
+from slurm_plugin.lua_settings import OPTIONS, WITHOUT, asked_for
 
 LUA_DIR = Path(__file__).with_name("lua")
 HOOKS = {
@@ -186,11 +187,19 @@ def install(
     return actions
 
 
-def uninstall(prefix: Path, *, dry_run: bool) -> list[Action]:
+def uninstall(prefix: Path, *, dry_run: bool, force: bool = False) -> list[Action]:
     """Take away what `install` placed, and put back what it moved.
+
+    Args:
+        prefix: where the record is.
+        dry_run: only say what would be done.
+        force: also take away a hook that slurm.conf beside it still asks for.
 
     Returns:
         What was done, or would be; nothing when nothing is installed.
+
+    Raises:
+        StillInUse: slurm.conf still asks for a hook that would be gone. Nothing was changed.
     """
     record = read_record(prefix)
     if record is None:
@@ -211,6 +220,10 @@ def uninstall(prefix: Path, *, dry_run: bool) -> list[Action]:
             actions.append(Action("restore", path, f"from {aside}"))
         elif present is not None:
             actions.append(Action("remove", path))
+    gone = [Path(action.path) for action in actions if action.what == "remove"]
+    in_use = [path for path in gone if path.name in asked_for(path.parent)]
+    if in_use and not force:
+        raise StillInUse(_still_in_use(in_use))
     if dry_run:
         return actions
     for action in actions:
@@ -227,6 +240,17 @@ def uninstall(prefix: Path, *, dry_run: bool) -> list[Action]:
         if Path(directory).is_dir() and not os.listdir(directory):
             os.rmdir(directory)
     return actions
+
+
+def _still_in_use(hooks: Iterable[Path]) -> str:
+    told = "; ".join(
+        f"{hook.parent / 'slurm.conf'} has {OPTIONS[hook.name]}=lua, and without {hook.name} {WITHOUT[hook.name]}"
+        for hook in hooks
+    )
+    return (
+        f"nothing was removed: {told}. First take lua out of that line on all hosts that have it, then run: scontrol "
+        "reconfigure (for JobSubmitPlugins restart slurmctld), then this again. --force removes the files all the same"
+    )
 
 
 def as_json(verb: str, actions: Iterable[Action], notes: Iterable[str], *, dry_run: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.doctor import LUA_PLUGINS, NUM_CHECKS, Facts, Finding, Level, examine, lua_versions
+from slurm_plugin.lua_settings import OPTIONS, asked_for, asks_for_lua, missing_files, missing_modules
 from slurm_plugin.report import Column, Report, Row, Section
 
 EPILOG = """\
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         cgroup_conf=_text_of(directory / "cgroup.conf"),
         unresolved=tuple(_unresolved(list(dict.fromkeys(hosts))[:MAX_LOOKUPS])),
         lua=_lua(snapshot.config.get("PluginDir", "")),
+        **_lua_files(directory, snapshot.config),
     )
     found = examine(facts)
     emit(args, report_of(found, snapshot))
@@ -102,6 +104,21 @@ def _lua(plugin_dirs: str) -> dict[str, tuple[str, ...]] | None:
             with suppress(OSError):
                 found.setdefault(name, lua_versions((directory / f"{name}_lua.so").read_bytes()))
     return found if directories else None
+
+
+def _lua_files(directory: Path, config: Mapping[str, str]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Of the hooks that the running configuration or slurm.conf asks for: what they lack on this host."""
+    running = "\n".join(f"{name}={value}" for name, value in config.items())
+    names = asked_for(directory) | {name for name, option in OPTIONS.items() if asks_for_lua(running, option)}
+    missing: dict[str, tuple[str, ...]] = {}
+    idle: dict[str, tuple[str, ...]] = {}
+    for name in sorted(names):
+        with suppress(OSError):  # what cannot be read here is not known
+            if found := missing_files(directory / name):
+                missing[name] = tuple(found)
+            elif found := missing_modules(directory / name):
+                idle[name] = tuple(found)
+    return {"lua_missing": missing, "lua_idle": idle}
 
 
 def _unresolved(hosts: Iterable[str]) -> Iterable[str]:

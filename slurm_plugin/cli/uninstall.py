@@ -14,15 +14,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         "uninstall",
         help=summary,
         description="Take away what hetstream install placed. A site's own Lua files are byte for byte what they were; "
-        "files that were changed since they were placed stay.",
+        "files that were changed since they were placed stay. Refused as long as slurm.conf asks for a hook that would "
+        "be gone: without it every sbatch and srun would fail.",
     )
     add_arguments(parser)
+    parser.add_argument("--force", action="store_true", help="remove hooks that slurm.conf still asks for, too")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Remove and restore."""
     prefix = args.prefix.absolute()
-    actions = uninstall(prefix, dry_run=args.dry_run)
+    actions = uninstall(prefix, dry_run=args.dry_run, force=args.force)
     report("uninstall", actions, [] if actions else [f"nothing is installed below {prefix}"], args)
     return 0

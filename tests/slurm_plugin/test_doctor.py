@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.cli.doctor import _lua
+from slurm_plugin.cli.doctor import _lua, _lua_files
 from slurm_plugin.client import parse_text
 from slurm_plugin.client.model import Partition, Snapshot
 from slurm_plugin.doctor import LUA_PLUGINS, LUA_VERSIONS, Facts, Finding, Level, examine, lua_versions
@@ -50,6 +50,34 @@ def only(given: Facts) -> Finding:
 
 def test_a_good_cluster_has_no_findings() -> None:
     assert examine(facts()) == ()
+
+
+def test_lua_files_that_are_asked_for_and_not_there(tmp_path: Path) -> None:
+    conf, hook = tmp_path / "slurm.conf", tmp_path / "cli_filter.lua"
+    conf.write_text("CliFilterPlugins=lua\n")
+
+    def found() -> list[tuple[str, str]]:
+        known = facts(**_lua_files(tmp_path, {"JobSubmitPlugins": "(null)"}))
+        return [(finding.level.value, finding.seen) for finding in examine(known)]
+
+    (missing,) = examine(facts(**_lua_files(tmp_path, {})))
+    assert (missing.level, missing.check) == (Level.PROBLEM, "cli_filter.lua")
+    assert "every sbatch, salloc and srun on this host fails" in missing.text
+    assert "scontrol reconfigure" in missing.fix
+    module, site = tmp_path / "module.lua", tmp_path / "cli_filter.site.lua"
+    hook.write_text(f'dofile("{site}")\nlocal ok, hetstream = pcall(dofile, "{module}")\n')
+    assert found() == [("problem", f"{site} not found here")]
+    site.touch()
+    assert found() == [("warning", f"{module} not found here")]
+    module.touch()
+    assert found() == []
+    # What slurmctld runs with counts too, whatever the file says by now.
+    conf.write_text("")
+    hook.unlink()
+    assert [finding.check for finding in examine(facts(**_lua_files(tmp_path, {"JobSubmitPlugins": "lua"})))] == [
+        "job_submit.lua"
+    ]
+    assert found() == []
 
 
 @pytest.mark.parametrize(

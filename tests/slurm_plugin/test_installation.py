@@ -34,7 +34,7 @@ class Machine:
         return main(["install", "--prefix", str(self.prefix), "--slurm-dir", str(self.slurm), *words])
 
     def uninstall(self, *words: str) -> int:
-        return main(["uninstall", "--prefix", str(self.prefix), *words])
+        return main(["uninstall", "--force", "--prefix", str(self.prefix), *words])
 
     def state(self) -> dict[str, tuple[int, str]]:
         """Every file and directory with its mode and content."""
@@ -76,6 +76,35 @@ def test_install_and_uninstall_leave_nothing(machine: Machine, capsys: pytest.Ca
     capsys.readouterr()
     assert machine.uninstall() == 0
     assert "nothing is installed" in capsys.readouterr().err
+
+
+def test_what_slurm_conf_still_asks_for_stays(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without cli_filter.lua every sbatch and srun fails while the line stands, with job_submit.lua slurmctld does."""
+    conf = machine.slurm / "slurm.conf"
+    machine.install()
+    installed = machine.state()
+
+    def refused() -> str:
+        capsys.readouterr()
+        for words in ((), ("--dry-run",)):
+            assert main(["uninstall", "--prefix", str(machine.prefix), *words]) == 1
+        assert machine.state() == {**installed, "slurm/slurm.conf": machine.state()["slurm/slurm.conf"]}
+        return capsys.readouterr().err
+
+    told = refused()
+    assert f"{conf} has JobSubmitPlugins=lua, and without job_submit.lua slurmctld does not start" in told
+    assert "scontrol reconfigure" in told
+    assert "cli_filter" not in told
+    conf.write_text("ClusterName=x\n  cliFilterPlugins = user_defaults,lua # ours\nJobSubmitPlugins=all_partitions\n")
+    assert "without cli_filter.lua every sbatch, salloc and srun on this host fails" in refused()
+    (machine.slurm / "more.conf").write_text("CliFilterPlugins=cli_filter/lua\n")
+    installed = machine.state()
+    conf.write_text("include more.conf\n#JobSubmitPlugins=lua\n")
+    assert "CliFilterPlugins=lua" in refused()
+    conf.write_text("include more.conf\nCliFilterPlugins=user_defaults\n#CliFilterPlugins=lua\n")
+    (machine.slurm / "more.conf").unlink()
+    assert main(["uninstall", "--prefix", str(machine.prefix)]) == 0
+    assert sorted(path.name for path in machine.slurm.iterdir()) == ["slurm.conf"]
 
 
 def test_what_is_not_ours_stays(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

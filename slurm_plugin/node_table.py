@@ -68,6 +68,10 @@ class NodeTable:
             self._eligible[key] = mask & self._in(partitions) if partitions else mask
         return self._eligible[key]
 
+    def everywhere(self, partitions: Collection[str]) -> Mask:
+        """The nodes of these partitions, whoever they are reserved for."""
+        return self._in(partitions)
+
     def named(self, names: Iterable[str]) -> Mask:
         """The nodes with these names."""
         return self._at([self._places[name] for name in names if name in self._places])

@@ -28,6 +28,7 @@ class Room:
         shape: as given.
         eligible: nodes that it may use, whatever they have.
         possible: of those the ones that could give what it asks for if they were empty.
+        reserved: nodes that could give it, too, and are reserved for others.
         free: of each resource what a node could give now.
         enough: of each resource that it asks for, whether that is enough.
         fits: where it has room now.
@@ -38,26 +39,27 @@ class Room:
         names = job.partitions if up is None else tuple(name for name in job.partitions if name in up)
         self.shape = shape
         self._table = table
-        if names:
-            self.eligible: Mask = table.eligible(names, job.reservation)
-        else:
-            self.eligible = np.zeros(len(table.nodes), dtype=np.bool_)
+        anywhere = table.everywhere(names)
         if job.required_nodes:
-            self.eligible = self.eligible & table.named(job.required_nodes)
+            anywhere = anywhere & table.named(job.required_nodes)
         if re.fullmatch(r"[\w.-]+", job.features):  # others are expressions: those are Slurm's to weigh
-            self.eligible = self.eligible & table.with_feature(job.features)
+            anywhere = anywhere & table.with_feature(job.features)
+        mine = table.eligible(names, job.reservation)
+        self.eligible: Mask = anywhere & mine
         cpus, cpus_free = table.cpus_for(names)
         self.free: dict[str, Counts] = {"CPUs": cpus_free, "memory": table.memory_free_mb}
-        self.possible: Mask = self.eligible & (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
+        could = (cpus >= shape.cpus) & (table.memory_mb >= shape.memory_mb)
         self.enough: dict[str, Mask] = {}
         if shape.gpus:
             devices, self.free["GPUs"] = table.devices(shape.gpu_type)
-            self.possible = self.possible & (devices >= shape.gpus)
+            could = could & (devices >= shape.gpus)
             self.enough["GPUs"] = self.free["GPUs"] >= shape.gpus
         if shape.cpus:
             self.enough["CPUs"] = cpus_free >= shape.cpus
         if shape.memory_mb:
             self.enough["memory"] = table.memory_free_mb >= shape.memory_mb
+        self.possible: Mask = self.eligible & could
+        self.reserved: Mask = anywhere & ~mine & could
         self.fits: Mask = self.enough_but("")
         self.needs_whole_nodes = table.takes_whole_nodes(names)
 

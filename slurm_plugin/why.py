@@ -195,7 +195,7 @@ class Explainer:
             return ()
         if _count(room.possible) < wanted:
             out = Room(self._unusable, room.shape, job, None)
-            return ("nodes",) if out.possible.any() else ("size",)
+            return ("nodes",) if out.possible.any() or room.reserved.any() else ("size",)
         if room.needs_whole_nodes:
             return ("whole nodes",)
         return room.short_alone(wanted) or room.short()[:1]
@@ -215,7 +215,7 @@ class Explainer:
         for kind in self._lacking_kinds(room, job):
             if kind in ("nodes", "size"):
                 out = self._unusable.chosen(Room(self._unusable, shape, job, None).possible)
-                return fits, [_too_large(shape, wanted, _count(room.eligible), _count(room.possible), out)]
+                return fits, [_too_large(room, wanted, out, self._table.chosen(room.reserved))]
             if kind == "whole nodes":
                 possible, idle = _count(room.possible), _count(room.possible & room.enough["CPUs"])
                 text = f"it gets whole nodes (OverSubscribe=EXCLUSIVE), {wanted} of them: of {possible} {idle} are idle"
@@ -364,15 +364,17 @@ def _said_by_slurm(job: Job) -> Blocker | None:
     return Blocker(told.kind, told.text, told.next_step) if told else None
 
 
-def _too_large(shape: Shape, wanted: int, eligible: int, possible: int, out: Sequence[Node]) -> Blocker:
+def _too_large(room: Room, wanted: int, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
     """Fewer nodes than it needs could run it, were they empty."""
-    asks = _asks(shape)
-    if out:
+    asks, eligible, possible = _asks(room.shape), _count(room.eligible), _count(room.possible)
+    if out or reserved:
+        others = [f"{compress(node.name for node in out)} is out of use"] if out else []
+        others += [f"{compress(node.name for node in reserved)} is reserved for others"] if reserved else []
         return Blocker(
             "nodes",
             f"it needs {wanted} node(s) with {asks}; {possible} of {eligible} in use could give that, and "
-            f"{compress(node.name for node in out)} is out of use",
-            "sinfo -R",
+            f"{' and '.join(others)}",
+            "; ".join([*(["sinfo -R"] if out else []), *(["scontrol show reservation"] if reserved else [])]),
         )
     return Blocker(
         "size",

@@ -7,21 +7,29 @@ where that is gathered. Without, slurmctld knows the jobs that run, and those th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from hetjob.errors import SlurmCommandError
 from slurm_plugin.client.gres import parse_gres
-from slurm_plugin.client.model import Job, Snapshot, total
+from slurm_plugin.client.jobstats import told_by_jobstats
+from slurm_plugin.client.model import Job, Snapshot, gpu_share, total
 from slurm_plugin.client.parse_text import FIELD_END, new_separators
-from slurm_plugin.client.run import run_slurm
+from slurm_plugin.client.read import plain_environ
+from slurm_plugin.client.run import EXIT_TIMED_OUT, run_slurm
 from slurm_plugin.client.values import moment, text_or_empty, tres
 from slurm_plugin.errors import UnreadableAnswer
 
 SACCT_FIELDS = (
-    "JobIDRaw", "User", "Account", "Partition", "State", "Start", "End", "AllocCPUS", "AllocTRES", "TotalCPU",
-    "TRESUsageInAve", "TimelimitRaw", "JobName",
+    "JobIDRaw", "User", "Account", "Partition", "State", "Start", "End", "ElapsedRaw", "AllocCPUS", "AllocTRES",
+    "TotalCPU", "TRESUsageInAve", "TimelimitRaw", "AdminComment", "JobName",
 )  # fmt: skip
+# A month of a large site's jobs in one answer is more than slurmdbd gives: each question is for a day at the most, and
+# all of them together have a deadline.
+_DAY_S, _ONE_S, _ALL_S = 86400.0, 120.0, 600.0
+Row = Mapping[str, str]
 _CPU_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+(?:\.\d+)?)")
 
 
@@ -30,6 +38,7 @@ class Usage:
     """What one job held, and used of it as far as that is known.
 
     Attributes:
+        gpus: whole ones; a part by MIG counts as that part.
         end_s: None while it runs.
         cpu_used_s: CPU time of its processes; None where nobody gathered it.
         gpu_share: how busy its GPUs were, 0 to 1; None where nobody gathered it.
@@ -42,7 +51,7 @@ class Usage:
     account: str
     partition: str
     cpus: int
-    gpus: int
+    gpus: float
     start_s: float
     end_s: float | None
     cpu_used_s: float | None = None
@@ -55,32 +64,45 @@ def has_accounting(snapshot: Snapshot) -> bool:
     return snapshot.config.get("AccountingStorageType", "").endswith("slurmdbd")
 
 
-def from_sacct(environ: Mapping[str, str], start_s: float, end_s: float) -> tuple[Usage, ...]:
-    """The jobs of all users that ran within a window.
+def from_sacct(
+    environ: Mapping[str, str], start_s: float, end_s: float, clock: Callable[[], float] = time.monotonic
+) -> tuple[Usage, ...]:
+    """The jobs of all users that ran within a window, asked for day by day.
 
     Raises:
-        SlurmCommandError: sacct failed.
+        SlurmCommandError: sacct failed, or took too long.
         UnreadableAnswer: it printed another form.
     """
-    delimiter = new_separators()[0]
-    argv = [
-        "sacct", "--allusers", "--noheader", "--parsable2", f"--delimiter={delimiter}",
-        f"--format={','.join(SACCT_FIELDS)}", f"--starttime={_iso(start_s)}", f"--endtime={_iso(end_s)}",
-        "--state=R,CD,F,CA,TO,NF,OOM,PR,DL,S,RQ",
-    ]  # fmt: skip
-    plain = {name: value for name, value in environ.items() if not name.startswith("SACCT_")}
-    done = run_slurm(argv, env=plain | {"SLURM_TIME_FORMAT": "standard"}, hint="Check: sacctmgr show cluster")
-    return parse_sacct(done.stdout, delimiter)
+    plain = plain_environ(environ)
+    rows: dict[str, Row] = {}
+    deadline_s = clock() + _ALL_S
+    begin_s = start_s
+    while begin_s < end_s:
+        until_s = min(begin_s + _DAY_S, end_s)
+        delimiter = new_separators()[0]
+        argv = [
+            "sacct", "--allusers", "--noheader", "--parsable2", f"--delimiter={delimiter}",
+            f"--format={','.join(SACCT_FIELDS)}", f"--starttime={_iso(begin_s)}", f"--endtime={_iso(until_s)}",
+            "--state=R,CD,F,CA,TO,NF,OOM,PR,DL,S,RQ",
+        ]  # fmt: skip
+        left_s = deadline_s - clock()
+        hint = "Ask for less: --start=now-1day. Check: sacctmgr show cluster"
+        if left_s <= 0:
+            told = f"the days before {_iso(begin_s)} took {_ALL_S:g} s"
+            raise SlurmCommandError(argv, EXIT_TIMED_OUT, "", told, hint)
+        done = run_slurm(argv, env=plain, hint=hint, timeout_s=min(_ONE_S, left_s))
+        # Who ran over midnight is in the answers for both days.
+        rows |= {row["JobIDRaw"]: row for row in sacct_rows(done.stdout, delimiter)}
+        begin_s = until_s
+    return usages_of(rows.values())
 
 
-def parse_sacct(text: str, delimiter: str = FIELD_END) -> tuple[Usage, ...]:
-    """The jobs of sacct's lines; GPU use is in the lines of their steps. The name stands last, and may have line ends.
+def sacct_rows(text: str, delimiter: str = FIELD_END) -> list[Row]:
+    """The lines of sacct, of jobs and of their steps. The name stands last, and may have line ends.
 
     Raises:
-        UnreadableAnswer: a line has another form.
+        UnreadableAnswer: a line has another number of fields.
     """
-    found: dict[str, Usage] = {}
-    gpu_shares: dict[str, list[float]] = {}
     lines: list[str] = []
     for line in text.split("\n"):
         # What has no delimiter goes on with the name before; who wrote it there cannot know the delimiter.
@@ -88,28 +110,44 @@ def parse_sacct(text: str, delimiter: str = FIELD_END) -> tuple[Usage, ...]:
             lines[-1] += f"\n{line}"
         elif line:
             lines.append(line)
+    rows: list[Row] = []
     for line in lines:
         values = line.removesuffix("\n").split(delimiter)
         if len(values) != len(SACCT_FIELDS):
             raise UnreadableAnswer(f"sacct printed {len(values)} fields and not {len(SACCT_FIELDS)}", line)
-        row = dict(zip(SACCT_FIELDS, values, strict=True))
+        rows.append(dict(zip(SACCT_FIELDS, values, strict=True)))
+    return rows
+
+
+def usages_of(rows: Iterable[Row]) -> tuple[Usage, ...]:
+    """The jobs among the lines of sacct; how busy their GPUs were is in the lines of their steps.
+
+    Raises:
+        UnreadableAnswer: a value has another form.
+    """
+    jobs: dict[str, Row] = {}
+    steps: dict[str, list[Row]] = {}
+    for row in rows:
         job, _, step = row["JobIDRaw"].partition(".")
+        if step:
+            steps.setdefault(job, []).append(row)
+        else:
+            jobs[job] = row
+    found = []
+    for job, row in jobs.items():
         try:
-            if step:
-                busy = tres(row["TRESUsageInAve"]).get("gres/gpuutil")
-                if busy:
-                    gpu_shares.setdefault(job, []).append(float(busy) / 100)
-                continue
             start_s = moment(row["Start"])
             if start_s is not None:
-                found[job] = _usage(job, row, start_s)
+                found.append(_usage(job, row, steps.get(job, []), start_s))
         except ValueError as exc:
-            raise UnreadableAnswer(str(exc), line) from exc
-    return tuple(_with_gpu_share(usage, gpu_shares.get(job, [])) for job, usage in found.items())
+            raise UnreadableAnswer(str(exc), repr(row)) from exc
+    return tuple(found)
 
 
-def _usage(job: str, row: Mapping[str, str], start_s: float) -> Usage:
-    used_s = _cpu_seconds(row["TotalCPU"])
+def _usage(job: str, row: Row, steps: Sequence[Row], start_s: float) -> Usage:
+    told = told_by_jobstats(row["AdminComment"])
+    used_s = _cpu_seconds(row["TotalCPU"]) or (told.cpu_used_s if told else 0.0)
+    gpus = _gpus(row["AllocTRES"])
     return Usage(
         job=job,
         name=row["JobName"],
@@ -117,25 +155,42 @@ def _usage(job: str, row: Mapping[str, str], start_s: float) -> Usage:
         account=text_or_empty(row["Account"]),
         partition=row["Partition"].split(",")[0],
         cpus=int(row["AllocCPUS"] or 0),
-        gpus=_gpus(row["AllocTRES"]),
+        gpus=gpus,
         start_s=start_s,
         end_s=moment(row["End"]),
         # Zero means that nobody gathered it: no program uses no CPU at all.
         cpu_used_s=used_s or None,
+        gpu_share=told.gpu_share if told and told.gpu_share is not None else _gpu_share(row, steps, gpus),
     )
 
 
-def _gpus(allocated: str) -> int:
-    """`gres/gpu=2,gres/gpu:h200=2` are two GPUs: the types add up to the whole."""
+def _gpu_share(job: Row, steps: Sequence[Row], gpus: float) -> float | None:
+    """How busy a job's GPUs were: what its steps used, of what it held in all its time.
+
+    A step that does nothing beside another one takes nothing away from that: each counts with its own GPUs and time.
+    A task that uses several GPUs adds them up, to more than 100 %.
+    """
+    elapsed_s = float(job["ElapsedRaw"] or 0)
+    if gpus <= 0 or elapsed_s <= 0:
+        return None
+    used, is_known = 0.0, False
+    for step in steps:
+        said = tres(step["TRESUsageInAve"]).get("gres/gpuutil")
+        if said:
+            is_known = True
+            own = min(gpus, _gpus(step["AllocTRES"]) or gpus)
+            busy = float(said) / 100
+            share = min(1.0, max(0.0, busy / own if busy > 1 else busy))
+            used += share * own * min(elapsed_s, float(step["ElapsedRaw"] or elapsed_s))
+    return min(1.0, used / (gpus * elapsed_s)) if is_known else None
+
+
+def _gpus(allocated: str) -> float:
+    """`gres/gpu=2,gres/gpu:h200=2` are two GPUs: the types add up to the whole. Parts by MIG count as such."""
     found = parse_gres(allocated)
-    untyped = total((gres for gres in found if not gres.type), "gpu")
-    return untyped or total(found, "gpu")
-
-
-def _with_gpu_share(usage: Usage, shares: list[float]) -> Usage:
-    if not shares:
-        return usage
-    return Usage(**{name: getattr(usage, name) for name in Usage.__slots__} | {"gpu_share": sum(shares) / len(shares)})
+    typed = [gres for gres in found if gres.name == "gpu" and gres.type]
+    untyped = total((gres for gres in found if not gres.type), "gpu") - sum(gres.count for gres in typed)
+    return max(0, untyped) + sum(gpu_share(gres.type) * gres.count for gres in typed)
 
 
 def _cpu_seconds(text: str) -> float:

@@ -232,7 +232,8 @@ def _partition(row: Mapping[str, str]) -> Partition:
         preempt_mode=row.get("PreemptMode", "OFF"),
         max_time_s=seconds(row.get("MaxTime", "")),
         max_cpus_per_node=whole(row.get("MaxCPUsPerNode", "")) or None,
-        is_exclusive=row.get("OverSubscribe") == "EXCLUSIVE",
+        # 26.05 has a word of its own for it.
+        is_exclusive="EXCLUSIVE" in row.get("OverSubscribe", "") or row.get("Exclusive") == "NODE",
     )
 
 

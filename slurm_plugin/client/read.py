@@ -37,10 +37,7 @@ class CommandReader:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        # A user's own defaults (SQUEUE_FORMAT, SQUEUE_STATES, SLURM_TIME_FORMAT) would change what is printed.
-        self._environ = {
-            name: value for name, value in environ.items() if not name.startswith(("SQUEUE_", "SINFO_", "SCONTROL_"))
-        } | {"SLURM_TIME_FORMAT": "standard"}
+        self._environ = plain_environ(environ)
         self._pyslurm_failed = False
 
     def snapshot(self, *, details: bool = False) -> Snapshot:
@@ -151,6 +148,14 @@ class CommandReader:
         conf = self._environ.get("SLURM_CONF")
         hint = f"Check: scontrol ping{f', and SLURM_CONF={conf}' if conf else ''}"
         return run_slurm(argv, env=self._environ, hint=hint).stdout
+
+
+def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without a user's own defaults, which would change what is printed: SQUEUE_FORMAT, SINFO_SORT."""
+    own = ("SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_")
+    return {name: value for name, value in environ.items() if not name.startswith(own)} | {
+        "SLURM_TIME_FORMAT": "standard"
+    }
 
 
 def release_of(version: str) -> tuple[int, int]:

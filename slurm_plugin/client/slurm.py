@@ -20,7 +20,7 @@ from hetjob.processes import next_signal, signals_held, start_child
 from slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
-from slurm_plugin.client.read import CommandReader, release_of
+from slurm_plugin.client.read import CommandReader, plain_environ, release_of
 from slurm_plugin.client.retry import with_retries
 from slurm_plugin.client.run import EXIT_NOT_FOUND, run_slurm
 
@@ -57,12 +57,13 @@ class CommandSlurm:
         """Partitions (a default one is marked `*` by sinfo), what one job can get there, and scheduler."""
 
         def ask(*argv: str) -> str:
-            return run_slurm(argv, env=self._environ, hint="Check: scontrol ping").stdout
+            return run_slurm(argv, env=plain_environ(self._environ), hint="Check: scontrol ping").stdout
 
-        lines = ask("sinfo", "--noheader", "--exact", SINFO_FORMAT).split()
+        # --all: who names a hidden partition may mean it.
+        lines = ask("sinfo", "--all", "--noheader", "--exact", SINFO_FORMAT).split()
         names = [line.partition("|")[0] for line in lines]
         config = ask("scontrol", "show", "config")
-        limits = parse_limits(lines, ask("scontrol", "--oneliner", "show", "partition"), config)
+        limits = parse_limits(lines, ask("scontrol", "--all", "--oneliner", "show", "partition"), config)
         scheduler = re.search(r"^SchedulerType\s*=\s*(\S+)", config, re.MULTILINE)
         return Cluster(
             partitions=frozenset(name.rstrip("*") for name in names),

@@ -13,7 +13,7 @@ import pytest
 from recorded import AS_ASKED
 
 from hetjob.errors import SlurmCommandError
-from slurm_plugin.client.accounting import parse_sacct
+from slurm_plugin.client.accounting import sacct_rows, usages_of
 from slurm_plugin.client.fake import FakeSlurm
 from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, new_separators
 from slurm_plugin.client.read import SUBMISSION_FIELDS
@@ -212,6 +212,21 @@ def test_separators_are_others_for_each_call() -> None:
 
 def test_names_do_not_break_lines_of_sacct() -> None:
     word = "\x1fword\x1f"
-    row = ("7", "alice", "lab", "gpu", "RUNNING", "2026-11-20T16:00:00", "Unknown", "4", "", "00:00", "", "60")
+    row = (
+        "7",
+        "alice",
+        "lab",
+        "gpu",
+        "RUNNING",
+        "2026-11-20T16:00:00",
+        "Unknown",
+        "60",
+        "4",
+        "",
+        "00:00",
+        "",
+        "60",
+        "",
+    )
     text = "".join(word.join([*row, name]) + "\n" for name in ("a\nb\x1fc\n", "plain")).replace("7", "8", 1)
-    assert [(one.job, one.name) for one in parse_sacct(text, word)] == [("8", "a\nb\x1fc"), ("7", "plain")]
+    assert [(one.job, one.name) for one in usages_of(sacct_rows(text, word))] == [("8", "a\nb\x1fc"), ("7", "plain")]

@@ -86,6 +86,21 @@ def test_a_signal_that_ends_sbatch_is_its_exit_code(tmp_path: Path, monkeypatch:
     assert run_sbatch([], os.environ) == 143
 
 
+def test_hidden_partitions_and_own_defaults(tmp_path: Path) -> None:
+    """Without --all Slurm leaves hidden partitions out, and SINFO_* and the like change what is printed."""
+    for name, program in {
+        "sinfo": '[ -n "$SINFO_FORMAT$SINFO_SORT" ] && exit 9; echo "gpu*|up"; '
+        'case "$*" in *--all*) echo "secret|up";; esac',
+        "scontrol": "exit 0",
+    }.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{program}\n")
+        path.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SINFO_FORMAT": "%N", "SINFO_SORT": "N"}
+    cluster = CommandSlurm(environ).cluster()
+    assert (cluster.partitions, cluster.default_partition) == ({"gpu", "secret"}, "gpu")
+
+
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_on_a_real_cluster(devcluster: Any, wait_until: Callable[..., None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 import subprocess
@@ -14,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_queue, parse_sacct
+from hetjob.errors import SlurmCommandError
+from slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_queue, from_sacct, sacct_rows, usages_of
 from slurm_plugin.client.model import Gres, HetComponent, Job, Node
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.client.values import moment
@@ -73,9 +76,9 @@ def test_capacity_is_of_the_nodes_in_use() -> None:
 def sacct_line(**more: str) -> str:
     row = {
         "JobIDRaw": "7", "User": "alice", "Account": "lab", "Partition": "gpu", "State": "COMPLETED",
-        "Start": "2026-11-20T16:00:00", "End": "2026-11-20T18:00:00", "AllocCPUS": "4",
+        "Start": "2026-11-20T16:00:00", "End": "2026-11-20T18:00:00", "ElapsedRaw": "7200", "AllocCPUS": "4",
         "AllocTRES": "billing=4,cpu=4,gres/gpu:h200=2,gres/gpu=2,mem=8G,node=1", "TotalCPU": "1-02:03:04",
-        "TRESUsageInAve": "", "TimelimitRaw": "60", "JobName": "train",
+        "TRESUsageInAve": "", "TimelimitRaw": "60", "AdminComment": "", "JobName": "train",
     } | more  # fmt: skip
     return "\x1f".join(row[name] for name in SACCT_FIELDS) + "\n"
 
@@ -84,19 +87,115 @@ def test_lines_of_sacct() -> None:
     """Made after Slurm's documentation of sacct: there is no slurmdbd in the recorded clusters."""
     text = (
         sacct_line()
-        + sacct_line(JobIDRaw="7.batch", TRESUsageInAve="cpu=00:00:10,gres/gpumem=0,gres/gpuutil=40")
-        + sacct_line(JobIDRaw="7.0", TRESUsageInAve="cpu=00:00:10,gres/gpuutil=60")
+        + sacct_line(JobIDRaw="7.batch", TRESUsageInAve="cpu=00:00:10,gres/gpumem=0,gres/gpuutil=0")
+        + sacct_line(JobIDRaw="7.0", ElapsedRaw="3600", TRESUsageInAve="cpu=00:00:10,gres/gpuutil=100")
         + sacct_line(JobIDRaw="8", End="Unknown", State="RUNNING", TotalCPU="00:00.000", AllocTRES="cpu=4")
         + sacct_line(JobIDRaw="9", Start="None", State="CANCELLED by 0")
     )
-    seven, eight = parse_sacct(text)
+    seven, eight = usages_of(sacct_rows(text))
     assert (seven.gpus, seven.cpus, seven.cpu_used_s, seven.gpu_share) == (2, 4, 93784.0, 0.5)
     assert seven.end_s == moment("2026-11-20T18:00:00")
     assert (eight.end_s, eight.cpu_used_s, eight.gpus, eight.gpu_share) == (None, None, 0, None)
     with pytest.raises(UnreadableAnswer, match="sacct printed 1 fields"):
-        parse_sacct("sacct: error\n")
+        sacct_rows("sacct: error\n")
     with pytest.raises(UnreadableAnswer, match="CPU time"):
-        parse_sacct(sacct_line(TotalCPU="much"))
+        usages_of(sacct_rows(sacct_line(TotalCPU="much")))
+
+
+@pytest.mark.parametrize(
+    ("steps", "share"),
+    [
+        # The job: 2 GPUs for 2 h. Steps: GPUs, hours, gpuutil.
+        ([(2, 2, 60)], 0.6),
+        ([(2, 2, 0), (2, 2, 60)], 0.6),  # the batch script waits for the step beside it
+        ([(2, 0.5, 80), (2, 1.5, 40)], 0.5),  # (0.8 * 0.5 + 0.4 * 1.5) / 2
+        ([(1, 2, 100), (1, 2, 20)], 0.6),  # one GPU each
+        ([(2, 2, 150)], 0.75),  # one task with both: they add up
+        ([(2, 2, 90), (2, 2, 90)], 1.0),  # never more than all
+        ([(2, 2, 9999)], 1.0),
+        ([], None),
+    ],
+)
+def test_how_busy_gpus_were(steps: list[tuple[int, float, int]], share: float | None) -> None:
+    text = sacct_line() + "".join(
+        sacct_line(
+            JobIDRaw=f"7.{number}", AllocTRES=f"cpu=4,gres/gpu={gpus}", ElapsedRaw=str(int(hours * 3600)),
+            TRESUsageInAve=f"cpu=00:00:10,gres/gpuutil={busy}",
+        )
+        for number, (gpus, hours, busy) in enumerate(steps)
+    )  # fmt: skip
+    (one,) = usages_of(sacct_rows(text))
+    assert one.gpu_share == (None if share is None else pytest.approx(share))
+
+
+def jobstats(document: object) -> str:
+    return f"JS1:{base64.b64encode(gzip.compress(json.dumps(document).encode())).decode()}"
+
+
+def test_jobstats_has_measured_it() -> None:
+    """The form of its documentation: a summary for each node, GPUs by number."""
+    node = {"cpus": 4, "total_time": 3000.5, "used_memory": 1, "total_memory": 2, "gpu_total_memory": {"0": 8}}
+    document = {"gpus": 3, "total_time": 7200, "nodes": {
+        "g0": {**node, "gpu_utilization": {"0": 90.0, "1": 60.0}}, "g1": {**node, "gpu_utilization": {"3": 30.0}},
+    }}  # fmt: skip
+    step = sacct_line(JobIDRaw="7.0", TRESUsageInAve="gres/gpuutil=1")
+    text = sacct_line(AdminComment=jobstats(document), TotalCPU="00:00:00") + step
+    (one,) = usages_of(sacct_rows(text))
+    assert (one.gpu_share, one.cpu_used_s) == (pytest.approx(0.6), 6001.0)
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "JS1:Short",
+        "JS1:None",
+        "a note",
+        "JS1:AAAA",
+        jobstats([1]),
+        jobstats({"nodes": 5}),
+        f"JS1:{base64.b64encode(gzip.compress(bytes(64 << 20))).decode()}",
+    ],
+)
+def test_an_admin_comment_that_is_something_else(comment: str) -> None:
+    step = sacct_line(JobIDRaw="7.0", TRESUsageInAve="gres/gpuutil=50")
+    (one,) = usages_of(sacct_rows(sacct_line(AdminComment=comment) + step))
+    assert one.gpu_share == 0.5
+
+
+def test_parts_of_gpus_count_as_parts() -> None:
+    allocated = {"cpu=4,gres/gpu=7,gres/gpu:a100_1g.5gb=7": 1, "gres/gpu:1g.10gb=7,gres/gpu:a100=2,gres/gpu=9": 3}
+    for text, gpus in allocated.items():
+        (one,) = usages_of(sacct_rows(sacct_line(AllocTRES=text)))
+        assert one.gpus == pytest.approx(gpus)
+
+
+def test_sacct_is_asked_day_by_day_and_not_for_ever(tmp_path: Path) -> None:
+    tool = tmp_path / "sacct"
+    line = sacct_line().rstrip("\n").replace("\x1f", "@")
+    tool.write_text(
+        f"#!{sys.executable}\nimport sys\n"
+        f"open({str(tmp_path / 'calls')!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+        "end = next(word[12:] for word in sys.argv if word.startswith('--delimiter='))\n"
+        f"print({line!r}.replace('@', end))\n"
+    )
+    tool.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SACCT_FORMAT": "user"}
+    start_s = moment("2026-11-20T12:00:00")
+    assert start_s is not None
+    (one,) = from_sacct(environ, start_s, start_s + 2.5 * 86400)
+    assert one.job == "7"  # once, though three answers had it
+    asked = [
+        [word.partition("=")[2] for word in call.split() if word.startswith(("--starttime", "--endtime"))]
+        for call in (tmp_path / "calls").read_text().splitlines()
+    ]
+    assert asked == [
+        ["2026-11-20T12:00:00", "2026-11-21T12:00:00"],
+        ["2026-11-21T12:00:00", "2026-11-22T12:00:00"],
+        ["2026-11-22T12:00:00", "2026-11-23T00:00:00"],
+    ]
+    clock = iter([0.0, 1.0, 700.0])
+    with pytest.raises(SlurmCommandError, match="Ask for less"):
+        from_sacct(environ, start_s, start_s + 86400 * 30, lambda: next(clock))
 
 
 def test_the_queue_knows_running_and_ended_jobs() -> None:

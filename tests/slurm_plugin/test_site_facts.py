@@ -1,0 +1,200 @@
+"""Facts of real configurations, against tables made by hand: whole nodes, MIG, reservations, power saving, limits.
+
+The recorded clusters (`fixtures/*/site_*.txt`) have 4 nodes of 16 CPUs and 4 GPUs and 2 of 16 CPUs with CoreSpecCount=2
+and MemSpecLimit=4000 (22.05 took only the first), gpu1 in reservation r1, and the partitions excl (gpu2 and gpu3,
+OverSubscribe=EXCLUSIVE), few (gpu0 and gpu1, MaxCPUsPerNode=6), pergpu (the same, DefCpuPerGPU=3) and a hidden one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_plugin.client.held import with_held_gpus
+from slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot, gpu_share
+from slurm_plugin.client.parse_text import JOB_FIELDS, allocated_gres, parse_jobs, parse_nodes, parse_partitions
+from slurm_plugin.fragmentation import measure
+from slurm_plugin.shapes import shape_of
+from slurm_plugin.why import Explainer
+
+FIXTURES = Path(__file__).with_name("fixtures")
+RELEASES = ("22.05", "24.11", "26.05")
+
+
+def recorded(release: str) -> Snapshot:
+    directory = FIXTURES / release
+    nodes = parse_nodes((directory / "site_nodes.txt").read_text())
+    head, *lines = (directory / "site_jobs.txt").read_text().splitlines()
+    rows = []
+    for line in lines:
+        row = dict(zip(head.split("|"), [*line.split("|"), ""], strict=False)) | {
+            "UserName": "root",
+            "PriorityLong": "9",
+        }
+        row |= {"StartTime": "N/A", "TimeLimit": "UNLIMITED", "HetJobOffset": "N/A"}
+        rows.append("\x1f".join(row.get(name, "N/A") for name in JOB_FIELDS) + "\x1e")
+    jobs = with_held_gpus(parse_jobs("\n".join(rows)), nodes)
+    partitions = parse_partitions((directory / "site_partitions.txt").read_text())
+    return Snapshot(0.0, release, "test", jobs, nodes, partitions)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_jobs_hold(release: str) -> None:
+    """Jobs 1 and 2 have --exclusive, the second with --gres=gpu:1: each holds all 4 GPUs. 7 asked for 2, 14 for 1."""
+    gpus = {job.job_id: job.count("gpu") for job in recorded(release).jobs if job.is_running}
+    others = {"22.05": {8: 4}, "24.11": {14: 1}, "26.05": {8: 4, 14: 1}}[release]
+    assert {job_id: count for job_id, count in gpus.items() if job_id < 10 or count} == {
+        1: 4,
+        2: 4,
+        4: 0,
+        7: 2,
+    } | others
+    assert sum(gpus.values()) == sum(
+        gres.count for node in recorded(release).nodes for gres in node.gres_used if gres.name == "gpu"
+    )
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_nodes_have(release: str) -> None:
+    nodes = {node.name: node for node in recorded(release).nodes}
+    memory_mb = 64000 if release == "22.05" else 60000
+    assert [(nodes[name].cpus, nodes[name].memory_mb) for name in ("cpu0", "gpu0")] == [(14, memory_mb), (16, 64000)]
+    assert [name for name, node in nodes.items() if node.is_reserved] == ["gpu1"]
+    assert nodes["gpu1"].reservation == ("" if release == "22.05" else "r1")
+    partitions = {one.name: one for one in recorded(release).partitions}
+    assert [name for name, one in partitions.items() if one.is_exclusive] == ["excl"]
+    assert partitions["few"].max_cpus_per_node == 6
+    assert "secret" in partitions
+
+
+@pytest.mark.parametrize(
+    ("release", "cpus", "cpus_free", "gpus_free", "stranded"),
+    # 14 + 14 + 3 * 16 CPUs, without the reserved node. Free of them: cpu0, cpu1, gpu0.
+    [("22.05", 76, 13 + 13 + 6, 2, 2), ("24.11", 76, 13 + 14 + 6, 2, 2), ("26.05", 76, 13 + 14 + 0, 0, 0)],
+)
+def test_what_is_free_and_stranded(release: str, cpus: int, cpus_free: int, gpus_free: int, stranded: int) -> None:
+    """Job 9 needs 4 GPUs and 12 CPUs of a node in pergpu, so the 2 GPUs of gpu0 are of no use to it."""
+    seen = recorded(release)
+    found = measure(seen.nodes, seen.jobs, seen.partitions)
+    totals = [found.total(name) for name in ("cpus", "cpus_free", "gpus", "gpus_free", "stranded_gpus")]
+    assert totals == [cpus, cpus_free, 12, gpus_free, stranded]
+    assert [node.name for node in found.left_out] == ["gpu1"]
+    assert {shape.cpus for shape in found.shapes if shape.gpus == 4} == {12}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_why_jobs_wait(release: str) -> None:
+    seen = recorded(release)
+    explainer = Explainer(seen)
+    by_id = {job.job_id: job for job in seen.jobs}
+    waits = {job_id: explainer.waits_for(by_id[job_id]) for job_id in (3, 5, 9, 13)}
+    assert waits == {3: "whole nodes", 5: "CPUs", 9: "nodes", 13: "licenses"}
+    (whole,) = explainer.explain(by_id[3]).blockers
+    assert whole.text == "it gets whole nodes (OverSubscribe=EXCLUSIVE), 1 of them: of 2 0 are idle"
+    # 6 CPUs of a node are for few; its other job has 4 of gpu0, of which 0 are free on 26.05.
+    free = 0 if release == "26.05" else 2
+    assert f"the most free is {free} (gpu0)" in explainer.explain(by_id[5]).blockers[0].text
+    nodes = explainer.explain(by_id[9]).blockers[0]
+    assert "1 of 1 in use could give that, and gpu1 is reserved for others" in nodes.text
+    assert nodes.next_step == "scontrol show reservation"
+    assert (shape_of(by_id[9]).cpus, shape_of(by_id[9]).memory_mb) == (12, 4000)  # DefCpuPerGPU=3
+    if release == "22.05":  # elsewhere it had room in its reservation
+        assert explainer.waits_for(by_id[14]) == "GPUs"
+
+
+def node(name: str, **more: Any) -> Node:
+    return Node(name, more.pop("states", frozenset({"IDLE"})), ("gpu",), 16, more.pop("used", 0), 1000, 0, **more)
+
+
+def pending(cpus: int = 1, gpus: int = 1, gpu_type: str = "", **more: Any) -> Job:
+    gres = (Gres("gpu", gpu_type, gpus),) if gpus else ()
+    job = Job(7, "train", "alice", ("gpu",), "PENDING", "Resources", 1, cpus, 1, cpus, 0, gres_per_node=gres)
+    return replace(job, **more)
+
+
+def test_types_and_parts_of_gpus_are_counted_apart() -> None:
+    """2 whole GPUs of which 1 is free, and 7 sevenths of another one of which 3 are free: 10/7 of 3 GPUs."""
+    had = (Gres("gpu", "a100", 2), Gres("gpu", "a100_1g.5gb", 7))
+    one = node("m", gres=had, gres_used=(Gres("gpu", "a100", 1), Gres("gpu", "a100_1g.5gb", 4)), used=8)
+    assert (one.gpus, one.gpus_free(), one.mig, one.mig_free()) == (2, 1, 7, 3)
+    assert (one.devices_free("a100"), one.devices_free("a100_1g.5gb"), one.devices_free()) == (1, 3, 4)
+    found = measure([one], [])
+    assert [(kind.type, kind.is_mig, kind.num, kind.num_free) for kind in found.gpu_types] == [
+        ("a100", False, 2, 1), ("a100_1g.5gb", True, 7, 3),
+    ]  # fmt: skip
+    (row,) = found.nodes
+    assert (row.gpus, row.gpus_free, row.mig, row.mig_free) == (2, 1, 7, 3)
+    assert row.indicator == pytest.approx(8 / 16 - (10 / 7) / 3)
+    # Who asks for a part strands no whole GPU, and is no use of one.
+    found = measure([one], [pending(gpu_type="a100_1g.5gb")])
+    assert (found.nodes[0].stranded_gpus, found.assumed) == (0, ("m",))
+    assert measure([one], [pending(gpus=2, gpu_type="a100")]).nodes[0].stranded_gpus == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("a100", 1), ("", 1), ("h200", 1), ("rtx3g", 1), ("1g.5gb", 1 / 7), ("a100_3g.20gb", 3 / 7), ("h100-7g.80gb", 1),
+     ("1g.10gb+me", 1 / 7)],
+)  # fmt: skip
+def test_profiles_of_mig(name: str, share: float) -> None:
+    assert gpu_share(name) == pytest.approx(share)
+
+
+def test_a_node_of_parts_alone_has_an_indicator() -> None:
+    parts = node("p", gres=(Gres("gpu", "2g.10gb", 3),), gres_used=(Gres("gpu", "2g.10gb", 3),), used=4)
+    found = measure([parts], [])
+    assert [one.node for one in found.gpu_nodes] == ["p"]
+    assert (found.total("gpus"), found.nodes[0].indicator) == (0, 0.75)
+
+
+def test_nodes_that_slurm_starts_for_a_job_are_usable() -> None:
+    usable = {
+        "IDLE+CLOUD+POWERED_DOWN": True, "IDLE+POWERING_UP": True, "MIXED+CLOUD": True, "IDLE+POWERING_DOWN": False,
+        "IDLE+POWER_DOWN": False, "DOWN+POWERED_DOWN": False, "IDLE+POWERED_DOWN+DRAIN": False,
+    }  # fmt: skip
+    for states, expected in usable.items():
+        assert node("n", states=frozenset(states.split("+"))).is_usable is expected, states
+    down = node("n", states=frozenset({"IDLE", "POWERED_DOWN"}), gres=(Gres("gpu", "", 4),))
+    job = pending()
+    snapshot = Snapshot(0.0, "24.11", "test", (job,), (down,), (Partition("gpu", ()),))
+    assert Explainer(snapshot).explain(job).fits_on == ("n",)
+    assert measure([down], [job]).total("gpus_free") == 4
+
+
+def test_a_job_in_a_reservation_sees_its_nodes_and_nobody_else_does() -> None:
+    theirs = node("r", states=frozenset({"IDLE", "RESERVED"}), gres=(Gres("gpu", "", 4),), reservation="r1")
+    free = node("f", gres=(Gres("gpu", "", 4),), used=16)
+    inside, outside = pending(reservation="r1"), pending(job_id=8)
+    other = pending(reservation="r2", job_id=9)
+    snapshot = Snapshot(0.0, "24.11", "test", (inside, outside, other), (theirs, free), (Partition("gpu", ()),))
+    explainer = Explainer(snapshot)
+    assert [explainer.waits_for(job) for job in (inside, outside, other)] == ["scheduler", "CPUs", "nodes"]
+
+
+def test_whole_nodes_are_used_whole() -> None:
+    """A job of 1 GPU in a partition of whole nodes takes all of an idle node, and nothing of another one."""
+    gres = (Gres("gpu", "", 4),)
+    idle, busy = node("i", gres=gres), node("b", gres=gres, used=1)
+    found = {
+        one.node: one for one in measure([idle, busy], [pending()], [Partition("gpu", (), is_exclusive=True)]).nodes
+    }
+    assert (found["i"].stranded_gpus, found["i"].stranded_cpus) == (0, 0)
+    assert (found["b"].stranded_gpus, found["b"].stranded_cpus) == (4, 15)
+
+
+@pytest.mark.parametrize(
+    ("allocated", "gpus"),
+    [
+        ("cpu=16,mem=1000M,node=1,billing=16", None),
+        ("cpu=16,gres/gpu=4,node=1", 4),
+        ("cpu=16,gres/gpu=4,gres/gpu:h200=4", 4),
+        ("cpu=16,gres/gpu=4,gres/gpu:h200=1", 4),
+    ],
+)
+def test_allocated_tres_say_what_is_held(allocated: str, gpus: int | None) -> None:
+    held = allocated_gres("RUNNING", allocated)
+    assert allocated_gres("PENDING", allocated) is None
+    assert (held and sum(gres.count for gres in held)) == gpus

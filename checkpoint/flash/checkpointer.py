@@ -237,7 +237,9 @@ class FlashCheckpointer:
         """
         self._check_open()
         with collector.held_off():
-            self._prepare(state, self._capture.flatten(state))
+            leaves = self._capture.flatten(state)
+            self._store.announce(*self._capture.expected_bytes(state, leaves))
+            self._prepare(state, leaves)
 
     def _prepare(self, state: Mapping[str, Any], leaves: Leaves) -> None:
         if not leaves.shapeless:

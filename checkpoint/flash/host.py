@@ -51,7 +51,8 @@ def find_host(ranks: Communicator, store: Store, directory: Path) -> Host:
         directory: of checkpoints.
     """
     places = "-".join(_place(path, ranks.rank) for path in (store.path.parent, directory))
-    mine = _Address(f"{boot_id().hex()}-{os.geteuid()}-{places}", os.fsencode(store.path).hex())
+    kernel = boot_id().hex() if any(boot_id()) else os.uname().nodename
+    mine = _Address(f"{kernel}-{os.geteuid()}-{places}", os.fsencode(store.path).hex())
     addresses = gather(ranks, mine)
     stores = {
         rank: Path(os.fsdecode(bytes.fromhex(one.store))) for rank, one in enumerate(addresses) if one.host == mine.host

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from checkpoint.agreement import Held
 from checkpoint.comparison import files_of_host, share_of
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import Damaged, DamagedSegment, NoCheckpoint
+from checkpoint.errors import CheckpointError, Damaged, DamagedSegment, NoCheckpoint
 from checkpoint.flash.host import Host
 from checkpoint.flash.payload import Payload
 from checkpoint.flash.restore import Part, Stock
@@ -93,7 +93,10 @@ class Memory:
 @contextlib.contextmanager
 def _open_shared(files: StoreFiles, generation: Generation) -> Iterator[Part]:
     """The shared keys in the store of another rank, which may run or not."""
-    files.check_owner()
+    try:
+        files.check_owner()
+    except CheckpointError as error:
+        raise NoCheckpoint(f"{generation}: what is equal on all ranks is out of reach: {error}") from error
     content = next((one for one in files.complete() if one.header.generation == generation), None)
     if content is None:
         raise NoCheckpoint(f"{files.path} has no {generation} any more, which holds what is equal on all ranks")

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from checkpoint.errors import NoCheckpoint
+from checkpoint.flash.host import Host
+from checkpoint.flash.source import Memory
 from checkpoint.view import find_stores
 from tests.checkpoint.programs.host_ranks import SIZE, came_to, trained
 
@@ -120,6 +124,15 @@ def test_each_host_has_a_copy(tmp_path: Path, hosts: list[Path], layout: list[in
     for host in hosts:
         holder, other = sorted(sizes(host)[:2], reverse=True)
         assert holder > 2 * SHARED_BYTES > 20 * other
+
+
+def test_a_store_that_is_out_of_reach_is_no_error_of_the_program(make: Any, tmp_path: Path) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)})
+        generation = checkpointer.stats().saved
+        memory = Memory(checkpointer._store, Host("here", 1, {0: tmp_path / "gone"}))
+        with pytest.raises(NoCheckpoint, match="equal on all ranks is out of reach"), memory.open(generation, 0):
+            pass
 
 
 PAIRS = [(2, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((4, 4), (8, 8), (2, 4), (4, 2), (8, 1)))]

@@ -90,7 +90,8 @@ def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock]
     ours = [one for one in found if one[0].read_directory_id() == identity.directory_id]
     for files, lock in (one for one in found if one not in ours):
         with lock:
-            _give_up(identity, files)
+            _say_given_up(identity, files)
+            give_up(files)
     found = ours
     found.sort(key=lambda one: [content.age for content in one[0].complete()[:1]])
     for files, lock in found[:-1]:
@@ -109,16 +110,21 @@ def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock]
     return files, lock
 
 
-def _give_up(identity: Identity, files: StoreFiles) -> None:
-    """A store that was made for a directory which somebody has deleted: for who has its trainer's lock."""
+def _say_given_up(identity: Identity, files: StoreFiles) -> None:
     held = files.complete()
     if held:
         _log.warning(
-            "%s was deleted, or emptied, and made again since the last start: training begins anew, and what memory "
-            "holds of the directory before is given up (the newest is %s)",
+            "what memory holds of %s is given up (the newest is %s): %s",
             identity.directory,
             held[0].header.generation,
+            "the directory was deleted, or emptied, and made again since the last start"
+            if files.read_directory_id()
+            else "an earlier release has saved it, which did not say for which directory",
         )
+
+
+def give_up(files: StoreFiles) -> None:
+    """Delete a store that is of no use to anybody, or have its saver do so. For who has its trainer's lock."""
     saver = FileLock.try_exclusive(files.saver_lock)
     if saver:
         with saver:
@@ -149,6 +155,13 @@ def _lock_dead(files: StoreFiles, identity: Identity) -> FileLock | None:
                 f"trainings need two checkpoint directories. See: fuser -v {files.trainer_lock}"
             )
         time.sleep(_POLL_S)
+
+
+def make_store(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
+    """A new store of an identity with the trainer's lock; arguments and errors are those of `own_store`."""
+    files, lock = _make_somewhere(identity, shared_memory, fallback)
+    _write_holder(files, identity)
+    return files, lock
 
 
 def _make_somewhere(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:

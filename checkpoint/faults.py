@@ -25,6 +25,8 @@ from checkpoint.errors import OptionsError
 POINTS = {
     "store.created": "the trainer's store has its directory and no slots",
     "store.adopted": "a dead trainer's store has a new owner",
+    "store.copied": "somebody has deleted the store, and its newest generation is copied into the new one, incomplete",
+    "store.renewed": "a store that somebody has deleted is made anew, and no saver knows it",
     "slot.allocated": "a slot file is made and has not got its name",
     "slot.placed": "a slot file has its name and holds nothing",
     "slot.begun": "a slot is marked as being written, and not a byte of it is",

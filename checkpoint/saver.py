@@ -181,6 +181,10 @@ class Saver:
     def _serve(self, store: StoreSaver) -> None:
         """Write what there is to write; let go of the store if there is nothing more to come."""
         view = store.view
+        if not view.path.exists():
+            # Somebody has deleted it; a trainer that lives makes another.
+            self._drop(store)
+            return
         view.drain()
         ended = view.closed or not view.trainer_alive()
         if not ended and not self._stopping:

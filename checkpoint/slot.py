@@ -7,12 +7,16 @@ import logging
 import os
 from pathlib import Path
 
-from checkpoint.errors import DamagedSegment
+from checkpoint.errors import DamagedSegment, SharedMemoryFull
+from checkpoint.faults import reach
 from checkpoint.locks import FileLock
-from checkpoint.segment import Segment, State
+from checkpoint.segment import MAX_METADATA_BYTES, PAGE_BYTES, Segment, State, check_memory, check_room, file_bytes
 from checkpoint.store_files import SlotContent, StoreFiles
 
 _log = logging.getLogger(__name__)
+
+# Numbers and paths in the structure grow from save to save, and the slot need not.
+_METADATA_SLACK = 1.25
 
 
 class Slot:
@@ -95,6 +99,84 @@ class Slot:
         if self.segment:
             self.segment.close()
             self.segment = None
+
+
+class SlotMemory:
+    """Where the slots of a store get their memory: files in its directory, or elsewhere when that is full.
+
+    Args:
+        files: the store's.
+        fallback: a directory for what does not fit there; None: there is none.
+    """
+
+    def __init__(self, files: StoreFiles, fallback: Path | None) -> None:
+        self._files = files
+        self._path = files.path
+        self._fallback = fallback
+        self._has_said_full = False
+        self._reserved_bytes = 0
+
+    def renewed(self, files: StoreFiles) -> SlotMemory:
+        """The same for a store that takes the place of this one, with what was said about it."""
+        made = SlotMemory(files, self._fallback)
+        made._has_said_full = self._has_said_full
+        made.reserve(self._reserved_bytes)
+        return made
+
+    def reserve(self, num_bytes: int) -> None:
+        """Say to other ranks of the host how much memory the slots will take all in all, at least."""
+        self._reserved_bytes = max(num_bytes, self._reserved_bytes)
+        self._files.reserve(self._reserved_bytes)
+
+    def replace(self, slot: Slot, payload_bytes: int, metadata_bytes: int) -> None:
+        """Give a slot a new file that is large enough; what it held is given up."""
+        metadata_bytes = min(int(metadata_bytes * _METADATA_SLACK) + PAGE_BYTES, MAX_METADATA_BYTES)
+        made = self._path / f"new-{slot.path.name}"
+        try:
+            # The memory of the old file is used again.
+            slot_bytes = file_bytes(payload_bytes, metadata_bytes)
+            needed_bytes = slot_bytes - size_in(slot.path)
+            # First said, then compared with what others say: of two that want the same memory at least one sees it.
+            self.reserve(slot_bytes + self._taken_bytes(without=slot))
+            check_room(self._path, needed_bytes)
+            check_memory(self._path, needed_bytes, self._files.promised_bytes())
+            slot.discard()
+            segment = Segment.create(made, payload_bytes, metadata_bytes)
+        except SharedMemoryFull as error:
+            self._reserved_bytes = self._taken_bytes()
+            self._files.reserve(self._reserved_bytes)
+            if self._fallback is None:
+                raise
+            slot.discard()
+            segment = self._create_in_fallback(self._fallback, slot.path.name, payload_bytes, metadata_bytes, error)
+            made.symlink_to(segment.path)
+        reach("slot.allocated")
+        made.rename(slot.path)
+        reach("slot.placed")
+        segment.path = slot.path
+        slot.segment = segment
+        slot.is_given_up = False
+        # Also for a save that waits for it: faults in the copy would take longer.
+        segment.populate()
+
+    def _taken_bytes(self, without: Slot | None = None) -> int:
+        return sum(size_in(path) for path in self._files.slots() if without is None or path != without.path)
+
+    def _create_in_fallback(
+        self, fallback: Path, name: str, payload_bytes: int, metadata_bytes: int, full: SharedMemoryFull
+    ) -> Segment:
+        target = (fallback / f"{self._path.name}-{name}").absolute()
+        target.unlink(missing_ok=True)
+        try:
+            segment = Segment.create(target, payload_bytes, metadata_bytes)
+        except (SharedMemoryFull, OSError) as error:
+            raise SharedMemoryFull(f"{full}. The fallback does not help: {error}") from error
+        if not self._has_said_full:  # it holds for the next slots, too
+            self._has_said_full = True
+            _log.warning(
+                "checkpoints leave shared memory: %s. Slots are now files in %s; saves are slower", full, fallback
+            )
+        return segment
 
 
 def take_slots(files: StoreFiles, num_slots: int) -> list[Slot]:

@@ -9,6 +9,7 @@ long. `prepare` allocates the memory, in a thread of its own. A store outlives i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -16,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from checkpoint.adoption import own_store
+from checkpoint.adoption import make_store, own_store
 from checkpoint.errors import CheckpointError, DamagedSegment, OptionsError, SharedMemoryFull
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
-from checkpoint.segment import MAX_METADATA_BYTES, PAGE_BYTES, Segment, State, check_memory, check_room, file_bytes
-from checkpoint.slot import Slot, size_in, take_slots
+from checkpoint.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
+from checkpoint.segment import Segment, State, file_bytes
+from checkpoint.slot import Slot, SlotMemory, take_slots
 from checkpoint.store_files import SHARED_MEMORY, Identity, SaverStatus, SlotContent, StoreFiles
 
 _log = logging.getLogger(__name__)
@@ -33,8 +35,6 @@ _GRACE_S = 5.0
 _POLL_S = 0.002
 _SAY_WAITING_S = 5.0
 _PREPARED_TIMEOUT_S = 60.0
-# Numbers and paths in the structure grow from save to save, and the slot need not.
-_METADATA_SLACK = 1.25
 _MAX_WORD = 2**64 - 1
 
 
@@ -77,6 +77,7 @@ class WritableSlot:
         self._end()
         self._store.wake()
         reach("slot.published")
+        self._store.renew_if_deleted()
 
     def abandon(self) -> None:
         """Give up what was copied: the slot is empty, and the other generations are as they were."""
@@ -115,21 +116,33 @@ class WritableSlot:
 class Store:
     """A rank's store; `open` makes or adopts it. A context manager that closes it.
 
-    `prepare` and `wake` may be called in any thread; one save goes on at a time.
+    `prepare` and `wake` may be called in any thread; one save goes on at a time. Where somebody deletes its files it is
+    made anew in another directory, by the next save or by `renew_if_deleted`, with the newest generation in it.
+
+    Attributes:
+        identity: whose it is.
+        on_renewed: called when it has been made anew, in the thread that has noticed.
     """
 
-    def __init__(self, identity: Identity, files: StoreFiles, lock: FileLock, num_slots: int, fallback: Path | None):
+    def __init__(
+        self,
+        identity: Identity,
+        files: StoreFiles,
+        lock: FileLock,
+        num_slots: int,
+        places: tuple[Path, Path | None],
+    ) -> None:
         self.identity = identity
+        self.on_renewed: Callable[[], None] = lambda: None
         self._files = files
         self._lock = lock
-        self._fallback = fallback
+        self._places = places
+        self._memory = SlotMemory(files, places[1])
         self._pid = os.getpid()
         self._is_open = True
-        # Read and write: it opens without a saver, and without one nothing is lost.
-        self._pipe = os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._has_said_deleted = self._has_said_lost = False
+        self._pipe = _open_pipe(files)
         self._is_saving = False
-        self._has_said_full = False
-        self._reserved_bytes = 0
         files.reserved.unlink(missing_ok=True)
         self._writing: WritableSlot | None = None
         self._taken: Slot | None = None
@@ -156,12 +169,19 @@ class Store:
         """
         if num_slots < MIN_SLOTS:
             raise OptionsError(f"num_slots={num_slots}: a save needs a slot beside the last good one, so at least 2")
-        files, lock = own_store(identity, shared_memory, fallback)
-        try:
-            store = cls(identity, files, lock, num_slots, fallback)
-        except BaseException:
-            lock.release()
-            raise
+        while True:
+            files, lock = own_store(identity, shared_memory, fallback)
+            try:
+                store = cls(identity, files, lock, num_slots, (shared_memory, fallback))
+                break
+            except FileNotFoundError:
+                # Somebody has just deleted it.
+                lock.release()
+                if files.path.exists():
+                    raise
+            except BaseException:
+                lock.release()
+                raise
         generations = ", ".join(str(content.header.generation) for content in store.held()) or "nothing"
         _log.info("checkpoint store %s is %s, with %s in it", identity, files.path, generations)
         return store
@@ -209,6 +229,7 @@ class Store:
             OSError: there is no room.
         """
         if directory_id != self._files.read_directory_id():
+            self.identity = dataclasses.replace(self.identity, directory_id=directory_id)
             self._files.write_directory_id(directory_id)
 
     @property
@@ -240,8 +261,8 @@ class Store:
         For a thread that runs while the program builds its model: then `read` is as fast as memory.
         """
         for content in self.held():
-            slot = next(slot for slot in self._slots if slot.path == content.path)
-            if self._occupy(slot):
+            slot = next((slot for slot in self._slots if slot.path == content.path), None)
+            if slot and self._occupy(slot):
                 try:
                     if slot.segment:
                         slot.segment.populate()
@@ -255,11 +276,7 @@ class Store:
             payload_bytes: of the state.
             metadata_bytes: of the state, about.
         """
-        self._reserve(MIN_SLOTS * file_bytes(payload_bytes, metadata_bytes))
-
-    def _reserve(self, num_bytes: int) -> None:
-        self._reserved_bytes = max(num_bytes, self._reserved_bytes)
-        self._files.reserve(self._reserved_bytes)
+        self._memory.reserve(MIN_SLOTS * file_bytes(payload_bytes, metadata_bytes))
 
     def prepare(self, payload_bytes: int, metadata_bytes: int) -> None:
         """Allocate the slots and enter their pages into this process's page tables, so that no save has to.
@@ -279,7 +296,7 @@ class Store:
                 continue
             try:
                 if slot.content() is None and not slot.fits(payload_bytes, metadata_bytes):
-                    self._replace(slot, payload_bytes, metadata_bytes)
+                    self._memory.replace(slot, payload_bytes, metadata_bytes)
                 elif slot.segment:
                     slot.segment.populate()
             except SharedMemoryFull as error:
@@ -299,7 +316,7 @@ class Store:
         Raises:
             SharedMemoryFull: the slot has to be made, and there is no room; what is in memory stays.
             OptionsError: another save has not ended.
-            CheckpointError: somebody has deleted the store's directory.
+            OSError: somebody has deleted the store, and it cannot be made anew.
         """
         with self._changed:
             self._check_usable()
@@ -307,15 +324,73 @@ class Store:
                 raise OptionsError("a save is under way: publish or abandon it before the next")
             self._is_saving = True
         try:
-            return self._begin(payload_bytes, metadata_bytes)
-        except BaseException as error:
+            while True:
+                self._renew()
+                try:
+                    return self._begin(payload_bytes, metadata_bytes)
+                except FileNotFoundError:
+                    if is_whole(self._files, self._lock, self._slots):
+                        raise
+        except BaseException:
             self._is_saving = False
-            if isinstance(error, FileNotFoundError) and not self.path.exists():
-                raise CheckpointError(
-                    f"{self.path}: somebody has deleted this store while it was in use. Nothing is held in memory any "
-                    "more; start the training again from the checkpoint on disk"
-                ) from error
             raise
+
+    def renew_if_deleted(self) -> bool:
+        """Make the store anew, with the newest generation in it, if somebody has deleted it, or files of it.
+
+        Nothing while a save is under way, which looks for itself; nor in a forked child, or once it is closed.
+
+        Returns:
+            Whether it was made anew. Where that fails the log says so, once, and the next save tries again.
+        """
+        with self._changed:
+            if not self._is_open or self._is_saving or os.getpid() != self._pid:
+                return False
+            self._is_saving = True
+        try:
+            return self._renew()
+        except (CheckpointError, OSError) as error:
+            if not self._has_said_lost:
+                self._has_said_lost = True
+                _log.error("%s was deleted and cannot be made anew, no other process reaches it: %s", self.path, error)
+            return False
+        finally:
+            self._is_saving = False
+
+    def _renew(self) -> bool:
+        """As `renew_if_deleted`, for who saves."""
+        if is_whole(self._files, self._lock, self._slots):
+            return False
+        if not self._has_said_deleted:
+            self._has_said_deleted = True
+            warn_of_deletion(self.path)
+        files, lock = make_store(self.identity, *self._places)
+        with self._changed:
+            # What prepares a slot of the old one goes on until it is ready, and then finds no more of them.
+            self._changed.wait_for(lambda: not any(slot.is_busy for slot in self._slots), _PREPARED_TIMEOUT_S)
+            former, self._files, self._lock = (self._files, self._lock, self._slots), files, lock
+            os.close(self._pipe)
+            self._pipe = _open_pipe(files)
+            newest = next(iter(self.held()), None)
+            self._memory = self._memory.renewed(files)
+            self._slots = [Slot(files.slot(number)) for number in range(len(former[2]))]
+        kept = next((slot for slot in former[2] if newest and slot.path == newest.path), None)
+        for slot in former[2]:
+            if slot is not kept:
+                slot.close()
+        if kept and kept.segment:
+            try:
+                copy_generation(kept.segment, self._slots[0], self._memory)
+            except (CheckpointError, OSError) as error:
+                _log.error("%s: its newest generation is lost, the next save will be held: %s", self.path, error)
+            kept.close()
+        clear_away(former[0])
+        former[1].release()
+        reach("store.renewed")
+        _log.info("checkpoint store %s is %s now", self.identity, self.path)
+        self.on_renewed()
+        self.wake()
+        return True
 
     def abandon(self) -> None:
         """Give up a save that was begun and not ended, as by an interrupt between two lines; without one, nothing."""
@@ -385,7 +460,7 @@ class Store:
             try:
                 if not slot.fits(payload_bytes, metadata_bytes):
                     slot.unlock()
-                    self._replace(slot, payload_bytes, metadata_bytes)
+                    self._memory.replace(slot, payload_bytes, metadata_bytes)
                     allocated_s += time.monotonic() - began_s - waited_s
                     # Somebody who meant the file before may hold the new one, for a moment.
                     slot.lock = FileLock.wait_exclusive(slot.path, _GRACE_S)
@@ -448,53 +523,6 @@ class Store:
         slot.is_given_up = True
         _log.warning("checkpoints have a slot less, and saves may wait for the saver: %s", error)
 
-    def _replace(self, slot: Slot, payload_bytes: int, metadata_bytes: int) -> None:
-        """Give a slot a new file that is large enough; what it held is given up."""
-        metadata_bytes = min(int(metadata_bytes * _METADATA_SLACK) + PAGE_BYTES, MAX_METADATA_BYTES)
-        made = self.path / f"new-{slot.path.name}"
-        try:
-            # The memory of the old file is used again.
-            slot_bytes = file_bytes(payload_bytes, metadata_bytes)
-            needed_bytes = slot_bytes - size_in(slot.path)
-            # First said, then compared with what others say: of two that want the same memory at least one sees it.
-            self._reserve(slot_bytes + sum(size_in(other.path) for other in self._slots if other is not slot))
-            check_room(self.path, needed_bytes)
-            check_memory(self.path, needed_bytes, self._files.promised_bytes())
-            slot.discard()
-            segment = Segment.create(made, payload_bytes, metadata_bytes)
-        except SharedMemoryFull as error:
-            self._reserved_bytes = sum(size_in(one.path) for one in self._slots)
-            self._files.reserve(self._reserved_bytes)
-            if self._fallback is None:
-                raise
-            slot.discard()
-            segment = self._create_in_fallback(self._fallback, slot.path.name, payload_bytes, metadata_bytes, error)
-            made.symlink_to(segment.path)
-        reach("slot.allocated")
-        made.rename(slot.path)
-        reach("slot.placed")
-        segment.path = slot.path
-        slot.segment = segment
-        slot.is_given_up = False
-        # Also for a save that waits for it: faults in the copy would take longer.
-        segment.populate()
-
-    def _create_in_fallback(
-        self, fallback: Path, name: str, payload_bytes: int, metadata_bytes: int, full: SharedMemoryFull
-    ) -> Segment:
-        target = (fallback / f"{self.path.name}-{name}").absolute()
-        target.unlink(missing_ok=True)
-        try:
-            segment = Segment.create(target, payload_bytes, metadata_bytes)
-        except (SharedMemoryFull, OSError) as error:
-            raise SharedMemoryFull(f"{full}. The fallback does not help: {error}") from error
-        if not self._has_said_full:  # it holds for the next slots, too
-            self._has_said_full = True
-            _log.warning(
-                "checkpoints leave shared memory: %s. Slots are now files in %s; saves are slower", full, fallback
-            )
-        return segment
-
     def _next_serial(self) -> int:
         self._serial += 1
         return self._serial
@@ -516,7 +544,7 @@ class Store:
 
     def _occupy(self, slot: Slot) -> bool:
         with self._changed:
-            if slot.is_busy or not self._is_open:
+            if slot.is_busy or not self._is_open or slot not in self._slots:
                 return False
             slot.is_busy = True
             return True
@@ -532,3 +560,11 @@ class Store:
         self._writing = None
         self._free(slot)
         self._taken = None
+
+
+def _open_pipe(files: StoreFiles) -> int:
+    """The pipe that wakes the saver."""
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(files.wake, 0o600)
+    # Read and write: it opens without a saver, and without one nothing is lost.
+    return os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

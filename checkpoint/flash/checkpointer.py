@@ -55,6 +55,9 @@ from checkpoint.store_files import FALLBACK, Identity
 
 _log = logging.getLogger(__name__)
 
+# How often to see whether somebody has deleted the store, beside each save.
+_LOOK_S = 1.0
+
 
 class FlashCheckpointer:
     """Saves and restores the state of a training program; a context manager.
@@ -101,7 +104,7 @@ class FlashCheckpointer:
         self._preparing: threading.Thread | None = None
         self._guards: list[Any] = []
         self._replicas: TrainerReplicas | None = None
-        self._last_step_s = 0.0
+        self._last_step_s = self._looked_s = 0.0
         self._last: Generation | None = None
         rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
         self._timing = Timing(rule, self._directory, self._ranks)
@@ -117,6 +120,7 @@ class FlashCheckpointer:
             lineage = self._tenure.lineage
             self._store = self._open_store(dataclasses.replace(whose, directory_id=lineage.directory_id))
             undo.callback(self._store.close)
+            self._store.on_renewed = self._on_renewed
             self._tenure.settle(self._store)
             self._host = find_host(self._ranks, self._store, self._directory.path)
             if self._tenure.attempt:
@@ -148,6 +152,13 @@ class FlashCheckpointer:
                 "program, or put this line at its beginning: trap : TERM",
                 ended,
             )
+
+    def _on_renewed(self) -> None:
+        """Somebody has deleted the store, and it has been made anew: its saver and its peer are told."""
+        self._saver.renew()
+        if self._replicas:
+            with contextlib.suppress(OSError):  # there is no room: then there are no replicas
+                self._replicas.tell_saver()
 
     def _look_ahead(self) -> None:
         """Map and read what an earlier start has left, while the program makes its model."""
@@ -332,9 +343,12 @@ class FlashCheckpointer:
         return self._newest().all_steps()[0]
 
     def _newest(self) -> Newest:
+        self._store.renew_if_deleted()
         if not self._tenure.attempt:
             self._tenure.take_over(self._store)
             self._replicas = self._tenure.arrange_replicas(self._store)
+        # Other ranks of the host look into this rank's store, which may be another one than at the start.
+        self._memory.host = self._host = find_host(self._ranks, self._store, self._directory.path)
         return Newest(self._ranks, self._directory, self._tenure.lineage, self._memory, self._replicas, self._host)
 
     def _go_back(self, start: Generation) -> None:
@@ -358,6 +372,9 @@ class FlashCheckpointer:
         """
         self._check_open()
         self._check_owner()
+        if time.monotonic() > self._looked_s + _LOOK_S:
+            self._looked_s = time.monotonic()
+            self._store.renew_if_deleted()
         is_due = self._timing.is_due(step, self._saving.stats, self._store.status)
         is_due = self._watch.is_asked(step) or is_due
         if is_due:
@@ -442,6 +459,7 @@ class FlashCheckpointer:
         if self._preparing:
             self._preparing.join()
         self._saving.forget_slots()
+        self._store.renew_if_deleted()
         if not keep_memory and not self._saver.has_saver():
             _log.error("the newest generation stays in memory, as there is no saver: %s", self._store.path)
             keep_memory = True

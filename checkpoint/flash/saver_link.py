@@ -38,6 +38,7 @@ class SaverLink:
 
     def __init__(self, store: Store, directory: Path) -> None:
         self.process: subprocess.Popen[bytes] | None = None
+        self._former: list[subprocess.Popen[bytes]] = []
         self._store = store
         self._directory = directory
         self._is_ended = threading.Event()
@@ -50,12 +51,20 @@ class SaverLink:
         else:
             self._spawn()
 
+    def renew(self) -> None:
+        """The store has been made anew in another directory. A job's saver finds it; one of our own has nothing more to
+        serve and ends, and another is started."""
+        if self.process:
+            self._former.append(self.process)
+            self._spawn()
+
     def end(self) -> None:
         """Watch no more; the store is about to be closed."""
         self._is_ended.set()
 
     def tell_errors(self) -> None:
         """Log what has happened to the saver since; one that has died is replaced."""
+        self._former = [process for process in self._former if process.poll() is None]
         status = self._store.status()
         error = status.error if status else ""
         if self.process and self.process.poll() is not None and not self._store.is_saver_alive():
@@ -87,6 +96,7 @@ class SaverLink:
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._has_persisted(wanted):
+            self._store.renew_if_deleted()
             is_late = deadline_s is not None and time.monotonic() > deadline_s
             status = self._store.status()
             is_lost = status is not None and status.is_lost
@@ -102,12 +112,14 @@ class SaverLink:
         Args:
             timeout_s: for how long; None: until it ends.
         """
-        if self.process is None:
-            return
+        for process in [*self._former, *([self.process] if self.process else [])]:
+            self._await_process(process, timeout_s)
+
+    def _await_process(self, process: subprocess.Popen[bytes], timeout_s: float | None) -> None:
         began_s = time.monotonic()
         while True:
             try:
-                self.process.wait(_SAY_WAITING_S if timeout_s is None else min(_SAY_WAITING_S, timeout_s))
+                process.wait(_SAY_WAITING_S if timeout_s is None else min(_SAY_WAITING_S, timeout_s))
             except subprocess.TimeoutExpired:
                 waited_s = time.monotonic() - began_s
                 _log.warning("the newest checkpoint is on its way to disk since %.0f s", waited_s)

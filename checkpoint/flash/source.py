@@ -36,11 +36,14 @@ class Memory:
     Args:
         store: of the rank.
         host: whose other ranks may have what is equal on all.
+
+    Attributes:
+        host: see above; another one when a store of it has been made anew.
     """
 
     def __init__(self, store: Store, host: Host) -> None:
         self._store = store
-        self._host = host
+        self.host = host
         self._read: tuple[Header, Layout, Record] | None = None
 
     def offered(self) -> tuple[list[Held], list[str]]:
@@ -86,7 +89,7 @@ class Memory:
             layout, record = ahead[1:] if ahead and ahead[0] == segment.header else _described(segment)
             parts = [Part(record, Stock(Payload(layout.entries, segment.payload)))]
             if sharer is not None:
-                parts.append(held.enter_context(_open_shared(StoreFiles(self._host.stores[sharer]), generation)))
+                parts.append(held.enter_context(_open_shared(StoreFiles(self.host.stores[sharer]), generation)))
             yield parts
 
 

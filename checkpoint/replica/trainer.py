@@ -45,15 +45,26 @@ class TrainerReplicas:
 
     def __init__(self, store: Store, directory: Path, hosts: Sequence[str], rank: int, attempt: int) -> None:
         self._store = store
-        self._files = StoreFiles(store.path)
         self._directory = directory
         self._attempt = attempt
         self._rank = rank
-        order = order_of(hosts, rank, attempt)
-        if order.peer is None:
+        self._order = order_of(hosts, rank, attempt)
+        if self._order.peer is None:
             _log.warning("replica=True: all ranks run on host %s, so there is no other to keep replicas", hosts[rank])
-        write_whole(self._files.replica_order, msgspec.json.encode(order))
-        store.wake()
+        self.tell_saver()
+
+    def tell_saver(self) -> None:
+        """Say in the store what its saver is to do; again when the store has been made anew.
+
+        Raises:
+            OSError: there is no room.
+        """
+        write_whole(self._files.replica_order, msgspec.json.encode(self._order))
+        self._store.wake()
+
+    @property
+    def _files(self) -> StoreFiles:
+        return StoreFiles(self._store.path)
 
     def offered(self) -> list[Replica]:
         """What this host could give to other ranks."""

@@ -336,21 +336,6 @@ def test_a_step_that_is_saved_again_is_newer_everywhere_and_on_all_ranks(make: A
     assert (found[0][0].sources, found[0][1].sources) == (("memory", "memory"), ("memory", "disk"))
 
 
-def test_a_store_that_is_deleted_in_use_is_said_and_the_disk_is_whole(make: Any, memory: Path) -> None:
-    with make() as checkpointer:
-        checkpointer.save(1, state_of(1))
-        assert checkpointer.wait(60)
-        [found] = find_stores([memory])
-        shutil.rmtree(found.path)
-        with pytest.raises(CheckpointError, match="somebody has deleted this store while it was in use"):
-            checkpointer.save(2, state_of(2))
-        assert not checkpointer.stopping
-        assert checkpointer.should_save(6)
-    with make() as checkpointer:
-        loaded = checkpointer.load()
-        assert (loaded.step, loaded.sources) == (1, ("disk",))
-
-
 # Disks and directories
 
 

@@ -174,3 +174,20 @@ def test_after_the_loss_of_a_host(
     # The store of rank 1 that its dead trainer left on host 1 is for `hetstream ckpt gc`, as after any move.
     assert alive == ([1] if hosts == (1, 2) else [])
     assert not (job.directory / "replicas").exists()
+
+
+def test_ranks_that_go_back_have_replicas_of_what_they_save_then(job: Job) -> None:
+    job.start((0, 1), with_replicas=True)
+    job.say("train")
+    first = job.say("committed")
+    job.say("train")
+    job.say("replicated")
+    assert job.say("back 1") == first
+    job.say("train")
+    newest = job.say("replicated")
+    job.say("committed")
+    job.lose(1)
+    job.forget_on_disk(after=1)
+    assert job.start((0, 1), with_replicas=True) == newest
+    assert "restored step 2 of attempt 2 from memory, replica" in job.log(0).read_text()
+    job.end()

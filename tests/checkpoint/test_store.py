@@ -658,15 +658,6 @@ def test_a_store_that_goes_while_stores_are_listed_is_none(store: Store, monkeyp
     assert [one.path for one in find_stores()] == [store.path]
 
 
-def test_a_store_that_somebody_deleted_is_an_error_and_no_hang(store: Store) -> None:
-    save(store, 1, SIZE)
-    for path in store.path.iterdir():
-        path.unlink()
-    store.path.rmdir()
-    with pytest.raises(CheckpointError, match="deleted"):
-        save(store, 2, SIZE)
-
-
 def test_readers_never_see_a_mixture(store: Store, wait_until: Callable[..., None]) -> None:
     """A reader beside a trainer whose payload changes size all the time."""
     seen: list[int] = []

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, default=0, help="after this step")
     parser.add_argument("--term-at", type=int, default=0, help="SIGTERM to this rank alone, after this step")
     parser.add_argument("--waits", action="store_true", help="for the disk after each save")
+    parser.add_argument("--delete-store-at", type=int, default=0, help="before this step, as a clean-up job does it")
     parser.add_argument("--from-step", type=int, help="go back to this step")
     parser.add_argument("--resizes", action="store_true", help="the number of ranks may change")
     parser.add_argument("--ddp", action="store_true", help="torch's DistributedDataParallel averages the gradients")
@@ -135,6 +137,8 @@ def main() -> None:
                     while not options.wait_for.exists():
                         time.sleep(0.01)
                 step += 1
+                if step == options.delete_store_at:
+                    shutil.rmtree(checkpointer._store.path)
                 if step == options.term_at:
                     os.kill(os.getpid(), signal.SIGTERM)
                 mine.write(json.dumps([step, indices.tolist()]) + "\n")

@@ -1,7 +1,7 @@
 """A trainer with replicas, one of two ranks; says what it restored, and does what the lines of its stdin say.
 
 python replica_trainer.py DIRECTORY RANK SHARED_MEMORY MEETING WITH_REPLICAS
-train | committed | replicated | end      each is answered by a line of JSON
+train | back STEP | committed | replicated | end      each is answered by a line of JSON
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def main() -> None:
                 optimizer.step()
                 step += 1
                 assert ckpt.save(step, state)
+            elif line.startswith("back "):
+                step = ckpt.restore(state, step=int(line.split()[1]))
             elif line == "committed":
                 assert ckpt.wait(TIMEOUT_S)
             elif line == "replicated":

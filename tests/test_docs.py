@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +118,22 @@ def train(batch):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert int(lines[-1][0]) == 15
     assert len({value for _, value in lines}) == len(lines)
+    [going_back] = re.findall(
+        r"```python\n(steps = checkpointer.all_steps.*?)```", (ROOT / "docs/checkpoint.md").read_text(), re.DOTALL
+    )
+    back = (
+        "from checkpoint import FlashCheckpointer\n"
+        "state = {'model': model, 'optimizer': optimizer, 'scheduler': scheduler, 'loader': loader}\n"
+        "with FlashCheckpointer('checkpoints') as checkpointer:\n" + textwrap.indent(going_back, "    ")
+    )
+    (tmp_path / "train.py").write_text(own + back + "loader.close()\nprint(step)\n")
+    said_of_steps = []
+    for program in ("train.py", "evaluate.py"):
+        argv = [sys.executable, program, "0"]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        said_of_steps.append([line.split()[0] for line in done.stdout.splitlines()])
+    assert said_of_steps == [[lines[-2][0]], [one for one, _ in lines[:-1]]]
 
 
 def test_the_loop_with_epochs_and_validation_goes_on_in_mid_epoch(tmp_path: Path) -> None:

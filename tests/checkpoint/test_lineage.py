@@ -184,6 +184,18 @@ def test_a_stopped_saver_of_the_training_before_wakes_up_beside_a_new_directory(
     assert not list(bench.directory.glob("step-*"))
 
 
+def test_a_saver_does_not_write_again_what_somebody_deleted(bench: Bench) -> None:
+    saver = bench.job_saver()
+    trainer = bench.trainer()
+    trainer.say("save 10")
+    bench.until(lambda: bench.status(trainer.store).persisted == g(1, 10), "a saver that has seen the commit")
+    trainer.kill()
+    shutil.rmtree(bench.directory / "step-0000000010.1")
+    saver.send_signal(signal.SIGTERM)
+    assert saver.wait(60) == 0
+    assert not list(bench.directory.glob("step-*"))
+
+
 def test_a_directory_that_is_deleted_while_a_program_trains_is_said_and_awaited_in_vain(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,7 +26,8 @@ from checkpoint.flash.device import Copier
 from checkpoint.flash.slots import SlotViews
 from checkpoint.flash.stats import Stats
 from checkpoint.generation import Generation
-from checkpoint.store import Store, WritableSlot
+from checkpoint.store import Store
+from checkpoint.writable_slot import WritableSlot
 
 _log = logging.getLogger(__name__)
 

@@ -5,9 +5,11 @@ what lies on disk. A file of some kilobytes that says it is a terabyte is refuse
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.errors import DamagedCheckpoint
@@ -22,6 +24,48 @@ _CPU_S_PER_GB = 30
 _MAX_ENTRIES = 1_000_000
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What reading a source may take.
+
+    Attributes:
+        source: what is read.
+        num_bytes: what it takes on disk.
+    """
+
+    source: Path
+    num_bytes: int
+
+    @staticmethod
+    def of(source: Path) -> Bounds:
+        """Those of a file or a directory."""
+        return Bounds(source, bytes_on_disk(source))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Beyond what the process has."""
+        return _BASE_BYTES + _FACTOR * self.num_bytes
+
+    @property
+    def cpu_s(self) -> int:
+        """Of all threads together."""
+        return _BASE_CPU_S + _CPU_S_PER_GB * self.num_bytes // 10**9
+
+    def memory_exceeded(self) -> DamagedCheckpoint:
+        """The error that says so."""
+        return self._exceeded(f"{self.memory_bytes} bytes of memory")
+
+    def time_exceeded(self) -> DamagedCheckpoint:
+        """The error that says so."""
+        return self._exceeded(f"{self.cpu_s} s of processor time")
+
+    def _exceeded(self, what: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(
+            f"{self.source} takes {self.num_bytes} bytes on disk, and more than {what} to read: "
+            "it is damaged, or a trap"
+        )
+
+
 @contextlib.contextmanager
 def bounded(source: Path) -> Iterator[None]:
     """Read a directory of checkpoints, or a file, within these bounds.
@@ -32,22 +76,34 @@ def bounded(source: Path) -> Iterator[None]:
     Raises:
         DamagedCheckpoint: it takes more memory or time than what is right can take.
     """
-    num_bytes = bytes_on_disk(source)
-    memory_bytes = _BASE_BYTES + _FACTOR * num_bytes
-    cpu_s = _BASE_CPU_S + _CPU_S_PER_GB * num_bytes // 10**9
-    said = f"{source} takes {num_bytes} bytes on disk, and more than"
+    bounds = Bounds.of(source)
+    with told(bounds), limited(bounds.memory_bytes, bounds.cpu_s):
+        yield
+
+
+@contextlib.contextmanager
+def told(bounds: Bounds) -> Iterator[None]:
+    """What the errors of a process that has reached its bounds become.
+
+    Raises:
+        DamagedCheckpoint: in place of each.
+    """
     try:
-        with limited(memory_bytes, cpu_s):
-            yield
+        yield
     except MemoryError as error:
-        raise DamagedCheckpoint(f"{said} {memory_bytes} bytes of memory to read: it is damaged, or a trap") from error
+        raise bounds.memory_exceeded() from error
     except TimeExceeded as error:
-        raise DamagedCheckpoint(f"{said} {cpu_s} s of processor time to read: it is damaged, or a trap") from error
+        raise bounds.time_exceeded() from error
+    except OSError as error:
+        # A file that is mapped takes room as well.
+        if error.errno != errno.ENOMEM:
+            raise
+        raise bounds.memory_exceeded() from error
     except RuntimeError as error:
         # torch's own word for it.
         if "can't allocate memory" not in str(error):
             raise
-        raise DamagedCheckpoint(f"{said} {memory_bytes} bytes of memory to read: it is damaged, or a trap") from error
+        raise bounds.memory_exceeded() from error
 
 
 def bytes_on_disk(source: Path) -> int:

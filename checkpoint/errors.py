@@ -23,6 +23,8 @@ CheckpointError
 
 from __future__ import annotations
 
+_MAX_WORDS = 500
+
 
 class CheckpointError(Exception):
     """Base of all: the message says what failed, the value seen, the rule and the next step."""
@@ -98,3 +100,10 @@ class ReplicaError(CheckpointError):
 
 class SaverError(CheckpointError):
     """The saver cannot be started, or has died."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error of a library in a line: some tell all that they know."""
+    lines = str(error).strip().splitlines() or [""]
+    text = f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+    return text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]} ..."

@@ -35,7 +35,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from checkpoint.commit import commit
 from checkpoint.conversion import Kind, Source, attempt_on, choose
-from checkpoint.errors import CheckpointError, DamagedCheckpoint, NotEnoughSpace, OptionsError, UnsupportedState
+from checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    NotEnoughSpace,
+    OptionsError,
+    UnsupportedState,
+    first_line,
+)
 from checkpoint.flash.shards import Clash, Parts, open_parts, part_of
 from checkpoint.flash.tensors import tensor_of
 from checkpoint.flash.write import plan_state, write_state
@@ -161,6 +168,12 @@ def _of_checkpoint(source: Source, step: int | None, stack: contextlib.ExitStack
 def _differ(left: Any, right: Any) -> bool:
     """Whether two values are not the same; of large tensors it is assumed."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if left.layout is not right.layout:
+            return True
+        if left.layout is torch.sparse_coo:
+            return left.shape != right.shape or _differ(
+                [left._indices(), left._values()], [right._indices(), right._values()]
+            )
         return max(left.numel(), right.numel()) > _MAX_COMPARED or not torch.equal(left, right)
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return not np.array_equal(left, right)
@@ -201,7 +214,7 @@ def _loaded(file: Any, name: str, **options: Any) -> Any:
         raise
     # The loader raises whatever a damaged file leads it to.
     except Exception as error:
-        raise DamagedCheckpoint(f"{name} cannot be read by torch.load: {type(error).__name__}: {error}") from error
+        raise DamagedCheckpoint(f"{name} cannot be read by torch.load: {first_line(error)}") from error
 
 
 def load_safetensors(path: Path) -> dict[str, Any]:
@@ -265,7 +278,7 @@ class _Reader(filesystem.FileSystemReader):
             raise
         # An unpickler raises whatever a damaged stream leads it to.
         except Exception as error:
-            raise DamagedCheckpoint(f"{path} cannot be read, and nothing of it was run: {error}") from error
+            raise DamagedCheckpoint(f"{path} cannot be read, and nothing of it was run: {first_line(error)}") from error
         if not is_right or any(not isinstance(name, str) or os.path.basename(name) != name for name in names):
             raise DamagedCheckpoint(f"{path} names files outside its directory, or is no metadata at all")
         with Directory.open(path.parent) as directory:
@@ -305,11 +318,10 @@ def read_dcp(path: Path) -> dict[str, Any]:
         with _alone():
             dcp_load(flat, storage_reader=reader, planner=_Planner(), no_dist=True)
     except CheckpointException as error:
-        for cause in error.failures.values():
-            if isinstance(cause[0], DamagedCheckpoint | UnsupportedState):
-                raise cause[0] from error
-        first = next(iter(error.failures.values()))[0]
-        raise DamagedCheckpoint(f"{path} cannot be read: {type(first).__name__}: {first}") from error
+        cause = _cause_of(error)
+        if isinstance(cause, DamagedCheckpoint | UnsupportedState):
+            raise cause from error
+        raise DamagedCheckpoint(f"{path} cannot be read: {first_line(cause)}") from error
     except (RuntimeError, MemoryError) as error:
         raise DamagedCheckpoint(f"{path}: its tensors do not fit the memory: {error}") from error
     state: dict[str, Any] = {}
@@ -317,6 +329,12 @@ def read_dcp(path: Path) -> dict[str, Any]:
     for name, value in flat.items():
         _put(state, paths.get(name, (name,)), value)
     return {key: _with_parameter_numbers(one) for key, one in state.items()}
+
+
+def _cause_of(error: CheckpointException) -> BaseException:
+    """What happened on the one rank that there is."""
+    cause: BaseException = next(iter(error.failures.values()))[0]
+    return cause
 
 
 @contextlib.contextmanager
@@ -444,9 +462,7 @@ def _write_dcp(state: dict[str, Any], target: Path) -> None:
             dcp_save(plain(state), checkpoint_id=temporary, no_dist=True)
         os.rename(temporary, target)
     except CheckpointException as error:  # no Exception; it says in many lines what its own code called
-        cause = next((one for one, _ in error.failures.values()), error)
-        reason = f"torch.distributed.checkpoint failed: {type(cause).__name__}: {cause}".splitlines()[0]
-        problem = _no_room(target, reason)
+        problem = _no_room(target, f"torch.distributed.checkpoint failed: {first_line(_cause_of(error))}")
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(problem) from error
     except BaseException:

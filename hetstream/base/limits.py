@@ -23,6 +23,21 @@ class TimeExceeded(RuntimeError):
     """The work took more processor time than it may."""
 
 
+def lower(memory_bytes: int, cpu_s: int) -> None:
+    """Let this process take so much more memory and processor time for good. At the end of the time comes SIGXCPU.
+
+    Args:
+        memory_bytes: private memory, as RLIMIT_DATA counts it.
+        cpu_s: of all threads together.
+    """
+    for kind, wanted in (
+        (resource.RLIMIT_DATA, _data_bytes() + memory_bytes),
+        (resource.RLIMIT_CPU, _used_s() + cpu_s),
+    ):
+        soft, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (_least(wanted, soft, hard), hard))
+
+
 @contextlib.contextmanager
 def limited(memory_bytes: int, cpu_s: int) -> Iterator[None]:
     """Let a block take so much more memory and processor time than this process has taken, and no more.
@@ -38,13 +53,11 @@ def limited(memory_bytes: int, cpu_s: int) -> Iterator[None]:
         TimeExceeded: the block took longer.
     """
     with contextlib.ExitStack() as undo:
-        data_bytes = int(_STATM.read_text().split()[5]) * resource.getpagesize()
-        undo.enter_context(_lowered(resource.RLIMIT_DATA, data_bytes + memory_bytes))
+        undo.enter_context(_lowered(resource.RLIMIT_DATA, _data_bytes() + memory_bytes))
         if threading.current_thread() is threading.main_thread():
             former = signal.signal(signal.SIGXCPU, _raise)
             undo.callback(signal.signal, signal.SIGXCPU, former)
-            used = os.times()
-            undo.enter_context(_lowered(resource.RLIMIT_CPU, int(used.user + used.system) + cpu_s))
+            undo.enter_context(_lowered(resource.RLIMIT_CPU, _used_s() + cpu_s))
         yield
 
 
@@ -52,12 +65,26 @@ def limited(memory_bytes: int, cpu_s: int) -> Iterator[None]:
 def _lowered(kind: int, wanted: int) -> Iterator[None]:
     """Lower the soft limit, which this process may raise again."""
     soft, hard = resource.getrlimit(kind)
-    known = [one for one in (soft, hard, wanted) if one != resource.RLIM_INFINITY]
-    resource.setrlimit(kind, (min(known), hard))
+    resource.setrlimit(kind, (_least(wanted, soft, hard), hard))
     try:
         yield
     finally:
         resource.setrlimit(kind, (soft, hard))
+
+
+def _least(*limits: int) -> int:
+    return min(one for one in limits if one != resource.RLIM_INFINITY)
+
+
+def _data_bytes() -> int:
+    """Private memory that this process has."""
+    return int(_STATM.read_text().split()[5]) * resource.getpagesize()
+
+
+def _used_s() -> int:
+    """Processor time that it has taken."""
+    used = os.times()
+    return int(used.user + used.system)
 
 
 def _raise(*_: object) -> None:

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checkpoint.bounds import bounded
+from checkpoint.apart import read_apart
 from checkpoint.conversion import KINDS, Source, check_target, detect
-from checkpoint.errors import OptionsError
+from checkpoint.errors import CheckpointError, OptionsError
 from checkpoint.formats.part import FORMATS
-from hetjob.errors import HetstreamError
 from hetjob.table import size_words
 from hetstream.base.installed import install_command
 from hetstream.base.text import printable
@@ -73,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args, source)
     check_target(args.target, args.to)
     without_torch = "hdf5" in (source.kind, args.to)
-    with bounded(source.path):
-        done = _convert_data(source, args) if without_torch else _convert_weights(source, args)
+    convert = _convert_data if without_torch else _convert_weights
+    done = read_apart(source.path, lambda: convert(source, args))
     done = {"source": str(args.source), "from": source.kind, "to": args.to, "dry_run": args.dry_run, **done}
     if args.json:
         print(json.dumps({"meta": {"version": 1}, "conversion": done}, indent=1))
@@ -113,7 +112,7 @@ def _convert_data(source: Source, args: argparse.Namespace) -> dict[str, Any]:
     try:
         from checkpoint.analysis import export_hdf5, import_hdf5, read_state, saved_states
     except ImportError as error:
-        raise HetstreamError(str(error)) from error
+        raise CheckpointError(str(error)) from error
     if args.to == "hdf5":
         keys = None if args.keys is None else [key for key in args.keys.split(",") if key]
         saved = saved_states(source, keys, args.step)
@@ -132,7 +131,7 @@ def _convert_weights(source: Source, args: argparse.Namespace) -> dict[str, Any]
     try:
         from checkpoint.flash.convert import check_step, reading, write
     except ImportError as error:
-        raise HetstreamError(f"this conversion needs torch: {install_command('torch')} ({error})") from error
+        raise CheckpointError(f"this conversion needs torch: {install_command('torch')} ({error})") from error
     with reading(source, args.step, args.under or "") as content:
         check_step(content, args.to, args.as_step)
         tensors = content.tensors

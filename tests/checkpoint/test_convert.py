@@ -344,7 +344,7 @@ def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedState, match=r"nothing of it was run: .*posix.mkdir"):
         read_dcp(tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(bomb))
-    with pytest.raises(DamagedCheckpoint, match=r"nothing of it was run: it names posix\.mkdir"):
+    with pytest.raises(DamagedCheckpoint, match=r"nothing of it was run: UnpicklingError: it names posix\.mkdir"):
         read_dcp(tmp_path / "dcp")
     assert not bomb.path.exists()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.errors import DamagedCheckpoint, UnsupportedState
+from checkpoint.errors import DamagedCheckpoint, UnsupportedState, first_line
 
 # Larger arrays and byte strings are payload, not structure.
 MAX_INLINE_BYTES = 4096
@@ -362,8 +362,9 @@ def decode(
     """
     try:
         return _Decoder(tensors, foreign).value(node)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedCheckpoint(f"the structure of the state is damaged: {type(error).__name__}: {error}") from error
+    # RuntimeError is torch's for arguments that do not fit.
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        raise DamagedCheckpoint(f"the structure of the state is damaged: {first_line(error)}") from error
 
 
 class _Decoder:

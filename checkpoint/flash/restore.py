@@ -26,7 +26,7 @@ from torch.utils import _pytree
 from checkpoint.errors import DamagedCheckpoint, StateMismatch
 from checkpoint.flash.device import copy_in_memory
 from checkpoint.flash.payload import Payload
-from checkpoint.flash.shards import Box, Whole, cut, overlap_of
+from checkpoint.flash.shards import Box, Whole, cut, is_inside, overlap_of
 from checkpoint.flash.tensors import DTYPES, Leaves, Move, dtype_of, is_whole, make_foreign, view_of
 from checkpoint.layout import Entry
 from checkpoint.structure import Record, TensorRef
@@ -153,6 +153,10 @@ class Stock:
         if is_whole(ref) and ref.shard is None:
             return Stored(ref, self, entry.shape, dtype_of(entry), self.payload.begin + entry.offset)
         view = self.view_of(ref)
+        if ref.shard and not is_inside((ref.shard.offsets, tuple(view.shape)), ref.shard.global_shape):
+            raise DamagedCheckpoint(
+                f"the structure describes a part of tensor {entry.name!r} that is not inside it: {ref}"
+            )
         return Stored(ref, self, tuple(view.shape) if ref.shard is None else ref.shard.global_shape, view.dtype, None)
 
     def view_of(self, ref: TensorRef) -> torch.Tensor:

@@ -87,26 +87,27 @@ class Whole:
             MissingRanks: no piece holds some of them.
             DamagedCheckpoint: a file that holds some is damaged.
         """
-        out: torch.Tensor | None = None
-        found = 0
+        there = []
         for piece in self.pieces:
             overlap = overlap_of((tuple(offsets), tuple(shape)), (piece.offsets, tuple(piece.tensor.shape)))
-            if overlap is None:
-                continue
+            if overlap is not None:
+                there.append((piece, *overlap))
+        found = sum(math.prod(size) for _, _, size in there)
+        # Before memory is taken for what nobody has.
+        if found != math.prod(shape) and not any(size == tuple(shape) for _, _, size in there):
+            raise MissingRanks(
+                f"{self.name}: the files of {len(self.pieces)} rank(s) hold {found} of the {math.prod(shape)} elements "
+                f"from {tuple(offsets)} of {self.shape}; the file of another rank is missing"
+            )
+        out: torch.Tensor | None = None
+        for piece, begin, size in there:
             piece.part.check()
-            begin, size = overlap
             values = cut(piece.tensor, [b - o for b, o in zip(begin, piece.offsets, strict=True)], size)
             if size == tuple(shape):
                 return values
             if out is None:
                 out = torch.empty(tuple(shape), dtype=self.dtype)
             cut(out, [b - o for b, o in zip(begin, offsets, strict=True)], size).copy_(values)
-            found += math.prod(size)
-        if found != math.prod(shape):
-            raise MissingRanks(
-                f"{self.name}: the files of {len(self.pieces)} rank(s) hold {found} of the {math.prod(shape)} elements "
-                f"from {tuple(offsets)} of {self.shape}; the file of another rank is missing"
-            )
         return torch.empty(tuple(shape), dtype=self.dtype) if out is None else out
 
 
@@ -222,7 +223,7 @@ class Parts:
                     continue
                 shape = shapes.setdefault(name, tuple(shard.global_shape))
                 box = tuple(shard.offsets), tuple(tensor.shape)
-                if not _is_inside(box, shape) or shape != tuple(shard.global_shape):
+                if not is_inside(box, shape) or shape != tuple(shard.global_shape):
                     raise DamagedCheckpoint(
                         f"{name}: rank {part.rank} saved {box[1]} at {box[0]} of {shard.global_shape}, another rank a "
                         f"part of {shape}"
@@ -235,7 +236,8 @@ class Parts:
             yield Whole(name, shapes[name], tuple(found.values()))
 
 
-def _is_inside(box: Box, shape: Sequence[int]) -> bool:
+def is_inside(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box is one of a tensor of this shape."""
     return len(box[0]) == len(box[1]) == len(shape) and all(
         0 <= offset <= offset + size <= whole for offset, size, whole in zip(*box, shape, strict=True)
     )

@@ -85,7 +85,7 @@ def change(directory: Path, home: Path, chance: Chance) -> list[str]:
         act = chance.choice(_CHANGES)
         try:
             act(directory, home, chance)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, struct.error) as error:
             # A change before has taken away what this one changes.
             done.append(f"not {act.__name__}: {error}")
         else:
@@ -97,6 +97,14 @@ def _files(directory: Path) -> list[Path]:
     """Regular files, but those of holes."""
     found = ((path, path.lstat()) for path in directory.rglob("*"))
     return sorted(path for path, status in found if stat.S_ISREG(status.st_mode) and status.st_size < 1 << 24)
+
+
+def _read(path: Path) -> bytes:
+    """What an earlier change has not made a pipe, a device or a terabyte of holes."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size >= 1 << 24:
+        raise OSError(f"{path} is no file to change")
+    return path.read_bytes()
 
 
 def _all(directory: Path) -> list[Path]:
@@ -333,16 +341,16 @@ def _places(root: JsonTree) -> Iterator[tuple[Any, Any]]:
 def _own_json(directory: Path, _home: Path, chance: Chance) -> None:
     """What the directory says of its owner, or of a hand-over."""
     path = directory / chance.choice(("owner.json", "history.jsonl", "handover.json"))
-    source = path if path.exists() else directory / "owner.json"
+    source = path if os.path.lexists(path) else directory / "owner.json"
     path.write_text(
-        "\n".join(json.dumps(changed_json(json.loads(line), chance)) for line in source.read_text().splitlines())
+        "\n".join(json.dumps(changed_json(json.loads(line), chance)) for line in _read(source).splitlines())
     )
 
 
 def describe(step: Path, chance: Chance | None = None, **fields: Any) -> None:
     """Let the manifest of rank 0 fit its file and its own checksum, with other fields."""
     path = next(step.glob("rank-00000-of-*.json"))
-    manifest = {**json.loads(path.read_text()), **fields}
+    manifest = {**json.loads(_read(path)), **fields}
     if chance:
         manifest = changed_json(manifest, chance)
     if isinstance(manifest, dict):
@@ -374,7 +382,7 @@ def _structure(directory: Path, _home: Path, chance: Chance) -> None:
     """What the file of rank 0 says of its tensors, or of the state around them."""
     step = directory / chosen_step(directory)
     path = next(one for one in step.glob("rank-00000-of-*") if one.suffix != ".json")
-    data = path.read_bytes()
+    data = _read(path)
     put_file(step, _zip_with(path, chance) if path.suffix == ".pt" else _header_with(data, chance))
 
 

@@ -6,6 +6,7 @@ was converted lies below DIR.out. Prints for each directory a line of JSON, see 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -103,12 +104,14 @@ def conversions_of(source: Path) -> dict[str, Callable[[], int | str]]:
     """Of what is no directory of ours."""
     out = source.with_name(source.name + ".out")
     out.mkdir()
-    words = {"flash": ["--as-step", "1"]}
+    with source.open("rb") if source.is_file() else contextlib.nullcontext() as file:
+        is_hdf5 = file is not None and file.read(4) == b"\x89HDF"
+    words = {"flash": [] if is_hdf5 else ["--as-step", "1"]}
     return {
         f"to {kind}": lambda kind=kind: main(  # type: ignore[misc]
             ["ckpt", "convert", str(source), str(out / kind), "--to", kind, *words.get(kind, [])]
         )
-        for kind in ("flash", "torch")
+        for kind in (("flash",) if is_hdf5 else ("flash", "torch"))
     }
 
 

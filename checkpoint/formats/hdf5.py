@@ -291,6 +291,11 @@ class _Reader:
             raise DamagedCheckpoint(f"{one.name} is no dataset of at most {_MAX_DATASET_BYTES} bytes")
         if one.external or one.is_virtual:
             raise DamagedCheckpoint(f"{one.name} lies in another file, which is not read")
+        if one.chunks is not None or one.id.get_storage_size() < one.nbytes:
+            raise DamagedCheckpoint(
+                f"{one.name} has {one.nbytes} bytes and takes {one.id.get_storage_size()} in the file: what is in "
+                "chunks, compressed or never written was not exported by hetstream"
+            )
         self._num_bytes += one.nbytes
         if self._num_bytes > _MAX_BYTES:
             raise DamagedCheckpoint(f"{one.name}: more than {_MAX_BYTES} bytes of values")

@@ -25,6 +25,7 @@ from checkpoint import typed_json
 from checkpoint.checksum import checksum
 from checkpoint.commit import commit
 from checkpoint.directory import CheckpointDirectory
+from checkpoint.errors import Damaged
 from checkpoint.flash.write import write_state
 from checkpoint.formats.part import STRUCTURE, Format
 from checkpoint.formats.stored_zip import Record as ZipRecord
@@ -85,7 +86,16 @@ def change(directory: Path, home: Path, chance: Chance) -> list[str]:
         act = chance.choice(_CHANGES)
         try:
             act(directory, home, chance)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, struct.error) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            StopIteration,
+            struct.error,
+            Damaged,
+        ) as error:
             # A change before has taken away what this one changes.
             done.append(f"not {act.__name__}: {error}")
         else:

@@ -7,13 +7,18 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from checkpoint import commit
+import checkpoint.flash.convert  # noqa: F401, another user may not read what is imported late
+from checkpoint import FlashCheckpointer, Options, commit
+from checkpoint.config import JOB_SAVER
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
+from checkpoint.flash.write import write_state
 from checkpoint.generation import Generation
+from checkpoint.manifest import Part
 from checkpoint.ownership import Identity
 from checkpoint.policy.retention import Retention
 from checkpoint.replica import rendezvous
@@ -161,6 +166,76 @@ def test_a_step_that_another_user_put_there_is_not_restored(directory: Path) -> 
     os.chown(file, STRANGER, STRANGER)
     with pytest.raises(DamagedCheckpoint, match=f"belongs to user {STRANGER}"):
         place.read(STEP, 0)
+
+
+class Bomb:
+    """What makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@needs_root
+@pytest.mark.parametrize("owner", [STRANGER, 0])
+def test_a_pickle_of_another_user_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int) -> None:
+    """Also where pickles are allowed, which they are for checkpoints of one's own."""
+    monkeypatch.setenv(JOB_SAVER, "1")  # it is for a job to have one
+    directory, exploded = tmp_path / "ckpt", tmp_path / "exploded"
+    directory.mkdir(mode=0o700)
+    for generation, value in ((STEP, 1), (Generation(1, 20), Bomb(exploded))):
+        write_state(directory, Part(generation, 0, 1), {"a": value}, allow_pickle=True)
+        assert commit.commit(directory, generation, 1) == ()
+    give(directory / "step-0000000020.1", owner)
+    (tmp_path / "memory").mkdir(mode=0o700)
+    options = Options(shared_memory=tmp_path / "memory", allow_pickle=True)
+    with FlashCheckpointer(directory, options=options) as checkpointer:
+        found = checkpointer.load()
+    assert found is not None
+    assert (found.step, exploded.exists()) == ((10, False) if owner else (20, True))
+
+
+@needs_root
+def test_who_looks_at_a_strangers_directory_loses_nothing(common_place: Path) -> None:  # noqa: F811
+    """The stranger plants links to a file that only the victim can write to; the victim runs every command."""
+    directory, profile, out = common_place / "ckpt", common_place / "profile", common_place / "out"
+
+    def own() -> None:
+        profile.write_text("mine")
+        profile.chmod(0o644)
+        out.mkdir(mode=0o700)
+
+    def plant() -> None:
+        directory.mkdir(mode=0o755)
+        write_checkpoint(directory, STEP)
+        step = directory / STEP.directory_name
+        flip(next(step.glob("*.safetensors")))
+        for name in ("damaged.txt", temporary_name("damaged.txt")):
+            (step / name).symlink_to(profile)
+        (directory / "step-0000000007.1.deleted").symlink_to(common_place)
+        (directory / temporary_name("latest")).symlink_to(profile)
+        step.chmod(0o755)
+        for file in step.iterdir():
+            if not file.is_symlink():
+                file.chmod(0o644)
+
+    def look() -> None:
+        assert main(["ckpt", "ls", str(directory)]) == 0
+        assert main(["ckpt", "verify", str(directory)]) == 1
+        assert main(["ckpt", "gc", str(directory)]) == 1
+        assert main(["ckpt", "convert", str(directory), str(out / "x.pt"), "--to", "torch", "--dry-run"]) == 1
+        with pytest.raises(ForeignOwner, match=f"belongs to user {STRANGER}"):
+            CheckpointDirectory(directory).acquire(ME)
+
+    run_as(VICTIM, own)
+    run_as(STRANGER, plant)
+    before = sorted(str(path) for path in directory.rglob("*"))
+    run_as(VICTIM, look)
+    assert profile.read_text() == "mine"
+    assert sorted(str(path) for path in directory.rglob("*")) == before
+    assert list(out.iterdir()) == []
 
 
 @needs_root

@@ -3,6 +3,7 @@ delete something elsewhere. Real users and real files."""
 
 from __future__ import annotations
 
+import multiprocessing.popen_fork  # noqa: F401, another user may not be able to read what is imported late
 import os
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import checkpoint.flash.convert  # noqa: F401, another user may not read what is imported late
+import checkpoint.flash.convert  # noqa: F401, as below
 from checkpoint import FlashCheckpointer, Options, commit
 from checkpoint.config import JOB_SAVER
 from checkpoint.directory import CheckpointDirectory

@@ -81,8 +81,8 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
-def _sharded(layers: torch.nn.Sequential, *shape: int) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+def _sharded(layers: torch.nn.Sequential, size: int) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (size,))
     for layer in (layers[0], layers[2], layers):
         fully_shard(layer, mesh=mesh)
     return layers
@@ -91,8 +91,7 @@ def _sharded(layers: torch.nn.Sequential, *shape: int) -> torch.nn.Module:
 # From the layers and the number of ranks.
 FRAMEWORKS: dict[str, Callable[[torch.nn.Sequential, int], torch.nn.Module]] = {
     "DDP": lambda layers, _: DistributedDataParallel(layers),
-    "FSDP2": lambda layers, size: _sharded(layers, size),
-    "HSDP": lambda layers, size: _sharded(layers, size, 1),
+    "FSDP2": _sharded,
 }
 
 

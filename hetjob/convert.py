@@ -41,7 +41,7 @@ from hetjob.sbatch_options import (
     plain_words,
     words_of,
 )
-from hetjob.spec import JobSpec
+from hetjob.spec import NO_RESERVATION, JobSpec
 
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 # One process per CPU: Python with its libraries, the dataset, and a few finished batches of large images.
@@ -168,8 +168,9 @@ def convert(
         changes += added
         saver_options = (f"--checkpoint={spec.checkpoint}",)
     overridden = {option.name for option in overrides}
-    of_trainer = [option for option in outside if option.name in OF_ONE_COMPONENT - overridden]
-    of_job = [option for option in outside if option.name not in OF_ONE_COMPONENT]
+    own = _of_trainer(spec)
+    of_trainer = [option for option in outside if option.name in own - overridden]
+    of_job = [option for option in outside if option.name not in own]
     names = {option.name for option in of_job}
     return HetPlan(
         components=(Component(0, "trainer", (*plain_words(of_trainer), *words_of(overrides))), *components),
@@ -314,6 +315,12 @@ def _check_size(spec: JobSpec, worker_mb: float | None, partition: str, cluster:
     )
 
 
+def _of_trainer(spec: JobSpec) -> frozenset[str]:
+    """Options that, said outside the script, are the trainer's alone: sbatch would give them to all components."""
+    given = {name for name in ("account", "qos", "reservation") if getattr(spec, f"data_worker_{name}") is not None}
+    return OF_ONE_COMPONENT | given
+
+
 def _worker_options(spec: JobSpec, partition: str) -> list[str]:
     """sbatch options that every data worker needs, in component 1 and as a companion."""
     words = [f"--partition={partition}", f"--cpus-per-task={spec.data_worker_cpus}"]
@@ -321,6 +328,10 @@ def _worker_options(spec: JobSpec, partition: str) -> list[str]:
         value = getattr(spec, f"data_worker_{option_name}")
         if value is not None:
             words.append(f"--{option_name}={value}")
+    if spec.data_worker_reservation is not None:
+        # Empty is Slurm's word for none: a later component has the first one's otherwise.
+        name = spec.data_worker_reservation
+        words.append(f"--reservation={'' if name == NO_RESERVATION else name}")
     return words
 
 

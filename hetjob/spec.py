@@ -17,6 +17,7 @@ from mpi_dataworkers.threads import MAX_THREADS
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
 DEFAULT_TRAINER_CPUS_PER_GPU = 2  # one for the training loop, one for receiving and pinning batches
+NO_RESERVATION = "none"
 _COUNTS_RULE = "MIN is at least 0, MAX at least 1 and not below MIN"
 _CHECKPOINT_RULE = (
     "--checkpoint=DIR and --checkpoint-size=SIZE belong together: the memory that checkpoints take counts into the "
@@ -64,6 +65,11 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "data-worker-constraint": DirectiveOption("FEATURES", "sbatch's --constraint for the data workers", "none"),
     "data-worker-account": DirectiveOption("NAME", "account charged for the data workers", "the job's"),
     "data-worker-qos": DirectiveOption("NAME", "QOS of the data workers", "the job's"),
+    "data-worker-reservation": DirectiveOption(
+        "NAME",
+        "reservation of the data workers, or `none`: a reservation of GPU nodes has no room for them",
+        "the job's",
+    ),
     "data-worker-python": DirectiveOption(
         "COMMAND",
         "Python of the data workers, as a path or a command (`'apptainer exec image.sif python'`); it has hetstream",
@@ -97,6 +103,7 @@ class JobSpec:
         data_worker_constraint: node features, or None.
         data_worker_account: account, or None for the job's.
         data_worker_qos: QOS, or None for the job's.
+        data_worker_reservation: reservation, `none` for none, or None for the job's.
         trainer_cpus: CPUs of one trainer task, or None for 2 per GPU.
         checkpoint: checkpoint directory as written, or None for a job without savers.
         checkpoint_size: what one trainer task saves, as Slurm writes sizes.
@@ -120,6 +127,7 @@ class JobSpec:
     data_worker_smallest_cpus: int | None = None
     data_worker_cooldown: int | None = None
     data_worker_python: str | None = None
+    data_worker_reservation: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max

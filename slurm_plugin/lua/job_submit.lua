@@ -79,34 +79,61 @@ local function no_gpus(why)
     .. "shares. Remove --gpus and --gres=gpu, or submit to another partition")
 end
 
--- Keep the CPUs per GPU that the policy allows.
-local function right_size(policy, job, names)
-  local rule = policy.cpus_per_gpu
-  if not rule or not given(job.cpus_per_task) then return slurm.SUCCESS end
+-- CPUs of each task and of each GPU that a request names: --cpus-per-task, --tres-per-task=cpu:N, --cpus-per-gpu.
+local function cpus_named(job)
+  local task = given(job.cpus_per_task) and job.cpus_per_task or nil
+  return task or tonumber((job.tres_per_task or ""):match("cpu[:=](%d+)")),
+    tonumber((job.cpus_per_tres or ""):match("gpu[^,]*[:=](%d+)"))
+end
+
+-- The most CPUs for each GPU where the job may run, and the partition; nil without a limit.
+local function limit_of(rule, names)
   local limit, where
   for name in names:gmatch("[^,]+") do                    -- of several partitions the most generous one holds
     local allowed = rule.max and rule.max[name]
-    if not allowed then return slurm.SUCCESS end
+    if not allowed then return nil end
     if not limit or allowed > limit then limit, where = allowed, name end
   end
-  local tasks, gpus = size(job)
-  if not limit or not tasks or gpus == 0 or tasks * job.cpus_per_task <= limit * gpus then return slurm.SUCCESS end
-  local asked, keep = job.cpus_per_task, math.max(1, math.floor(limit * gpus / tasks))
-  if keep >= asked then return slurm.SUCCESS end
-  local found = string.format("%d CPUs for %d GPU(s) in partition %s, where %d for each GPU are allowed",
-    tasks * asked, gpus, where, limit)
-  local out = string.format("Write --cpus-per-task=%d, and let data workers load the data: #HETSTREAM --data-workers=0-4",
-    keep)
-  if rule.action ~= "shrink" then return refuse("cpus_per_gpu", found .. ". " .. out) end
-  if given(job.min_mem_per_cpu) then return slurm.SUCCESS end      -- fewer CPUs would take its memory away
-  job.cpus_per_task = keep
+  return limit, where
+end
+
+local function shrink_tasks(job, tasks, asked, keep)
+  if given(job.cpus_per_task) then job.cpus_per_task = keep end
   if given(job.min_cpus) then job.min_cpus = tasks * keep end
   if job.pn_min_cpus == asked then job.pn_min_cpus = keep end     -- sbatch asks for a node that holds one task
   if given(job.tres_per_task) then                        -- since 24.05 --cpus-per-task stands here, too
     job.tres_per_task = (job.tres_per_task:gsub("cpu([=:])%d+", "cpu%1" .. keep))
   end
-  slurm.log_user(string.format("hetstream: %s: --cpus-per-task=%d became %d (site rule: cpus_per_gpu)", found, asked,
-    keep))
+end
+
+-- Keep the CPUs per GPU that the policy allows.
+local function right_size(policy, job, names)
+  local rule = policy.cpus_per_gpu
+  if not rule then return slurm.SUCCESS end
+  local limit, where = limit_of(rule, names)
+  local tasks, gpus = size(job)
+  if not limit or not tasks or gpus == 0 then return slurm.SUCCESS end
+  local task, gpu = cpus_named(job)
+  local asked = math.max(tasks * (task or 1), (gpu or 0) * gpus)
+  if asked <= limit * gpus then return slurm.SUCCESS end
+  local keep, keep_gpu = math.max(1, math.floor(limit * gpus / tasks)), math.max(1, math.floor(limit))
+  local option, before, after = "--cpus-per-task", task, keep
+  if gpu and gpu * gpus == asked then option, before, after = "--cpus-per-gpu", gpu, keep_gpu end
+  local found = string.format("%d CPUs for %d GPU(s) in partition %s, where %d for each GPU are allowed", asked, gpus,
+    where, limit)
+  local out = "Ask for fewer tasks"
+  if before and after < before then
+    out = string.format("Write %s=%d, and let data workers load the data: #HETSTREAM --data-workers=0-4", option, after)
+  elseif task then
+    return slurm.SUCCESS                                  -- one CPU for each task is the least
+  end
+  -- sbatch hands --cpus-per-gpu to the job's steps in the environment: they would ask for more than the job has.
+  if rule.action ~= "shrink" or option == "--cpus-per-gpu" then return refuse("cpus_per_gpu", found .. ". " .. out) end
+  -- Tasks are not taken away; and where memory goes by CPU, fewer of them would take it away.
+  if not before or given(job.min_mem_per_cpu) then return slurm.SUCCESS end
+  shrink_tasks(job, tasks, before, after)
+  slurm.log_user(string.format("hetstream: %s: %s=%d became %d (site rule: cpus_per_gpu)", found, option, before,
+    after))
   return slurm.SUCCESS
 end
 

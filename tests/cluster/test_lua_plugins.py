@@ -250,6 +250,13 @@ def test_the_guard_right_sizes_and_refuses(cluster: Cluster, wait_until: Any) ->
         wait_until(lambda job_id=job_id: cluster.has_ended(job_id), timeout_s=60, what=f"the end of the job: {ask}")
         assert "ExitCode=0:0" in cluster.show(job_id), ask
         assert (directory / f"{job_id}.out").read_text() == "8 8\n", ask
+    # Another spelling of CPUs: the steps have it in their environment, so it is refused.
+    done = cluster.run(directory, "sbatch", "-n1", "--gpus=2", "--cpus-per-gpu=5", "--wrap=true")
+    assert done.returncode == 1
+    assert "Write --cpus-per-gpu=4" in done.stderr
+    # Under its limit it goes on.
+    done = cluster.run(directory, "sbatch", "-n1", "--gpus=2", "--cpus-per-gpu=4", "--wait", "--wrap=srun true")
+    assert done.returncode == 0
 
 
 @pytest.mark.slow

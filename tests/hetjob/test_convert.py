@@ -182,6 +182,21 @@ def test_constraint_account_and_qos_of_data_workers() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("name", "word"), [("none", "--reservation="), ("cpus", "--reservation=cpus")])
+def test_data_workers_have_a_reservation_of_their_own(name: str, word: str) -> None:
+    spec = JobSpec(1, 2, 4, "cpu", data_worker_reservation=name)
+    plan = plan_of("--gres=gpu:1 --reservation=gpus", spec=spec)
+    assert word in plan.components[1].options
+    assert plan.master_options.count(word) == 1
+    assert not any(option == "--reservation=gpus" for option in plan.master_options)
+    # Said outside the script it is the trainer's alone: sbatch would give it to both.
+    outside = plan_of("--gres=gpu:1", "--reservation=gpus", spec=spec)
+    assert "--reservation=gpus" in outside.components[0].options
+    assert outside.sbatch_options == ()
+    inherited = plan_of("--gres=gpu:1 --reservation=gpus", spec=JobSpec(1, 2, 4, "cpu"))
+    assert "--reservation=gpus" in inherited.master_options
+
+
 def test_the_command_line_counts_and_is_overridden_where_it_must() -> None:
     plan = plan_of("--gres=gpu:1 -c 16", "-c", "12", "--time=5", "--data-workers=2", "-Jx")
     assert plan.sbatch_options == ("--time=5", "--job-name=x")

@@ -81,6 +81,34 @@ def test_cpus_per_gpu(lua: object, fields: str, keep: int | None) -> None:
     assert len(lines) == (2 if keep else 1)
 
 
+@pytest.mark.parametrize(
+    ("fields", "action", "lines"),
+    [
+        # 2 GPUs, at most 4 CPUs for each; --cpus-per-task is not given.
+        # Steps have --cpus-per-gpu from their environment, so it is never changed.
+        ('cpus_per_tres = "gres:gpu:16"', "shrink", ["Write --cpus-per-gpu=4, and", "-1 gres:gpu:16 nil"]),
+        ('cpus_per_tres = "gres/gpu:h200:16"', "shrink", ["Write --cpus-per-gpu=4, and", "-1 gres/gpu:h200:16 nil"]),
+        ('cpus_per_tres = "gpu:4"', "shrink", ["0 gpu:4 nil"]),
+        ('tres_per_task = "cpu:16"', "shrink", ["--cpus-per-task=16 became 8", "0 nil cpu:8"]),
+        ('tres_per_task = "cpu=16", num_tasks = 2', "shrink", ["--cpus-per-task=16 became 4", "0 nil cpu=4"]),
+        ('tres_per_task = "cpu=16", min_mem_per_cpu = 5', "shrink", ["0 nil cpu=16"]),
+        ("num_tasks = 16", "shrink", ["0 nil nil"]),
+        ('cpus_per_tres = "gres:gpu:16"', "refuse", ["Write --cpus-per-gpu=4, and", "-1 gres:gpu:16 nil"]),
+        ('tres_per_task = "cpu:16"', "refuse", ["Write --cpus-per-task=8, and", "-1 nil cpu:16"]),
+        ("num_tasks = 16", "refuse", ["16 CPUs for 2 GPU(s) in partition gpu", "-1 nil nil"]),
+        ("num_tasks = 8", "refuse", ["0 nil nil"]),
+    ],
+)
+def test_other_spellings_of_cpus(lua: object, fields: str, action: str, lines: list[str]) -> None:
+    text = guard(f'{{cpus_per_gpu = {{max = {{gpu = 4}}, action = "{action}"}}}}')
+    text += f'local j = job{{partition = "gpu", tres_per_job = "gres/gpu:2", {fields}}}\n'
+    text += "local rc = slurm_job_submit(j, {}, 1000)\nprint(rc, j.cpus_per_tres, j.tres_per_task)"
+    said = [" ".join(line.split()) for line in lua(text)]  # type: ignore[operator]
+    assert len(said) == len(lines)
+    assert said[-1] == lines[-1]
+    assert all(part in line for part, line in zip(lines, said, strict=True))
+
+
 def test_the_default_partition_counts_and_a_refusal_says_what_to_write(lua: object) -> None:
     text = guard("{cpus_per_gpu = {max = {gpu = 4}}}")
     text += "local parts = {cpu = {flag_default = 0}, gpu = {flag_default = 1}}\n"

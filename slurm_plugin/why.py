@@ -162,9 +162,12 @@ class Explainer:
         return next(iter(self._first_kinds(job)), "")
 
     def causes(self, job: Job) -> tuple[str, ...]:
-        """The kind of the first blocker; several resources where more of any of them alone would let it start."""
+        """The kind of the first blocker; several resources where more of any of them alone would let it start.
+
+        Those are in one order always: they are the names under which histories and dashboards keep the counts.
+        """
         found = self._first_kinds(job)
-        return tuple(kind for kind in found if kind in RESOURCES) if found and found[0] in RESOURCES else found[:1]
+        return tuple(kind for kind in RESOURCES if kind in found) if found and found[0] in RESOURCES else found[:1]
 
     def causes_of(self, alike: Sequence[Job]) -> list[tuple[str, ...]]:
         """The same of each job of a group that asks alike: only their turns are different."""

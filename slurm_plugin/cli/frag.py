@@ -70,6 +70,7 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
         name: found.total(name)
         for name in (
             "cpus", "cpus_free", "gpus", "gpus_free", "memory_mb", "memory_free_mb", "stranded_gpus", "stranded_cpus",
+            "mig", "mig_free",
         )
     }  # fmt: skip
     summary |= {
@@ -90,6 +91,10 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
         title="What pending jobs ask of a node",
         empty="no job waits for resources",
     )
+    # One type alone is what the nodes' lines say already.
+    kinds = found.gpu_types if len(found.gpu_types) > 1 else ()
+    title = "GPUs by type" if kinds else ""
+    types = Section("gpu_types", _TYPE_COLUMNS, [asdict(kind) for kind in kinds], title=title)
     left_out = Section(
         "left_out",
         _LEFT_OUT_COLUMNS,
@@ -97,7 +102,7 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
         title="Left out: no job can start there" if found.left_out else "",
         hosts="node",
     )
-    return Report(meta_of("frag", snapshot), summary, _lines(found), (nodes, shapes, left_out), _notes(found))
+    return Report(meta_of("frag", snapshot), summary, _lines(found), (nodes, shapes, types, left_out), _notes(found))
 
 
 def _lines(found: Fragmentation) -> list[str]:
@@ -170,6 +175,12 @@ _SHAPE_COLUMNS = (
     Column("cpus", "CPUS"),
     Column("memory_mb", "GIB", gib),
     Column("partitions", "PARTITIONS", ",".join, left=True),
+)
+_TYPE_COLUMNS = (
+    Column("type", "TYPE", left=True),
+    Column("is_mig", "PART OF A GPU", lambda is_mig: "MIG" if is_mig else "-", left=True),
+    Column("num_free", "FREE"),
+    Column("num", "OF"),
 )
 _LEFT_OUT_COLUMNS = (
     Column("node", "NODES", left=True),

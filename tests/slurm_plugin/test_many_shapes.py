@@ -80,7 +80,7 @@ def test_it_agrees_with_looking_at_each_node_and_shape(
     explainer = Explainer(snapshot)
     for one in seen.waiting:
         kinds = [blocker.kind for blocker in explainer.explain(one.job).blockers]
-        assert one.cause.split(" or ")[0] == kinds[0]
+        assert kinds[0] in one.cause.split(" or ")
         assert explainer.waits_for(one.job) == kinds[0]
     assert [one.job.job_id for one in seen.waiting] == sorted(range(1, len(jobs) + 1), reverse=True)
     assert sum(one.cpus for one in seen.sample.waiting.values()) == sum(job.num_cpus for job in jobs)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slurm_plugin.cli.frag import report_of
 from slurm_plugin.client.held import with_held_gpus
 from slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot, gpu_share
 from slurm_plugin.client.parse_text import JOB_FIELDS, allocated_gres, parse_jobs, parse_nodes, parse_partitions
@@ -124,6 +125,11 @@ def test_types_and_parts_of_gpus_are_counted_apart() -> None:
     found = measure([one], [])
     assert [(kind.type, kind.is_mig, kind.num, kind.num_free) for kind in found.gpu_types] == [
         ("a100", False, 2, 1), ("a100_1g.5gb", True, 7, 3),
+    ]  # fmt: skip
+    report = report_of(found, Snapshot(0.0, "24.11", "test", (), (one,), ()))
+    kinds = next(section for section in report.sections if section.name == "gpu_types")
+    assert [(line["type"], line["num_free"], line["num"]) for line in kinds.rows] == [
+        ("a100", 1, 2), ("a100_1g.5gb", 3, 7),
     ]  # fmt: skip
     (row,) = found.nodes
     assert (row.gpus, row.gpus_free, row.mig, row.mig_free) == (2, 1, 7, 3)

@@ -66,7 +66,7 @@ def test_causes_are_all_the_resources_of_which_more_would_do() -> None:
         partitions = (Partition("gpu", ()), Partition("cpu", ()))
         return Explainer(Snapshot(NOW_S, "22.05.8", "test", (job, *others), nodes, partitions)).causes(job)
 
-    assert causes(pending(8), node("g0", 4, 4), node("g1", 16, 0)) == ("CPUs", "GPUs")
+    assert causes(pending(8), node("g0", 4, 4), node("g1", 16, 0)) == ("GPUs", "CPUs")
     assert causes(pending(8), node("g0", 4, 4), node("g1", 0, 0)) == ("CPUs",)
     assert causes(pending(8, num_nodes=2), node("g0", 8, 4), node("g1", 2, 4)) == ("CPUs",)
     assert causes(pending(32), node("g0", 16, 4)) == ("size",)

@@ -463,6 +463,8 @@ class FlashCheckpointer:
         if not keep_memory and not self._saver.has_saver():
             _log.error("the newest generation stays in memory, as there is no saver: %s", self._store.path)
             keep_memory = True
+        if saved and not taker and not keep_memory:
+            self._saver.await_job_saver(saved, self._options.close_timeout_s)
         self._store.close(keep=keep_memory)
         self._saver.await_end(self._options.close_timeout_s)
         self._tenure.end()

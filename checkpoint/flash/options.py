@@ -35,7 +35,8 @@ class Options:
         replica: each rank's saver keeps the newest generation in the memory of another host too, so that a lost node
             costs no step. Takes the memory of two more slots for each rank that a host keeps replicas of. On every rank
             or on none.
-        close_timeout_s: how long `close` waits for the saver to bring the newest generation to disk; None: until it is.
+        close_timeout_s: how long `close` waits for the saver to bring the newest generation to disk; None: until it is,
+            and for a job's saver, which outlives the program, a minute.
         hand_over_timeout_s: how long a job that takes over from another waits for it, once it has asked.
     """
 

@@ -23,6 +23,8 @@ _POLL_S = 0.005
 _JOB_SAVER_TIMEOUT_S = 30.0
 _WATCH_S = 0.5
 _SAY_WAITING_S = 30.0
+# A job's saver outlives the program, and may wait for ranks that never come: `close` does not wait for it for ever.
+_JOB_SAVER_CLOSE_S = 60.0
 
 
 class SaverLink:
@@ -100,11 +102,26 @@ class SaverLink:
             is_late = deadline_s is not None and time.monotonic() > deadline_s
             status = self._store.status()
             is_lost = status is not None and status.is_lost
-            is_gone = self.process and self.process.poll() is not None and not self._store.is_saver_alive()
+            # A job's saver that is not there yet comes, or one of our own in its place, until the store is closed.
+            may_come = self.process.poll() is None if self.process else not self._is_ended.is_set()
+            is_gone = not may_come and not self._store.is_saver_alive()
             if is_late or is_lost or is_gone:
                 return self._has_persisted(wanted)
             time.sleep(_POLL_S)
         return True
+
+    def await_job_saver(self, newest: Generation, timeout_s: float | None) -> None:
+        """Wait for a job's saver, if there is one: a job whose script ends now leaves it what KillWait gives.
+
+        Args:
+            newest: what it is to bring to disk.
+            timeout_s: for how long; None: a minute. It goes on afterwards, for as long as the job does.
+        """
+        if self.process:
+            return
+        timeout_s = _JOB_SAVER_CLOSE_S if timeout_s is None else timeout_s
+        if not self.wait_for(newest, timeout_s):
+            _log.warning("%s is not on disk yet after %g s; the job's saver goes on with it", newest, timeout_s)
 
     def await_end(self, timeout_s: float | None) -> None:
         """Wait for the saver of our own: at the end of a job step, all that runs is killed.

@@ -213,6 +213,33 @@ def test_below_a_wrapper_that_passes_nothing_on_the_jobs_saver_asks(job: Job) ->
     assert job.check_saved_and_stopped_once(1) == "SIGTERM came to the job's saver"
 
 
+def test_a_program_that_closes_waits_for_the_disk_of_a_jobs_saver(job: Job) -> None:
+    saver = job.saver()
+    trainer = job.start(sys.executable, TRAINER, "checkpoints", "ledger", "memory")
+    job.until_trained(1)
+    saver.send_signal(signal.SIGSTOP)
+    trainer.send_signal(signal.SIGTERM)
+    job.wait_until(lambda: job.ledger()[-1][0] == "stopping", TIMEOUT_S, "the last step")
+    with pytest.raises(subprocess.TimeoutExpired):
+        trainer.wait(1)
+    saver.send_signal(signal.SIGCONT)
+    assert trainer.wait(TIMEOUT_S) == 75
+    assert commit.committed(job.directory)[0].step == int(job.ledger()[-1][1]), job.said()
+
+
+def test_a_program_that_closes_does_not_wait_for_a_jobs_saver_that_dies(job: Job) -> None:
+    saver = job.saver()
+    trainer = job.start(sys.executable, TRAINER, "checkpoints", "ledger", "memory")
+    job.until_trained(1)
+    saver.send_signal(signal.SIGSTOP)
+    trainer.send_signal(signal.SIGTERM)
+    job.wait_until(lambda: job.ledger()[-1][0] == "stopping", TIMEOUT_S, "the last step")
+    with pytest.raises(subprocess.TimeoutExpired):
+        trainer.wait(1)
+    saver.kill()
+    assert trainer.wait(TIMEOUT_S / 3) == 75
+
+
 def test_a_signal_behind_the_request_of_the_saver_does_not_end_what_is_closing(job: Job) -> None:
     saver = job.saver()
     marker = job.path / "marker"

@@ -87,7 +87,7 @@ def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock]
         for _, lock in found:
             lock.release()
         raise
-    ours = [one for one in found if one[0].read_directory_id() == identity.directory_id]
+    ours = [one for one in found if identity.lineage.knows(one[0].read_start_id())]
     for files, lock in (one for one in found if one not in ours):
         with lock:
             _say_given_up(identity, files)
@@ -104,6 +104,7 @@ def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock]
     if not found:
         return None
     files, lock = found[-1]
+    files.write_start_id(identity.lineage.start_id)
     files.closed.unlink(missing_ok=True)
     files.stop.unlink(missing_ok=True)
     reach("store.adopted")
@@ -117,8 +118,9 @@ def _say_given_up(identity: Identity, files: StoreFiles) -> None:
             "what memory holds of %s is given up (the newest is %s): %s",
             identity.directory,
             held[0].header.generation,
-            "the directory was deleted, or emptied, and made again since the last start"
-            if files.read_directory_id()
+            "the directory was deleted, or emptied, and made again since the last start, or a copy from before has "
+            "taken its place"
+            if files.read_start_id()
             else "an earlier release has saved it, which did not say for which directory",
         )
 
@@ -191,7 +193,7 @@ def _make(identity: Identity, root: Path) -> tuple[StoreFiles, FileLock]:
         os.mkfifo(hidden.wake, 0o600)
         # Room that the saver can write to when memory is full; where there is none the store is made elsewhere.
         hidden.status.write_bytes(b" " * STATUS_BYTES)
-        hidden.write_directory_id(identity.directory_id)
+        hidden.write_start_id(identity.lineage.start_id)
         hidden.path.rename(root / name)
     except BaseException:
         if lock:

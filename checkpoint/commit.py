@@ -30,7 +30,7 @@ from checkpoint.faults import reach
 from checkpoint.formats.plan import FilePlan
 from checkpoint.generation import Generation
 from checkpoint.latest import LATEST, point_latest_to
-from checkpoint.lineage import check_id, read_lineage
+from checkpoint.lineage import check_start, read_lineage
 from checkpoint.locks import FileLock
 from checkpoint.manifest import Manifest, Part, is_manifest_name, ranks_of_name, read_manifest
 from checkpoint.rank_file import write_file
@@ -142,7 +142,7 @@ def write_part(
     plan: FilePlan,
     payload: memoryview,
     progress: Callable[[int], None] = lambda num_bytes: None,  # noqa: ARG005
-    directory_id: str = "",
+    start_id: str = "",
 ) -> None:
     """Write one rank's part; if it is there already, nothing.
 
@@ -152,7 +152,7 @@ def write_part(
         plan: what the file holds.
         payload: of the record.
         progress: told again and again how many bytes are written.
-        directory_id: of the directory that it is meant for; "": whatever is called so.
+        start_id: of the start of the job whose part it is; "": not known, and any directory of this name will do.
 
     Raises:
         DirectoryReplaced: it is meant for another directory.
@@ -161,7 +161,7 @@ def write_part(
     """
     name = _partial(part.generation)
     with _own(directory) as root:
-        check_id(root, directory_id)
+        check_start(root, start_id)
         with _announce(root, part.generation) as inner:
             if inner is None or inner.has(part.manifest_name):
                 return

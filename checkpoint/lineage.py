@@ -1,10 +1,11 @@
 """The file that tells a directory of checkpoints from any other, and says where its training went back.
 
-    DIR/.lineage.json    the directory's random id, and its branches, see `policy/lineage.py`
+    DIR/.lineage.json    the directory's random id, its starts, and its branches, see `policy/lineage.py`
 
-Memory outlives a directory that somebody deletes, and is newer than one that somebody rolls back. A store in memory
-knows the id of the directory that it was saved for, so what is in it is used for that one alone. Rank 0 writes the
-file, with the directory's lock held; every saver compares the id before it writes a part.
+Memory outlives a directory that somebody deletes, and is newer than one that somebody rolls back, or puts a copy in the
+place of. A store in memory knows the directory and the start of the job that it was saved for, so what is in it is used
+for a directory with this start alone. Rank 0 writes the file, with the directory's lock held; every saver looks into it
+before it writes a part.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ _MAX_BYTES = 1 << 20
 # Going back is what people do, by hand. More of it than this is a program's mistake, and what is older is forgotten.
 _MAX_BRANCHES = 1000
 _ID_BYTES = 16
+_START_BYTES = 8
+# Memory is of the last start on its host. Where so many have come since, it is not used any more.
+_MAX_STARTS = 100
 
 
 def read_lineage(root: Directory) -> Lineage:
@@ -35,12 +39,13 @@ def read_lineage(root: Directory) -> Lineage:
 
 def write_lineage(root: Directory, lineage: Lineage) -> None:
     """Replace the lineage of a directory. For who has its lock."""
-    kept = msgspec.structs.replace(lineage, branches=lineage.branches[:_MAX_BRANCHES])
+    branches, starts = lineage.branches[:_MAX_BRANCHES], lineage.starts[:_MAX_STARTS]
+    kept = msgspec.structs.replace(lineage, branches=branches, starts=starts)
     root.write_whole(_NAME, msgspec.json.encode(kept))
 
 
-def name_directory(root: Directory, *, is_new: bool) -> Lineage:
-    """Give a directory its id, unless it has one. For who has its lock.
+def begin_start(root: Directory, *, is_new: bool) -> Lineage:
+    """Write down another start of the job in a directory, which gets an id unless it has one. For who has its lock.
 
     Args:
         root: the directory.
@@ -49,22 +54,24 @@ def name_directory(root: Directory, *, is_new: bool) -> Lineage:
     lineage = read_lineage(root)
     if is_new or not lineage.directory_id:
         lineage = Lineage(secrets.token_hex(_ID_BYTES))
-        write_lineage(root, lineage)
+    lineage = msgspec.structs.replace(lineage, starts=(secrets.token_hex(_START_BYTES), *lineage.starts))
+    write_lineage(root, lineage)
     return lineage
 
 
-def check_id(root: Directory, directory_id: str) -> None:
+def check_start(root: Directory, start_id: str) -> None:
     """Refuse a directory that is not the one that a store was made for.
 
     Args:
         root: the directory.
-        directory_id: of that one; "": any will do.
+        start_id: of the start of the job that made the store; "": any directory will do.
 
     Raises:
         DirectoryReplaced: it is another.
     """
-    if directory_id and read_lineage(root).directory_id != directory_id:
+    if start_id and not read_lineage(root).knows(start_id):
         raise DirectoryReplaced(
-            f"{root.path} is not the directory that this training began in: somebody has deleted or emptied that one. "
-            "Nothing is written to it. End this training; what starts there next begins anew"
+            f"{root.path} is not the directory that this training began in: somebody has deleted or emptied that one, "
+            "or has put a copy from before in its place. Nothing is written to it. End this training; what starts "
+            "there next goes on from what is there"
         )

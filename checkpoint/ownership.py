@@ -19,7 +19,7 @@ from checkpoint.config import NO_JOB
 from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, DirectoryReplaced, ForeignOwner
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
-from checkpoint.lineage import name_directory
+from checkpoint.lineage import begin_start
 from checkpoint.locks import FileLock
 from checkpoint.policy.interval import Attempt
 from checkpoint.policy.retention import Retention
@@ -170,7 +170,7 @@ def take(
         owner = read_owner(path)
         with Directory.open(path) as root:
             root.check_own()
-            lineage = name_directory(root, is_new=not last_seen and not root.has(_OWNER))
+            lineage = begin_start(root, is_new=not last_seen and not root.has(_OWNER))
             branches = (branch.attempt for branch in lineage.branches)
             known = [above, owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen, *branches]
             attempt = max(known) + 1

@@ -22,6 +22,7 @@ from checkpoint.errors import CheckpointError, DamagedSegment, OptionsError, Sha
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock
+from checkpoint.policy.lineage import Lineage
 from checkpoint.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
 from checkpoint.segment import Segment, file_bytes
 from checkpoint.slot import Slot, SlotMemory, take_slots
@@ -148,15 +149,15 @@ class Store:
             if replica and not is_wanted(replica.header.generation):
                 path.unlink(missing_ok=True)
 
-    def note_directory(self, directory_id: str) -> None:
-        """The checkpoint directory has got an id since the store was opened.
+    def note_start(self, lineage: Lineage) -> None:
+        """The job's start in the checkpoint directory, if it was not known when the store was opened.
 
         Raises:
             OSError: there is no room.
         """
-        if directory_id != self._files.read_directory_id():
-            self.identity = dataclasses.replace(self.identity, directory_id=directory_id)
-            self._files.write_directory_id(directory_id)
+        self.identity = dataclasses.replace(self.identity, lineage=lineage)
+        if lineage.start_id != self._files.read_start_id():
+            self._files.write_start_id(lineage.start_id)
 
     @property
     def persisted(self) -> Generation | None:

@@ -9,7 +9,7 @@
         closed           there once the trainer has ended as it should
         reserved         how much memory its slots will take, in bytes, before they do
         stop             why the trainer is asked to save and to end, from a job's saver
-        directory        id of the checkpoint directory that it was made for, see `lineage.py`
+        directory        id of the checkpoint directory and of the start that it was made for, see `lineage.py`
         replicas.json    what the saver does about replicas, see `replica/`
         replica-1-0 ...  generations of rank 1, which runs on another host
 
@@ -34,6 +34,7 @@ from checkpoint.errors import CheckpointError, DamagedSegment, ForeignOwner, Opt
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock, is_locked
+from checkpoint.policy.lineage import Lineage
 from checkpoint.replica.peers import Order
 from checkpoint.segment import Header, Segment, State, read_header
 
@@ -58,15 +59,15 @@ class Identity:
         component: offset in the heterogeneous job; 0 without.
         rank: of the trainer.
         directory: the checkpoint directory.
-        directory_id: of that one, see `lineage.py`; "" while it is not known. Not a part of the store's name: a store
-            of a directory that was deleted is found, and given up.
+        lineage: of that one, empty while it is not known. Not a part of the store's name: a store of a directory that
+            was deleted is found, and given up.
     """
 
     job: str
     component: int
     rank: int
     directory: Path
-    directory_id: str = ""
+    lineage: Lineage = Lineage()  # noqa: RUF009, it is frozen
 
     def __post_init__(self) -> None:
         if not _JOB.fullmatch(self.job):
@@ -222,7 +223,7 @@ class StoreFiles:
         self.stop = path / "stop"
         self.reserved = path / "reserved"
         self.replica_order = path / "replicas.json"
-        self._directory_id = path / "directory"
+        self._start_id = path / "directory"
 
     def slot(self, number: int) -> Path:
         """Where a slot is or is to be."""
@@ -264,12 +265,12 @@ class StoreFiles:
     def siblings(self) -> list[StoreFiles]:
         """The stores of the same job and checkpoint directory on this host, with this one."""
         found = []
-        directory_id = self.read_directory_id()
+        directory_id = self._read_directory_id()
         for one in list_stores(self.path.parent, stores_prefix()):
             if not one.path.name.startswith(".") and _training(one.path.name) == _training(self.path.name):
                 with contextlib.suppress(CheckpointError):  # it has just gone, or is a foreigner's
                     one.check_owner()
-                    if one.read_directory_id() == directory_id:
+                    if one._read_directory_id() == directory_id:
                         found.append(one)
         return found
 
@@ -326,20 +327,28 @@ class StoreFiles:
             with self.status.open("r+b") as file:
                 file.write(said.ljust(STATUS_BYTES))
 
-    def read_directory_id(self) -> str:
-        """Which checkpoint directory it was made for; "" where that is not known."""
+    def read_start_id(self) -> str:
+        """Which start of the job in which checkpoint directory has it, see `Lineage.start_id`; "" where that is not
+        known."""
         try:
-            return self._directory_id.read_text(errors="replace")
+            return self._start_id.read_text(errors="replace")
         except OSError:
             return ""
 
-    def write_directory_id(self, directory_id: str) -> None:
-        """Say which checkpoint directory it was made for.
+    def _read_directory_id(self) -> str:
+        return self.read_start_id().partition("-")[0]
+
+    def write_start_id(self, start_id: str) -> None:
+        """Say which start has it.
 
         Raises:
             OSError: there is no room.
         """
-        self._directory_id.write_text(directory_id)
+        # Never empty in between: what is of no known start is given up. One start's text is as long as another's.
+        descriptor = os.open(self._start_id, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb", buffering=0) as file:
+            file.write(start_id.encode())
+            file.truncate()
 
     def read_replica_order(self) -> Order | None:
         """What the saver is to do about replicas; None: nothing."""

@@ -276,8 +276,8 @@ class StoreSaver:
         self._report(persisting=part.generation)
         if self._is_ending():
             _log.info("%s generation=%s: the last %d bytes go to disk", self, part.generation, plan.num_bytes)
-        directory_id = self.view.files.read_directory_id()
-        commit.write_part(self.directory, part, plan, segment.payload, self._progress(plan.num_bytes), directory_id)
+        start_id = self.view.files.read_start_id()
+        commit.write_part(self.directory, part, plan, segment.payload, self._progress(plan.num_bytes), start_id)
         serial = segment.header.serial
         self._mine.add(part.generation)
         persist_s = time.monotonic() - began_s

@@ -17,6 +17,7 @@ from checkpoint.errors import CheckpointError, StoreInUse
 from checkpoint.generation import Generation
 from checkpoint.lineage import read_lineage
 from checkpoint.locks import FileLock
+from checkpoint.policy.lineage import Lineage
 from checkpoint.store_files import (
     FALLBACK,
     SHARED_MEMORY,
@@ -172,7 +173,8 @@ class FoundStore:
         generations: what is in it, newest first.
         persisted: newest generation on disk.
         num_bytes: memory that it takes.
-        is_orphaned: the checkpoint directory that it was made for was deleted, and another has its name.
+        is_orphaned: the checkpoint directory that it was made for was deleted, and another has its name, such
+            as a copy from before.
     """
 
     path: Path
@@ -220,7 +222,7 @@ def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
 
 
 def _is_orphaned(files: StoreFiles) -> bool:
-    there = ""
+    there = Lineage()
     with contextlib.suppress(OSError), Directory.open(files.holder().directory) as root:
-        there = read_lineage(root).directory_id
-    return there not in ("", files.read_directory_id())
+        there = read_lineage(root)
+    return there.directory_id != "" and not there.knows(files.read_start_id())

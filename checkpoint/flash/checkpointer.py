@@ -118,7 +118,7 @@ class FlashCheckpointer:
             self._tenure.begin(newest_attempt(whose, (options.shared_memory.absolute(), self._fallback)))
             undo.callback(self._directory.release)
             lineage = self._tenure.lineage
-            self._store = self._open_store(dataclasses.replace(whose, directory_id=lineage.directory_id))
+            self._store = self._open_store(dataclasses.replace(whose, lineage=lineage))
             undo.callback(self._store.close)
             self._store.on_renewed = self._on_renewed
             self._tenure.settle(self._store)

@@ -75,7 +75,7 @@ class Tenure:
         self._agree_on(self._directory.lineage)
 
         def note() -> int:
-            store.note_directory(self.lineage.directory_id)
+            store.note_start(self.lineage)
             return 0
 
         together(self._ranks, note)

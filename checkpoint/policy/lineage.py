@@ -39,10 +39,23 @@ class Lineage(msgspec.Struct, frozen=True):
         directory_id: random text that no other directory has, nor the same one once it was deleted and made again;
             "" where there is no directory of this release.
         branches: where the line does not lead through all records, the newest attempt first.
+        starts: random texts of the job's starts in it, the newest first. A copy has the id of its original, and those
+            starts that the original had by then.
     """
 
     directory_id: str = ""
     branches: tuple[Branch, ...] = ()
+    starts: tuple[str, ...] = ()
+
+    @property
+    def start_id(self) -> str:
+        """Of the newest start: the directory's id and the start's own."""
+        return f"{self.directory_id}-{self.starts[0]}" if self.starts else self.directory_id
+
+    def knows(self, start_id: str) -> bool:
+        """Whether a start was one of this directory, and not one of its copy's or of what has its name."""
+        directory_id, _, start = start_id.partition("-")
+        return directory_id == self.directory_id and (not start or start in self.starts)
 
     def left_by(self, generation: Generation) -> Branch | None:
         """The branch by which a record was left behind; None: it is on the line."""

@@ -48,8 +48,8 @@ def save(store: Store, generation: Generation, rank: int, world_size: int, num_b
 def main() -> None:
     stores, directory, job, *numbers = sys.argv[1:]
     rank, world_size, attempt, num_bytes = map(int, numbers)
-    directory_id = CheckpointDirectory(directory).lineage().directory_id
-    store = Store.open(Identity(job, 0, rank, Path(directory), directory_id), shared_memory=Path(stores))
+    lineage = CheckpointDirectory(directory).lineage()
+    store = Store.open(Identity(job, 0, rank, Path(directory), lineage), shared_memory=Path(stores))
     print(store.path, flush=True)
     for line in sys.stdin:
         verb, *args = line.split()

@@ -53,11 +53,11 @@ def write_checkpoint(
     generation: Generation,
     world_size: int = 1,
     metrics: dict[str, float] | None = None,
-    directory_id: str = "",
+    start_id: str = "",
 ) -> None:
     """Write and commit a checkpoint whose ranks' records follow from the step."""
     for rank in range(world_size):
         record = make_record(generation.step * 1000 + rank)
         part = Part(generation, rank, world_size, record.layout.digest, metrics or {})
-        write_part(directory, part, record.plan, record.payload, directory_id=directory_id)
+        write_part(directory, part, record.plan, record.payload, start_id=start_id)
     assert commit(directory, generation, world_size) == ()

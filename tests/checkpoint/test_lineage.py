@@ -143,24 +143,79 @@ def test_ranks_of_which_one_alone_lost_its_memory_go_back_together(trainers: Tra
     assert trainers.done("run", 0)["step"] == 8
 
 
+@pytest.mark.parametrize("is_trained", [False, True], ids=["a backup", "a copy that was trained on"])
+def test_memory_is_not_used_for_a_copy_from_before_in_its_directorys_place(
+    make: Callable[..., FlashCheckpointer],
+    tmp_path: Path,
+    memory: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_trained: bool,
+) -> None:
+    path, copy = tmp_path / "ckpt", tmp_path / "copy"
+    state = {"weight": torch.full((4,), 10.0)}
+    with make() as first:
+        first.save(10, state)
+    shutil.copytree(path, copy, symlinks=True)
+    if is_trained:
+        branch = CheckpointDirectory(copy)
+        assert branch.acquire(Identity.of_this_process("local")) == 2
+        write_checkpoint(copy, g(2, 15), start_id=branch.lineage().start_id)
+        branch.release()
+    monkeypatch.setenv("HETSTREAM_CKPT_SAVER", "1")  # of the job: there is none, and memory gets ahead of the disk
+    second = make()
+    assert second.restore(state) == 10
+    second.save(20, {"weight": torch.full((4,), 20.0)})
+    second.close(keep_memory=True)
+    monkeypatch.delenv("HETSTREAM_CKPT_SAVER")
+    shutil.rmtree(path)
+    copy.rename(path)
+    assert [found.is_orphaned for found in find_stores([memory])] == [True]
+    with make() as third:
+        assert third.all_steps() == ([10, 15] if is_trained else [10])
+        assert "a copy from before has taken its place" in caplog.text
+        if not is_trained:
+            assert third.restore(state) == 10
+            assert state["weight"].tolist() == [10.0] * 4
+        third.save(30, state)
+    caplog.clear()
+
+
+def test_a_saver_of_the_training_before_writes_nothing_into_a_copy_from_before(tmp_path: Path) -> None:
+    path, copy = tmp_path / "ckpt", tmp_path / "copy"
+    for is_copied in (False, True):
+        start = CheckpointDirectory(path)
+        start.acquire(Identity.of_this_process("1"))
+        start_id = start.lineage().start_id
+        start.release()
+        write_checkpoint(path, g(1, 6 + is_copied), start_id=start_id)
+        if not is_copied:
+            shutil.copytree(path, copy, symlinks=True)
+    shutil.rmtree(path)
+    copy.rename(path)
+    with pytest.raises(DirectoryReplaced, match="a copy from before"):
+        write_checkpoint(path, g(1, 8), start_id=start_id)
+
+
 def test_a_saver_of_the_training_before_writes_nothing_into_a_new_directory(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     first = CheckpointDirectory(path)
     first.acquire(Identity.of_this_process("1"))
-    before = first.lineage().directory_id
+    before = first.lineage().start_id
     first.release()
-    assert CheckpointDirectory(path).lineage().directory_id == before != ""
-    write_checkpoint(path, g(1, 5), directory_id=before)
+    assert CheckpointDirectory(path).lineage().start_id == before != ""
+    write_checkpoint(path, g(1, 5), start_id=before)
     shutil.rmtree(path)
     path.mkdir(mode=0o700)
     with pytest.raises(DirectoryReplaced, match="not the directory that this training began in"):
-        write_checkpoint(path, g(1, 6), directory_id=before)
+        write_checkpoint(path, g(1, 6), start_id=before)
     second = CheckpointDirectory(path)
     second.acquire(Identity.of_this_process("1"))
     second.release()
-    assert second.lineage().directory_id not in ("", before)
+    assert second.lineage().start_id not in ("", before)
     with pytest.raises(DirectoryReplaced):
-        write_checkpoint(path, g(1, 6), directory_id=before)
+        write_checkpoint(path, g(1, 6), start_id=before)
     assert not list(path.glob("step-*"))
 
 

@@ -253,7 +253,11 @@ def names_of(record: Record) -> dict[int, str]:
 
 
 class _Number(int):
-    """A tensor's number in its record, told from the numbers of the state."""
+    """A tensor's number in its record, told from the numbers of the state. Where it stands for the values of a set, a
+    tuple or the like, which are in the payload: there are no tensors among them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 def walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:

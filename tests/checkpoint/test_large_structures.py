@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from checkpoint import CheckpointReader, tree
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import UnsupportedState
 from checkpoint.formats import safetensors
 from checkpoint.layout import Entry, TensorSpec, lay_out
+from slurm_plugin.cli import main
 
 
 @pytest.mark.slow
@@ -50,6 +53,41 @@ def test_a_list_stays_a_list_for_torch_load(make: Any, tmp_path: Path) -> None:
         checkpointer.save(1, {"seen": [*range(100_000)]})
     [file] = (tmp_path / "ckpt").glob("step-*/*.pt")
     assert torch.load(file, weights_only=True)["seen"] == [*range(100_000)]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_containers_in_the_payload_are_converted(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(tree, "MAX_INLINE_VALUES", 10)
+    seen = [*range(20)]
+    state = {
+        "containers": {
+            "set": {*seen},
+            "frozen": frozenset(seen),
+            "tuple": tuple(seen),
+            "mixed": (*seen, "a", None),
+            "deque": deque([*seen, 0.5], 30),
+            "ordered": OrderedDict((str(one), one) for one in seen),
+            "by number": {one: str(one) for one in seen},
+            "counter": Counter(seen),
+            "default": defaultdict(list, {one: one for one in seen}),
+            "big": [1 << 70, *seen],
+        },
+        "w": torch.ones(3),
+    }
+    with make(format=form) as checkpointer:
+        checkpointer.save(1, state)
+    assert main(["ckpt", "convert", str(tmp_path / "ckpt"), str(tmp_path / "all.pt"), "--to", "torch"]) == 0
+    again = str(tmp_path / "again")
+    assert main(["ckpt", "convert", str(tmp_path / "all.pt"), again, "--to", "flash", "--as-step", "1"]) == 0
+    for directory in (tmp_path / "ckpt", tmp_path / "again"):
+        loaded = CheckpointReader(directory).load().state["containers"]
+        assert loaded["by number"] == state["containers"]["by number"]
+        assert loaded["big"] == state["containers"]["big"]
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert loaded["containers"]["ordered"] == state["containers"]["ordered"]
+    assert loaded["containers"]["set"] == {*seen}
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])

@@ -20,7 +20,7 @@ from checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignOwner, 
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.latest import target_of_latest
-from checkpoint.lineage import read_lineage, write_lineage
+from checkpoint.lineage import check_start, lineage_of, read_lineage, write_lineage
 from checkpoint.locks import FileLock
 from checkpoint.manifest import Manifest, ranks_of_name
 from checkpoint.ownership import Event, Identity, Owner
@@ -162,6 +162,7 @@ class CheckpointDirectory:
         self.read_only = read_only
         self.attempt = 0
         self._lock: FileLock | None = None
+        self._start_id = ""
 
     def acquire(self, identity: Identity, keep: Retention = KEEP_ALL, above: int = 0) -> int:
         """Become the owner: once per job, by its rank 0. The lock ends with this process.
@@ -186,6 +187,7 @@ class CheckpointDirectory:
             yield from ((one.generation, one.time_s) for one in self.scan())
 
         self._lock, self.attempt = ownership.take(self.path, identity, keep, seen(), time.time(), above)
+        self._start_id = self.lineage().start_id
         return self.attempt
 
     def check_own(self) -> None:
@@ -199,14 +201,24 @@ class CheckpointDirectory:
         if reason:
             raise ForeignOwner(f"{reason}. Nothing of it is changed: let its owner do so (sudo -u)")
 
+    def check_start(self) -> None:
+        """Refuse what has taken the directory's place since `acquire`; a directory that is gone is none.
+
+        Raises:
+            DirectoryReplaced: another directory has its name.
+        """
+        with contextlib.suppress(FileNotFoundError), Directory.open(self.path) as root:
+            check_start(root, self._start_id)
+
     def release(self) -> None:
         """End the attempt in order; without `acquire`, nothing."""
         lock, self._lock = self._lock, None
         if lock:
             with lock:
                 try:
+                    self.check_start()
                     ownership.end(self.path, self.attempt, time.time())
-                except OSError as error:
+                except (OSError, CheckpointError) as error:
                     _log.warning("%s: that attempt %d ended is not written down: %s", self.path, self.attempt, error)
 
     def hand_over(self, to: Identity, step: int, last_step_s: float) -> None:
@@ -222,10 +234,12 @@ class CheckpointDirectory:
         return ownership.take_over(self.path, self.attempt, identity, time.time())
 
     def lineage(self) -> Lineage:
-        """The directory's id, and where its training went back; an empty one if there is none."""
-        with contextlib.suppress(OSError), Directory.open(self.path) as root:
-            return read_lineage(root)
-        return Lineage()
+        """The directory's id, and where its training went back; an empty one if there is none.
+
+        Raises:
+            CheckpointError: there is one, and it cannot be read.
+        """
+        return lineage_of(self.path)
 
     def notice_removed(self, known: Iterable[Generation]) -> Lineage:
         """Go back to what is there, if somebody has deleted the newest checkpoint of the line. For the owner.

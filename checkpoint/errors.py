@@ -12,7 +12,7 @@ CheckpointError
 │   └── DamagedCheckpoint    a file of a checkpoint on disk
 ├── DirectoryInUse           another job writes to this checkpoint directory
 ├── DirectoryNotWritable     its file system says no
-├── DirectoryReplaced        another directory has its name: somebody has deleted it
+├── DirectoryReplaced        another directory has its name: somebody has deleted or replaced it
 ├── NotEnoughSpace           the disk is too full for a checkpoint
 ├── SharedMemoryFull         no room in memory for a generation
 ├── StoreInUse               a living process has this rank's store, or this store's saver

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from pathlib import Path
 
 import msgspec
 
 from checkpoint import typed_json
-from checkpoint.errors import DirectoryReplaced
+from checkpoint.errors import CheckpointError, DirectoryReplaced
 from checkpoint.policy.lineage import Lineage
 from hetstream.base.files import Directory, UntrustedFile
 
@@ -37,11 +38,28 @@ def read_lineage(root: Directory) -> Lineage:
     return Lineage()
 
 
+def lineage_of(path: Path) -> Lineage:
+    """The lineage of a directory; an empty one if it has none, or is not there.
+
+    Raises:
+        CheckpointError: there is one, and it cannot be read.
+    """
+    try:
+        with Directory.open(path) as root:
+            return read_lineage(root)
+    except FileNotFoundError:
+        return Lineage()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: it cannot be read where its training went back, and so which checkpoints count: {error}"
+        ) from error
+
+
 def write_lineage(root: Directory, lineage: Lineage) -> None:
-    """Replace the lineage of a directory. For who has its lock."""
+    """Replace the lineage of a directory. For who has its lock. Whoever may look into the directory may read it."""
     branches, starts = lineage.branches[:_MAX_BRANCHES], lineage.starts[:_MAX_STARTS]
     kept = msgspec.structs.replace(lineage, branches=branches, starts=starts)
-    root.write_whole(_NAME, msgspec.json.encode(kept))
+    root.write_whole(_NAME, msgspec.json.encode(kept), mode=0o644)
 
 
 def begin_start(root: Directory, *, is_new: bool) -> Lineage:

@@ -298,6 +298,7 @@ class FlashCheckpointer:
                 the message lists those that there are.
             OptionsError: the ranks give different steps.
             DirectoryInUse: the job that this one takes over has not stopped in time, or another one takes it over.
+            DirectoryReplaced: another directory has taken the place of the one that this training began in.
         """
         self._check_open()
         step = None if step is None else checked_step(step)
@@ -347,6 +348,7 @@ class FlashCheckpointer:
         if not self._tenure.attempt:
             self._tenure.take_over(self._store)
             self._replicas = self._tenure.arrange_replicas(self._store)
+        self._tenure.check_directory()
         # Other ranks of the host look into this rank's store, which may be another one than at the start.
         self._memory.host = self._host = find_host(self._ranks, self._store, self._directory.path)
         return Newest(self._ranks, self._directory, self._tenure.lineage, self._memory, self._replicas, self._host)

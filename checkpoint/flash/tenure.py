@@ -5,6 +5,7 @@ Called by the checkpointer of every rank; rank 0 is the one that has it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import msgspec
 
 from checkpoint.config import host_of_this_process
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import OptionsError
+from checkpoint.errors import DirectoryReplaced, OptionsError
 from checkpoint.faults import reach
 from checkpoint.flash.distributed import Communicator, gather, together
 from checkpoint.flash.handover import Entry
@@ -89,6 +90,19 @@ class Tenure:
         seen = [one.persisted for one in gather(self._ranks, _Seen(store.persisted)) if one.persisted]
         self._agree_on(lambda: self._directory.notice_removed(seen))
         store.forget(self.lineage.holds)
+
+    def check_directory(self) -> None:
+        """Refuse checkpoints of another training, whose directory has taken the place of this one's.
+
+        Raises:
+            DirectoryReplaced: on all ranks.
+        """
+
+        def check() -> int:
+            self._directory.check_start()
+            return 0
+
+        together(self._ranks, check)
 
     def go_back(self, start: Generation, store: Store, *, has_saved: bool) -> bool:
         """Training goes on from a record that is not the newest: what is newer is left behind, and given up in memory.
@@ -196,7 +210,9 @@ class Tenure:
     def end(self) -> None:
         """Give the directory up, if it was not handed over."""
         if self._replica and self.attempt and self._ranks.rank == 0:
-            rendezvous.remove_key(self._directory.path, self.attempt)
+            with contextlib.suppress(DirectoryReplaced, OSError):
+                self._directory.check_start()
+                rendezvous.remove_key(self._directory.path, self.attempt)
         self._directory.release()
 
     def _enter(self, above: int, *, is_ready: bool) -> int:

@@ -269,6 +269,27 @@ def test_a_directory_that_is_deleted_while_a_program_trains_is_said_and_awaited_
         assert checkpointer.restore(state_of(0)) is None
 
 
+def test_a_training_whose_directory_was_replaced_neither_reads_the_new_one_nor_writes_into_it(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "ckpt"
+    state = state_of(1)
+    with make() as checkpointer:
+        save_steps(checkpointer, 1)
+        path.rename(tmp_path / "moved away")
+        other = CheckpointDirectory(path)
+        other.acquire(Identity.of_this_process("2"))
+        write_checkpoint(path, g(1, 50), start_id=other.lineage().start_id)
+        for ask in (checkpointer.all_steps, checkpointer.load, lambda: checkpointer.restore(state)):
+            with pytest.raises(DirectoryReplaced, match="not the directory that this training began in"):
+                ask()
+        before = {name: (path / name).read_bytes() for name in ("owner.json", "history.jsonl", ".lineage.json")}
+    assert "that attempt 1 ended is not written down" in caplog.text
+    assert {name: (path / name).read_bytes() for name in before} == before
+    assert value_of(state) == (1.0, 1)
+    other.release()
+
+
 def test_an_attempt_is_above_all_that_memory_holds_though_the_directory_has_forgotten_it(
     make: Any, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from checkpoint import CheckpointReader, FlashCheckpointer, Retention, commit
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import NoCheckpoint, OptionsError, StateMismatch
+from checkpoint.errors import CheckpointError, NoCheckpoint, OptionsError, StateMismatch
 from checkpoint.flash import newest
 from checkpoint.flash.restore import Part
 from checkpoint.flash.source import Disk
@@ -222,19 +222,45 @@ def of_another_user(directory: Path) -> Iterator[Path]:
     return directory
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user needs root")
-def test_another_user_reads_what_he_cannot_write_to(of_another_user: Path) -> None:
+def as_another_user(act: Callable[[], None]) -> int:
+    """Do something as another user, in a child; its exit code."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.setresgid(STRANGER, STRANGER, STRANGER)
             os.setresuid(STRANGER, STRANGER, STRANGER)
-            assert not os.access(of_another_user, os.W_OK)
-            state = state_of(0)
-            assert CheckpointReader(of_another_user).restore(state) == 3
-            assert value_of(state["model"]) == 3.0
+            act()
             code = 0
         finally:
             os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user needs root")
+def test_another_user_reads_what_he_cannot_write_to(of_another_user: Path) -> None:
+    def read() -> None:
+        assert not os.access(of_another_user, os.W_OK)
+        state = state_of(0)
+        assert CheckpointReader(of_another_user).restore(state) == 3
+        assert value_of(state["model"]) == 3.0
+
+    assert as_another_user(read) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user needs root")
+def test_another_user_knows_what_was_left_behind_or_is_told_that_he_does_not(of_another_user: Path, make: Any) -> None:
+    with make(keep=ALL) as checkpointer:  # writes the lineage anew, as each start does
+        checkpointer.restore(state_of(0), step=1)
+    reader = CheckpointReader(of_another_user)
+
+    def read() -> None:
+        assert (reader.all_steps(), reader.load().step) == ([1], 1)
+
+    def refuse() -> None:
+        with pytest.raises(CheckpointError, match="cannot be read where its training went back"):
+            reader.latest_step()
+
+    assert as_another_user(read) == 0
+    (of_another_user / ".lineage.json").chmod(0o600)
+    assert as_another_user(refuse) == 0

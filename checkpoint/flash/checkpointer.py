@@ -234,6 +234,9 @@ class FlashCheckpointer:
         number = checked_step(step)
         self._saver.tell_errors()
         generation = Generation(self._tenure.attempt, number)
+        if self._last and generation[:2] < self._last[:2]:
+            # Before it is noted: what is saved behind it would be taken for what came before it.
+            raise OptionsError(f"{generation} is older than {self._last}, which was saved: steps of an attempt grow")
         if self._last and self._last[:2] == generation[:2]:
             generation = self._last._replace(repeat=self._last.repeat + 1)
         self._last = generation
@@ -310,7 +313,7 @@ class FlashCheckpointer:
         with collector.held_off():
             wish = Wish(step, strict, self._options.allow_pickle)
             restored = restore_from(newest, state, leaves, wish)
-        if step is not None and restored.generation:
+        if restored.generation and (step is not None or self._is_behind(restored.generation)):
             self._go_back(restored.generation)
         self._timing.begin(restored.step or 0)
         self._tenure.note_restored(restored.step or 0)
@@ -352,6 +355,10 @@ class FlashCheckpointer:
         # Other ranks of the host look into this rank's store, which may be another one than at the start.
         self._memory.host = self._host = find_host(self._ranks, self._store, self._directory.path)
         return Newest(self._ranks, self._directory, self._tenure.lineage, self._memory, self._replicas, self._host)
+
+    def _is_behind(self, generation: Generation) -> bool:
+        """Whether any rank has saved what is newer, in this attempt: not all have it, and steps are made once more."""
+        return any(gather(self._ranks, self._last is not None and generation < self._last))
 
     def _go_back(self, start: Generation) -> None:
         """Saves come behind a generation from now on; all that is newer is left behind."""

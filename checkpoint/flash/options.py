@@ -113,12 +113,15 @@ def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: 
         raise OptionsError("; ".join(problems))
 
 
+_MAX_STEP = 2**64 - 1
+
+
 def checked_step(step: int) -> int:
     """A step as Python's number.
 
     Raises:
         OptionsError: it is none.
     """
-    if not isinstance(step, SupportsIndex) or operator.index(step) < 0:
-        raise OptionsError(f"step={step!r}: a number of steps, 0 or more")
+    if not isinstance(step, SupportsIndex) or not 0 <= operator.index(step) <= _MAX_STEP:
+        raise OptionsError(f"step={step!r}: a number of steps, from 0 to {_MAX_STEP}")
     return operator.index(step)

@@ -19,11 +19,12 @@ import torch
 from checkpoint import FlashCheckpointer, Retention
 from checkpoint.conversion import Source, choose
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import DirectoryReplaced, NoCheckpoint, OptionsError
+from checkpoint.errors import DirectoryReplaced, NoCheckpoint, OptionsError, SharedMemoryFull
 from checkpoint.generation import Generation
 from checkpoint.ownership import Identity
 from checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from checkpoint.policy.lineage import Branch, Lineage, is_newest_removed
+from checkpoint.store import Store
 from checkpoint.view import find_stores
 from slurm_plugin.cli import main
 from tests.checkpoint.parts import write_checkpoint
@@ -325,6 +326,39 @@ def save_steps(checkpointer: FlashCheckpointer, *steps: int) -> None:
     for step in steps:
         assert checkpointer.save(step, state_of(step))
         assert checkpointer.wait(60)
+
+
+def test_a_step_that_is_saved_again_after_one_that_was_refused_gets_to_disk(make: Any) -> None:
+    with make(keep=ALL) as checkpointer:
+        save_steps(checkpointer, 5, 6)
+        for refused in (3, 1 << 64, -1):
+            with pytest.raises(OptionsError):
+                checkpointer.save(refused, state_of(0))
+        assert checkpointer.save(6, state_of(60))
+        assert checkpointer.wait(60)
+        checkpointer.restore(state_of(0), step=5)
+        state = state_of(0)
+        assert checkpointer.restore(state, step=6) == 6
+        assert value_of(state) == (60.0, 60)
+
+
+def test_steps_that_are_made_once_more_after_a_save_that_failed_are_saved(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise SharedMemoryFull("for the test")
+
+    with make(keep=ALL) as checkpointer:
+        save_steps(checkpointer, 5)
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "begin", full)
+            assert not checkpointer.save(8, state_of(8))
+        state = state_of(0)
+        assert checkpointer.restore(state) == 5
+        save_steps(checkpointer, 6)
+        assert checkpointer.restore(state) == 6
+        assert checkpointer.all_steps() == [5, 6]
+    caplog.clear()
 
 
 def test_a_step_that_is_asked_for_is_restored_and_later_saves_come_behind_it(make: Any, tmp_path: Path) -> None:

@@ -51,15 +51,16 @@ def lineage_of(path: Path) -> Lineage:
         return Lineage()
     except OSError as error:
         raise CheckpointError(
-            f"{path}: it cannot be read where its training went back, and so which checkpoints count: {error}"
+            f"{path}: it cannot be read where its training went back, and so which checkpoints count: {error}. "
+            "Each start of the training writes this file anew, for its owner alone: chmod g+r"
         ) from error
 
 
 def write_lineage(root: Directory, lineage: Lineage) -> None:
-    """Replace the lineage of a directory. For who has its lock. Whoever may look into the directory may read it."""
+    """Replace the lineage of a directory. For who has its lock."""
     branches, starts = lineage.branches[:_MAX_BRANCHES], lineage.starts[:_MAX_STARTS]
     kept = msgspec.structs.replace(lineage, branches=branches, starts=starts)
-    root.write_whole(_NAME, msgspec.json.encode(kept), mode=0o644)
+    root.write_whole(_NAME, msgspec.json.encode(kept))
 
 
 def begin_start(root: Directory, *, is_new: bool) -> Lineage:

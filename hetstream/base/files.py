@@ -197,7 +197,7 @@ class Directory:
     # Changing
 
     @contextlib.contextmanager
-    def replacing(self, name: str, mode: int = 0o600) -> Iterator[int]:
+    def replacing(self, name: str) -> Iterator[int]:
         """Give the descriptor of a new file; what the block wrote there, and synced, takes the name at its end.
 
         If the block fails, the new file is removed, and what had the name before still has it.
@@ -208,7 +208,6 @@ class Directory:
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self.descriptor)
         try:
             try:
-                os.fchmod(descriptor, mode)  # whatever the umask
                 yield descriptor
             finally:
                 os.close(descriptor)
@@ -218,9 +217,9 @@ class Directory:
             raise
         self.sync()
 
-    def write_whole(self, name: str, data: bytes, mode: int = 0o600) -> None:
-        """Write a small file: after a crash at any moment there is the old content or the new one."""
-        with self.replacing(name, mode) as descriptor:
+    def write_whole(self, name: str, data: bytes) -> None:
+        """Write a small file of mode 0600: after a crash at any moment there is the old content or the new one."""
+        with self.replacing(name) as descriptor:
             view = memoryview(data)
             while view:
                 view = view[os.write(descriptor, view) :]

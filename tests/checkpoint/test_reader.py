@@ -261,6 +261,6 @@ def test_another_user_knows_what_was_left_behind_or_is_told_that_he_does_not(of_
         with pytest.raises(CheckpointError, match="cannot be read where its training went back"):
             reader.latest_step()
 
-    assert as_another_user(read) == 0
-    (of_another_user / ".lineage.json").chmod(0o600)
     assert as_another_user(refuse) == 0
+    (of_another_user / ".lineage.json").chmod(0o644)
+    assert as_another_user(read) == 0

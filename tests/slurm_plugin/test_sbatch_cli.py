@@ -303,9 +303,10 @@ def test_a_signal_while_it_waits_ends_sbatch_and_leaves_nothing(
     place = shell.directory / "tmp"
     place.mkdir()
     (shell.directory / "tools" / "sbatch").write_text(WAITING_SBATCH)
-    program = Path(sys.executable).with_name("hetstream")
+    # What nohup or a shell's background ignores for the tests is not ignored by the program.
+    program = ["env", "--default-signal", Path(sys.executable).with_name("hetstream")]
     environ = shell.environ | {"TMPDIR": str(place)}
-    with subprocess.Popen([program, "sbatch", "--wait", "train.sbatch"], cwd=shell.directory, env=environ) as waiting:
+    with subprocess.Popen([*program, "sbatch", "--wait", "train.sbatch"], cwd=shell.directory, env=environ) as waiting:
         wait_until(shell.record.exists, timeout_s=30, what="sbatch")
         (directory,) = place.iterdir()
         assert (directory / "train.sbatch").exists()

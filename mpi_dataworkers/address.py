@@ -11,12 +11,12 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import stat
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from hetstream.base.files import Directory, UntrustedFile
 from mpi_dataworkers.errors import ConfigError, ServiceError, ServiceUnavailable
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class ServiceAddress:
         server_public_key: the dispatcher's CURVE key, Z85 text; clients connect to no other.
         client_public_key, client_secret_key: the job's CURVE key; the dispatcher accepts no other.
         batch_key: 32 random bytes in hex; both ends of a batch connection prove that they hold it.
-        directory: where the address file is, on a file system that all processes of the service share.
+        file: the address file, on a file system that all processes of the service share.
     """
 
     address: str
@@ -43,12 +43,24 @@ class ServiceAddress:
     client_public_key: str
     client_secret_key: str
     batch_key: str
-    directory: Path = field(default=Path(), compare=False)
+    file: Path = field(default=Path(), compare=False)
 
     @property
     def definitions_dir(self) -> Path:
         """Where trainers put what is too large for a message; of this service alone."""
-        return self.directory / f"definitions-{hashlib.sha256(self.server_public_key.encode()).hexdigest()[:16]}"
+        return self.file.parent / f"definitions-{hashlib.sha256(self.server_public_key.encode()).hexdigest()[:16]}"
+
+    def as_in_file(self) -> ServiceAddress:
+        """The service where its address file says now that it is: a dispatcher whose port was taken has another one.
+
+        Nothing but the address may have changed. A file with other keys is another service's, and one that cannot be
+        read says nothing: then the address is this one.
+        """
+        with contextlib.suppress(OSError, ServiceError):
+            found = read_address_file(self.file)
+            if replace(found, address=self.address) == self:
+                return found
+        return self
 
     def __repr__(self) -> str:
         return f"ServiceAddress({self.address!r}, keys hidden)"
@@ -57,12 +69,9 @@ class ServiceAddress:
 def write_address_file(path: Path, service: ServiceAddress) -> None:
     """Write the file in one step (temporary file, rename), readable by its owner alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        fields = {name: value for name, value in asdict(service).items() if name != "directory"}
-        json.dump({"format": _FORMAT, **fields}, stream, indent=1)
-    os.replace(temporary, path)
+    fields = {name: value for name, value in asdict(service).items() if name != "file"}
+    with Directory.open(path.parent) as directory:
+        directory.write_whole(path.name, json.dumps({"format": _FORMAT, **fields}, indent=1).encode())
 
 
 def remove_address_file(path: Path, service: ServiceAddress) -> None:
@@ -100,9 +109,14 @@ def read_address_file(path: Path) -> ServiceAddress:
 
     Raises:
         FileNotFoundError: it does not exist (yet).
-        ServiceError: others may read it, it belongs to someone else, or it is no address file.
+        ServiceError: it is a link, others may read it, it belongs to someone else, or it is no address file.
     """
-    with path.open() as stream:
+    try:
+        with Directory.open(path.parent) as directory:
+            descriptor = directory.open_file(path.name)
+    except UntrustedFile as error:
+        raise ServiceError(f"address file {error}. It holds the job's keys: use the dispatcher's own file") from error
+    with open(descriptor) as stream:
         facts = os.fstat(stream.fileno())
         if facts.st_uid not in (os.getuid(), 0) or stat.S_IMODE(facts.st_mode) & 0o077:
             raise ServiceError(
@@ -113,7 +127,7 @@ def read_address_file(path: Path) -> ServiceAddress:
             fields = json.load(stream)
             if fields.pop("format") != _FORMAT:
                 raise ServiceError(f"address file {path} has another format than {_FORMAT}: use one hetstream release")
-            return ServiceAddress(**fields, directory=path.parent)
+            return ServiceAddress(**fields, file=path)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ServiceError(f"address file {path} is damaged ({error}); start the dispatcher again") from error
 

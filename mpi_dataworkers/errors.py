@@ -10,6 +10,7 @@
     ├── JobNameConflict          one job name, two different pipelines
     ├── ServiceError             the dispatcher or its address file
     │   ├── ServiceUnavailable   nothing answered in time
+    │   ├── AddressInUse         another process has the port
     │   ├── ServiceEnded         the service came to its end before this process was part of it
     │   ├── AuthenticationError  the key is not this service's key
     │   └── Superseded           another process took this rank's place
@@ -61,6 +62,10 @@ class ServiceError(HetstreamError):
 
 class ServiceUnavailable(ServiceError):
     """Nothing answered within the deadline."""
+
+
+class AddressInUse(ServiceError):
+    """Another process listens at the port."""
 
 
 class ServiceEnded(ServiceError):

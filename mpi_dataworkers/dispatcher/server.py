@@ -27,7 +27,7 @@ from mpi_dataworkers.dispatcher.records import (
     Send,
 )
 from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.errors import ProtocolError, ServiceError
+from mpi_dataworkers.errors import AddressInUse, ProtocolError, ServiceError
 from mpi_dataworkers.faults import reach
 from mpi_dataworkers.handover import is_there, remove_all, remove_unused
 from mpi_dataworkers.messages import ShutDown, ToDispatcher
@@ -54,7 +54,8 @@ def serve(
 ) -> None:
     """Run a dispatcher until `should_stop()`; write `work_dir/summary.json` at the end.
 
-    Started again with the same directory it keeps its keys and its port, so that loaders and data workers find it.
+    Started again with the same directory it keeps its keys, and its port unless another process has taken that: loaders
+    and data workers find it by the address file.
 
     Args:
         bind: `tcp://HOST:PORT`; with port 0 a free one is found at the first start and kept.
@@ -69,7 +70,7 @@ def serve(
     """
     journal = Journal(work_dir)
     try:
-        endpoint, service = _open_endpoint(bind, journal, address_file.parent)
+        endpoint, service = _open_endpoint(bind, journal, address_file)
         event_log = EventLog(work_dir)
         metrics = None
         try:
@@ -104,7 +105,7 @@ def serve(
         journal.close()
 
 
-def _open_endpoint(bind: str, journal: Journal, directory: Path) -> tuple[ZmqDispatcherEndpoint, ServiceAddress]:
+def _open_endpoint(bind: str, journal: Journal, address_file: Path) -> tuple[ZmqDispatcherEndpoint, ServiceAddress]:
     if not journal.keys:
         journal.keys = [*new_keys(), *new_keys(), secrets.token_hex(32)]
         journal.begin()
@@ -115,12 +116,19 @@ def _open_endpoint(bind: str, journal: Journal, directory: Path) -> tuple[ZmqDis
     kept_port = journal.fact("port")
     wants_any_port = bind.endswith(":0")
     where = f"tcp://{host}:{kept_port}" if kept_port and wants_any_port else bind
-    endpoint = ZmqDispatcherEndpoint(where, server_secret, server_public, client_public)
+    try:
+        endpoint = ZmqDispatcherEndpoint(where, server_secret, server_public, client_public)
+    except AddressInUse as error:
+        if where == bind:
+            raise
+        # Anybody may have taken it while this service was away. Peers look into the address file, and know the key.
+        _log.warning("%s; another port is taken, which the address file tells", error)
+        endpoint = ZmqDispatcherEndpoint(bind, server_secret, server_public, client_public)
     journal.begin()
     journal.set_fact("port", endpoint.address.rpartition(":")[2])
     journal.commit()
     keys = server_public, client_public, client_secret, batch_key
-    return endpoint, ServiceAddress(endpoint.address, *keys, directory)
+    return endpoint, ServiceAddress(endpoint.address, *keys, address_file)
 
 
 def _open_metrics(where: tuple[str, int] | None, state: DispatcherState) -> MetricsServer | None:

@@ -20,7 +20,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mpi_dataworkers.address import ServiceAddress
 from mpi_dataworkers.codec import Buffer, chop, decode, encode, join
-from mpi_dataworkers.errors import AuthenticationError, ProtocolError, ServiceEnded, ServiceError, ServiceUnavailable
+from mpi_dataworkers.errors import (
+    AddressInUse,
+    AuthenticationError,
+    ProtocolError,
+    ServiceEnded,
+    ServiceError,
+    ServiceUnavailable,
+)
 from mpi_dataworkers.messages import Message
 from mpi_dataworkers.transports.base import (
     BatchReceiver,
@@ -67,6 +74,12 @@ _NO_REPLY_MS = 15_000
 _NO_ANSWER_MS = 60_000
 # Who waits for a dispatcher looks this often whether the service has ended.
 _LOOK_MS = 200
+# And this often whether the address file names another port.
+_LOOK_FOR_PORT_S = 1.0
+# A connection that takes longer is made anew: what a stranger at the port has said may have ended it for good.
+_CONNECT_ANEW_S = 5.0
+# A dispatcher that refuses the key is believed after this: a stranger at the port can say so, too.
+_REFUSED_S = 5.0
 
 
 def new_keys() -> tuple[str, str]:
@@ -127,10 +140,14 @@ def _receive(socket: zmq.Socket[Any]) -> list[zmq.Frame]:
 
 
 def _send(socket: zmq.Socket[Any], frames: Sequence[Buffer]) -> None:
-    """Send a message, as `send_multipart` does in more than twice the time."""
+    """Send a message, as `send_multipart` does in more than twice the time.
+
+    Raises:
+        zmq.Again: there is no connection, nor one in the making, to queue it for.
+    """
     for frame in frames[:-1]:
-        socket.send(frame, _MORE_FOLLOWS)
-    socket.send(frames[-1])
+        socket.send(frame, _MORE_FOLLOWS | _NO_WAIT)
+    socket.send(frames[-1], _NO_WAIT)
 
 
 def _events_of(monitor: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
@@ -174,7 +191,8 @@ class ZmqDispatcherEndpoint:
         client_public_key: the only client key that is let in.
 
     Raises:
-        ServiceError: the address cannot be bound.
+        AddressInUse: another process has the port.
+        ServiceError: the address cannot be bound for another reason.
     """
 
     def __init__(self, bind: str, server_secret_key: str, server_public_key: str, client_public_key: str) -> None:
@@ -202,7 +220,8 @@ class ZmqDispatcherEndpoint:
             check = (
                 f"Who holds the port: ss -ltnp | grep {port}" if taken else "This host's addresses: ip -brief address"
             )
-            raise ServiceError(f"dispatcher cannot bind {bind}: {error}. {check}") from error
+            kind = AddressInUse if taken else ServiceError
+            raise kind(f"dispatcher cannot bind {bind}: {error}. {check}") from error
         # The connection that each process's last message came by: the monitor names a closed one by its descriptor.
         self._process_by_descriptor: dict[int, str] = {}
         self._descriptor_by_process: dict[str, int] = {}
@@ -301,8 +320,11 @@ class _ZmqControl:
         self._poller = zmq.Poller()
         self._poller.register(self._control, zmq.POLLIN)
         self._poller.register(self._waker, zmq.POLLIN)
+        self._service = service
+        # When to look for another port of the dispatcher: never while it is there.
+        self._next_look = self._connected_at = time.monotonic() + _LOOK_FOR_PORT_S
         try:
-            self._connect(service.address, timeout_s, has_ended)
+            self._connect(timeout_s, has_ended)
         except BaseException:  # also Ctrl-C: there is nobody yet to close it
             self._control.linger = 0
             self._close_control()
@@ -311,7 +333,7 @@ class _ZmqControl:
     def _set_options(self) -> None:
         """Set what one kind of peer has beyond the others."""
 
-    def _connect(self, address: str, timeout_s: float, has_ended: Callable[[], bool]) -> None:
+    def _connect(self, timeout_s: float, has_ended: Callable[[], bool]) -> None:
         """Wait until the dispatcher has let us in, so that a wrong key is an error and not a silence."""
         # It stays open after this: it tells when a connection that was lost is back.
         self._monitor = monitor = self._control.get_monitor_socket(
@@ -319,9 +341,17 @@ class _ZmqControl:
         )
         self._poller.register(monitor, zmq.POLLIN)
         deadline = time.monotonic() + timeout_s
+        refused_until = math.inf
         closed = 0
-        self._control.connect(address)
+        self._control.connect(self._service.address)
         while True:
+            self._look_for_port()
+            address = self._service.address
+            if time.monotonic() > refused_until:
+                raise AuthenticationError(
+                    f"the dispatcher at {address} refused the key in the address file: it belongs to another "
+                    "service or an earlier start of it. Use the address file of the running dispatcher."
+                )
             left_ms = max(0, int((deadline - time.monotonic()) * 1000))
             if not monitor.poll(min(left_ms, _LOOK_MS)):
                 if has_ended():
@@ -340,13 +370,29 @@ class _ZmqControl:
                 )
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._next_look = math.inf
                 return
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                raise AuthenticationError(
-                    f"the dispatcher at {address} refused the key in the address file: it belongs to another "
-                    "service or an earlier start of it. Use the address file of the running dispatcher."
-                )
+                refused_until = min(refused_until, deadline, time.monotonic() + _REFUSED_S)
+                self._connected_at = -math.inf  # libzmq does not try again
             closed += event == zmq.EVENT_DISCONNECTED
+
+    def _look_for_port(self) -> None:
+        """Now and then while there is no dispatcher, connect to where the address file says that it is.
+
+        Whoever has its old port cannot answer for it, nor can anybody at the new one: they have not its key. What was
+        queued is dropped: it is said anew to a dispatcher that is met again.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_FOR_PORT_S
+        before, self._service = self._service, self._service.as_in_file()
+        if before.address != self._service.address or now > self._connected_at + _CONNECT_ANEW_S:
+            self._connected_at = now
+            with contextlib.suppress(zmq.ZMQError):  # libzmq has given it up by itself
+                self._control.disconnect(before.address)
+            self._control.connect(self._service.address)
 
     def wake(self) -> None:
         with self._waker_lock:
@@ -354,24 +400,32 @@ class _ZmqControl:
                 os.eventfd_write(self._waker, 1)
 
     def _poll_sockets(self, timeout_s: float) -> set[Any]:
+        self._look_for_port()
+        timeout_s = min(timeout_s, max(0.0, self._next_look - time.monotonic()))
         ready = {source for source, _ in self._poller.poll(int(timeout_s * 1000))}
         if self._waker in ready:
             os.eventfd_read(self._waker)
         return ready
 
     def _send(self, message: Message, loader: int | None) -> None:
-        _send(self._control, _frames_of(message, loader))
+        with contextlib.suppress(zmq.Again):
+            _send(self._control, _frames_of(message, loader))
 
     def _read_control(self, ready: set[Any]) -> list[tuple[Message | Reconnected, int | None]]:
         messages: list[tuple[Message | Reconnected, int | None]] = []
         for event, _ in _events_of(self._monitor) if self._monitor in ready else ():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._next_look = math.inf
                 messages.append((Reconnected(), None))
+            elif self._next_look == math.inf:
+                self._connected_at = time.monotonic()
+                self._next_look = self._connected_at + _LOOK_FOR_PORT_S
         for _ in range(_BURST if self._control in ready else 0):
             try:
                 pieces = _receive(self._control)
             except zmq.Again:
                 break
+            self._next_look = math.inf
             messages.append(_decode_control([piece.buffer for piece in pieces]))
         return messages
 

@@ -39,6 +39,7 @@ from hetjob.sbatch_options import (
     memory_words,
     parse_words,
     plain_words,
+    refuse_line_breaks,
     words_of,
 )
 from hetjob.spec import NO_RESERVATION, JobSpec
@@ -136,10 +137,11 @@ def convert(
 
     Raises:
         ConversionError: one of the limits above.
-        UsageError: an `#SBATCH` line that sbatch could not read either.
+        UsageError: an `#SBATCH` line that sbatch could not read either, or an option with a line break in it.
     """
     outside = [option for option in command_line if not is_own(option.name)]
     options = SbatchOptions((*script_options(script, name), *outside))
+    refuse_line_breaks(options.items)
     _check_limits(spec, script, name, options)
     overrides: list[SbatchOption] = []
     changes: list[Change] = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from hetjob.ended_job import SUMMARY_FILE
 from hetjob.errors import ServiceNotFound, SlurmCommandError, UsageError
+from hetstream.base.files import Directory
 from mpi_dataworkers.address import parse_service
 
 _ADDRESS = "address"
@@ -137,11 +137,11 @@ def _restarts(path: Path, job_id: str) -> int:
 def _is_own(path: Path) -> bool:
     """Whether a file and its directory are this user's, and neither is a link: anybody can make names in /tmp."""
     try:
-        found = path.parent.lstat(), path.lstat()
+        with Directory.open(path.parent.parent) as place, place.enter(path.parent.name) as directory:
+            os.close(directory.open_file(path.name))
+            return directory.owner == os.getuid()
     except OSError:
         return False
-    is_kind = stat.S_ISDIR(found[0].st_mode) and stat.S_ISREG(found[1].st_mode)
-    return is_kind and all(one.st_uid == os.getuid() for one in found)
 
 
 def _only_one(here: Path) -> Path:

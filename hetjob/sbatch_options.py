@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetjob.errors import UsageError
+from hetstream.base.text import printable
 
 # Long names by how they take a value: `--name value` and `--name=value`, only `--name=value`, or none.
 _WITH_VALUE = """
@@ -213,6 +214,23 @@ def from_environment(environ: Mapping[str, str]) -> list[SbatchOption]:
 def plain_words(options: Iterable[SbatchOption]) -> list[str]:
     """Options written anew by their long names, each a word of its own."""
     return [f"--{item.name}" if item.value is None else f"--{item.name}={item.value}" for item in options]
+
+
+def has_line_break(text: str) -> bool:
+    """Whether a text would be more than one line for sbatch, for a shell, or in what Slurm's commands print."""
+    return any(one in text for one in "\n\r\0")
+
+
+def refuse_line_breaks(options: Iterable[SbatchOption]) -> None:
+    """Refuse options that are no text of one line: what follows the line break would be a line of its own.
+
+    Raises:
+        UsageError: it names all of them.
+    """
+    broken = [item for item in options if has_line_break(f"{item.name}{item.value or ''}")]
+    if broken:
+        named = ", ".join(f"{item.origin}: --{printable(item.name)}={item.value!r}" for item in broken)
+        raise UsageError(f"{named}: a value with a line break cannot be a line for sbatch. Write it on one line")
 
 
 def words_of(options: Iterable[SbatchOption]) -> list[str]:

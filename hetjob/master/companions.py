@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from hetjob.job_environment import JobEnvironment
 from hetjob.ports import MarkedJob, SlurmClient
+from hetstream.base.text import printable
 
 # Slurm is still taking such a job down; its CPUs are as good as free.
 _ENDING = ("COMPLETING",)
@@ -65,7 +66,7 @@ class CompanionJobs:
             "--kill-on-invalid-dep=yes",
             "--no-requeue",
             f"--comment=hets:trainer={job_id} {self.mark}",
-            f"--job-name={self._job.job_name}-data-worker",
+            f"--job-name={printable(self._job.job_name)}-data-worker",
             f"--chdir={self._job.submit_dir}",
             f"--output={log_file}",
             "--open-mode=append",

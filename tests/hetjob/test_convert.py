@@ -370,3 +370,11 @@ def test_options_of_the_command_line_lose_against_the_memory_of_checkpoints() ->
 def test_checkpoints_need_no_backfill_and_share_burst_buffers() -> None:
     check_cluster(CHECKPOINT, Cluster(frozenset({"gpu"}), "gpu", "sched/builtin"))
     assert plan_of("--bb=x", spec=CHECKPOINT).saver_options
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r", "\0"])
+@pytest.mark.parametrize("option", ["--comment=a{}#SBATCH --exclusive", "-Ja{}b", "--wckey=a{}b", "--gres=gpu:1{}x"])
+def test_an_option_is_one_line(option: str, line_break: str) -> None:
+    """Of the trainer or of the whole job; from SBATCH_* variables they come the same way."""
+    with pytest.raises(UsageError, match=r"command line: --[a-z-]+='.*a value with a line break cannot be a line"):
+        plan_of("--gres=gpu:1 -c 16", option.format(line_break))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from checkpoint import FlashCheckpointer, Options
-from tests.checkpoint.mounted import mounted_memory
+from tests.checkpoint.mounted import fill, mounted_memory
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a file system")
 
@@ -22,13 +21,6 @@ def small(tmp_path: Path) -> Iterator[Path]:
     with mounted_memory(tmp_path / "small", "128k") as place:
         yield place
         assert os.listdir(place) == ["filler"]
-
-
-def fill(place: Path) -> None:
-    """Take every page that is free."""
-    with (place / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
 
 
 @pytest.mark.parametrize("is_full_before", [True, False], ids=["before", "meanwhile"])

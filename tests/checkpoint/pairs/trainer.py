@@ -7,6 +7,7 @@ the one that the next start has restored: bit by bit.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -14,7 +15,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -39,14 +40,15 @@ class Job(NamedTuple):
     """What one rank is to do.
 
     Attributes:
-        framework: a row of the table.
-        event: a column; "" to restore and say what came, and no more.
+        framework: how it trains.
+        event: what happens; "" to restore and say what came, and no more.
         rank: which.
         size: of how many.
         directory: of the checkpoints.
         memory: in place of /dev/shm.
         out: what it says, one JSON object a line.
         meeting: a file of this start, where the ranks meet.
+        is_launched: a launcher has started this rank.
     """
 
     framework: str
@@ -57,6 +59,11 @@ class Job(NamedTuple):
     memory: Path
     out: Path
     meeting: Path
+    is_launched: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """What all programs give a checkpointer."""
+        return {"interval": 1, "options": Options(shared_memory=self.memory)}
 
 
 def digest(value: Any) -> str:
@@ -81,34 +88,53 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
-def _sharded(layers: torch.nn.Sequential, size: int) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", (size,))
+def _sharded(layers: torch.nn.Sequential, size: int, *, copies: int = 0) -> torch.nn.Module:
+    """By FSDP2; by HSDP if there are to be copies."""
+    if copies:
+        mesh = init_device_mesh("cpu", (copies, size // copies), mesh_dim_names=("copies", "shards"))
+    else:
+        mesh = init_device_mesh("cpu", (size,))
     for layer in (layers[0], layers[2], layers):
         fully_shard(layer, mesh=mesh)
     return layers
 
 
-# From the layers and the number of ranks.
-FRAMEWORKS: dict[str, Callable[[torch.nn.Sequential, int], torch.nn.Module]] = {
-    "DDP": lambda layers, _: DistributedDataParallel(layers),
+def _everywhere(layers: torch.nn.Sequential, size: int) -> torch.nn.Module:
+    return DistributedDataParallel(layers)
+
+
+# How the program of a row is made, from its layers and the number of ranks.
+MODELS: dict[str, Callable[[torch.nn.Sequential, int], torch.nn.Module]] = {
+    "DDP": _everywhere,
     "FSDP2": _sharded,
+    "HSDP": lambda layers, size: _sharded(layers, size, copies=size),
+    "torchrun": _everywhere,
+    "accelerate launch": _everywhere,
 }
 
 
 # What happens, after the save of a step
 
 
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def _each_dies(job: Job, checkpointer: FlashCheckpointer) -> None:
-    dist.barrier()
+    _meet()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _told(job: Job, checkpointer: FlashCheckpointer) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not job.is_launched:
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif job.rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _told_twice(job: Job, checkpointer: FlashCheckpointer) -> None:
-    _told(job, checkpointer)
+    os.kill(os.getpid(), signal.SIGTERM)
     _told(job, checkpointer)
 
 
@@ -116,28 +142,28 @@ def _writer_told(job: Job, checkpointer: FlashCheckpointer) -> None:
     process = checkpointer._saver.process
     assert process is not None
     os.kill(process.pid, signal.SIGTERM)
-    dist.barrier()
+    _meet()
 
 
 def _directory_removed(job: Job, checkpointer: FlashCheckpointer) -> None:
     checkpointer.wait(_PATIENCE_S)
-    dist.barrier()
+    _meet()
     if job.rank == 0:
         shutil.rmtree(job.directory)
-    dist.barrier()
+    _meet()
 
 
 def _store_removed(job: Job, checkpointer: FlashCheckpointer) -> None:
     checkpointer.wait(_PATIENCE_S)
-    dist.barrier()
+    _meet()
     if job.rank == 0:
         for one in find_stores([job.memory]):
             shutil.rmtree(one.path)
-    dist.barrier()
+    _meet()
 
 
 def _nothing(job: Job, checkpointer: FlashCheckpointer) -> None:
-    """It happens elsewhere: in the copy, or to what the saver writes to."""
+    """It happens elsewhere: in the copy, or to what is written to."""
 
 
 EVENTS: dict[str, Callable[[Job, FlashCheckpointer], None]] = {
@@ -149,6 +175,7 @@ EVENTS: dict[str, Callable[[Job, FlashCheckpointer], None]] = {
     "directory removed": _directory_removed,
     "store removed": _store_removed,
     "full disk": _nothing,
+    "full memory": _nothing,
 }
 # These end the program in its own time; after the others it dies some steps later.
 _ENDS_ITSELF = ("SIGTERM once", "SIGTERM twice")
@@ -183,39 +210,125 @@ class _Sources(logging.Handler):
             self.text = message.rpartition(" from ")[2]
 
 
-def train(job: Job) -> None:
-    """Be one rank."""
-    torch.set_num_threads(1)
-    sources = _Sources()
-    logger = logging.getLogger("checkpoint.flash.restoring")
-    logger.addHandler(sources)
-    logger.setLevel(logging.INFO)
-    dist.init_process_group("gloo", init_method=f"file://{job.meeting}", rank=job.rank, world_size=job.size)
+class Witness:
+    """Looks at each save of a rank, lets happen what is to happen, and says what was saved and what is restored.
+
+    Attributes:
+        source: where the state comes from, if the checkpointer does not say so in its log.
+
+    Args:
+        job: of this rank.
+    """
+
+    def __init__(self, job: Job) -> None:
+        torch.set_num_threads(1)
+        self._job = job
+        self._out = job.out.open("a", buffering=1)
+        self._parent = os.getppid()
+        self._deadline_s = time.monotonic() + _PATIENCE_S
+        self.source = ""
+        self._sources = _Sources()
+        logger = logging.getLogger("checkpoint.flash.restoring")
+        logger.addHandler(self._sources)
+        logger.setLevel(logging.INFO)
+
+    def say(self, **fields: Any) -> None:
+        """Rank 0 says it."""
+        if self._job.rank == 0:
+            self._out.write(json.dumps(fields) + "\n")
+
+    def note_restored(self, step: int, bits: str) -> None:
+        """Say where the training begins, from where, and with which state."""
+        self.say(restored=step, source=self.source or self._sources.text, bits=bits)
+
+    def watch(self, bits: Callable[[], str]) -> None:
+        """Look at the saves of this process from now on.
+
+        Args:
+            bits: of the state that is saved.
+        """
+        save = FlashCheckpointer.save
+
+        def watched(checkpointer: FlashCheckpointer, step: int, state: Mapping[str, Any]) -> bool:
+            job = self._job
+            is_struck = step == STRIKE_AT
+            is_broken = _break_copies() if is_struck and job.event == "exception in the copy" else None
+            try:
+                is_saved = save(checkpointer, step, state)
+            except KeyboardInterrupt:
+                assert is_broken, "nobody has pressed a key"
+                raise
+            finally:
+                if is_broken:
+                    assert is_broken(), "nothing was copied by its address"
+            self.say(taken=step, bits=bits(), is_saved=is_saved)
+            if step == STRIKE_AT - 1:
+                checkpointer.wait(_PATIENCE_S)  # from now on there is a saver
+            if is_struck:
+                if job.event == "SIGKILL":
+                    self.say(ends=step)
+                EVENTS[job.event](job, checkpointer)
+            if step >= LAST_STEP and job.event not in _ENDS_ITSELF:
+                self.say(ends=step)
+                _each_dies(job, checkpointer)
+            if job.is_launched and os.getppid() != self._parent:
+                self.say(ends=step, is_left=True)  # by its launcher, and Slurm kills what is left
+                _each_dies(job, checkpointer)
+            assert time.monotonic() < self._deadline_s, "the program was told to end, and has not seen it"
+            return is_saved
+
+        FlashCheckpointer.save = watched  # type: ignore[method-assign]
+
+
+def layers_of() -> torch.nn.Sequential:
+    """What all programs train."""
     torch.manual_seed(3)
-    layers = torch.nn.Sequential(torch.nn.Linear(8, 13), torch.nn.ReLU(), torch.nn.Linear(13, 1))
-    model = FRAMEWORKS[job.framework](layers, job.size)
+    return torch.nn.Sequential(torch.nn.Linear(8, 13), torch.nn.ReLU(), torch.nn.Linear(13, 1))
+
+
+def batches() -> list[torch.Tensor]:
+    """More than any program takes."""
+    made = torch.Generator().manual_seed(7)
+    return [torch.randn(6, 8, generator=made) for _ in range(20_000)]
+
+
+def environment_of(job: Job) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    return {
+        "RANK": str(job.rank),
+        "LOCAL_RANK": str(job.rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(job.size),
+        "LOCAL_WORLD_SIZE": str(job.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "TORCHELASTIC_RUN_ID": "pairs",
+    }
+
+
+def meet_at(job: Job) -> None:
+    """Make the ranks of this start known to each other, without a port."""
+    dist.init_process_group("gloo", init_method=f"file://{job.meeting}", rank=job.rank, world_size=job.size)
+
+
+def train(job: Job) -> None:
+    """Be one rank of a program with a loop of its own."""
+    witness = Witness(job)
+    if "MASTER_PORT" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        meet_at(job)
+    model = MODELS[job.framework](layers_of(), job.size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer, "mean": torch.zeros(4)}
-    with (
-        job.out.open("a", buffering=1) as out,
-        FlashCheckpointer(
-            job.directory,
-            shared=("model", "optimizer"),
-            interval=1,
-            options=Options(shared_memory=job.memory),
-        ) as checkpointer,
-    ):
-
-        def say(**fields: Any) -> None:
-            if job.rank == 0:
-                out.write(json.dumps(fields) + "\n")
+    with FlashCheckpointer(job.directory, shared=("model", "optimizer"), **job.options()) as checkpointer:
 
         def bits() -> str:
             return digest([model.state_dict(), optimizer.state_dict(), state["mean"]])
 
         step = checkpointer.restore(state) or 0
-        say(restored=step, source=sources.text, bits=bits())
-        deadline_s = time.monotonic() + _PATIENCE_S
+        witness.note_restored(step, bits())
+        witness.watch(bits)
         while job.event and not checkpointer.stopping:
             torch.manual_seed(step)
             batch = torch.randn(6, 8)
@@ -224,24 +337,10 @@ def train(job: Job) -> None:
             optimizer.step()
             state["mean"].lerp_(batch.mean(0)[:4], 0.1)
             step += 1
-            is_struck = step == STRIKE_AT
             if checkpointer.should_save(step):
-                is_broken = _break_copies() if is_struck and job.event == "exception in the copy" else None
-                try:
-                    say(taken=step, bits=bits(), is_saved=checkpointer.save(step, state))
-                except KeyboardInterrupt:
-                    if not is_broken:
-                        raise
-                if is_broken:
-                    assert is_broken(), "nothing was copied by its address"
-            if step == STRIKE_AT - 1:
-                checkpointer.wait(_PATIENCE_S)  # from now on there is a saver
-            if is_struck:
-                EVENTS[job.event](job, checkpointer)
-            if step >= LAST_STEP and job.event not in _ENDS_ITSELF:
-                say(ends=step)
-                _each_dies(job, checkpointer)
-            assert time.monotonic() < deadline_s, "the program was told to end, and has not seen it"
+                with contextlib.suppress(KeyboardInterrupt):
+                    checkpointer.save(step, state)
+    witness.say(ends=step)
     dist.destroy_process_group()
 
 

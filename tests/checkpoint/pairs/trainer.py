@@ -142,6 +142,7 @@ def _writer_told(job: Job, checkpointer: FlashCheckpointer) -> None:
     process = checkpointer._saver.process
     assert process is not None
     os.kill(process.pid, signal.SIGTERM)
+    process.wait(_PATIENCE_S)
     _meet()
 
 

@@ -15,11 +15,14 @@ from slurm_plugin.errors import ServeError
 from slurm_plugin.fragmentation import NodeFragmentation
 from slurm_plugin.monitor import Reading
 from slurm_plugin.observation import Observation, Waiting
+from slurm_plugin.web import listening
 
 try:
     import prometheus_client
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
+
+    from mpi_dataworkers.dispatcher.exposition import Exposition
 except ImportError as error:
     raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
@@ -156,22 +159,13 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, collector: ClusterCollector) -> None:
-        registry = prometheus_client.CollectorRegistry()
-        registry.register(collector)
-        try:
-            self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
-        except OSError as exc:
-            raise ServeError(
-                f"{host}:{port} cannot be listened on: {exc.strerror}. Give another one: --listen=HOST:PORT"
-            ) from exc
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+        exposition = Exposition(collector)
+        self._server = listening(host, port, lambda path, accept: exposition.document(path, accept, collector.reading))
+        self.url = f"{self._server.url}metrics"
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 def _nodes_of(partition: Partition, seen: Observation) -> list[Node]:

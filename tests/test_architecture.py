@@ -28,7 +28,11 @@ HOMES = {
     "horovod": ("mpi_dataworkers/horovod.py", "checkpoint/integrations/horovod.py"),
     "lightning": ("checkpoint/integrations/lightning.py",),
     "transformers": ("checkpoint/integrations/huggingface.py",),
-    "prometheus_client": ("mpi_dataworkers/dispatcher/metrics.py", "slurm_plugin/metrics.py"),
+    "prometheus_client": (
+        "mpi_dataworkers/dispatcher/exposition.py",
+        "mpi_dataworkers/dispatcher/metrics.py",
+        "slurm_plugin/metrics.py",
+    ),
     "pyslurm": ("slurm_plugin/client/pyslurm_backend.py",),
     "zstandard": ("mpi_dataworkers/transports/compression.py",),
     "xxhash": ("checkpoint/checksum.py", "mpi_dataworkers/ops/pickling.py"),

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one service, served over HTTP by the dispatcher. The only home of prometheus_client.
+"""Prometheus metrics of one service, served over HTTP by the dispatcher.
 
 The dispatcher's loop publishes a `Status` once a second; a scrape reads the newest from a thread of its own and never
 touches the dispatcher's state. Labels are bounded by what is there now: series of a data worker that is gone end.
@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from hetstream.base.installed import install_command
+from hetstream.base.web import WebServer
 from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status
 
 try:
-    import prometheus_client
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
+
+    from mpi_dataworkers.dispatcher.exposition import Exposition
 except ImportError as error:
     raise ServiceError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
@@ -78,13 +80,12 @@ class MetricsServer(Collector):
 
     def __init__(self, host: str, port: int, status: Status) -> None:
         self._status = status
-        registry = prometheus_client.CollectorRegistry()
-        registry.register(self)
+        exposition = Exposition(self)
         try:
-            self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
+            self._server = WebServer(host, port, lambda path, accept: exposition.document(path, accept, self._status))
         except OSError as error:
             raise ServiceError(f"metrics cannot be served at {host}:{port}: {error.strerror}") from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self.url = f"{self._server.url}metrics"
 
     def publish(self, status: Status) -> None:
         """Show this from now on."""
@@ -101,9 +102,7 @@ class MetricsServer(Collector):
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 def _families(

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
 
+from hetstream.base.web import Document
 from slurm_plugin.cli.report import DEFAULT_START, report_of
 from slurm_plugin.cli.util import parse_time
 from slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of
@@ -21,7 +22,7 @@ from slurm_plugin.observation import Sample
 from slurm_plugin.page import page, unavailable
 from slurm_plugin.report import as_json
 from slurm_plugin.wait_shares import SharesAside
-from slurm_plugin.web import Document, WebServer
+from slurm_plugin.web import serve_documents
 
 EPILOG = """\
 The page is at /, the figures of now are at /data.json. It reads the cluster once in each interval, however many look,
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
         samples: deque[Sample] = deque(history.since(start_s) if history else ())
         shown: Mapping[str, Document] = documents(Reading(error="It has not been asked yet."), [], REFRESH_EARLY_S)
-        server = WebServer(host, port, lambda: shown)
+        server = serve_documents(host, port, lambda: shown)
         undo.callback(server.close)
         print(f"the cluster at {server.url}", file=sys.stderr, flush=True)
         for reading in Monitor(CommandSlurm(), SharesAside(), history).readings(interval_s):

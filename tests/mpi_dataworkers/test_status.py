@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,6 +180,26 @@ def test_metrics_have_units_and_bounded_labels() -> None:
         state.peer_gone("w1", 2.1)
         server.publish(state.status(2.1))
         assert len(scrape(server.url)["hetstream_data_worker_steps_total"]) == 1
+    finally:
+        server.close()
+
+
+def test_metrics_are_made_once_for_a_state_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = MetricsServer("127.0.0.1", 0, busy_state().status(2.0))
+    made: list[object] = []
+    collect = server.collect
+    monkeypatch.setattr(server, "collect", lambda: [made.append(1), *collect()][1:])
+    try:
+        assert scrape(server.url) == scrape(server.url)
+        assert len(made) == 1
+        server.publish(busy_state().status(3.0))
+        scrape(server.url)
+        assert len(made) == 2
+        foreign = urllib.request.Request(server.url, headers={"Host": "evil.example"})
+        with pytest.raises(urllib.error.HTTPError) as refused, urllib.request.urlopen(foreign, timeout=10):
+            pass
+        refused.value.close()
+        assert refused.value.code == 403
     finally:
         server.close()
 

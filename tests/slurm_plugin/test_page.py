@@ -16,13 +16,14 @@ import clusters
 import pytest
 from browser import Browser
 
+from hetstream.base.web import Document, WebServer
 from slurm_plugin.charts import Axis, Series, cell, count_axis, line_chart, share_axis, stacked_bars, with_gaps
 from slurm_plugin.cli.serve import documents
 from slurm_plugin.errors import ServeError
 from slurm_plugin.monitor import Reading
 from slurm_plugin.observation import Sample, class_of, observe
 from slurm_plugin.page import MAX_LARGE_CELLS, binned, page
-from slurm_plugin.web import Document, WebServer
+from slurm_plugin.web import serve_documents
 
 DESKTOP, PHONE = 1280, 390
 # Added by the test alone: the page itself has no script. A window is 500 wide at least, so the page is put in a frame.
@@ -176,7 +177,7 @@ def test_a_real_browser_shows_it_on_desktops_and_phones(tmp_path: Path, wait_unt
         assert len(picture) > 50_000, "it is not blank"
 
     served = documents(Reading(seen), [seen.sample], 60)
-    server = WebServer("127.0.0.1", 0, lambda: served)
+    server = serve_documents("127.0.0.1", 0, lambda: served)
     try:
         document, console = browser.dump(server.url, PHONE)
     finally:
@@ -199,7 +200,7 @@ def ask(server: WebServer, path: str, method: str = "GET", host: str | None = No
 def test_the_server_shows_two_documents_and_takes_nothing() -> None:
     seen = clusters.observation()
     shown = documents(Reading(seen), [seen.sample], 60)
-    server = WebServer("127.0.0.1", 0, lambda: shown)
+    server = serve_documents("127.0.0.1", 0, lambda: shown)
     try:
         status, headers, text = ask(server, "/?x=1")
         assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
@@ -216,6 +217,6 @@ def test_the_server_shows_two_documents_and_takes_nothing() -> None:
         assert status == HTTPStatus.SERVICE_UNAVAILABLE
         assert "Unable to contact &lt;slurm&gt; controller" in text
         with pytest.raises(ServeError, match="cannot be listened on: Address already in use"):
-            WebServer("127.0.0.1", int(server.url.split(":")[2].rstrip("/")), lambda: {"/": Document("", "")})
+            serve_documents("127.0.0.1", int(server.url.split(":")[2].rstrip("/")), lambda: {"/": Document("", "")})
     finally:
         server.close()

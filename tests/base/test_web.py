@@ -1,0 +1,123 @@
+"""Who sees the documents, and what a crowd of visitors costs."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import resource
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+
+import pytest
+
+from hetstream.base import web
+from hetstream.base.places import Places
+from hetstream.base.web import Document, WebServer
+
+LARGE = Document("text/plain", "x" * (64 << 20))
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    shown = {"/": Document("text/plain", "here\n"), "/large": LARGE}
+    server = WebServer("127.0.0.1", 0, lambda path, _: shown.get(path))
+    yield server
+    server.close()
+
+
+def connect(server: WebServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2].rstrip("/"))), timeout=10)
+
+
+def ask(server: WebServer, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rpartition(":")[2].rstrip("/")), timeout=10)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def test_places_go_to_those_who_take_few() -> None:
+    places: Places[int] = Places(4, 3)
+    for number in range(4):
+        places.enter(number, "crowd")
+    assert places.one_too_many() == 0
+    places.leave(0)
+    places.leave(0)
+    assert places.one_too_many() is None
+    places.enter(10, "honest")
+    places.enter(11, "other")
+    assert places.one_too_many() == 1, "the oldest of the crowd, not of all"
+    places.leave(1)
+    assert (places.one_too_many(), len(places), list(places)) == (None, 4, [2, 3, 10, 11])
+
+
+def test_one_asks_and_is_answered(server: WebServer) -> None:
+    assert ask(server) == ask(server, "/?x=1") == (200, "here\n")
+    assert ask(server, method="HEAD") == (200, "")
+    assert ask(server, Host="evil.example:80")[0] == ask(server, Host="[::2]:80")[0] == HTTPStatus.FORBIDDEN
+    assert ask(server, Host="[::1]:80")[0] == ask(server, Host="LOCALHOST")[0] == HTTPStatus.OK
+    assert ask(server, "/none")[0] == HTTPStatus.NOT_FOUND
+    assert ask(server, method="POST")[0] == HTTPStatus.NOT_IMPLEMENTED
+    with connect(server) as visitor:
+        visitor.sendall(b"\0\xff\r\n: :\r\n\r\n")
+        assert visitor.recv(4096).startswith(b"HTTP/1.1 501")
+    with connect(server) as visitor, contextlib.suppress(ConnectionError):
+        visitor.sendall(b"GET / HTTP/1.1\r\nHost: " + bytes(1 << 20))
+        assert visitor.recv(4096) == b"", "a head has an end"
+
+
+def test_a_silent_crowd_takes_few_descriptors_no_threads_and_keeps_nobody_out(server: WebServer) -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as undo:
+        crowd = [undo.enter_context(connect(server)) for _ in range(96)]
+        assert ask(server) == (200, "here\n")
+        assert threading.active_count() == threads
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + len(crowd) + web._MAX_OF_ADDRESS + 1
+        assert select.select(crowd, [], [], 0)[0], "the oldest have made room"
+
+
+def test_who_says_nothing_or_takes_nothing_is_cut_off(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "_REQUEST_S", 0.2)
+    monkeypatch.setattr(web, "_ANSWER_S", 0.2)
+    with connect(server) as silent, connect(server) as slow, connect(server) as deaf:
+        slow.sendall(b"GET / HTTP/1.1\r\n")
+        deaf.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert silent.recv(1) == slow.recv(1) == b""
+        deadline = time.monotonic() + 10
+        while len(server._places):
+            assert time.monotonic() < deadline
+            ask(server)
+
+
+def test_a_flood_of_requests_costs_little(server: WebServer) -> None:
+    """It is answered slowly, a tenth of a second after the last ones."""
+    done = threading.Event()
+
+    def flood() -> None:
+        while not done.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(address, timeout=0.5) as visitor:
+                visitor.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                visitor.recv(1)
+
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2].rstrip("/")))
+    threads = [threading.Thread(target=flood) for _ in range(8)]
+    before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    for thread in threads:
+        thread.start()
+    answered = 0
+    while time.monotonic() < began + 2:
+        assert ask(server) == (200, "here\n")
+        answered += 1
+    done.set()
+    for thread in threads:
+        thread.join()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert answered >= 2, "who waits for a turn gets one"
+    assert used_s < 1, f"{used_s:.2f} s of CPU, the flood's own among them"

@@ -1,5 +1,6 @@
 """Memory of a process: what its allocator keeps.
 
+`give_back_freed_memory` is called once by a process that strangers may have hold memory: the dispatcher.
 `keep_freed_memory` is called once by a process that receives or makes batches. A batch of some megabytes that is
 allocated, faulted in page by page and unmapped again costs more CPU time than its way through TCP. glibc only;
 elsewhere nothing is changed.
@@ -16,6 +17,16 @@ _M_MMAP_THRESHOLD = -3
 _HEAP_BELOW_BYTES = 256 << 20
 # Free memory at the top of the heap up to here is kept: about what a loader's window holds.
 _KEEP_BYTES = 512 << 20
+# glibc's own threshold at the start of a process. Set, it stays; else each larger block that is freed raises it, and
+# what then comes from the heap is kept below whatever lives longer.
+_UNMAPPED_FROM_BYTES = 128 << 10
+
+
+def give_back_freed_memory() -> None:
+    """Let glibc's malloc give large blocks back to the kernel as soon as they are freed (see mallopt(3))."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _UNMAPPED_FROM_BYTES)
 
 
 def keep_freed_memory() -> None:

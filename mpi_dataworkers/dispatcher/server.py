@@ -30,6 +30,7 @@ from mpi_dataworkers.dispatcher.state import DispatcherState
 from mpi_dataworkers.errors import AddressInUse, ProtocolError, ServiceError
 from mpi_dataworkers.faults import reach
 from mpi_dataworkers.handover import is_there, remove_all, remove_unused
+from mpi_dataworkers.memory import give_back_freed_memory
 from mpi_dataworkers.messages import ShutDown, ToDispatcher
 from mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received, parse_peer
 from mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
@@ -68,6 +69,7 @@ def serve(
     Raises:
         ServiceError: the directory is in use or damaged, or the address cannot be bound.
     """
+    give_back_freed_memory()
     journal = Journal(work_dir)
     try:
         endpoint, service = _open_endpoint(bind, journal, address_file)

@@ -9,6 +9,8 @@ import socket
 import struct
 import time
 
+from hetstream.base.places import Places
+
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # A connection that cannot be taken stays, and with it the listener's readiness: without a pause the thread would spin.
 _PAUSE_S = 0.01
@@ -52,6 +54,14 @@ def accept_peer(listener: socket.socket) -> socket.socket | None:
     return accepted
 
 
+def _address_of(connection: socket.socket) -> str:
+    """The host at the other end; "" of one that is gone."""
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return ""
+
+
 class Newcomers:
     """Connections that libzmq has accepted and that have brought no message: strangers, or peers in their handshake.
 
@@ -59,31 +69,32 @@ class Newcomers:
     connection's by the time that we use it, and what is shut down must not be a peer's.
 
     Args:
-        most: of them; the oldest make room.
+        most: of them; the oldest of the address with the most make room.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._held: dict[int, socket.socket] = {}  # by libzmq's descriptor, in order of arrival
+        self._held: dict[int, socket.socket] = {}  # by libzmq's descriptor
+        self._places: Places[int] = Places(most)
 
     def came(self, descriptor: int) -> None:
         """libzmq has accepted a connection. If it is closed already, `gone` follows before the next `make_room`."""
         self.gone(descriptor)
         with contextlib.suppress(OSError):
-            self._held[descriptor] = socket.socket(fileno=os.dup(descriptor))
+            one = self._held[descriptor] = socket.socket(fileno=os.dup(descriptor))
+            self._places.enter(descriptor, _address_of(one))
 
     def gone(self, descriptor: int) -> None:
         """It has closed, or brought a message."""
+        self._places.leave(descriptor)
         if (one := self._held.pop(descriptor, None)) is not None:
             one.close()
 
     def make_room(self) -> None:
         """End those that are too many. Call it when nothing is left to be read of the monitor."""
-        while len(self._held) > self._most:
-            one = self._held.pop(next(iter(self._held)))
+        while (descriptor := self._places.one_too_many()) is not None:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                self._held[descriptor].shutdown(socket.SHUT_RDWR)
+            self.gone(descriptor)
 
     def close(self) -> None:
         """Let go of all."""

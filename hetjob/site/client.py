@@ -6,6 +6,7 @@ Every wait has a deadline. Nothing here decides anything.
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from dataclasses import dataclass
 
@@ -57,6 +58,10 @@ def ask(settings: SiteSettings, question: Question, limit_s: float = DEFAULT_LIM
         raise SiteError(f"{address} does not answer: {error.strerror or error}") from error
 
 
+# struct timeval: seconds, microseconds.
+_TIMEVAL = struct.Struct("@ll")
+
+
 @dataclass(frozen=True)
 class _Deadline:
     at_s: float
@@ -73,7 +78,10 @@ def _connected(address: UnixAddress | TcpAddress, deadline: _Deadline) -> socket
         return socket.create_connection((address.host, address.port), deadline.left_s())
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(deadline.left_s())
+        # Where many connect, the kernel has each wait for its turn (unix(7)); a timeout of Python's would be told at
+        # once that there is no room.
+        left_us = max(1, int(deadline.left_s() * 1e6))  # 0 would be no limit
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(left_us, 10**6)))
         connection.connect(str(address.path))
     except BaseException:
         connection.close()

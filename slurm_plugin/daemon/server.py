@@ -32,6 +32,7 @@ from hetjob.site.messages import (
     encode_answer,
 )
 from hetjob.site.munge import Munge
+from hetstream.base.places import Places
 from mpi_dataworkers.errors import ConfigError
 from mpi_dataworkers.faults import reach
 from slurm_plugin.client.model import Job
@@ -48,6 +49,10 @@ log = logging.getLogger(__name__)
 # A question is asked within milliseconds; who takes longer is broken, or wants to be in the way.
 _CONNECTION_S = 5.0
 _MAX_CONNECTIONS = 256
+# More of one user (over TCP: of one host) make room for each other, and nobody waits behind more of them than these.
+_MAX_OF_ONE = 64
+# A crowd is told of once in this time.
+_SAY_AGAIN_S = 60.0
 # unmunge takes 2 ms of one core.
 _NUM_DECODERS = 4
 # struct ucred: pid, uid, gid (unix(7)).
@@ -75,7 +80,9 @@ class Daemon:
         self._num_readings = 0
         self._num_errors = 0
         self._wait_shares = self._registry.wait_shares()
-        self._connections: dict[asyncio.Task[None], None] = {}  # in the order of their coming
+        self._connections: Places[asyncio.Task[None]] = Places(_MAX_CONNECTIONS, _MAX_OF_ONE)
+        self._num_closed = 0
+        self._say_closed_at = 0.0
         self._read_now = threading.Event()
         self._stopped = threading.Event()
         self._stop = asyncio.Event()
@@ -138,15 +145,27 @@ class Daemon:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Called by asyncio for each connection."""
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            # A question takes milliseconds: the oldest connection is the one that most likely asks nothing.
-            log.warning("more than %d connections: the oldest is closed", _MAX_CONNECTIONS)
-            oldest = next(iter(self._connections))
-            self._connections.pop(oldest)
-            oldest.cancel()
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._connections[task] = None
-        task.add_done_callback(lambda done: self._connections.pop(done, None))
+        owner = self._owner_of(writer)
+        self._connections.enter(task, owner)
+        task.add_done_callback(self._connections.leave)
+        while (one := self._connections.one_too_many()) is not None:
+            # A question takes milliseconds: the oldest connection is the one that most likely asks nothing.
+            self._connections.leave(one)
+            one.cancel()
+            self._num_closed += 1
+        if self._num_closed and time.monotonic() >= self._say_closed_at:
+            log.warning(
+                "more connections than are held: %d were closed, the last when %s came", self._num_closed, owner
+            )
+            self._num_closed, self._say_closed_at = 0, time.monotonic() + _SAY_AGAIN_S
+
+    def _owner_of(self, writer: asyncio.StreamWriter) -> str:
+        """Whose connection it is: the user's, or over TCP the host's."""
+        if isinstance(self._options.settings.address, TcpAddress):
+            peer = writer.get_extra_info("peername")
+            return f"host {peer[0]}" if peer else "a host"  # it may be gone by now
+        return f"user {_user_of(writer)}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -182,9 +201,7 @@ class Daemon:
             if not data.startswith(b"MUNGE:"):
                 raise SiteError("what came is no MUNGE credential")
             return await asyncio.get_running_loop().run_in_executor(self._decoders, self._munge.decode, data)
-        peer: socket.socket = writer.get_extra_info("socket")
-        _, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        return uid, data
+        return _user_of(writer), data
 
     def _answer(self, uid: int, names: set[str], request: Request) -> Answer:
         question, now_s = request.question, time.time()
@@ -271,6 +288,13 @@ class Daemon:
             for label, leader in leaders.items()
             if leader in shares and label in (leader, f"{leader}+0")
         }
+
+
+def _user_of(writer: asyncio.StreamWriter) -> int:
+    """The user id of the peer at a Unix socket, by the kernel's word."""
+    peer: socket.socket = writer.get_extra_info("socket")
+    _, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
 
 
 def _refuse_taken(address: UnixAddress) -> None:

@@ -364,6 +364,20 @@ class StoreFiles:
         except OSError:
             return ""
 
+    def write_stop_reason(self, reason: str) -> None:
+        """Ask the trainer to save and to end. It finds the file with the reason in it, or empty where memory is full.
+
+        Raises:
+            OSError: not even an empty file could be made.
+        """
+        temporary = self.path / ".stop"
+        try:
+            temporary.write_text(reason)
+            temporary.rename(self.stop)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            self.stop.touch()
+
     def is_trainer_alive(self) -> bool:
         """Whether a process holds the store as its trainer."""
         return is_locked(self.trainer_lock)

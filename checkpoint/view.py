@@ -118,7 +118,7 @@ class StoreView:
         Raises:
             OSError: there is no room.
         """
-        self.files.stop.write_text(reason)
+        self.files.write_stop_reason(reason)
 
     def report(self, status: SaverStatus) -> None:
         """Tell the trainer, and the saver after this one, what has been done."""

@@ -132,6 +132,14 @@ def read_address_file(path: Path) -> ServiceAddress:
             raise ServiceError(f"address file {path} is damaged ({error}); start the dispatcher again") from error
 
 
+def not_there(path: Path, timeout_s: float) -> ServiceUnavailable:
+    """The error of whoever has waited for an address file that did not come."""
+    return ServiceUnavailable(
+        f"address file {path} did not appear within {timeout_s:g} s. Is the dispatcher running, and is the "
+        "directory on a file system that this host shares?"
+    )
+
+
 def wait_for_address_file(path: Path, timeout_s: float) -> ServiceAddress:
     """Read the address file as soon as it is there.
 
@@ -148,8 +156,5 @@ def wait_for_address_file(path: Path, timeout_s: float) -> ServiceAddress:
             _log.warning("hetstream: waiting up to %g s for the address file %s", timeout_s, path)
             say_at = deadline
         if time.monotonic() > deadline:
-            raise ServiceUnavailable(
-                f"address file {path} did not appear within {timeout_s:g} s. Is the dispatcher running, and is the "
-                "directory on a file system that this host shares?"
-            )
+            raise not_there(path, timeout_s)
         time.sleep(0.05)

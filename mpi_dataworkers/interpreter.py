@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hetstream.base.files import Directory
-from mpi_dataworkers.address import has_ended
+from mpi_dataworkers.address import has_ended, not_there
 from mpi_dataworkers.config import container_from_environment, identity_from_environment, python_environment
 from mpi_dataworkers.errors import ConfigError
 from mpi_dataworkers.messages import Interpreter
@@ -34,6 +34,8 @@ _FILE = "program-python.json"
 _MAX_BYTES = 1 << 20
 # How often it is looked for: it changes once in a job, as a rule.
 LOOK_S = 1.0
+# For the address file of a service that starts together with its data workers.
+SERVICE_TIMEOUT_S = 30.0
 
 
 def _version(package: str) -> str:
@@ -133,13 +135,19 @@ class Follower:
         self.chosen: PythonEnvironment | None = None
 
     def wait_for_torch(self) -> None:
-        """Where this Python has no torch, wait until a program says where it runs, or the service ends."""
+        """Where this Python has no torch, wait until a program says where it runs, or the service ends.
+
+        Raises:
+            ServiceUnavailable: there is no service.
+        """
         if find_spec("torch") is not None:
             return
         _log.info("%s has no torch: waiting for the program to say which Python it runs", sys.executable)
-        came = False
+        came, deadline = False, time.monotonic() + SERVICE_TIMEOUT_S
         while self.target() is None and not (came and has_ended(self._address_file)):
             came = came or self._address_file.exists()
+            if not came and time.monotonic() > deadline:
+                raise not_there(self._address_file, SERVICE_TIMEOUT_S)
             time.sleep(LOOK_S)
 
     def wants_change(self) -> bool:

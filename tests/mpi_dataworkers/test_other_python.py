@@ -18,6 +18,7 @@ from mpi_dataworkers.config import container_from_environment, environment_of_py
 from mpi_dataworkers.dispatcher import state as rules
 from mpi_dataworkers.dispatcher.records import Instruction, Send
 from mpi_dataworkers.dispatcher.state import DispatcherState
+from mpi_dataworkers.errors import ServiceUnavailable
 from mpi_dataworkers.interpreter import Follower, PythonEnvironment, announce, announced, this_interpreter
 from mpi_dataworkers.messages import (
     GrantLease,
@@ -213,6 +214,16 @@ def test_a_python_without_torch_waits_for_the_programs(address_file: Path, monke
         waiting.join(10)
         assert not waiting.is_alive()
         assert (follower.target() == other) == address_file.exists()
+
+
+def test_a_python_without_torch_does_not_wait_for_a_service_that_never_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreter, "find_spec", lambda _: None)
+    monkeypatch.setattr(interpreter, "LOOK_S", 0.01)
+    monkeypatch.setattr(interpreter, "SERVICE_TIMEOUT_S", 0.05)
+    with pytest.raises(ServiceUnavailable, match=r"address file .*address did not appear within 0\.05 s"):
+        Follower(tmp_path / "address").wait_for_torch()
 
 
 # --- with real processes --------------------------------------------------------------------------------------------

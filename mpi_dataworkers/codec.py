@@ -124,14 +124,15 @@ class Parcel:
 
     Args:
         room_bytes: size of the shared frame; the memory is not touched before it is needed.
+        memory: where the frame is to lie, of that size; None for memory of its own.
 
     Attributes:
         num_bytes: bytes in use of the shared frame.
     """
 
-    def __init__(self, room_bytes: int) -> None:
+    def __init__(self, room_bytes: int, memory: memoryview | None = None) -> None:
         self.num_bytes = 0
-        self._shared = np.empty(room_bytes, np.uint8).data
+        self._shared = np.empty(room_bytes, np.uint8).data if memory is None else memory
         self._large: list[Leaf] = []
 
     @property

@@ -6,9 +6,9 @@ batch of its own to the loader, which takes it in or drops it by its own step an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mpi_dataworkers.codec import Leaf, Parcel, shared_bytes
+from mpi_dataworkers.codec import FUSE_BELOW_BYTES, Leaf, Parcel, shared_bytes, size_of
 from mpi_dataworkers.messages import Batch, Batches, Delivery
 
 # What one message gathers at most: many times what its price buys in copies, little against a loader's window, and
@@ -19,9 +19,14 @@ GATHER_S = 0.001
 
 
 class Gatherer:
-    """What a data worker has made for one loader and not yet sent, in order."""
+    """What a data worker has made for one loader and not yet sent, in order.
 
-    def __init__(self) -> None:
+    Args:
+        room: lends memory of so many bytes from which the rail sends without a copy, or None where it has none.
+    """
+
+    def __init__(self, room: Callable[[int], memoryview | None] = lambda _: None) -> None:
+        self._lend = room
         self._ready: list[tuple[Delivery, Sequence[Leaf]]] = []
         self._batches: list[Batch] = []
         self._parcel: Parcel | None = None
@@ -39,8 +44,14 @@ class Gatherer:
         if self._parcel is not None and not self._parcel.has_room(self._room):
             self._close()
         if self._parcel is None:
-            self._parcel, self._since = Parcel(max(self._room, GATHER_BYTES)), now
+            self._parcel, self._since = self._new_parcel(buffers), now
         return self._parcel.add(buffers)
+
+    def _new_parcel(self, buffers: Sequence[Leaf]) -> Parcel:
+        num_bytes = max(self._room, GATHER_BYTES)
+        # Large buffers leave from where they lie, and the rail lays them out itself.
+        are_small = all(size_of(buffer) < FUSE_BELOW_BYTES for buffer in buffers)
+        return Parcel(num_bytes, self._lend(num_bytes) if are_small else None)
 
     def add(self, batch: Batch) -> None:
         """Add the batch whose buffers were placed last."""

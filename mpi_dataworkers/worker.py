@@ -7,6 +7,7 @@ thread keeps the connection to the dispatcher, so that a long sample does not lo
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import math
 import os
@@ -290,7 +291,7 @@ class DataWorker:
         if doubted:
             self._sender.drop(receivers)
         started, waited_s = time.monotonic(), 0.0
-        gathered = Gatherer()
+        gathered = Gatherer(functools.partial(self._sender.room, receivers))
         try:
             for step in range(lease.first_step, lease.stop_step):
                 with self._lock:

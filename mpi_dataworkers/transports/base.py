@@ -172,6 +172,12 @@ class BatchSender(Protocol):
             PeerUnreachable: no authenticated connection within the deadline.
         """
 
+    def room(self, receiver: str, num_bytes: int) -> memoryview | None:
+        """Memory from which the next message's only frame goes to this loader without a copy, if there is any now.
+
+        It may be left unused.
+        """
+
     def drop(self, receiver: str) -> None:
         """Close the connection to a loader, with what is queued for it."""
 

@@ -74,6 +74,9 @@ class ChannelSender(abc.ABC):
             self.drop(receiver)
             raise PeerUnreachable(f"the connection to the loader at {receiver} is gone: {error}") from error
 
+    def room(self, receiver: str, num_bytes: int) -> memoryview | None:  # noqa: ARG002, most rails have none
+        return None
+
     def drop(self, receiver: str) -> None:
         channel = self._channels.pop(receiver, None)
         if channel is not None:

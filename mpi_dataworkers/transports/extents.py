@@ -62,6 +62,21 @@ class Extents:
             at, size = at - 1, size + before
         self._free.insert(at, (offset, size))
 
+    def shorten(self, offset: int, num_bytes: int) -> None:
+        """Free what an extent has beyond its first bytes.
+
+        Raises:
+            ProtocolError: there is none at this offset.
+        """
+        kept = max(PAGE_BYTES, _rounded(num_bytes, PAGE_BYTES))
+        size = self._taken.get(offset)
+        if size is None:
+            raise ProtocolError(f"the extent at {offset} was given back before it was sent")
+        if kept < size:
+            self._taken[offset] = kept
+            self._taken[offset + kept] = size - kept
+            self.give_back(offset + kept)
+
     def num_taken(self) -> int:
         """Extents in use."""
         return len(self._taken)

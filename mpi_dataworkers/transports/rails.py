@@ -129,6 +129,14 @@ class RailSender:
         self._chosen.pop(receivers, None)
         raise PeerUnreachable("; ".join(failures) or "the loader offers no rail")
 
+    def room(self, receivers: Receivers, num_bytes: int) -> memoryview | None:
+        """See `BatchSender.room`; of the rail in use."""
+        number = self._chosen.get(receivers)
+        if number is None:
+            return None
+        address = receivers[number]
+        return self._senders[rail_of(address)].room(address, num_bytes)
+
     def drop(self, receivers: Receivers) -> None:
         """Close the connections to a loader; the next batch begins with the best rail again."""
         self._chosen.pop(receivers, None)

@@ -3,7 +3,8 @@
 A connection is a Unix socket in the abstract namespace, which carries the handshake and then notices of some bytes,
 and a *pool*, a memory file without a name (memfd_create(2)) that the loader makes for the connection and passes over
 the socket. The data worker finds a free extent of the pool, copies the batch into it (the only copy) and sends a
-notice; the loader's tensors are views of the extent, and when the last of them is gone its offset goes back. Nothing
+notice; small batches are gathered in an extent from the beginning, and their header goes with the notice. The loader's
+tensors are views of the extent, and when the last of them is gone its offset goes back. Nothing
 has a name in a file system, so nothing is left when a process is killed, and a killed worker's memory is free as soon
 as the trainer drops the batches that lie in it.
 
@@ -61,7 +62,7 @@ _MAX_UNPROVEN = 64
 # Growing takes what it needs and leaves this share of the memory that is available to others.
 _MEMORY_SHARE = 0.5
 
-_INLINE, _EXTENT, _PIECES = b"I", b"E", b"P"
+_INLINE, _EXTENT, _GATHERED, _PIECES = b"I", b"E", b"G", b"P"
 _PLACE = struct.Struct("<QQ")  # offset, bytes
 _TOTAL = struct.Struct("<Q")
 _OFFSET = struct.Struct("<Q")
@@ -253,6 +254,8 @@ class ShmReceiver:
         try:
             if kind == _EXTENT:
                 return find_frames(pool.view(*_PLACE.unpack(body)))
+            if kind == _GATHERED:
+                return [memoryview(bytes(body[_PLACE.size :])), pool.view(*_PLACE.unpack_from(body))]
             if kind == _INLINE:
                 return find_frames(memoryview(bytearray(body)))
             if kind == _PIECES:
@@ -329,6 +332,8 @@ class _Channel:
             raise PeerUnreachable(f"no shared memory with the loader at {receiver}: {error}") from error
         self._descriptor = descriptor
         self._extents = Extents(self._capacity)
+        # The extent that `room` has lent, by its offset, and the memory: without holders it was left unused.
+        self._lent: tuple[int, weakref.ref[_Bytes]] | None = None
         self._reserved = 0  # bytes of the pool that are known to be backed by memory
         self._socket.setblocking(False)
 
@@ -354,7 +359,11 @@ class _Channel:
             OSError: the loader is gone, or takes nothing.
             ProtocolError: it gives back what it does not have.
         """
-        frames = [self._seal.put_on(encode(header)), *frames]
+        first = self._seal.put_on(encode(header))
+        if len(frames) == 1 and self._is_lent(frames[0]) and len(first) <= _INLINE_BYTES < size_of(frames[0]):
+            self._send_lent(first, size_of(frames[0]))
+            return self._waited()
+        frames = [first, *frames]
         sizes = [size_of(frame) for frame in frames]
         table, offsets, total = lay_out(sizes)
         offset = self._room_for(total) if total > _INLINE_BYTES else None
@@ -373,6 +382,37 @@ class _Channel:
             self._send(_PIECES + _TOTAL.pack(total))
             for start in range(0, total, _PIECE_BYTES):
                 self._send(whole[start : start + _PIECE_BYTES].data)
+        return self._waited()
+
+    def room(self, num_bytes: int) -> memoryview | None:
+        """Lend one extent, without waiting for it; while it is held and not sent there is no other."""
+        if self._lent is not None:
+            unused, memory = self._lent
+            if memory() is not None:
+                return None
+            self._lent = None
+            self._extents.give_back(unused)
+        offset = self._take_extent(num_bytes)
+        if offset is None:
+            return None
+        extent = self._memory[offset : offset + num_bytes]
+        self._lent = offset, weakref.ref(extent)
+        return extent.data
+
+    def _is_lent(self, frame: Leaf) -> bool:
+        if self._lent is None or not isinstance(frame, memoryview):
+            return False
+        lender: object = frame.obj
+        return lender is self._lent[1]()
+
+    def _send_lent(self, header: bytes, num_bytes: int) -> None:
+        assert self._lent is not None
+        offset, _ = self._lent
+        self._lent = None
+        self._extents.shorten(offset, num_bytes)
+        self._send(_GATHERED + _PLACE.pack(offset, num_bytes) + header)
+
+    def _waited(self) -> float:
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
@@ -394,23 +434,27 @@ class _Channel:
 
     def _room_for(self, num_bytes: int) -> int | None:
         """Offset of an extent with memory behind it, or None when there will be none soon."""
-        self._take_offsets()
-        offset = self._extents.take(num_bytes)
+        offset = self._take_extent(num_bytes)
         # A training loop that keeps its batches is waited for once, not at each of them.
         deadline = time.monotonic() + (0.0 if self._waits_in_vain else _ROOM_S)
         while offset is None and num_bytes <= self._capacity and self._extents.num_taken():
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not self._wait(select.POLLIN, left_s):
                 break
-            self._take_offsets()
-            offset = self._extents.take(num_bytes)
+            offset = self._take_extent(num_bytes)
         self._waits_in_vain = offset is None
-        if offset is not None and not self._reserve(offset + num_bytes):
-            self._extents.give_back(offset)
-            offset = None
         if offset is None and not self._said:
             self._said = True
             _log.info("no room in shared memory for %d bytes: sent through the socket, which costs more", num_bytes)
+        return offset
+
+    def _take_extent(self, num_bytes: int) -> int | None:
+        """Offset of an extent with memory behind it, or None when there is none now."""
+        self._take_offsets()
+        offset = self._extents.take(num_bytes)
+        if offset is not None and not self._reserve(offset + num_bytes):
+            self._extents.give_back(offset)
+            return None
         return offset
 
     def _take_offsets(self) -> None:
@@ -451,3 +495,10 @@ class ShmBatchSender(ChannelSender):
 
     def _open(self, receiver: str) -> _Channel:
         return _Channel(self._key, self._worker_id, receiver)
+
+    def room(self, receiver: str, num_bytes: int) -> memoryview | None:
+        channel = self._channels.get(receiver)
+        try:
+            return channel.room(num_bytes) if isinstance(channel, _Channel) else None
+        except (OSError, ProtocolError):
+            return None  # the connection is of no use any more; sending says so

@@ -23,6 +23,10 @@ def test_extents_never_overlap_and_all_come_back(moves: list[tuple[int, int]]) -
             offset = sorted(taken)[which % len(taken)]
             extents.give_back(offset)
             del taken[offset]
+        elif which % 5 == 0 and taken:
+            offset = sorted(taken)[which % len(taken)]
+            taken[offset] = min(size, taken[offset])
+            extents.shorten(offset, taken[offset])
         elif (offset := extents.take(size)) is not None:
             assert offset % PAGE_BYTES == 0
             assert offset + size <= CAPACITY
@@ -41,8 +45,12 @@ def test_memory_in_use_is_used_again_first() -> None:
     extents.give_back(0)
     assert extents.take(5000) == 0
     assert extents.take(CAPACITY) is None
+    extents.shorten(0, PAGE_BYTES)
+    assert extents.take(5) == PAGE_BYTES
     with pytest.raises(ProtocolError, match="given back, but none begins there"):
-        extents.give_back(PAGE_BYTES)
+        extents.give_back(3 * PAGE_BYTES)
+    with pytest.raises(ProtocolError, match="was given back before it was sent"):
+        extents.shorten(3 * PAGE_BYTES, 1)
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=10))

@@ -93,3 +93,22 @@ def test_a_small_buffer_may_be_changed_after_it_was_placed() -> None:
     made(gathered, 0, [buffer])
     buffer[:] = b"after!"
     assert arrived(gathered.rest()) == [(0, [b"before"])]
+
+
+def test_small_batches_are_made_where_the_rail_sends_them_from() -> None:
+    lent: list[memoryview] = []
+
+    def room(num_bytes: int) -> memoryview | None:
+        lent.append(memoryview(bytearray(num_bytes)))
+        return lent[-1]
+
+    gathered = Gatherer(room)
+    for step in range(3):
+        made(gathered, step, [b"small" * 100])
+    [(_, [frame])] = gathered.rest()
+    assert len(lent) == 1
+    assert isinstance(frame, memoryview)
+    assert frame.obj is lent[0].obj
+    made(gathered, 3, [b"small", bytes(FUSE_BELOW_BYTES)])
+    assert arrived(gathered.rest()) == [(3, [b"small", bytes(FUSE_BELOW_BYTES)])]
+    assert len(lent) == 1, "a large buffer leaves from where it lies"

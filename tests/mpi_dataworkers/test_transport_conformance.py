@@ -275,6 +275,66 @@ def test_a_loader_that_keeps_every_batch_gets_every_batch(loader: Loader, sender
         assert frames_of(loader.take()) == [frame]
 
 
+def test_what_was_made_in_memory_that_the_rail_lends_arrives(loader: Loader, sender: BatchSender) -> None:
+    """The memory may be filled in part, left unused, held while others leave, or be full of batches that are kept."""
+    sender.send(loader.address, header(0), [pattern(0, 20_000)])
+    loader.take()
+    kept, sent = [], []
+    for step in range(1, 60):
+        frame = pattern(step, 100_000 * (step % 6))
+        room = sender.room(loader.address, 700_000)
+        if step % 7 == 0:
+            room = None  # left unused
+        elif step % 5 == 0:
+            assert sender.room(loader.address, 700_000) is None, "what is lent is not lent twice"
+        if room is not None:
+            room[: len(frame)] = frame
+        if step % 4 == 0:  # something else goes first
+            sender.send(loader.address, header(1000 + step), [pattern(1000 + step, 50_000)])
+            sent.append(pattern(1000 + step, 50_000))
+        sender.send(loader.address, header(step), [frame if room is None else room[: len(frame)]])
+        sent.append(frame)
+        kept += [loader.take() for _ in range(len(sent) - len(kept))]
+    assert [frames_of(one) for one in kept] == [[frame] for frame in sent]
+
+
+def test_a_batch_with_a_large_header_goes_from_lent_memory_too(loader: Loader, sender: BatchSender) -> None:
+    sender.send(loader.address, header(0), [pattern(0, 20_000)])
+    loader.take()
+    for size in (100, 100_000, 300_000):
+        frame = pattern(size, 200_000)
+        room = sender.room(loader.address, 200_000)
+        if room is not None:
+            room[:] = frame
+        sender.send(loader.address, header(1, spec=bytes(size)), [frame if room is None else room])
+        received = loader.take()
+        assert isinstance(received.header, Batch)
+        assert (len(received.header.spec), frames_of(received)) == (size, [frame])
+
+
+def test_shared_memory_is_lent_and_given_back() -> None:
+    """What is made there is not copied: the trainer's bytes lie where they were written."""
+    loader, sender = Loader(RAILS[2].receiver(KEY)), ShmBatchSender(KEY, "w")
+    try:
+        assert sender.room(loader.address, 1 << 20) is None, "there is no connection yet"
+        sender.send(loader.address, header(0), [])
+        loader.take()
+        for step in range(1, 200):  # many times what the pool has, if any of it got lost
+            room = sender.room(loader.address, 1 << 20)
+            assert room is not None
+            room[:100_000] = pattern(step, 100_000)
+            sender.send(loader.address, header(step), [room[:100_000]])
+            received = loader.take()
+            room[0] = step  # of the test alone: a program is never given it again
+            assert received.frames[0][0] == step
+            del room, received
+        loader.stop()
+        assert sender.room(loader.address, 1 << 20) is None, "a loader that is gone lends nothing"
+    finally:
+        sender.close(0.0)
+        loader.stop()
+
+
 def test_a_slow_loader_loses_nothing(rail: Rail, sender: BatchSender) -> None:
     """Back-pressure: the data worker may run ahead or wait, but every batch arrives."""
     loader = Loader(rail.receiver(KEY))

@@ -42,8 +42,11 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two files at a time, where each test process can have a /dev/shm of its own: tests look for leaks there.
+TOGETHER := $(shell unshare --mount true 2>/dev/null && echo "-n 2 --dist loadfile")
+
 test: venv slurm lint
-	$(BIN)/pytest -m "not slow and not gpu and not mpi"
+	$(BIN)/pytest $(TOGETHER) -m "not slow and not gpu and not mpi"
 
 test-all: venv slurm lint test-oldest-torch
 	$(BIN)/pytest

@@ -77,7 +77,9 @@ def test_what_a_process_writes_into_its_dataset_is_seen_by_no_other(three: Any) 
     times: dict[int, list[int]] = collections.defaultdict(list)
     for pid, count in made:
         times[pid].append(count)
-    assert all(sorted(counts) == list(range(1, len(counts) + 1)) for counts in times.values())
+    # Each process counts for itself; a step that a slow machine has made twice is counted, too. Of one table between
+    # all, each would have counted them all.
+    assert sum(max(counts) for counts in times.values()) < 1.2 * len(made)
     assert dataset.table[0] == 0
 
 

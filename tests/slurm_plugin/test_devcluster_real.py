@@ -296,7 +296,7 @@ def test_a_place_that_forbids_to_start_programs_is_refused(tmp_path: Path) -> No
 
 def test_a_daemon_that_ends_fails_the_boot_with_its_log(place: str) -> None:
     programs = replace(host_programs(), slurmd=Path("/bin/false"))
-    with pytest.raises(BootFailed, match=r"slurmd gpu0 ended with 1\."):
+    with pytest.raises(BootFailed, match=r"slurmd [gc]pu\d ended with 1\."):
         boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape()), programs, print)
     assert not (DEFAULT_STATE_ROOT / place).exists()
 

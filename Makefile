@@ -17,7 +17,7 @@ CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_gr
 PEERS ?= ../shared/peers
 PEERS_VENV := .venv-peers
 
-.PHONY: demo test test-all test-oldest-torch test-peers lint venv slurm clean bench-data bench-ckpt bench-slurm
+.PHONY: demo test test-all test-oldest-torch test-peers lint venv slurm packages clean bench-data bench-ckpt bench-slurm
 
 venv: $(VENV)/.ready
 
@@ -76,6 +76,12 @@ $(PEERS_VENV)/.ready: $(VENV)/.ready tests/peers/requirements.txt
 test-peers: $(PEERS_VENV)/.ready
 	$(PEERS_VENV)/bin/python tests/peers/suites.py --peers $(PEERS)
 
+# A wheel, and beside the wheels of what it needs an RPM spec and an easyconfig, for an interpreter of the system: PYTHON=.
+packages: venv
+	rm -rf dist
+	$(BIN)/pip --python $(PYTHON) wheel -q --disable-pip-version-check -w dist .
+	$(BIN)/python slurm_plugin/packaging/recipes.py dist $$(command -v $(PYTHON))
+
 # One benchmark by name, as in `make bench-transport`; all of the data plane one after the other, which takes an hour.
 bench-%: venv
 	$(BIN)/python -m benchmarks.$*
@@ -88,4 +94,4 @@ bench-slurm: slurm $(addprefix bench-,$(SLURM_BENCHMARKS))
 bench-ckpt: slurm $(addprefix bench-,$(CKPT_BENCHMARKS))
 
 clean:
-	rm -rf build $(VENV) .venv-*
+	rm -rf build dist $(VENV) .venv-*

@@ -187,6 +187,23 @@ def install(
     return actions
 
 
+def put_below(destdir: Path, files: Mapping[Path, str], *, dry_run: bool) -> list[Action]:
+    """Place files below another root, for a package manager that keeps its own record of them.
+
+    Args:
+        destdir: what stands for `/`.
+        files: texts by path, as they will be when the package is installed.
+        dry_run: only say what would be done.
+    """
+    texts = {destdir / path.relative_to("/"): text for path, text in files.items()}
+    if not dry_run:
+        with readable_by_all():
+            for path, text in texts.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write(path, text)
+    return [Action("create", str(path)) for path in texts]
+
+
 def uninstall(prefix: Path, *, dry_run: bool, force: bool = False) -> list[Action]:
     """Take away what `install` placed, and put back what it moved.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,16 +21,29 @@ _START = "import sys; sys.path[:1] = filter(None, sys.path[:1]); from slurm_plug
 def own_program() -> tuple[str, ...]:
     """The `hetstream` command of this Python environment, as an absolute path that symbolic links do not change.
 
+    It is beside the interpreter, or where pip has put it: `pip install --user` and `--prefix` choose another place.
+
     Raises:
-        ProgramNotFound: the command is not beside the interpreter.
+        ProgramNotFound: the command is at neither place.
     """
-    program = Path(sys.executable).absolute().with_name("hetstream")
-    if not program.exists():
-        raise ProgramNotFound(
-            f"{program} does not exist: hetstream must be installed in the environment that runs it. "
-            f"Run: {install_command(python=sys.executable)}"
-        )
-    return (str(program),)
+    beside = Path(sys.executable).absolute().with_name("hetstream")
+    for program in (beside, *_placed_by_pip()):
+        if program.exists():
+            return (str(program),)
+    raise ProgramNotFound(
+        f"{beside} does not exist: hetstream must be installed in the environment that runs it. "
+        f"Run: {install_command(python=sys.executable)}"
+    )
+
+
+def _placed_by_pip() -> Iterator[Path]:
+    try:
+        files = distribution("hetstream").files or []
+    except PackageNotFoundError:
+        return
+    for file in files:
+        if file.name == "hetstream" and file.parent.name == "bin":
+            yield Path(os.path.abspath(file.locate()))
 
 
 def program_of(python: Sequence[str]) -> tuple[str, ...]:

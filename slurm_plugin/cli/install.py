@@ -12,13 +12,24 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hetjob.errors import UsageError
-from slurm_plugin.installation import HOOKS, LUA_DIR, Action, as_json, hook_lines, hook_text, install, site_name
+from slurm_plugin.installation import (
+    HOOKS,
+    LUA_DIR,
+    Action,
+    as_json,
+    hook_lines,
+    hook_text,
+    install,
+    put_below,
+    site_name,
+)
 from slurm_plugin.manual import bash_completion, man_pages, verbs_of
 from slurm_plugin.program import own_program
 from slurm_plugin.unit import DAEMON_ENVIRONMENT, EXPORTER_ENVIRONMENT, daemon_unit, exporter_unit
 
 EPILOG = """\
-Below DIR: share/hetstream/lua (the modules), etc/hetstream/policy.lua (the site's rules, all commented out),
+Below DIR: share/hetstream/lua (the modules), etc/hetstream/policy.lua (the site's rules, all commented out; for /usr
+it is /etc/hetstream/policy.lua),
 lib/systemd/system/hetstream-exporter.service and hetstreamd.service with etc/hetstream/exporter.env and daemon.env,
 share/man/man1, share/bash-completion. No service is started.
 With --slurm-dir, cli_filter.lua and job_submit.lua there load the modules. A site's own file of that name is moved to
@@ -45,7 +56,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.add_argument("--slurm-dir", type=Path, metavar="DIR", help="where slurm.conf is: place the two hooks there")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--slurm-dir", type=Path, metavar="DIR", help="where slurm.conf is: place the two hooks there")
+    place.add_argument(
+        "--destdir", type=Path, metavar="DIR", help="for whoever makes a package: put all below DIR, without a record"
+    )
     parser.set_defaults(run=run)
 
 
@@ -58,8 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Place the files."""
-    prefix = args.prefix.absolute()
-    files, hooks = planned(prefix, args.slurm_dir.absolute() if args.slurm_dir else None, own_program()[0])
+    prefix, program = args.prefix.absolute(), own_program()[0]
+    if args.destdir is not None:
+        destdir = args.destdir.absolute()
+        if Path(program).is_relative_to(destdir):
+            program = f"/{Path(program).relative_to(destdir)}"
+        files, _ = planned(prefix, None, program)
+        report("install", put_below(destdir, files, dry_run=args.dry_run), [], args)
+        return 0
+    files, hooks = planned(prefix, args.slurm_dir.absolute() if args.slurm_dir else None, program)
     actions = install(prefix, files, hooks, dry_run=args.dry_run)
     notes = _notes(prefix, args.slurm_dir, actions)
     report("install", actions, notes, args)
@@ -124,7 +146,9 @@ def report(verb: str, actions: list[Action], notes: list[str], args: argparse.Na
 
 
 def _places(prefix: Path) -> tuple[Path, Path]:
-    return prefix / "share/hetstream/lua", prefix / "etc/hetstream/policy.lua"
+    # What belongs to /usr has its settings in /etc: https://refspecs.linuxfoundation.org/FHS_3.0/fhs/ch03s07.html
+    settings = Path("/etc") if prefix == Path("/usr") else prefix / "etc"
+    return prefix / "share/hetstream/lua", settings / "hetstream/policy.lua"
 
 
 def _notes(prefix: Path, slurm_dir: Path | None, actions: list[Action]) -> list[str]:

@@ -10,14 +10,14 @@ OLDEST_TORCH := torch==$(shell sed -n 's/^torch = \["torch>=\(.*\)"\]$$/\1/p' py
 OLDEST_VENV := .venv-oldest-torch
 DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak
 # Needs root and Slurm.
-SLURM_BENCHMARKS := elastic
+SLURM_BENCHMARKS := elastic site_load
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
 # Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.
 PEERS ?= ../shared/peers
 PEERS_VENV := .venv-peers
 
-.PHONY: demo test test-all test-oldest-torch test-peers lint venv slurm packages clean bench-data bench-ckpt bench-slurm
+.PHONY: demo test test-all test-oldest-torch test-peers lint venv slurm packages record-release clean bench-data bench-ckpt bench-slurm
 
 venv: $(VENV)/.ready
 
@@ -81,6 +81,10 @@ packages: venv
 	rm -rf dist
 	$(BIN)/pip --python $(PYTHON) wheel -q --disable-pip-version-check -w dist .
 	$(BIN)/python slurm_plugin/packaging/recipes.py dist $$(command -v $(PYTHON))
+
+# What the tests of later releases read: once, before the version goes up.
+record-release: venv
+	$(BIN)/python -c 'import sys; from tests.upgrade.record import main; sys.exit(main())'
 
 # One benchmark by name, as in `make bench-transport`; all of the data plane one after the other, which takes an hour.
 bench-%: venv

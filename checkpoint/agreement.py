@@ -58,6 +58,7 @@ class Offer(msgspec.Struct, frozen=True):
         unfetchable: generations of this rank that could not be brought from other hosts.
         host: whose memory it is; the same text for ranks that can read each other's; "" where that is not known.
         unusable: generations on disk that this rank has found to be of no use.
+        unread: generations on disk that another release of hetstream wrote, with what is said of them.
     """
 
     memory: list[Held] = []
@@ -67,6 +68,7 @@ class Offer(msgspec.Struct, frozen=True):
     unfetchable: list[Generation] = []
     host: str = ""
     unusable: list[Generation] = []
+    unread: list[tuple[Generation, str]] = []
 
     def without(self, generation: Generation, source: Source, problem: str) -> Offer:
         """The offer after a record of it turned out to be unusable."""
@@ -74,7 +76,8 @@ class Offer(msgspec.Struct, frozen=True):
         disk = [held for held in self.disk if source != "disk" or held.generation != generation]
         unfetchable = [*self.unfetchable, *([generation] if source == "replica" else [])]
         unusable = [*self.unusable, *([generation] if source == "disk" else [])]
-        return Offer(memory, disk, [*self.problems, problem], self.replicas, unfetchable, self.host, unusable)
+        problems = [*self.problems, problem]
+        return Offer(memory, disk, problems, self.replicas, unfetchable, self.host, unusable, self.unread)
 
 
 class Choice(msgspec.Struct, frozen=True):

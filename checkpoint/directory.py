@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import commit, ownership
-from checkpoint.errors import CheckpointError, DamagedCheckpoint, ForeignOwner, MissingRanks, NoCheckpoint
+from checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    ForeignOwner,
+    MissingRanks,
+    NoCheckpoint,
+    OtherRelease,
+)
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.latest import target_of_latest
@@ -47,12 +54,14 @@ class Checkpoint:
         generation: which record it is.
         manifests: one per rank, in order; empty if `problem` says that they cannot be read.
         problem: what is wrong with it; "" if nothing is known.
+        is_of_other_release: the problem is that another release of hetstream wrote it.
     """
 
     path: Path
     generation: Generation
     manifests: tuple[Manifest, ...]
     problem: str = ""
+    is_of_other_release: bool = False
 
     @property
     def world_size(self) -> int:
@@ -126,7 +135,7 @@ class Held:
         try:
             yield
         except DamagedCheckpoint as error:
-            if not self.read_only:
+            if not self.read_only and not isinstance(error, OtherRelease):
                 mark(self.place.path.parent, self.generation, str(error))
             raise
 
@@ -399,6 +408,7 @@ class CheckpointDirectory:
             progress: told how many more bytes have been compared.
         """
         problems = []
+        is_marked = True
         with contextlib.ExitStack() as stack:
             try:
                 place = stack.enter_context(commit.holding(self.path, generation))
@@ -409,6 +419,7 @@ class CheckpointDirectory:
             try:
                 manifests = self._manifests(place, generation)
             except (CheckpointError, OSError) as error:
+                is_marked = not isinstance(error, OtherRelease)
                 problems.append(str(error))
                 manifests = ()
             for manifest in manifests:
@@ -416,14 +427,16 @@ class CheckpointDirectory:
                     open_file(place, manifest, progress=progress).close()
                 except DamagedCheckpoint as error:
                     problems.append(str(error))
-        mark(self.path, generation, "; ".join(problems))
+        if is_marked:
+            mark(self.path, generation, "; ".join(problems))
         return problems
 
     def retain(self, rule: Retention, *, dry_run: bool = False) -> list[Verdict]:
         """Remove what a rule does not keep, except what is being read; one verdict each, oldest first. What was left
-        behind is not counted and stays: `remove_left_behind`."""
+        behind is not counted and stays: `remove_left_behind`. So does what another release wrote."""
         lineage = self.lineage()
-        saved = [_saved(one) for one in self.scan() if lineage.holds(one.generation)]
+        counted = (one for one in self.scan() if not one.is_of_other_release)
+        saved = [_saved(one) for one in counted if lineage.holds(one.generation)]
         verdicts = judge(saved, rule)
         for verdict in verdicts if not dry_run else ():
             if not verdict.keep:
@@ -471,7 +484,7 @@ class CheckpointDirectory:
         except FileNotFoundError:
             return None
         except CheckpointError as error:
-            return Checkpoint(path, generation, (), str(error))
+            return Checkpoint(path, generation, (), str(error), isinstance(error, OtherRelease))
         except OSError as error:
             return Checkpoint(path, generation, (), f"{path} cannot be read: {error}")
         return Checkpoint(path, generation, manifests, problem)

@@ -10,6 +10,7 @@ CheckpointError
 │   ├── DamagedLayout        a layout that breaks its rules
 │   ├── DamagedSegment       a slot file that is torn, short, foreign or of another version
 │   └── DamagedCheckpoint    a file of a checkpoint on disk
+│       └── OtherRelease     of another version: nothing is wrong with it, this release cannot read it
 ├── DirectoryInUse           another job writes to this checkpoint directory
 ├── DirectoryNotWritable     its file system says no
 ├── DirectoryReplaced        another directory has its name: somebody has deleted or replaced it
@@ -64,6 +65,22 @@ class DamagedSegment(Damaged):
 
 class DamagedCheckpoint(Damaged):
     """A file of a checkpoint on disk that is not what was committed."""
+
+
+class OtherRelease(DamagedCheckpoint):
+    """A checkpoint that another release of hetstream wrote, and this one does not read.
+
+    For whoever looks for one that can be used it is like a damaged one; but it is never marked as such or removed, and
+    no training goes on from an older one in its place.
+    """
+
+    @staticmethod
+    def of(what: str, version: object, own: int) -> OtherRelease:
+        """The error: which thing, of which version, and which version this release reads."""
+        return OtherRelease(
+            f"{what} has version {version}, this release reads version {own}: go on with the release of hetstream that "
+            "wrote it, or begin in another directory (docs/upgrade.md)"
+        )
 
 
 class DirectoryInUse(CheckpointError):

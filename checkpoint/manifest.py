@@ -16,7 +16,7 @@ import msgspec
 
 from checkpoint import typed_json
 from checkpoint.checksum import checksum
-from checkpoint.errors import DamagedCheckpoint
+from checkpoint.errors import DamagedCheckpoint, OtherRelease
 from checkpoint.formats.part import SUFFIXES, Format
 from checkpoint.generation import Generation
 
@@ -140,6 +140,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{checksum(msgspec.json.encode(msgspec.structs.replace(self, itself=''))):016x}"
 
 
+class _Versioned(msgspec.Struct, frozen=True):
+    version: int = VERSION
+
+
 def read_manifest(data: bytes, name: str) -> Manifest:
     """Read what `to_json` gave.
 
@@ -148,14 +152,17 @@ def read_manifest(data: bytes, name: str) -> Manifest:
         name: its path, for messages.
 
     Raises:
-        DamagedCheckpoint: it is torn, changed, or of another version.
+        DamagedCheckpoint: it is torn or changed.
+        OtherRelease: it is of another version.
     """
     try:
+        # Only then the rest: it may have another form.
+        version = typed_json.decode(data, _Versioned).version
+        if version != VERSION:
+            raise OtherRelease.of(name, version, VERSION)
         manifest = typed_json.decode(data, Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise DamagedCheckpoint(f"{name}: {len(data)} bytes that are no manifest: {error}") from error
-    if manifest.version != VERSION:
-        raise DamagedCheckpoint(f"{name} has version {manifest.version}, this release reads version {VERSION}")
     problems = list(manifest.problems())
     if problems:
         raise DamagedCheckpoint(f"{name} is damaged: {'; '.join(problems)}")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from checkpoint import typed_json
-from checkpoint.errors import DamagedCheckpoint
+from checkpoint.errors import DamagedCheckpoint, OtherRelease
 from checkpoint.tree import Foreign, MakeForeign, Node, decode, numbers_in, renumbered
 
 VERSION = 1
@@ -106,9 +106,7 @@ class Record(msgspec.Struct, frozen=True):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedCheckpoint(f"the structure of the state cannot be read: {error}") from error
         if record.version != VERSION:
-            raise DamagedCheckpoint(
-                f"the structure of the state has version {record.version}, this release reads version {VERSION}"
-            )
+            raise OtherRelease.of("the structure of the state", record.version, VERSION)
         if any(ref.entry < 0 or ref.offset_bytes < 0 for ref in record.tensors):
             raise DamagedCheckpoint("the structure of the state refers to an entry or offset below 0")
         if not 0 <= record.rank < record.world_size:

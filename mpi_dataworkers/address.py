@@ -125,8 +125,11 @@ def read_address_file(path: Path) -> ServiceAddress:
             )
         try:
             fields = json.load(stream)
-            if fields.pop("format") != _FORMAT:
-                raise ServiceError(f"address file {path} has another format than {_FORMAT}: use one hetstream release")
+            if (version := fields.pop("format")) != _FORMAT:
+                raise ServiceError(
+                    f"address file {path} has format {version!r}, this release reads format {_FORMAT}: install one "
+                    "release of hetstream in all environments of a job (docs/upgrade.md)"
+                )
             return ServiceAddress(**fields, file=path)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ServiceError(f"address file {path} is damaged ({error}); start the dispatcher again") from error

@@ -67,7 +67,7 @@ def decode(frame: Buffer) -> AnyMessage:
     if view[3] != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the peer speaks protocol version {view[3]}, this side version {PROTOCOL_VERSION}. Install the same "
-            "hetstream release on trainers and data workers (hetstream --version)."
+            "hetstream release on trainers and data workers (hetstream --version; docs/upgrade.md)."
         )
     try:
         message: AnyMessage = _decoder.decode(view[4:])

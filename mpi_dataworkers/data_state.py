@@ -66,7 +66,10 @@ class DataState:
         if not isinstance(state, Mapping) or "version" not in state:
             raise StateError(f"this is no state of a hetstream DataLoader: {_short(state)}")
         if state["version"] != VERSION:
-            raise StateError(f"the state has version {state['version']!r}, this release reads version {VERSION}")
+            raise StateError(
+                f"the state has version {state['version']!r}, this release reads version {VERSION}: go on with the "
+                "release of hetstream that saved it, or begin the epoch anew without it (docs/upgrade.md)"
+            )
         problems = list(_problems(state))
         if problems:
             raise StateError(f"the state of a hetstream DataLoader is damaged: {'; '.join(problems)}")

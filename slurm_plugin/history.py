@@ -79,8 +79,13 @@ class History:
         (owner,) = self._database.execute("pragma application_id").fetchone()
         (version,) = self._database.execute("pragma user_version").fetchone()
         (num_tables,) = self._database.execute("select count(*) from sqlite_master").fetchone()
-        if num_tables and (owner, version) != (_APPLICATION_ID, _SCHEMA_VERSION):
-            raise HistoryError(f"history {self.path} is another program's, or another version's. Give another file.")
+        if num_tables and owner != _APPLICATION_ID:
+            raise HistoryError(f"history {self.path} is another program's. Give another file.")
+        if num_tables and version != _SCHEMA_VERSION:
+            raise HistoryError(
+                f"history {self.path} has schema version {version}, this release reads {_SCHEMA_VERSION}: use the "
+                "release of hetstream that wrote it, or give another file (docs/upgrade.md)"
+            )
         if not num_tables:
             self._database.executescript(
                 f"begin immediate; pragma application_id={_APPLICATION_ID}; pragma user_version={_SCHEMA_VERSION}; "

@@ -117,7 +117,10 @@ def read_record(prefix: Path) -> Record | None:
     try:
         fields: dict[str, Any] = json.loads(text)
         if fields["version"] != RECORD_VERSION:
-            raise ValueError(f"version {fields['version']}")
+            raise DamagedRecord(
+                f"{path} has version {fields['version']}, this release reads version {RECORD_VERSION}. Nothing was "
+                "changed: uninstall with the release of hetstream that installed, then install this (docs/upgrade.md)"
+            )
         files, moved = ({str(key): str(fields[name][key]) for key in fields[name]} for name in ("files", "moved"))
         return Record(files, moved, tuple(str(directory) for directory in fields["directories"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

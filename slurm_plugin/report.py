@@ -48,6 +48,7 @@ class Section:
         title: a line above it.
         empty: the line in its place when there are no rows.
         hosts: key of a column of node names: rows that are shown alike but for it become one, with a hostlist.
+        most_lines: that the table shows; None for all. JSON and CSV have all in any case.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Section:
     title: str = ""
     empty: str = ""
     hosts: str = ""
+    most_lines: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,11 @@ def as_table(report: Report, color: bool) -> list[str]:
         if section.rows:
             head = [column.title for column in section.columns]
             left = {column.title for column in section.columns if column.left}
-            lines += table(head, _cells(section), left, color)
+            cells = _cells(section)
+            lines += table(head, cells[: section.most_lines], left, color)
+            num_more = len(cells) - len(cells[: section.most_lines])
+            if num_more:
+                lines.append(f"and {num_more:,} more, all of them with --json")
         elif section.empty:
             lines.append(section.empty)
     return lines

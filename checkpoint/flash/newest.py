@@ -16,7 +16,7 @@ import msgspec
 
 from checkpoint.agreement import Choice, Held, Offer, Source, agree, steps_of, with_disk
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OptionsError
+from checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OptionsError, OtherRelease
 from checkpoint.flash.distributed import Communicator, gather, together
 from checkpoint.flash.host import Host
 from checkpoint.flash.restore import Part
@@ -81,6 +81,7 @@ class Newest:
         Raises:
             OptionsError: the ranks have asked for different steps.
             NoCheckpoint: there are checkpoints on disk, and none of them can be used; or none of this step is there.
+            OtherRelease: another release of hetstream wrote the newest one, or the one of this step.
         """
         wanted = gather(self.ranks, _Wanted(step))
         if any(one != wanted[0] for one in wanted):
@@ -94,6 +95,7 @@ class Newest:
         while True:
             offers = self._exchange(offer)
             choice = agree(offers, self.lineage, step)
+            _refuse_other_release(offers, choice, step)
             for note in choice.notes:
                 if note not in said:
                     _log.warning("%s", note)
@@ -188,16 +190,27 @@ class Newest:
     def _offer(self, *, with_left: bool) -> Offer:
         """What this rank has; what was left behind on disk only if that may be chosen, too."""
         memory, problems = self.memory.offered() if self.memory else ([], [])
-        disk = []
+        disk: list[Held] = []
+        unread: list[tuple[Generation, str]] = []
         for checkpoint in self.directory.scan() if not self.host or self.host.holds_shared else ():
             if not with_left and not self.lineage.holds(checkpoint.generation):
                 continue
             if checkpoint.problem:
                 problems.append(f"{_ON_DISK}{checkpoint.generation} is not usable: {checkpoint.problem}")
+                if checkpoint.is_of_other_release:
+                    unread.append((checkpoint.generation, checkpoint.problem))
             else:
                 disk.append(Held(checkpoint.generation, checkpoint.world_size))
         replicas = self.replicas.offered() if self.replicas else []
-        return Offer(memory, disk, problems, replicas, host=self.host.name if self.host else "")
+        return Offer(memory, disk, problems, replicas, host=self.host.name if self.host else "", unread=unread)
+
+
+def _refuse_other_release(offers: list[Offer], choice: Choice, step: int | None) -> None:
+    """End on all ranks where an older checkpoint would be restored in the place of one that is whole."""
+    for generation, problem in (one for offer in offers for one in offer.unread):
+        is_newer = choice.generation is None or generation > choice.generation
+        if is_newer if step is None else generation.step == step:
+            raise OtherRelease(problem)
 
 
 def _told(step: int, offers: list[Offer], lineage: Lineage, path: Path, notes: list[str]) -> str:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
-from checkpoint.errors import DamagedCheckpoint
+from checkpoint.errors import DamagedCheckpoint, OtherRelease
 from checkpoint.formats import safetensors
 from checkpoint.formats.plan import FilePlan, Range
 from checkpoint.formats.torch_zip import plan_torch, read_torch
@@ -109,6 +109,8 @@ def structure_in(metadata: Mapping[str, str], name: str) -> Record:
         )
     try:
         return Record.read(text.encode())
+    except OtherRelease as error:
+        raise OtherRelease(f"{name}: {error}") from error
     except (DamagedCheckpoint, UnicodeEncodeError) as error:
         raise DamagedCheckpoint(f"{name}: {error}") from error
 

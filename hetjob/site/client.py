@@ -96,7 +96,8 @@ def _read(connection: socket.socket, count: int, deadline: _Deadline) -> bytes:
         part = connection.recv(min(65536, count - len(data)))
         if not part:
             raise SiteError(
-                "the site daemon closed the connection: it does not know who asks, or could not read the question"
+                "the site daemon closed the connection: it does not know who asks, could not read the question, or is "
+                "of another release of hetstream; its log says which"
             )
         data += part
     return bytes(data)

@@ -76,6 +76,12 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     question: Question
 
 
+class _Versioned(msgspec.Struct, frozen=True):
+    """What says of which version a question is, whatever else is in it."""
+
+    version: int
+
+
 class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grant_limit"):
     """How many data workers a job may have.
 
@@ -163,6 +169,12 @@ def decode_request(data: bytes) -> Request:
     Raises:
         SiteError: it is none of this version.
     """
+    version = _decode(data, _Versioned).version
+    if version != VERSION:
+        raise SiteError(
+            f"a question has version {version} of the site daemon's protocol, this side speaks version {VERSION}: "
+            "install one release of hetstream for the daemon and the job masters (docs/upgrade.md)"
+        )
     request: Request = _decode(data, Request)
     return request
 

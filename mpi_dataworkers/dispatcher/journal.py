@@ -145,7 +145,7 @@ class Journal:
         version = self.fact("schema_version")
         others = [name for (name,) in self._database.execute("select name from facts where name != 'schema_version'")]
         if version not in ("", str(_SCHEMA_VERSION)):
-            raise ValueError(f"schema version {version}, this release reads {_SCHEMA_VERSION}")
+            raise ValueError(f"it has schema version {version}, this release reads {_SCHEMA_VERSION} (docs/upgrade.md)")
         if others and not version:
             raise ValueError(f"the schema version is missing, and {others[0]!r} is there")
         self.incarnation = int(self.fact("incarnation", "0" if not version else "missing")) + 1

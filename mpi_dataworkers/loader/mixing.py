@@ -176,7 +176,12 @@ class MixedLoader:
             theirs = state["mixture"]
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is no state of a mixture: {error!r}") from error
-        if version != _STATE_VERSION or theirs != self._description() or len(parts) != len(self.parts):
+        if version != _STATE_VERSION:
+            raise StateError(
+                f"the state of the mixture has version {version!r}, this release reads version {_STATE_VERSION}: go on "
+                "with the release of hetstream that saved it, or begin anew without it (docs/upgrade.md)"
+            )
+        if theirs != self._description() or len(parts) != len(self.parts):
             raise StateError(f"the state is of another mixture: {theirs}, and not {self._description()}")
         if begun:
             self.mixer(epoch).load(state["mixer"])

@@ -34,6 +34,8 @@ examples:
   hetstream frag --json | jq .summary
 
 {EXIT_CODES}"""
+# The most frequent; a busy site has thousands.
+MOST_SHAPES = 20
 _BAD, _WORSE = 0.25, 0.5
 
 
@@ -90,6 +92,7 @@ def report_of(found: Fragmentation, snapshot: Snapshot) -> Report:
         [asdict(shape) for shape in found.shapes],
         title="What pending jobs ask of a node",
         empty="no job waits for resources",
+        most_lines=MOST_SHAPES,
     )
     # One type alone is what the nodes' lines say already.
     kinds = found.gpu_types if len(found.gpu_types) > 1 else ()

@@ -155,8 +155,13 @@ def _check(database: sqlite3.Connection, path: Path) -> None:
     (owner,) = database.execute("pragma application_id").fetchone()
     (version,) = database.execute("pragma user_version").fetchone()
     (num_tables,) = database.execute("select count(*) from sqlite_master").fetchone()
-    if num_tables and (owner, version) != (_APPLICATION_ID, _SCHEMA_VERSION):
-        raise DaemonStateError(f"{path} is another program's, or another version's. Give another --state-dir")
+    if num_tables and owner != _APPLICATION_ID:
+        raise DaemonStateError(f"{path} is another program's. Give another --state-dir")
+    if num_tables and version != _SCHEMA_VERSION:
+        raise DaemonStateError(
+            f"{path} has schema version {version}, this release reads {_SCHEMA_VERSION}: move it away, jobs report "
+            "again by themselves; or start the release of hetstream that wrote it (docs/upgrade.md)"
+        )
     found = [str(row[0]) for row in database.execute("pragma integrity_check")]
     if found != ["ok"]:
         raise DaemonStateError(

@@ -275,7 +275,7 @@ def test_a_store_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "daemon.sqlite")
     database.execute("create table other (x)")
     database.close()
-    with pytest.raises(DaemonStateError, match="is another program's, or another version's"):
+    with pytest.raises(DaemonStateError, match=r"is another program's\. Give another --state-dir"):
         Store(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(DaemonStateError, match=r"cannot be opened: (Not a directory|File exists)"):

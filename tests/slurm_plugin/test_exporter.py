@@ -189,7 +189,7 @@ def test_a_history_that_cannot_be_used_is_one_clear_error(tmp_path: Path) -> Non
     database = sqlite3.connect(foreign)
     database.execute("create table other (x)")
     database.close()
-    with pytest.raises(HistoryError, match=r"is another program's, or another version's\. Give another file"):
+    with pytest.raises(HistoryError, match=r"is another program's\. Give another file"):
         History(foreign)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -9,10 +10,12 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurm_plugin.cli.frag import MOST_SHAPES, report_of
 from slurm_plugin.client.gres import parse_gres
 from slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
 from slurm_plugin.fragmentation import measure
 from slurm_plugin.observation import observe
+from slurm_plugin.report import as_json, as_table
 from slurm_plugin.shapes import Shape, shape_of
 from slurm_plugin.why import Explainer
 
@@ -112,6 +115,22 @@ def large_cluster(num_nodes: int, num_jobs: int, num_shapes: int) -> Snapshot:
         for number in range(num_jobs)
     )  # fmt: skip
     return Snapshot(2e5, "24.05", "test", jobs, nodes, (Partition("gpu", ()), Partition("cpu", ())))
+
+
+def test_frag_shows_the_most_frequent_shapes_and_says_how_many_there_are() -> None:
+    snapshot = large_cluster(20, 500, 100)
+    found = measure(snapshot.nodes, snapshot.jobs, snapshot.partitions)
+    report = report_of(found, snapshot)
+    lines = as_table(report, color=False)
+    num_shapes = len(found.shapes)
+    assert num_shapes > 2 * MOST_SHAPES
+    begin = lines.index("What pending jobs ask of a node")
+    assert lines[begin + 2 + MOST_SHAPES] == f"and {num_shapes - MOST_SHAPES} more, all of them with --json"
+    assert len(json.loads(as_json(report))["shapes"]) == num_shapes
+    few = large_cluster(20, 50, 10)
+    assert " more, all of them" not in "\n".join(
+        as_table(report_of(measure(few.nodes, few.jobs, few.partitions), few), color=False)
+    )
 
 
 def test_five_thousand_shapes_cost_no_more_than_a_second_of_a_core() -> None:

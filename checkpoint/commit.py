@@ -470,7 +470,7 @@ def _own(directory: Path) -> Directory:
     Raises:
         UntrustedFile: it is another user's, or others can write to it.
     """
-    root = Directory.open(directory)
+    root = Directory.open(directory, group_reads=True)
     try:
         root.check_own()
     except BaseException:

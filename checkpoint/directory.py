@@ -274,7 +274,7 @@ class CheckpointDirectory:
     def go_back(self, start: Generation | None) -> Lineage:
         """Write down that the running attempt goes on from a record, whatever is newer; None: from the beginning. For
         the owner."""
-        with Directory.open(self.path) as root:
+        with Directory.open(self.path, group_reads=True) as root:
             root.check_own()
             lineage = read_lineage(root).gone_back(self.attempt, start)
             write_lineage(root, lineage)
@@ -505,7 +505,7 @@ class CheckpointDirectory:
 def mark(directory: Path, generation: Generation, problem: str) -> None:
     """Write down what is wrong with a checkpoint, or that nothing is; nothing where the directory cannot be written to,
     or is not this user's alone."""
-    with contextlib.suppress(OSError), Directory.open(directory) as root:
+    with contextlib.suppress(OSError), Directory.open(directory, group_reads=True) as root:
         root.check_own()
         with root.enter(generation.directory_name) as place:
             if problem:

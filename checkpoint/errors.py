@@ -9,8 +9,9 @@ CheckpointError
 ├── Damaged                  bytes that are not what was written
 │   ├── DamagedLayout        a layout that breaks its rules
 │   ├── DamagedSegment       a slot file that is torn, short, foreign or of another version
-│   └── DamagedCheckpoint    a file of a checkpoint on disk
-│       └── OtherRelease     of another version: nothing is wrong with it, this release cannot read it
+│   ├── DamagedCheckpoint    a file of a checkpoint on disk
+│   │   └── OtherRelease     of another version: nothing is wrong with it, this release cannot read it
+│   └── DamagedLineage       the file that says which checkpoints of a directory count
 ├── DirectoryInUse           another job writes to this checkpoint directory
 ├── DirectoryNotWritable     its file system says no
 ├── DirectoryReplaced        another directory has its name: somebody has deleted or replaced it
@@ -81,6 +82,10 @@ class OtherRelease(DamagedCheckpoint):
             f"{what} has version {version}, this release reads version {own}: go on with the release of hetstream that "
             "wrote it, or begin in another directory (docs/upgrade.md)"
         )
+
+
+class DamagedLineage(Damaged):
+    """The file that says where a directory's training went back is not what was written."""
 
 
 class DirectoryInUse(CheckpointError):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_NAME = re.compile(r"step-(\d{10,})\.(\d+)(?:\.(\d+))?")
+_NAME = re.compile(r"step-(\d{10,19})\.(\d{1,19})(?:\.(\d{1,19}))?", re.ASCII)
+# Of a step, an attempt and a repeat: one more still fits into a word of 64 bits, with and without a sign.
+MAX_NUMBER = 2**63 - 2
 
 
 class Generation(NamedTuple):
@@ -33,7 +35,7 @@ class Generation(NamedTuple):
         match = _NAME.fullmatch(name)
         found = Generation(int(match[2]), int(match[1]), int(match[3] or 0)) if match else None
         # Only the one spelling that `directory_name` writes.
-        return found if found and found.directory_name == name else None
+        return found if found and found.directory_name == name and max(found) <= MAX_NUMBER else None
 
     def __str__(self) -> str:
         again = f" (saved {self.repeat + 1} times)" if self.repeat else ""

@@ -10,14 +10,13 @@ before it writes a part.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from pathlib import Path
 
 import msgspec
 
 from checkpoint import typed_json
-from checkpoint.errors import CheckpointError, DirectoryReplaced
+from checkpoint.errors import CheckpointError, DamagedLineage, DirectoryReplaced, first_line
 from checkpoint.policy.lineage import Lineage
 from hetstream.base.files import Directory, UntrustedFile
 
@@ -32,17 +31,30 @@ _MAX_STARTS = 100
 
 
 def read_lineage(root: Directory) -> Lineage:
-    """The lineage of an open directory; an empty one where there is none to be read."""
-    with contextlib.suppress(FileNotFoundError, UntrustedFile, msgspec.MsgspecError, ValueError, RecursionError):
+    """The lineage of an open directory; an empty one where there is none.
+
+    Raises:
+        DamagedLineage: there is one, and it is not to be used.
+    """
+    try:
         return typed_json.decode(root.read(_NAME, _MAX_BYTES), Lineage)
-    return Lineage()
+    except FileNotFoundError:
+        return Lineage()
+    except (UntrustedFile, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        path = root.path / _NAME
+        raise DamagedLineage(
+            f"{path} says where this training went back, and so which checkpoints count, and cannot be used: "
+            f"{first_line(error)}. Put the file back from a backup; or remove it: then all checkpoints count, the "
+            "newest first, and what memory holds is given up"
+        ) from error
 
 
 def lineage_of(path: Path) -> Lineage:
     """The lineage of a directory; an empty one if it has none, or is not there.
 
     Raises:
-        CheckpointError: there is one, and it cannot be read.
+        DamagedLineage: there is one, and it is not to be used.
+        CheckpointError: it cannot be read.
     """
     try:
         with Directory.open(path) as root:

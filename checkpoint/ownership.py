@@ -18,7 +18,7 @@ from checkpoint import typed_json
 from checkpoint.config import NO_JOB
 from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, DirectoryReplaced, ForeignOwner
 from checkpoint.faults import reach
-from checkpoint.generation import Generation
+from checkpoint.generation import MAX_NUMBER, Generation
 from checkpoint.lineage import begin_start
 from checkpoint.locks import FileLock
 from checkpoint.policy.interval import Attempt
@@ -168,12 +168,17 @@ def take(
         events = history(path)
         last_seen = dict(_last_seen(seen))
         owner = read_owner(path)
-        with Directory.open(path) as root:
+        with Directory.open(path, group_reads=True) as root:
             root.check_own()
             lineage = begin_start(root, is_new=not last_seen and not root.has(_OWNER))
             branches = (branch.attempt for branch in lineage.branches)
             known = [above, owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen, *branches]
             attempt = max(known) + 1
+            if attempt > MAX_NUMBER:
+                raise DirectoryNotWritable(
+                    f"{path}: something in it is of attempt {attempt - 1}, and attempts are counted to {MAX_NUMBER}: "
+                    f"take away what no training has put there (hetstream ckpt ls {path}; {_OWNER}; {_HISTORY})"
+                )
             reach("owner.numbered")
             # On disk before anybody uses it: no other attempt may have the same.
             root.write_whole(_OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
@@ -219,7 +224,7 @@ def renumber(path: Path, attempt: int, now_s: float) -> int:
             f"{path} does not say any more that attempt {attempt} has it: somebody has changed owner.json, or deleted "
             "the directory. End this training, and start it again"
         )
-    with Directory.open(path) as root:
+    with Directory.open(path, group_reads=True) as root:
         root.check_own()
         root.write_whole(_OWNER, msgspec.json.encode(msgspec.structs.replace(owner, attempt=attempt + 1)))
     _append(path, [Event("ended", attempt, now_s), Event("started", attempt + 1, now_s, owner.identity)])

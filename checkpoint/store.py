@@ -20,7 +20,7 @@ from pathlib import Path
 from checkpoint.adoption import make_store, own_store
 from checkpoint.errors import CheckpointError, DamagedSegment, OptionsError, SharedMemoryFull
 from checkpoint.faults import reach
-from checkpoint.generation import Generation
+from checkpoint.generation import MAX_NUMBER, Generation
 from checkpoint.locks import FileLock
 from checkpoint.policy.lineage import Lineage
 from checkpoint.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
@@ -37,7 +37,6 @@ _GRACE_S = 5.0
 _POLL_S = 0.002
 _SAY_WAITING_S = 5.0
 _PREPARED_TIMEOUT_S = 60.0
-_MAX_WORD = 2**64 - 1
 
 
 class Store:
@@ -354,24 +353,34 @@ class Store:
             self._changed.wait_for(lambda: not any(slot.is_busy for slot in self._slots), _PREPARED_TIMEOUT_S)
         reach("store.closing")
         keep = keep and bool(any(slot.content() for slot in self._slots) or self._files.replicas())
-        keep = keep or not self.path.exists()  # somebody has deleted it
         try:
             if not keep:
                 self._files.closed.touch(0o600)
                 reach("store.closed")
                 self.wake()
+        except FileNotFoundError:
+            keep = True
+            _log.error(
+                "%s: somebody has deleted this checkpoint store while it was being closed. What was not on disk by "
+                "then is lost; hetstream ckpt ls says what is there",
+                self.path,
+            )
         finally:
             for slot in self._slots:
                 slot.close()
             os.close(self._pipe)
-            saver = None if keep else FileLock.try_exclusive(self._files.saver_lock)
             try:
-                if saver:
-                    self._files.delete()
+                if not keep:
+                    self._delete_without_saver()
             finally:
                 self._lock.release()
-                if saver:
-                    saver.release()
+
+    def _delete_without_saver(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # somebody else deletes it
+            saver = FileLock.try_exclusive(self._files.saver_lock)
+            if saver:
+                with saver:
+                    self._files.delete()
 
     def __enter__(self) -> Store:
         return self
@@ -455,8 +464,8 @@ class Store:
         return self._serial
 
     def _check_newest(self, generation: Generation) -> None:
-        if not all(0 <= number <= _MAX_WORD for number in generation):
-            raise OptionsError(f"{generation}: attempt and step must be from 0 to {_MAX_WORD}")
+        if not all(0 <= number <= MAX_NUMBER for number in generation):
+            raise OptionsError(f"{generation}: attempt and step must be from 0 to {MAX_NUMBER}")
         newest = next(iter(self.held()), None)
         if newest and generation < newest.header.generation:
             raise OptionsError(

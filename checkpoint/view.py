@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.errors import CheckpointError, StoreInUse
+from checkpoint.errors import CheckpointError, DamagedLineage, StoreInUse
 from checkpoint.generation import Generation
 from checkpoint.lineage import read_lineage
 from checkpoint.locks import FileLock
@@ -189,8 +189,10 @@ class FoundStore:
 
 
 def places(directories: Iterable[Path]) -> list[Path]:
-    """Where stores of these checkpoint directories may be: in shared memory, or where none was to be had."""
-    return [SHARED_MEMORY, *(directory / FALLBACK for directory in directories)]
+    """Where stores of these checkpoint directories may be: in shared memory, or where none was to be had. A link in
+    the place of the latter was put there by somebody else, and is not followed."""
+    fallbacks = [directory / FALLBACK for directory in directories]
+    return [SHARED_MEMORY, *(path for path in fallbacks if not path.is_symlink())]
 
 
 def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
@@ -223,6 +225,6 @@ def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
 
 def _is_orphaned(files: StoreFiles) -> bool:
     there = Lineage()
-    with contextlib.suppress(OSError), Directory.open(files.holder().directory) as root:
+    with contextlib.suppress(OSError, DamagedLineage), Directory.open(files.holder().directory) as root:
         there = read_lineage(root)
     return there.directory_id != "" and not there.knows(files.read_start_id())

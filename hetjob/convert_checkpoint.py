@@ -31,7 +31,7 @@ def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[Sb
         options: of the script, with what conversion has changed in it so far.
     """
     assert spec.checkpoint_size is not None
-    size_mb = megabytes(spec.checkpoint_size)
+    size_mb, shared_mb = megabytes(spec.checkpoint_size), megabytes(spec.checkpoint_shared or "") or 0.0
     assert size_mb is not None
     overrides: list[SbatchOption] = []
     changes: list[Change] = []
@@ -39,20 +39,22 @@ def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[Sb
     num_slots = NUM_SLOTS + NUM_REPLICA_SLOTS * spec.checkpoint_replicas
     of_others = f", {NUM_REPLICA_SLOTS} of them for another host's replicas" if spec.checkpoint_replicas else ""
     why = f"{num_slots} slots of {spec.checkpoint_size} in /dev/shm for each of {tasks} trainer task(s) of a node"
+    why += f"; the {spec.checkpoint_shared} that all share once" if shared_mb else ""
     why += of_others
-    # What one unit of the option must hold more; --mem-per-cpu and --mem-per-gpu are counted for one task.
+    node_mb = num_slots * (tasks * (size_mb - shared_mb) + shared_mb)
+    # The part of it that one unit of the option must hold more. There are at least as many units as tasks need.
     cpus = Fraction(
         options.number("cpus-per-task") or (options.number("cpus-per-gpu") or 1) * gpus_per_task(options) or 1
     )
     shares = {
-        "mem": Fraction(tasks),
-        "mem-per-cpu": 1 / cpus,
-        "mem-per-gpu": 1 / (gpus_per_task(options) or Fraction(1)),
+        "mem": Fraction(1),
+        "mem-per-cpu": 1 / (cpus * tasks),
+        "mem-per-gpu": 1 / ((gpus_per_task(options) or Fraction(1)) * tasks),
     }
     asked = next((item for item in reversed(options.items) if item.name in shares), None)
     present_mb = megabytes(asked.value or "") if asked else None
     if asked and present_mb:
-        value = memory_words(present_mb + float(num_slots * size_mb * shares[asked.name]))
+        value = memory_words(present_mb + node_mb * float(shares[asked.name]))
         overrides.append(SbatchOption(asked.name, value, "hetstream", (f"--{asked.name}={value}",)))
         changes.append(Change(f"trainer: --{asked.name}={value} (was {asked.value}, {asked.origin})", why))
     else:

@@ -82,6 +82,9 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "checkpoint-size": DirectiveOption(
         "SIZE", "state of one trainer task, rounded up (`8G`)", "required with --checkpoint"
     ),
+    "checkpoint-shared": DirectiveOption(
+        "SIZE", "of --checkpoint-size what is equal on all ranks (`shared=`), which a node holds once", "nothing"
+    ),
     "checkpoint-replicas": DirectiveOption(
         "N", "1: the program keeps replicas on other hosts (`Options(replica=True)`), which take memory too", "0"
     ),
@@ -107,6 +110,7 @@ class JobSpec:
         trainer_cpus: CPUs of one trainer task, or None for 2 per GPU.
         checkpoint: checkpoint directory as written, or None for a job without savers.
         checkpoint_size: what one trainer task saves, as Slurm writes sizes.
+        checkpoint_shared: what of it is equal on all ranks, as Slurm writes sizes, or None for nothing.
         checkpoint_replicas: other hosts that keep what one trainer task saves, 0 or 1.
         data_worker_threads: threads of each process of a data worker, which has so many times fewer of them than CPUs.
     """
@@ -122,6 +126,7 @@ class JobSpec:
     trainer_cpus: int | None = None
     checkpoint: str | None = None
     checkpoint_size: str | None = None
+    checkpoint_shared: str | None = None
     checkpoint_replicas: int = 0
     data_worker_threads: int = 1
     data_worker_smallest_cpus: int | None = None
@@ -137,6 +142,14 @@ class JobSpec:
             problems.append(_CHECKPOINT_RULE)
         if self.checkpoint_replicas and self.checkpoint is None:
             problems.append(f"--checkpoint-replicas={self.checkpoint_replicas}: only with --checkpoint=DIR")
+        size_mb, shared_mb = megabytes(self.checkpoint_size or ""), megabytes(self.checkpoint_shared or "")
+        if self.checkpoint_shared is not None and self.checkpoint is None:
+            problems.append(f"--checkpoint-shared={self.checkpoint_shared}: only with --checkpoint=DIR")
+        elif size_mb and shared_mb and shared_mb > size_mb:
+            problems.append(
+                f"--checkpoint-shared={self.checkpoint_shared}: at most --checkpoint-size={self.checkpoint_size}, of "
+                "which it is a part"
+            )
         cpus, threads = self.data_worker_cpus, self.data_worker_threads
         if cpus > 0 and threads > 0 and cpus % threads:
             problems.append(f"--data-worker-threads={threads}: must divide --data-worker-cpus={cpus}")
@@ -168,7 +181,7 @@ def _broken_rule(option: str, value: int | str) -> str | None:
         if option == "data-worker-threads" and value > MAX_THREADS:
             return f"at most {MAX_THREADS}"
         return None if value >= 1 else "at least 1"
-    if option in ("data-worker-mem", "checkpoint-size"):
+    if option in ("data-worker-mem", "checkpoint-size", "checkpoint-shared"):
         return None if megabytes(value) else "a size such as 16G or 8000M"
     if option == "data-worker-python":
         return _broken_command(value)

@@ -52,6 +52,7 @@ from checkpoint.policy.retention import Retention
 from checkpoint.replica.trainer import TrainerReplicas
 from checkpoint.store import Store
 from checkpoint.store_files import FALLBACK, Identity
+from hetstream.base.files import Directory
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +172,8 @@ class FlashCheckpointer:
 
         def open_it() -> int:
             if options.fallback is None:
-                self._fallback.mkdir(mode=0o700, exist_ok=True)
+                with Directory.open(self._directory.path) as root:
+                    root.make(FALLBACK).close()  # a link that an archive has put there leads nowhere
             stores.append(Store.open(identity, options.num_slots, options.shared_memory.absolute(), self._fallback))
             return 0
 

@@ -316,7 +316,7 @@ def read_dcp(path: Path) -> dict[str, Any]:
             else:
                 flat[name] = None
         with _alone():
-            dcp_load(flat, storage_reader=reader, planner=_Planner(), no_dist=True)
+            dcp_load(flat, storage_reader=reader, planner=_Planner())
     except CheckpointException as error:
         cause = _cause_of(error)
         if isinstance(cause, DamagedCheckpoint | UnsupportedState):
@@ -459,7 +459,7 @@ def _write_dcp(state: dict[str, Any], target: Path) -> None:
     temporary.mkdir(mode=0o700)
     try:
         with _alone():
-            dcp_save(plain(state), checkpoint_id=temporary, no_dist=True)
+            dcp_save(plain(state), checkpoint_id=temporary)
         os.rename(temporary, target)
     except CheckpointException as error:  # no Exception; it says in many lines what its own code called
         problem = _no_room(target, f"torch.distributed.checkpoint failed: {first_line(_cause_of(error))}")

@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 
 from checkpoint.errors import OptionsError
 from checkpoint.formats.part import FORMATS, Format
+from checkpoint.generation import MAX_NUMBER
 from checkpoint.policy.interval import Adaptive, Every
 from checkpoint.policy.retention import Retention
 from checkpoint.store import MIN_SLOTS
@@ -113,15 +114,12 @@ def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: 
         raise OptionsError("; ".join(problems))
 
 
-_MAX_STEP = 2**64 - 1
-
-
 def checked_step(step: int) -> int:
     """A step as Python's number.
 
     Raises:
         OptionsError: it is none.
     """
-    if not isinstance(step, SupportsIndex) or not 0 <= operator.index(step) <= _MAX_STEP:
-        raise OptionsError(f"step={step!r}: a number of steps, from 0 to {_MAX_STEP}")
+    if not isinstance(step, SupportsIndex) or not 0 <= operator.index(step) <= MAX_NUMBER:
+        raise OptionsError(f"step={step!r}: a number of steps, from 0 to {MAX_NUMBER}")
     return operator.index(step)

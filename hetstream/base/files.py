@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 _TEMPORARY = ".tmp"
+_GROUP_ENTERS = stat.S_IRGRP | stat.S_IXGRP
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -40,6 +41,7 @@ class Directory:
         path: where it is, for messages.
         descriptor: of it; this object closes it.
         owners: users whose files are used; None: this user, root, and the owner of the directory.
+        group: who can read what is made in it, beside this user; None: nobody.
 
     Attributes:
         path: where it was when it was opened.
@@ -47,20 +49,31 @@ class Directory:
         owner: user id of its owner.
     """
 
-    def __init__(self, path: Path, descriptor: int, owners: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, owners: frozenset[int] | None = None, group: int | None = None
+    ) -> None:
         self.path = path
         self.descriptor = descriptor
         self.owner = os.fstat(descriptor).st_uid
         self._owners = frozenset({os.geteuid(), 0, self.owner}) if owners is None else owners
+        self._group = group
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Directory:
+    def open(cls, path: str | os.PathLike[str], *, group_reads: bool = False) -> Directory:
         """Open a directory that the caller has named; links on the way are the caller's.
+
+        Args:
+            path: of the directory.
+            group_reads: what is made in it can be read by its group, if its mode lets the group in (g+rx) and this user
+                is of that group; else, and by default, by this user alone.
 
         Raises:
             OSError: it is not there, cannot be read, or is no directory.
         """
-        return cls(Path(path), os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        status = os.fstat(descriptor)
+        is_open = group_reads and status.st_mode & _GROUP_ENTERS == _GROUP_ENTERS
+        return cls(Path(path), descriptor, group=status.st_gid if is_open else None)
 
     def close(self) -> None:
         """Close it. A second time does nothing."""
@@ -146,16 +159,21 @@ class Directory:
         descriptor = self._open(name, _READ | os.O_DIRECTORY)
         try:
             self._check(name, os.fstat(descriptor), stat.S_ISDIR, "directory")
-            return Directory(self.path / name, descriptor, self._owners)
+            return Directory(self.path / name, descriptor, self._owners, self._group)
         except BaseException:
             os.close(descriptor)
             raise
 
     def make(self, name: str) -> Directory:
-        """Open a directory in this one; it is made, with mode 0700, if it is missing."""
+        """Open a directory in this one; if it is missing it is made, with mode 0700, or 0750 where the group reads."""
+        is_new = False
         with contextlib.suppress(FileExistsError):
             os.mkdir(_plain(name), 0o700, dir_fd=self.descriptor)
-        return self.enter(name)
+            is_new = True
+        inner = self.enter(name)
+        if is_new:
+            self._let_group_read(inner.descriptor, 0o750)
+        return inner
 
     def open_file(self, name: str, flags: int = os.O_RDONLY) -> int:
         """Open a regular file, for reading or for changing it in place; its descriptor.
@@ -208,6 +226,7 @@ class Directory:
         descriptor = os.open(temporary, flags, 0o600, dir_fd=self.descriptor)
         try:
             try:
+                self._let_group_read(descriptor, 0o640)
                 yield descriptor
             finally:
                 os.close(descriptor)
@@ -218,7 +237,8 @@ class Directory:
         self.sync()
 
     def write_whole(self, name: str, data: bytes) -> None:
-        """Write a small file of mode 0600: after a crash at any moment there is the old content or the new one."""
+        """Write a small file of mode 0600, or 0640 where the group reads: after a crash at any moment there is the old
+        content or the new one."""
         with self.replacing(name) as descriptor:
             view = memoryview(data)
             while view:
@@ -274,6 +294,13 @@ class Directory:
     def sync(self) -> None:
         """Bring the names in the directory to disk."""
         os.fsync(self.descriptor)
+
+    def _let_group_read(self, descriptor: int, mode: int) -> None:
+        """Give what was made here the mode that the group of this directory is to have, if it is to have any."""
+        if self._group is not None:
+            with contextlib.suppress(PermissionError):  # this user is not of that group: then it stays private
+                os.fchown(descriptor, -1, self._group)
+                os.fchmod(descriptor, mode)
 
     def _open(self, name: str, flags: int) -> int:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,33 @@ def test_a_group_of_ones_own_may_write_and_a_common_one_may_not(inside: Path) ->
         (inside / "file").chmod(0o664)
         with pytest.raises(UntrustedFile, match="others can write"):
             directory.read("file", 10)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("mode", "group", "expected"),
+    [
+        pytest.param(0o750, VICTIM, (0o640, 0o750), id="the group of who writes"),
+        pytest.param(0o750, STRANGER, (0o600, 0o700), id="a group that he is not of"),
+        pytest.param(0o740, VICTIM, (0o600, 0o700), id="a group that cannot enter"),
+        pytest.param(0o700, VICTIM, (0o600, 0o700), id="nobody else's"),
+    ],
+)
+def test_what_is_made_can_be_read_by_the_group_that_the_directory_lets_in(
+    common_place: Path, mode: int, group: int, expected: tuple[int, int]
+) -> None:
+    place = common_place / "place"
+    place.mkdir()
+    os.chown(place, VICTIM, group)
+    place.chmod(mode)
+
+    def write() -> None:
+        for shared in (False, True):
+            with Directory.open(place, group_reads=shared) as directory, directory.make(f"made-{shared}") as inner:
+                inner.write_whole("file", b"x")
+
+    run_as(VICTIM, write)
+    for shared, modes in ((False, (0o600, 0o700)), (True, expected)):
+        made = [(place / f"made-{shared}" / "file").stat(), (place / f"made-{shared}").stat()]
+        assert tuple(stat.S_IMODE(one.st_mode) for one in made) == modes
+        assert all(one.st_gid == VICTIM for one in made)

@@ -27,7 +27,7 @@ def write_torch(path: Path) -> None:
 
 
 def write_dcp(path: Path) -> None:
-    dcp.save({"model": {"weight": torch.ones(8, 4)}, "names": [1, "x"]}, checkpoint_id=path, no_dist=True)
+    dcp.save({"model": {"weight": torch.ones(8, 4)}, "names": [1, "x"]}, checkpoint_id=path)
 
 
 def write_safetensors(path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import random
+import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,3 +63,11 @@ def write_checkpoint(
         part = Part(generation, rank, world_size, record.layout.digest, metrics or {})
         write_part(directory, part, record.plan, record.payload, start_id=start_id)
     assert commit(directory, generation, world_size) == ()
+
+
+def delete_in_use(path: Path, timeout_s: float = 10.0) -> None:
+    """Delete a directory in which a saver may be at work, and make a file meanwhile: `rm -r`, until it succeeds."""
+    deadline_s = time.monotonic() + timeout_s
+    while path.exists():
+        assert time.monotonic() < deadline_s, f"{path} is still there"
+        shutil.rmtree(path, ignore_errors=True)

@@ -134,7 +134,7 @@ def test_to_dcp_and_plain_torch_reads_it(ckpt: Path, tmp_path: Path) -> None:
         tensor.zero_()
     state["loader"] = dict.fromkeys(LOADER)
     state["loader"]["pipeline"] = {"seed": ""}
-    dcp.load(state, checkpoint_id=target, no_dist=True)
+    dcp.load(state, checkpoint_id=target)
     assert_same(state["model"], state_of()["model"])
     assert_same(state["optimizer"], state_of()["optimizer"])
     assert_same(state["loader"], LOADER)
@@ -143,7 +143,7 @@ def test_to_dcp_and_plain_torch_reads_it(ckpt: Path, tmp_path: Path) -> None:
 
 def test_from_dcp_of_plain_torch(tmp_path: Path) -> None:
     source, target = tmp_path / "dcp", tmp_path / "ckpt"
-    dcp.save(state_of(), checkpoint_id=source, no_dist=True)
+    dcp.save(state_of(), checkpoint_id=source)
     assert convert(source, target, "--to", "flash", "--as-step", "300") == 0
     assert CheckpointDirectory(target).checkpoints()[0].generation == Generation(1, 300)
     with open_parts(target / "latest") as parts:
@@ -157,7 +157,7 @@ def test_from_dcp_of_plain_torch(tmp_path: Path) -> None:
 
 
 def test_a_checkpointer_restores_what_was_dcp_and_its_torch_files_open_plainly(tmp_path: Path) -> None:
-    dcp.save(state_of(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(state_of(), checkpoint_id=tmp_path / "dcp")
     assert convert(tmp_path / "dcp", tmp_path / "ckpt", "--to", "flash", "--as-step", "300") == 0
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
@@ -340,7 +340,7 @@ def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:
     torch.save({"a": bomb}, tmp_path / "bomb.pt")
     with pytest.raises(UnsupportedState, match=r"nothing of it was run: .*posix.mkdir"):
         load_torch(tmp_path / "bomb.pt")
-    dcp.save({"a": bomb, "b": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"a": bomb, "b": torch.ones(2)}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(UnsupportedState, match=r"nothing of it was run: .*posix.mkdir"):
         read_dcp(tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(bomb))
@@ -350,7 +350,7 @@ def test_a_pickle_that_runs_something_is_refused(tmp_path: Path) -> None:
 
 
 def test_dcp_metadata_that_point_outside_are_refused(tmp_path: Path) -> None:
-    dcp.save({"b": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"b": torch.ones(2)}, checkpoint_id=tmp_path / "dcp")
     path = tmp_path / "dcp" / ".metadata"
     found = pickle.loads(path.read_bytes())
     (info,) = found.storage_data.values()
@@ -369,7 +369,7 @@ def _cuts(data: bytes) -> Iterator[bytes]:
 
 
 def test_damaged_files_of_others_are_refused_or_read_and_nothing_else(tmp_path: Path) -> None:
-    dcp.save({"a": {"b": torch.ones(2)}, "c": [1, "x"]}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"a": {"b": torch.ones(2)}, "c": [1, "x"]}, checkpoint_id=tmp_path / "dcp")
     torch.save({"a": torch.arange(9), "b": OrderedDict(x=1)}, tmp_path / "a.pt")
     header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))

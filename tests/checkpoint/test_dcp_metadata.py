@@ -29,7 +29,7 @@ import sys, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed.checkpoint as dcp
 state = {"model": {"weight": torch.arange(12.0).view(3, 4)}, "names": [1, "x"]}
-dcp.save(state, checkpoint_id=sys.argv[1], no_dist=True)
+dcp.save(state, checkpoint_id=sys.argv[1])
 """
 
 
@@ -54,7 +54,7 @@ class Asks:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    dcp.save(STATE, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(STATE, checkpoint_id=tmp_path / "dcp")
     return tmp_path / "dcp"
 
 

@@ -140,6 +140,18 @@ def test_a_store_that_is_deleted_while_it_is_adopted_is_made_anew(
         assert steps(store) == [2]
 
 
+@pytest.mark.parametrize("point", ["store.closing", "store.closed"])
+def test_a_store_that_is_deleted_while_it_is_closed_is_said_and_no_error_of_the_program(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, point: str
+) -> None:
+    save(store, 1, SIZE)
+    path = store.path
+    monkeypatch.setattr(checkpoint.store, "reach", lambda reached: delete(path) if reached == point else None)
+    store.close()
+    assert not path.exists()
+    assert ("What was not on disk by then is lost" in caplog.text) == (point == "store.closing")
+
+
 # A program
 
 

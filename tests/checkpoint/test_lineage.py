@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import FlashCheckpointer, Retention
+from checkpoint import CheckpointReader, FlashCheckpointer, Retention
 from checkpoint.conversion import Source, choose
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import DirectoryReplaced, NoCheckpoint, OptionsError, SharedMemoryFull
+from checkpoint.errors import DamagedLineage, DirectoryReplaced, NoCheckpoint, OptionsError, SharedMemoryFull
 from checkpoint.generation import Generation
 from checkpoint.ownership import Identity
 from checkpoint.policy.collection import reason_to_keep, reason_to_remove
@@ -27,7 +27,7 @@ from checkpoint.policy.lineage import Branch, Lineage, is_newest_removed
 from checkpoint.store import Store
 from checkpoint.view import find_stores
 from slurm_plugin.cli import main
-from tests.checkpoint.parts import write_checkpoint
+from tests.checkpoint.parts import delete_in_use, write_checkpoint
 from tests.checkpoint.test_saver import Bench, bench
 from tests.checkpoint.trainers import SIGKILL, Trainers, wait_for_disk
 
@@ -232,7 +232,7 @@ def test_a_stopped_saver_of_the_training_before_wakes_up_beside_a_new_directory(
     saver = bench.saver(trainer.store, "saver.chosen", action="stop")
     bench.until((bench.path / "marker-0").exists, "a stopped saver")
     trainer.kill()
-    shutil.rmtree(bench.directory)
+    delete_in_use(bench.directory)
     start()
     os.kill(saver.pid, signal.SIGCONT)
     assert saver.wait(60) == 0
@@ -246,7 +246,7 @@ def test_a_saver_does_not_write_again_what_somebody_deleted(bench: Bench) -> Non
     trainer.say("save 10")
     bench.until(lambda: bench.status(trainer.store).persisted == g(1, 10), "a saver that has seen the commit")
     trainer.kill()
-    shutil.rmtree(bench.directory / "step-0000000010.1")
+    delete_in_use(bench.directory / "step-0000000010.1")
     saver.send_signal(signal.SIGTERM)
     assert saver.wait(60) == 0
     assert not list(bench.directory.glob("step-*"))
@@ -257,7 +257,7 @@ def test_a_directory_that_is_deleted_while_a_program_trains_is_said_and_awaited_
 ) -> None:
     with make() as checkpointer:
         save_steps(checkpointer, 1)
-        shutil.rmtree(tmp_path / "ckpt")
+        delete_in_use(tmp_path / "ckpt")
         assert checkpointer.save(2, state_of(2))
         assert not checkpointer.wait(60)
         directory = CheckpointDirectory(tmp_path / "ckpt")
@@ -492,6 +492,58 @@ def test_the_log_says_what_somebody_deleted(make: Any, tmp_path: Path, caplog: p
     assert "step 2 of attempt 1 is not there any more: somebody has deleted it. Training goes back to step 1" in (
         caplog.text
     )
+
+
+# A file that is not what was written
+
+
+@pytest.mark.parametrize("content", ["", "{}x", '{"starts":7}', "[" * 100_000, " " * (2 << 20), None])
+def test_a_damaged_lineage_is_an_error_and_no_other_history(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    """It says which checkpoints count: without it the newest may be one that was left behind."""
+    with make(keep=ALL) as checkpointer:
+        save_steps(checkpointer, 1, 2, 3)
+        checkpointer.restore(state_of(0), step=1)
+    directory = tmp_path / "ckpt"
+    file = directory / ".lineage.json"
+    good = file.read_bytes()
+    if content is None:
+        file.unlink()
+        file.symlink_to(tmp_path / "elsewhere")
+    else:
+        file.write_text(content)
+    match = r"lineage\.json says where this training went back, .* cannot be used: .*remove it"
+    for act in (make, CheckpointReader(directory).latest_step, CheckpointReader(directory).load):
+        with pytest.raises(DamagedLineage, match=match):
+            act()
+    for words in ("ls", "gc"):
+        assert main(["ckpt", words, str(directory)]) == 1
+        said = capsys.readouterr().err
+        assert ".lineage.json" in said
+        assert said.count("\n") == 1
+    assert content is None or file.read_text() == content
+    assert sorted(one.name for one in directory.glob("step-*")) == [f"step-000000000{step}.1" for step in (1, 2, 3)]
+    file.unlink()
+    file.write_bytes(good)
+    with make(keep=ALL) as checkpointer:
+        assert checkpointer.all_steps() == [1]
+
+
+def test_a_lineage_that_is_damaged_while_a_program_trains_is_said(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "ckpt" / ".lineage.json"
+    with make() as checkpointer:
+        save_steps(checkpointer, 1)
+        good = file.read_bytes()
+        file.write_text("what?")
+        assert checkpointer.save(2, state_of(2))
+        assert not checkpointer.wait(1)
+        assert checkpointer.save(3, state_of(3))
+        assert ".lineage.json says where this training went back" in caplog.text
+        file.write_bytes(good)
+    assert CheckpointDirectory(tmp_path / "ckpt").checkpoints()[0].generation == g(1, 3)
 
 
 # The commands agree

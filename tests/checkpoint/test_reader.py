@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from checkpoint.flash.restore import Part
 from checkpoint.flash.source import Disk
 from checkpoint.generation import Generation
 from checkpoint.rank_file import open_file
+from slurm_plugin.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 WaitUntil = Callable[..., None]
@@ -264,3 +266,48 @@ def test_another_user_knows_what_was_left_behind_or_is_told_that_he_does_not(of_
     assert as_another_user(refuse) == 0
     (of_another_user / ".lineage.json").chmod(0o644)
     assert as_another_user(read) == 0
+
+
+def modes(directory: Path) -> dict[str, int]:
+    """Who may do what with each part of a directory of checkpoints, by name; of the newest step's files, by suffix."""
+    newest_step = max(directory.glob("step-*"))
+    parts = {one.suffix if one.parent == newest_step else one.name: one for one in directory.rglob("*")}
+    return {name: stat.S_IMODE(one.stat().st_mode) for name, one in parts.items() if not one.is_symlink()}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user needs root")
+def test_who_is_of_the_directorys_group_reads_what_is_saved(
+    tmp_path: Path, make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The owner gives the directory to a group once; what the training writes later is for it, too."""
+    directory = tmp_path / "ckpt"
+    directory.mkdir(mode=0o700)
+    for path in (one for one in directory.parents if one != Path("/tmp")):
+        path.chmod(path.stat().st_mode | 0o011)
+    os.chown(directory, -1, STRANGER)
+    directory.chmod(0o750)
+
+    def read() -> None:
+        reader = CheckpointReader(directory)
+        assert (reader.all_steps(), reader.load().state["n"]) == ([1, 2], 2)
+        assert main(["ckpt", "ls", str(directory)]) == 0
+        assert main(["ckpt", "verify", str(directory)]) == 0
+
+    with make(keep=ALL) as checkpointer:
+        save_steps(checkpointer, 1, 2, 3)
+        checkpointer.restore(state_of(0), step=2)  # writes the lineage, which readers need, anew
+        assert as_another_user(read) == 0
+    found = modes(directory)
+    readable = {"step-0000000003.1", ".safetensors", ".json", "owner.json", ".lineage.json"}
+    assert {name: found[name] for name in readable} == {
+        name: 0o750 if name.startswith("step") else 0o640 for name in readable
+    }
+    # Locks, and what savers alone need, stay the owner's; nothing is open to the rest of the world.
+    assert (found[".lock"], found[".commit"]) == (0o600, 0o600)
+    assert all(mode & 0o027 == 0 for mode in found.values())
+
+
+def test_checkpoints_are_the_owners_alone_unless_the_directory_says_otherwise(tmp_path: Path, make: Any) -> None:
+    with make(keep=ALL) as checkpointer:
+        save_steps(checkpointer, 1)
+    assert all(mode & 0o077 == 0 for mode in modes(tmp_path / "ckpt").values())

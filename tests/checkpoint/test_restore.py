@@ -135,6 +135,7 @@ def _schedulers() -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of SequentialLR in older releases of torch
 @pytest.mark.parametrize("name", _schedulers())
 def test_every_scheduler_of_torch_goes_on_as_it_would_have(name: str) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:

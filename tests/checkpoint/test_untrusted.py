@@ -18,11 +18,13 @@ from checkpoint.config import JOB_SAVER
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
 from checkpoint.flash.write import write_state
-from checkpoint.generation import Generation
+from checkpoint.generation import MAX_NUMBER, Generation
 from checkpoint.manifest import Part
 from checkpoint.ownership import Identity
 from checkpoint.policy.retention import Retention
 from checkpoint.replica import rendezvous
+from checkpoint.store_files import FALLBACK
+from checkpoint.view import places
 from hetstream.base.files import UntrustedFile, temporary_name
 from slurm_plugin.cli import main
 from tests.base.conftest import common_place  # noqa: F401, a fixture
@@ -301,6 +303,48 @@ def test_planted_files_of_the_directory_itself_are_not_written_through(directory
     assert all("link" in one for one in refusals)
     assert bool(refusals) == (name not in ("owner.json", "handover.json"))  # a new file takes the link's place
     assert untouched(home)
+
+
+def test_no_store_is_made_behind_a_link_in_place_of_the_fallback(
+    directory: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(JOB_SAVER, "1")
+    (tmp_path / "memory").mkdir(mode=0o700)
+    options = Options(shared_memory=tmp_path / "memory")
+    (directory / FALLBACK).symlink_to(home)
+    with pytest.raises(UntrustedFile, match=r"\.memory is a link, which is not followed"):
+        FlashCheckpointer(directory, options=options)
+    assert places([directory]) == places([])
+    assert untouched(home)
+    (directory / FALLBACK).unlink()
+    FlashCheckpointer(directory, options=options).close()
+    assert places([directory]) == [*places([]), directory / FALLBACK]
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 10**30, 10**240])
+def test_a_name_with_a_number_that_no_training_counts_to_is_no_checkpoints(directory: Path, number: int) -> None:
+    names = (f"step-{number}.1", f"step-0000000020.{number}", f"step-0000000020.1.{number}")
+    for name in names:
+        assert Generation.of_directory(name) is None
+        if len(name) < 200:
+            shutil.copytree(directory / STEP.directory_name, directory / name)
+    place = CheckpointDirectory(directory)
+    assert [one.generation for one in place.scan()] == [STEP]
+    assert place.acquire(ME) == 2
+    place.release()
+    assert Generation.of_directory("step-٠٠٠٠٠٠٠٠١٠.1") is None
+
+
+def test_a_planted_attempt_leaves_the_next_one_no_number_and_that_is_said(directory: Path) -> None:
+    planted = Generation(MAX_NUMBER, 20)
+    write_checkpoint(directory, planted)
+    assert Generation.of_directory(planted.directory_name) == planted
+    with pytest.raises(DirectoryNotWritable, match=f"something in it is of attempt {MAX_NUMBER}, and attempts are"):
+        CheckpointDirectory(directory).acquire(ME)
+    shutil.rmtree(directory / planted.directory_name)
+    place = CheckpointDirectory(directory)
+    assert place.acquire(ME) == 2
+    place.release()
 
 
 def test_a_directory_that_is_gone_meanwhile_is_told_as_before(directory: Path) -> None:

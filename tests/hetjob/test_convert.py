@@ -336,6 +336,22 @@ def test_the_memory_of_replicas_counts_too() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sbatch", "kept"),
+    [
+        # A node holds three slots of 7G, and of 1G for each task.
+        ("--mem=64G", "--mem=88G"),
+        ("--mem=64G -N2 --ntasks-per-node=8", "--mem=109G"),
+        ("--mem-per-cpu=2G -N2 --ntasks-per-node=8 -c 3", "--mem-per-cpu=3968M"),
+        ("--mem-per-gpu=16G --ntasks-per-node=8 --gpus-per-task=1", "--mem-per-gpu=22144M"),
+    ],
+)
+def test_what_all_ranks_share_counts_once_for_a_node(sbatch: str, kept: str) -> None:
+    plan = plan_of(sbatch, spec=dataclasses.replace(CHECKPOINT, checkpoint_shared="7G"))
+    assert plan.components[0].options == (kept, "--requeue")
+    assert "; the 7G that all share once" in plan.changes[0].why
+
+
+@pytest.mark.parametrize(
     ("sbatch", "why"), [("--mem=0", "--mem=0 is all memory of the node"), ("-c4", "the script asks for none")]
 )
 def test_memory_that_cannot_be_counted_is_said(sbatch: str, why: str) -> None:

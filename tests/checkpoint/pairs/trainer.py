@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import FlashCheckpointer, Options
 from checkpoint.flash import device
 from checkpoint.view import StoreView, find_stores
+from tests.checkpoint.parts import delete_in_use
 
 # At which step it happens, and how many more are trained where it ends nothing.
 STRIKE_AT, LAST_STEP = 5, 8
@@ -150,7 +150,7 @@ def _directory_removed(job: Job, checkpointer: FlashCheckpointer) -> None:
     checkpointer.wait(_PATIENCE_S)
     _meet()
     if job.rank == 0:
-        shutil.rmtree(job.directory)
+        delete_in_use(job.directory)
     _meet()
 
 
@@ -159,7 +159,7 @@ def _store_removed(job: Job, checkpointer: FlashCheckpointer) -> None:
     _meet()
     if job.rank == 0:
         for one in find_stores([job.memory]):
-            shutil.rmtree(one.path)
+            delete_in_use(one.path)
     _meet()
 
 

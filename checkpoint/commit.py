@@ -354,7 +354,13 @@ def holding(directory: Path, generation: Generation, *, locks: bool = True) -> I
                 with contextlib.suppress(OSError):
                     # A copy made by hand may lack it; where it cannot be made, nothing can be removed either.
                     os.close(inner.open_file(IN_USE, os.O_RDWR | os.O_CREAT))
-            lock = _use(root, name, inner) if locks else None
+            lock = None
+            try:
+                lock = _use(root, name, inner) if locks else None
+            except UntrustedFile:
+                raise
+            except PermissionError:
+                pass  # another user's, who lets us read and not lock it: it may be removed meanwhile
             if lock:
                 stack.callback(lock.release)
         yield inner

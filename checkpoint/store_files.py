@@ -30,13 +30,14 @@ from pathlib import Path
 import msgspec
 
 from checkpoint import typed_json
-from checkpoint.errors import CheckpointError, DamagedSegment, ForeignOwner, OptionsError
+from checkpoint.errors import CheckpointError, DamagedSegment, DirectoryNotWritable, ForeignOwner, OptionsError
 from checkpoint.faults import reach
 from checkpoint.generation import Generation
 from checkpoint.locks import FileLock, is_locked
 from checkpoint.policy.lineage import Lineage
 from checkpoint.replica.peers import Order
 from checkpoint.segment import Header, Segment, State, read_header
+from hetstream.base.files import Directory
 
 _NAME = re.compile(r"\.?hetstream-ckpt-(\d+)-([\w.+]+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})", re.ASCII)
 _JOB = re.compile(r"[\w.+]{1,64}", re.ASCII)
@@ -429,6 +430,21 @@ class StoreFiles:
             entry.unlink()
             reach("store.removing")
         hidden.rmdir()
+
+
+def make_fallback(directory: Path) -> None:
+    """Make the place in a checkpoint directory for what shared memory has no room for.
+
+    Raises:
+        DirectoryNotWritable: something else has its name, such as a link that an archive has brought.
+    """
+    try:
+        with Directory.open(directory) as root:
+            root.make(FALLBACK).close()
+    except OSError as error:
+        raise DirectoryNotWritable(
+            f"{error}. What shared memory has no room for would lie in {directory / FALLBACK}: remove what is there"
+        ) from error
 
 
 def stores_prefix() -> str:

@@ -51,8 +51,7 @@ from checkpoint.policy.interval import Adaptive, Every
 from checkpoint.policy.retention import Retention
 from checkpoint.replica.trainer import TrainerReplicas
 from checkpoint.store import Store
-from checkpoint.store_files import FALLBACK, Identity
-from hetstream.base.files import Directory
+from checkpoint.store_files import FALLBACK, Identity, make_fallback
 
 _log = logging.getLogger(__name__)
 
@@ -172,8 +171,7 @@ class FlashCheckpointer:
 
         def open_it() -> int:
             if options.fallback is None:
-                with Directory.open(self._directory.path) as root:
-                    root.make(FALLBACK).close()  # a link that an archive has put there leads nowhere
+                make_fallback(self._directory.path)
             stores.append(Store.open(identity, options.num_slots, options.shared_memory.absolute(), self._fallback))
             return 0
 

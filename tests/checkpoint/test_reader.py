@@ -24,6 +24,7 @@ from checkpoint.flash.source import Disk
 from checkpoint.generation import Generation
 from checkpoint.rank_file import open_file
 from slurm_plugin.cli import main
+from tests.base.users import run_as
 
 ROOT = Path(__file__).resolve().parents[2]
 WaitUntil = Callable[..., None]
@@ -276,9 +277,7 @@ def modes(directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="to be another user needs root")
-def test_who_is_of_the_directorys_group_reads_what_is_saved(
-    tmp_path: Path, make: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_is_of_the_directorys_group_reads_what_is_saved(tmp_path: Path, make: Any) -> None:
     """The owner gives the directory to a group once; what the training writes later is for it, too."""
     directory = tmp_path / "ckpt"
     directory.mkdir(mode=0o700)
@@ -292,11 +291,12 @@ def test_who_is_of_the_directorys_group_reads_what_is_saved(
         assert (reader.all_steps(), reader.load().state["n"]) == ([1, 2], 2)
         assert main(["ckpt", "ls", str(directory)]) == 0
         assert main(["ckpt", "verify", str(directory)]) == 0
+        assert main(["ckpt", "convert", str(directory), str(tmp_path / "out.pt"), "--to", "torch", "--dry-run"]) == 0
 
     with make(keep=ALL) as checkpointer:
         save_steps(checkpointer, 1, 2, 3)
         checkpointer.restore(state_of(0), step=2)  # writes the lineage, which readers need, anew
-        assert as_another_user(read) == 0
+        run_as(STRANGER, read)
     found = modes(directory)
     readable = {"step-0000000003.1", ".safetensors", ".json", "owner.json", ".lineage.json"}
     assert {name: found[name] for name in readable} == {

@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # torch is pinned here alone: an open range pulls gigabytes of CUDA packages onto machines without a GPU.
 TORCH ?= torch==2.13.0
-# What pyproject.toml declares. Where TORCH is another one, `make test-all` runs the tests of what uses torch on this, too.
+# What pyproject.toml declares. Where TORCH is another one, `make test-all` runs the tests of what uses torch on this, too:
+# 6 GB on the disk, as package indexes have older releases for Linux with CUDA's libraries alone.
 OLDEST_TORCH := torch==$(shell sed -n 's/^torch = \["torch>=\(.*\)"\]$$/\1/p' pyproject.toml)
 OLDEST_VENV := .venv-oldest-torch
 DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak

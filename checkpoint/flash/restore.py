@@ -28,11 +28,13 @@ from checkpoint.flash.device import copy_in_memory
 from checkpoint.flash.payload import Payload
 from checkpoint.flash.shards import Box, Whole, cut, is_inside, overlap_of
 from checkpoint.flash.tensors import DTYPES, Leaves, Move, dtype_of, is_whole, make_foreign, view_of
+from checkpoint.flash.wrappers import advice
 from checkpoint.layout import Entry
 from checkpoint.structure import Record, TensorRef
 
 _log = logging.getLogger(__name__)
 
+_MISSING, _UNEXPECTED = ": missing in the checkpoint", ": unexpected, only in the checkpoint"
 # More of them would hide the cause.
 _MAX_DIFFERENCES_TOLD = 40
 
@@ -259,7 +261,13 @@ def _told(differences: Sequence[str]) -> str:
         f"the checkpoint does not fit this program's state, {len(differences)} difference(s): "
         + "; ".join([*shown, *more])
         + ". Nothing was restored. Restore with strict=False to take what fits, or load() it and convert it"
+        + advice(_ending_with(_MISSING, differences), _ending_with(_UNEXPECTED, differences))
     )
+
+
+def _ending_with(ending: str, differences: Sequence[str]) -> set[str]:
+    """The places of such differences."""
+    return {one.removesuffix(ending) for one in differences if one.endswith(ending)}
 
 
 def _like_mapping(like: Mapping[Any, Any], items: dict[Any, Any], only: Collection[Any] | None = None) -> Any:
@@ -445,8 +453,8 @@ class Restore:
         unexpected = [key for key in saved if key not in here]
         is_plain = (missing or unexpected) and path and not _has_tensor(here) and not _has_tensor(saved)
         if not is_plain:
-            self.differences += [f"{prefix}{key}: missing in the checkpoint" for key in missing]
-            self.differences += [f"{prefix}{key}: unexpected, only in the checkpoint" for key in unexpected]
+            self.differences += [f"{prefix}{key}{_MISSING}" for key in missing]
+            self.differences += [f"{prefix}{key}{_UNEXPECTED}" for key in unexpected]
         fills = {key: self.match(f"{prefix}{key}", here[key], saved[key]) for key in here if key in saved}
 
         def fill() -> Any:
@@ -602,8 +610,8 @@ class Restore:
     def _compare_module(self, path: str, here: torch.nn.Module, saved: Mapping[str, Any]) -> set[str]:
         """Which keys fit."""
         now = here.state_dict()
-        self.differences += [f"{path}.{key}: missing in the checkpoint" for key in now if key not in saved]
-        self.differences += [f"{path}.{key}: unexpected, only in the checkpoint" for key in saved if key not in now]
+        self.differences += [f"{path}.{key}{_MISSING}" for key in now if key not in saved]
+        self.differences += [f"{path}.{key}{_UNEXPECTED}" for key in saved if key not in now]
         return {key for key, tensor in now.items() if key in saved and self._fits(f"{path}.{key}", tensor, saved[key])}
 
     def _fits(self, path: str, here: Any, saved: Any) -> bool:

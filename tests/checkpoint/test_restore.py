@@ -403,3 +403,31 @@ def test_damaged_generators_are_refused_and_none_is_set(key: str) -> None:
         rng.restore(state)
     assert random.getstate() == now[0]
     assert torch.equal(torch.get_rng_state(), now[1])
+
+
+class Wrapped(nn.Module):
+    """As DistributedDataParallel and torch.compile wrap."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.add_module(word, nn.Sequential(nn.Linear(2, 2)))
+
+    @property
+    def within(self) -> nn.Module:
+        return next(self.children())
+
+
+@pytest.mark.parametrize(("word", "wrapper"), [("module", "DistributedDataParallel"), ("_orig_mod", "torch.compile")])
+def test_a_model_that_was_wrapped_on_one_side_alone_is_told_so(word: str, wrapper: str) -> None:
+    wrapped = Wrapped(word)
+    for here, saved, match in (
+        (wrapped.within, wrapped, rf"saved within {wrapper}: wrap it here too .*\(model\.{word}\)"),
+        (wrapped, wrapped.within, rf"within {wrapper} here, and was saved without: .*\(model\.{word}\)"),
+    ):
+        task = Restore()
+        task.compare({"model": here}, pack({"model": saved})[1].saved())
+        with pytest.raises(StateMismatch, match=match):
+            raise task.mismatch() or AssertionError("it fits")
+    task = Restore()
+    task.compare({"model": nn.Linear(2, 2)}, pack({"model": nn.Linear(2, 2, bias=False)})[1].saved())
+    assert "within" not in str(task.mismatch())

@@ -100,8 +100,21 @@ class MarkedJob:
     num_cpus: int
 
 
+@dataclass(frozen=True)
+class SiteReading:
+    """What the site daemon has read of a job's companions.
+
+    Attributes:
+        taken_s: when, or a little before, by the clock of this process that never goes back.
+        jobs: those that were not over.
+    """
+
+    taken_s: float
+    jobs: Sequence[MarkedJob]
+
+
 class SiteLimit(Protocol):
-    """What the site lets a job have; without a site daemon there is none. Neither method waits."""
+    """What the site lets a job have, and knows of it; without a site daemon there is none. No method waits."""
 
     def report(self, minimum: int, current: int, wanted: int, cpus: int, wait_share: float) -> None:
         """Say how the job is.
@@ -116,6 +129,9 @@ class SiteLimit(Protocol):
 
     def data_workers(self) -> int | None:
         """Data workers that this job may have now, those of component 1 among them; None without a limit."""
+
+    def marked(self, mark: str) -> SiteReading | None:
+        """This job's companions with this word in their comment, in the daemon's last reading; None if it told none."""
 
 
 class SlurmClient(Protocol):

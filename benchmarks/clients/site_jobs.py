@@ -1,7 +1,8 @@
 """The job masters of many jobs in one process, as far as site daemon and slurmctld can tell.
 
 Each job reports to the daemon by the `SiteLink` of a real job master. Those whose companions wait in the queue ask
-Slurm about them when a job master would, by its own rule (`Looks`) and its own command. Prints how often, at the end.
+Slurm about them when a job master would, by its own rules (`Looks`, and what the daemon has read) and its own command.
+Prints how often, at the end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 
+from hetjob.master.elastic import READ_WITHIN_S
 from hetjob.master.looks import Looks
 from hetjob.site.address import read_settings
 from hetjob.site.link import SiteLink
@@ -40,20 +42,27 @@ def main() -> int:
     settings, client, draw = read_settings(os.environ), CommandSlurm(), random.Random(1)
     now = time.monotonic()
     waiting = {job: looks_after(draw.randint(*WAITED_S), now) for job in request["waiting"]}
-    num_looks, asked_s = 0, 0.0
+    num_due, num_looks, asked_s = 0, 0, 0.0
+    linked: dict[int, SiteLink] = {}
     with contextlib.ExitStack() as links:
         for job in request["jobs"]:
             link = links.enter_context(SiteLink(settings, job))
             link.report(0, 0, 4, 2, 0.5)
+            linked[job] = link
         print(json.dumps({"case": "started"}), flush=True)
         while not stopped.wait(1.0):
             for job, looks in waiting.items():
-                if looks.is_due("pending", False, time.monotonic()):
-                    began = time.monotonic()
-                    client.marked_jobs(f"hets:start={job}.0")
+                began, mark = time.monotonic(), f"hets:start={job}.0"
+                if looks.is_due("pending", False, began):
+                    num_due += 1
+                    reading = linked[job].marked(mark)
+                    if reading is not None and began - reading.taken_s <= READ_WITHIN_S:
+                        continue
+                    client.marked_jobs(mark)
                     num_looks += 1
                     asked_s += time.monotonic() - began
-        print(json.dumps({"case": "ended", "looks": num_looks, "look_s": asked_s / max(1, num_looks)}), flush=True)
+        told = {"case": "ended", "due": num_due, "looks": num_looks, "look_s": asked_s / max(1, num_looks)}
+        print(json.dumps(told), flush=True)
         os._exit(0)  # a thousand links would be ended one after the other
 
 

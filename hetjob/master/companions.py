@@ -77,9 +77,14 @@ class CompanionJobs:
         # The key: submitted once, also when the answer to the submission is lost.
         return self._client.submit(script, options, f"{job_id}.{self._job.restarts}.companion-{number}")
 
-    def listed(self) -> list[MarkedJob]:
-        """Those that Slurm knows and that are not over."""
-        return [one for one in self._client.marked_jobs(self.mark) if one.state not in _ENDING]
+    def listed(self, known: Sequence[MarkedJob] | None = None) -> list[MarkedJob]:
+        """Those that Slurm knows and that are not over.
+
+        Args:
+            known: what somebody else has read of them; None: Slurm is asked.
+        """
+        jobs = self._client.marked_jobs(self.mark) if known is None else known
+        return [one for one in jobs if one.state not in _ENDING]
 
     def cancel(self, job_id: str) -> None:
         """End one, pending or running."""

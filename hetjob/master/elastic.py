@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from hetjob.errors import SlurmCommandError
 from hetjob.master.companions import CompanionJobs
 from hetjob.master.looks import Looks
 from hetjob.master.notebook import Notebook
-from hetjob.ports import SiteLimit
+from hetjob.ports import MarkedJob, SiteLimit
 from mpi_dataworkers.errors import HetstreamError
 from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
 
@@ -33,6 +33,8 @@ _EVERY_S = 1.0
 # A process that was idle for nearly all of the last seconds says little of how fast it is: what it was before counts.
 _LEAST_BUSY_SHARE = 0.02
 _STOPPED_WITHIN_S = 20.0
+# Older readings of the site daemon do not stand for what Slurm would say: it reads once a minute.
+READ_WITHIN_S = 300.0
 
 
 class Steering(Protocol):
@@ -182,7 +184,8 @@ class Elastic:
         is_settled = all(one.state is CompanionState.WORKING for one in self._tracked.values())
         if not self._looks.is_due(states, is_settled, now):
             return
-        listed = {one.job_id: one for one in self._companions.listed() if one.job_id not in self._given_up}
+        found = self._companions.listed(self._read_by_site(now))
+        listed = {one.job_id: one for one in found if one.job_id not in self._given_up}
         for job_id in self._tracked.keys() - listed.keys():
             log.info("companion job=%s ended", job_id)
             del self._tracked[job_id]
@@ -193,6 +196,13 @@ class Elastic:
                 self._tracked[job_id] = _Tracked(job.num_cpus, state, now)
             elif self._tracked[job_id].state is CompanionState.PENDING and state is CompanionState.STARTING:
                 self._tracked[job_id].state, self._tracked[job_id].since = state, now
+
+    def _read_by_site(self, now: float) -> Sequence[MarkedJob] | None:
+        """What the site daemon has read, if that was of late and after the last change, which else is not in it."""
+        reading = self._site.marked(self._companions.mark) if self._site is not None else None
+        if reading is None or reading.taken_s <= self._looks.changed_s or now - reading.taken_s > READ_WITHIN_S:
+            return None
+        return reading.jobs
 
     def _snapshot(self, status: Status, rates: Mapping[str, float], now: float) -> Snapshot:
         # Between two passes a loader is in none for a moment.

@@ -22,6 +22,11 @@ class Looks:
         self._changed_s = float("-inf")
         self._asked_s = float("-inf")
 
+    @property
+    def changed_s(self) -> float:
+        """When something had last changed, or a little later."""
+        return self._changed_s
+
     def is_due(self, state: Hashable, is_settled: bool, now: float) -> bool:
         """Whether to ask now; the caller then does.
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 from hetjob.errors import HetstreamError
+from hetjob.ports import MarkedJob, SiteReading
 from hetjob.site.address import SiteSettings, read_settings
 from hetjob.site.client import ask
 from hetjob.site.messages import GrantLimit, ReportDemand
@@ -66,6 +67,7 @@ class SiteLink:
         self._said: ReportDemand | None = None
         self._granted: GrantLimit | None = None
         self._granted_s = 0.0
+        self._asked_s = 0.0
         self._closed = False
         self._problem = ""
         self._thread = threading.Thread(target=self._run, name="hetstream-site", daemon=True)
@@ -84,6 +86,16 @@ class SiteLink:
         with self._news:
             granted, held_s = self._granted, self._clock() - self._granted_s
         return granted.limit if granted is not None and held_s < HOLD_S else None
+
+    def marked(self, mark: str) -> SiteReading | None:
+        """This job's companions with this word in their comment, in the daemon's last reading; None if it told none."""
+        with self._news:
+            granted, asked_s = self._granted, self._asked_s
+        if granted is None or granted.read_age_s is None:
+            return None
+        seen = [MarkedJob(one.job_id, one.state, one.num_cpus) for one in granted.companions if one.mark == mark]
+        # Not after the answer has come: it may have been on its way for seconds.
+        return SiteReading(asked_s - granted.read_age_s, seen)
 
     def close(self) -> None:
         """End the thread. A question that is on its way is waited for, a few seconds at most."""
@@ -108,14 +120,15 @@ class SiteLink:
             demand = self._wait(next_s, soonest_s)
             if demand is None:
                 return
-            soonest_s = self._clock() + _SHORTEST_S
+            asked_s = self._clock()
+            soonest_s = asked_s + _SHORTEST_S
             try:
                 answer = ask(self._settings, demand)
                 if not isinstance(answer, GrantLimit):
                     self._note(f"the site daemon refuses the report of job={demand.job_id}: {answer}")
                     delay_s = _LONGEST_RETRY_S
                 else:
-                    self._take(demand, answer)
+                    self._take(demand, answer, asked_s)
                     delay_s = min(max(answer.next_s, _SHORTEST_S), _LONGEST_S)
                 retry_s = _FIRST_RETRY_S
             except HetstreamError as error:
@@ -146,8 +159,9 @@ class SiteLink:
             return False
         return (new.minimum, new.wanted, new.cpus) != (said.minimum, said.wanted, said.cpus)
 
-    def _take(self, demand: ReportDemand, granted: GrantLimit) -> None:
+    def _take(self, demand: ReportDemand, granted: GrantLimit, asked_s: float) -> None:
         with self._news:
+            self._asked_s = asked_s
             before, self._granted, self._granted_s = self._granted, granted, self._clock()
             self._said = demand
         self._problem = ""

@@ -82,6 +82,22 @@ class _Versioned(msgspec.Struct, frozen=True):
     version: int
 
 
+class CompanionSeen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A companion job, as the daemon has read it.
+
+    Attributes:
+        job_id: its own.
+        mark: the word in its comment that says of which start of which job it is.
+        state: in Slurm's spelling.
+        num_cpus: in all.
+    """
+
+    job_id: str
+    mark: str
+    state: str
+    num_cpus: int
+
+
 class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grant_limit"):
     """How many data workers a job may have.
 
@@ -89,11 +105,15 @@ class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="g
         limit: None if the site sets none.
         reason: why, for people.
         next_s: after how many seconds to report again.
+        companions: of the job, in the daemon's last reading of the cluster, so that the job need not ask Slurm.
+        read_age_s: how old that reading is; None: companions are not told.
     """
 
     limit: int | None
     reason: str
     next_s: float
+    companions: tuple[CompanionSeen, ...] = ()
+    read_age_s: float | None = None
 
 
 class RefuseReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse_report"):

@@ -165,8 +165,15 @@ class Job:
     @property
     def trainer(self) -> str:
         """The job whose data workers it holds as a companion; empty if it is none."""
-        mark = "hets:trainer="
-        return next((word.removeprefix(mark) for word in self.comment.split() if word.startswith(mark)), "")
+        return self._word("hets:trainer=").removeprefix("hets:trainer=")
+
+    @property
+    def mark(self) -> str:
+        """The word that companions of one start of a job have in common; empty if it is none."""
+        return self._word("hets:start=")
+
+    def _word(self, begin: str) -> str:
+        return next((word for word in self.comment.split() if word.startswith(begin)), "")
 
     @property
     def num_records(self) -> int:

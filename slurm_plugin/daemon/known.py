@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from hetjob.site.messages import ReportDemand
+from hetjob.site.messages import CompanionSeen, ReportDemand
 from slurm_plugin.client.model import Job, Snapshot
 from slurm_plugin.daemon.policy import Demand
 
@@ -52,6 +52,22 @@ def held_by_jobs(snapshot: Snapshot, owners: Mapping[str, Job], partitions: Coll
             companion_cpus = before.companion_cpus + job.num_cpus
             found[leader] = Held(before.component_cpus, companion_cpus, before.num_companions + 1)
     return found
+
+
+def companions_of_jobs(snapshot: Snapshot, owners: Mapping[str, Job]) -> dict[str, tuple[CompanionSeen, ...]]:
+    """The companions of each of these jobs, those that wait in the queue among them.
+
+    Args:
+        snapshot: the cluster.
+        owners: the leaders, by number.
+    """
+    found: dict[str, list[CompanionSeen]] = {}
+    for job in snapshot.jobs:
+        owner = owners.get(job.trainer) if not job.het else None
+        if owner is not None and (job.uid, job.user) == (owner.uid, owner.user):
+            seen = CompanionSeen(str(job.job_id), job.mark, job.state, job.num_cpus)
+            found.setdefault(job.trainer, []).append(seen)
+    return {leader: tuple(seen) for leader, seen in found.items()}
 
 
 def demand_of(report: ReportDemand, held: Held, weight: float, is_silent: bool) -> Demand:

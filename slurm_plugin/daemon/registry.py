@@ -11,9 +11,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from hetjob.site.messages import GrantLimit, JobStatus, RefuseReport, ReportDemand
+import msgspec
+
+from hetjob.site.messages import CompanionSeen, GrantLimit, JobStatus, RefuseReport, ReportDemand
 from slurm_plugin.client.model import Job, Snapshot
-from slurm_plugin.daemon.known import Held, demand_of, first_grant, held_by_jobs, own_minimum, silent_after_s
+from slurm_plugin.daemon.known import (
+    Held,
+    companions_of_jobs,
+    demand_of,
+    first_grant,
+    held_by_jobs,
+    own_minimum,
+    silent_after_s,
+)
 from slurm_plugin.daemon.policy import Policy, Pool, allocate
 
 # Jobs report this often, or less if there are so many that it would be more than so many reports a second.
@@ -97,6 +107,7 @@ class Registry:
         self._snapshot: Snapshot | None = None
         self._leaders: dict[str, Job] = {}
         self._held: dict[str, Held] = {}
+        self._companions: dict[str, tuple[CompanionSeen, ...]] = {}
         self._weights: dict[str, float] = {}
         self._is_due = False
         self._round_s = -ROUND_S
@@ -132,7 +143,7 @@ class Registry:
         if known is None or _wish(known.report) != _wish(report):
             self._is_due = True
         changes = self.decide(now_s)
-        return self._grant(self.jobs[job_id]), changes
+        return self._with_companions(self._grant(self.jobs[job_id]), job_id, now_s), changes
 
     def observe(self, snapshot: Snapshot, now_s: float) -> tuple[Change, ...]:
         """Take a reading of the cluster: forget who has ended, and divide anew."""
@@ -142,6 +153,7 @@ class Registry:
             _leader(job): job for job in snapshot.jobs if job.is_running and not (job.het and job.het.offset)
         }
         self._held = held_by_jobs(snapshot, self._leaders, pool_partitions(snapshot, self._chosen))
+        self._companions = companions_of_jobs(snapshot, self._leaders)
         self._weights = dict.fromkeys(self._leaders, 0.0)
         for job in snapshot.jobs:
             if _leader(job) in self._weights:
@@ -204,6 +216,12 @@ class Registry:
             held = first_grant(job.report, self._of(job))
             return GrantLimit(held, "what it has, until the shares are divided anew", ROUND_S)
         return GrantLimit(max(job.limit, own_minimum(job.report, self._of(job))), job.reason, next_s)
+
+    def _with_companions(self, grant: GrantLimit, job_id: str, now_s: float) -> GrantLimit:
+        if self._snapshot is None:
+            return grant
+        age_s = max(0.0, now_s - self._snapshot.taken_s)
+        return msgspec.structs.replace(grant, companions=self._companions.get(job_id, ()), read_age_s=age_s)
 
     def _of(self, job: Registered) -> Held:
         return self._held.get(job.job, Held())

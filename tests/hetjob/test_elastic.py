@@ -21,6 +21,7 @@ from hetjob.master.companions import CompanionJobs
 from hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
 from hetjob.master.looks import Looks
 from hetjob.master.notebook import MOST_CHANGES, Notebook
+from hetjob.ports import MarkedJob, SiteReading
 from mpi_dataworkers.errors import ServiceUnavailable
 from mpi_dataworkers.messages import DataWorkerStatus, LoaderStats, LoaderStatus, Status, SteerDataWorkers
 from slurm_plugin.client.fake import FakeSlurm
@@ -60,6 +61,19 @@ class Dispatcher:
 
     def close(self) -> None:
         pass
+
+
+class NoLimit:
+    """A site daemon that says nothing."""
+
+    def report(self, minimum: int, current: int, wanted: int, cpus: int, wait_share: float) -> None:
+        pass
+
+    def data_workers(self) -> int | None:
+        return None
+
+    def marked(self, mark: str) -> SiteReading | None:
+        return None
 
 
 class Script(Controller):
@@ -190,6 +204,39 @@ def test_slurm_is_asked_seldom_about_companions_that_wait_for_long(world: World,
     assert asked_in_20_turns() == 1
 
 
+def test_slurm_is_not_asked_where_the_site_daemon_has_read_since(world: World, wait_until: WaitUntil) -> None:
+    class Site(NoLimit):
+        reading: SiteReading | None = None
+
+        def marked(self, mark: str) -> SiteReading | None:
+            assert mark == "hets:start=7.0"
+            return self.reading
+
+    now, site, script = [10.0], Site(), Script(grow(1))
+    world.dispatcher.deaf = True
+    site.reading = SiteReading(9.0, [])
+    world.run(script, site, clock=lambda: now[0])
+
+    def asked_in_20_turns() -> int:
+        before, turns = world.slurm.calls.count(LOOK), len(world.dispatcher.orders)
+        wait_until(lambda: len(world.dispatcher.orders) > turns + 20, what="20 turns")
+        return world.slurm.calls.count(LOOK) - before
+
+    wait_until(world.alive, what="a companion")
+    asked_in_20_turns()
+    assert script.seen[-1].num_companions == 1, "a reading of before its submission does not end it"
+    site.reading = SiteReading(99.0, [MarkedJob("1000", "RUNNING", 2)])
+    now[0] = 110.0
+    assert asked_in_20_turns() == 0
+    assert script.seen[-1].num_companions == 1
+    now[0] = 600.0
+    assert asked_in_20_turns() == 1, "the daemon has not read for long"
+    site.reading = SiteReading(1999.0, [MarkedJob("1000", "COMPLETING", 2)])
+    now[0] = 2000.0
+    assert asked_in_20_turns() == 0
+    assert script.seen[-1].num_companions == 0
+
+
 def test_slurm_is_not_asked_about_companions_that_work(world: World, wait_until: WaitUntil) -> None:
     world.run(Script(grow(2)))
     wait_until(lambda: len(world.alive()) == 2, what="two companions")
@@ -266,7 +313,7 @@ def test_a_dispatcher_that_is_away_and_a_slurm_that_does_not_answer_end_nothing(
 
 
 def test_the_site_limit_reaches_the_controller(world: World, wait_until: WaitUntil) -> None:
-    class Site:
+    class Site(NoLimit):
         reports: ClassVar[list[tuple[int, int, int, int, float]]] = []
 
         def report(self, minimum: int, current: int, wanted: int, cpus: int, wait_share: float) -> None:

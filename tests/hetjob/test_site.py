@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetjob.errors import SiteError
+from hetjob.ports import MarkedJob, SiteReading
 from hetjob.site import link as link_module
 from hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address, read_settings
 from hetjob.site.client import ask
@@ -23,6 +24,7 @@ from hetjob.site.messages import (
     MAX_ANSWER_BYTES,
     Answer,
     AskStatus,
+    CompanionSeen,
     GrantLimit,
     JobStatus,
     RefuseReport,
@@ -275,6 +277,24 @@ def test_a_link_keeps_the_newest_limit_and_forgets_it_when_nobody_answers(
     assert link.data_workers() == 5
     clock.now += HOLD_S
     assert link.data_workers() is None
+    link.close()
+
+
+def test_a_link_gives_the_companions_of_one_start_and_when_they_were_read(
+    daemon: Answers, wait_until: Callable[..., None]
+) -> None:
+    seen = (
+        CompanionSeen("10", "hets:start=8123.1", "PENDING", 4),
+        CompanionSeen("9", "hets:start=8123.0", "RUNNING", 4),
+    )
+    daemon.answer(GrantLimit(None, "it only observes", 300.0, seen, 7.5))
+    clock = Clock()
+    clock.now = 100.0
+    link = SiteLink(daemon.settings, 8123, clock)
+    assert link.marked("hets:start=8123.1") is None
+    link.report(*REPORT)
+    wait_until(lambda: link.marked("hets:start=8123.1"))
+    assert link.marked("hets:start=8123.1") == SiteReading(92.5, [MarkedJob("10", "PENDING", 4)])
     link.close()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetjob.site.messages import GrantLimit, RefuseReport, ReportDemand
+from hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
 from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from slurm_plugin.daemon.policy import Decision, Pool
 from slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, REPORT_S, Registry, pool_cpus, pool_partitions
@@ -67,6 +67,21 @@ def test_shares_follow_the_weights_and_change_at_most_once_a_second(registry: Re
 
 def companion(job_id: int, of: int, cpus: int = 4, **more: object) -> Job:
     return job(job_id, gpus=0, partitions=("cpu",), num_cpus=cpus, comment=f"hets:trainer={of}", **more)
+
+
+def test_a_job_is_told_its_companions_and_how_old_that_is(registry: Registry) -> None:
+    assert granted(registry, 1, 1, 130.0).companions == ()
+    own = companion(10, 1, state="PENDING")
+    registry.observe(
+        snapshot(
+            job(1), replace(own, comment="hets:trainer=1 hets:start=1.2"), job(2),
+            companion(11, 1, user="bob"), companion(12, 2), taken_s=149.0,
+        ),
+        150.0,
+    )  # fmt: skip
+    answer = granted(registry, 1, 2, 160.0)
+    assert answer.companions == (CompanionSeen("10", "hets:start=1.2", "PENDING", 4),)
+    assert answer.read_age_s == 11.0
 
 
 def test_what_slurm_does_not_bear_out_takes_nothing_from_others(registry: Registry) -> None:

@@ -30,6 +30,7 @@ from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
 from mpi_dataworkers.exchange import Exchange
 from mpi_dataworkers.faults import reach
+from mpi_dataworkers.forks import ForksEndHere
 from mpi_dataworkers.gather import Gatherer
 from mpi_dataworkers.handover import HandoverFailed
 from mpi_dataworkers.interpreter import this_interpreter
@@ -307,7 +308,8 @@ class DataWorker:
                 reach("worker.before_make")
                 self._page.begin(lease.session.session_id, lease.token, step, lease.session.errors.sample_timeout_s)
                 try:
-                    goes_on = self._make(lease, step, gathered)
+                    with ForksEndHere():
+                        goes_on = self._make(lease, step, gathered)
                 except _StepFailed as failed:
                     # The dispatcher leases what is left: the failed step to someone else where there is one.
                     self._send(receivers, gathered.rest())

@@ -32,6 +32,7 @@ from mpi_dataworkers.loader.torch_loader import (
     say_pinning_has_no_effect,
     torch_options,
 )
+from mpi_dataworkers.ops.pipeline import fingerprint_of
 from mpi_dataworkers.rounds import StreamBuckets
 from mpi_dataworkers.sharding import EpochPlan
 from mpi_dataworkers.visitation import Cut, ShardingPolicy, Visitation
@@ -229,7 +230,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         shared = SharedStream(sharing, pipeline_name or "") if sharing is not None else None
         named = {"sharing": str(sharing), "pipeline_name": pipeline_name or ""}
         found = service or service_from_environment()
-        said = self._order_description | named
+        said = {"fingerprint": fingerprint_of(dataset)} | self._order_description | named
         skipped = SkippedSamples(options.error_policy(), options.quarantine_file(identity), not options.is_iterable)
         in_rounds = StreamBuckets(length_of, tuple(bucket_boundaries or ())) if length_of is not None else None
         buckets = self._buckets or in_rounds
@@ -362,7 +363,9 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             shards=at.shards,
             world_size=self._world_size,
             is_global=self._global_batch_size is not None,
-            pipeline=self._stream.pipeline.description() | self._order_description,
+            pipeline=self._stream.pipeline.description()
+            | {"fingerprint": fingerprint_of(self.dataset)}
+            | self._order_description,
             sampler=sampler,
             drawn=drawn,
             quarantined=self._stream.skipped.state(),

@@ -135,8 +135,9 @@ class LoaderOptions:
         if self.global_batch_size is not None:
             keywords["batch_size"] = -(-self.global_batch_size // world_size)
         # torch has nothing to shuffle there; here it is the files. And it refuses to shuffle a dataset that is empty.
-        nothing_to_shuffle = self.is_iterable or (hasattr(self.dataset, "__len__") and len(self.dataset) == 0)
-        return keywords | {"shuffle": None} if nothing_to_shuffle else keywords
+        if self.is_iterable or (self.shuffle and hasattr(self.dataset, "__len__") and len(self.dataset) == 0):
+            keywords["shuffle"] = None
+        return keywords
 
     def say_what_has_no_effect(self, is_streamed: bool) -> None:
         """Log, once in a process, which keywords ask for processes that this loader does not have."""

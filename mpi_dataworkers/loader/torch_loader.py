@@ -97,7 +97,7 @@ def pipeline_of(loader: Any, buckets: LengthBuckets | StreamBuckets | None = Non
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     try:
         num_samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else -1
-    except NotImplementedError:  # of a base class that asks for a method; torch itself does not ask for a length
+    except Exception:  # noqa: BLE001, user code; torch itself does not ask for a length where there is a sampler
         num_samples = -1
     batched = loader.batch_sampler is not None
     rest = loader.collate_fn, num_samples, loader.worker_init_fn, batched

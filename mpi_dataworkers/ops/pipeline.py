@@ -39,6 +39,7 @@ from mpi_dataworkers.ops.program import is_own, program_of, settings_of
 from mpi_dataworkers.ops.reached import Reached
 from mpi_dataworkers.rounds import StreamBuckets
 from mpi_dataworkers.sharding import Indices
+from mpi_dataworkers.sources.together import reads_apart
 from mpi_dataworkers.threads import ThreadTeam
 
 _pin_memory: Any = torch_pin.pin_memory
@@ -120,7 +121,7 @@ class Pipeline:
     @property
     def thread_safe(self) -> bool:
         """Whether the dataset says that several threads may make its samples; they draw from `sample_generator()`."""
-        return getattr(self.dataset, "thread_safe", False) is True
+        return is_its_own(self.dataset, "thread_safe") and self.dataset.thread_safe is True
 
     def with_own_generators(self) -> Pipeline:
         """The same, for the process that makes its samples: what it holds of generators is seeded before each."""
@@ -131,7 +132,7 @@ class Pipeline:
         """Whether the samples of a batch are made one by one, so that several threads can make them."""
         if not self.batched or not self.thread_safe or isinstance(self.dataset, torch.utils.data.IterableDataset):
             return False
-        if callable(getattr(self.dataset, "read_samples", None)):
+        if reads_apart(self.dataset):
             return self.dataset.transform is not None
         return not callable(getattr(self.dataset, "__getitems__", None))
 
@@ -145,8 +146,8 @@ class Pipeline:
     ) -> Any:
         """Read, transform and collate the samples of one step.
 
-        A dataset with `read_samples(indices)` and `transform` (hetstream's sources) is read once for the batch and
-        transformed with a seed for each sample; one with `__getitems__` has one seed for the batch. For a thread-safe
+        A dataset that `reads_apart` (hetstream's sources) is read once for the batch and transformed with a seed for
+        each sample; another one with `__getitems__` has one seed for the batch. For a thread-safe
         one the global generators are seeded once, for the collate function: its samples do not draw from them.
 
         Args:
@@ -162,22 +163,24 @@ class Pipeline:
         wanted = indices.tolist()
         # Most steps have this form, and comparing costs more than looking: one that is equal gives the same.
         given = wanted if form is INTS else form.given(indices)
+        seeds_all = not self.thread_safe
         if not self.batched:
             read = partial(getitem, self.dataset, wanted[0] if form is INTS else given)
             sample = -1 if isinstance(wanted[0], list) else wanted[0]
-            samples = self._one(read, sample, seeds[0], not self.thread_safe, watched)
-        elif callable(getattr(self.dataset, "read_samples", None)):
+            samples = self._one(read, sample, seeds[0], seeds_all, watched)
+        elif reads_apart(self.dataset):
             samples = self._together(self.dataset.read_samples, wanted, seeds[0], watched)
             transform = self.dataset.transform
             if transform is not None:
-                samples = self._each([partial(transform, raw) for raw in samples], wanted, seeds, watched, team)
+                work = [partial(transform, raw) for raw in samples], wanted, seeds
+                samples = self._each(*work, seeds_all, watched, team)
         elif callable(getattr(self.dataset, "__getitems__", None)):
             samples = self._together(self.dataset.__getitems__, given, seeds[0], watched)
         else:
             reads = [partial(getitem, self.dataset, index) for index in given]
-            samples = self._each(reads, wanted, seeds, watched, team)
+            samples = self._each(reads, wanted, seeds, seeds_all, watched, team)
         watched.at_sample(-1)
-        if self.thread_safe:
+        if not seeds_all:
             self._seed(seeds[0])
         return self._collate(samples)
 
@@ -186,11 +189,11 @@ class Pipeline:
         makes: Sequence[Callable[[], Any]],
         wanted: list[int],
         seeds: Sequence[int],
+        seeds_all: bool,
         watched: Watched,
         team: ThreadTeam | None,
     ) -> list[Any]:
         work = list(zip(makes, wanted, seeds, strict=True))
-        seeds_all = not self.thread_safe
 
         def one(place: int, thread: int) -> Any:
             return self._one(*work[place], seeds_all, watched, thread)
@@ -238,16 +241,32 @@ class Pipeline:
         return {
             "dataset": _name_of(self.dataset),
             "length": str(self.num_samples),
-            "fingerprint": _fingerprint_of(self.dataset),
             "collate_fn": _name_of(self.collate_fn),
             "batched": str(self.batched),
         } | ({} if by_length is None else {"buckets": by_length.description})
 
 
-def _fingerprint_of(dataset: Any) -> str:
-    """What a dataset itself says that its samples depend on: its `fingerprint`, or Hugging Face's `_fingerprint`."""
-    found = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None) or ""
-    return str(found() if callable(found) else found)
+def is_its_own(value: object, name: str) -> bool:
+    """Whether an attribute stands in an object or in its class: a wrapper may find those of what it wraps."""
+    # A loop, not `any` over a generator: it is asked for each batch.
+    for kind in type(value).__mro__:
+        if name in kind.__dict__:
+            return True
+    return name in getattr(value, "__dict__", ())
+
+
+def fingerprint_of(dataset: Any) -> str:
+    """What a dataset itself says that its samples depend on: its `fingerprint`, or Hugging Face's `_fingerprint`.
+
+    A program's own attribute that is called so, and is no text or number, or a method that takes arguments, is none.
+    """
+    for name in ("fingerprint", "_fingerprint"):
+        found = getattr(dataset, name) if is_its_own(dataset, name) else None
+        if inspect.isroutine(found) and not inspect.signature(found).parameters:
+            found = found()
+        if isinstance(found, str | bytes | int):
+            return str(found)
+    return ""
 
 
 def describe_failure(error: Exception, is_final: bool = False) -> Failure:

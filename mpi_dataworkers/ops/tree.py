@@ -89,7 +89,8 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     known = None
     if type(batch) is dict and set(map(type, batch.values())) == {_TENSOR} and set(map(type, batch)) == {str}:
         tensors = list(batch.values())
-        known = _plan_of_features(tuple(batch), tuple(map(_look, tensors)))
+        with contextlib.suppress(RuntimeError):  # of nested tensors, which have no shape
+            known = _plan_of_features(tuple(batch), tuple(map(_look, tensors)))
     if known is not None and all(tensors[number].is_contiguous() for number in known[0].may_turn):
         plan, spec = known
     else:
@@ -387,6 +388,11 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether type, shape and one piece of memory are all there is to a tensor."""
+    return tensor.is_cpu and tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
+
+
 def _dims_in_memory(tensor: torch.Tensor) -> list[int] | None:
     """A tensor's dimensions in the order of their strides, if it fills its memory so; None for any other one."""
     strides = tensor.stride()
@@ -405,7 +411,7 @@ def _describe_tensor(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
 
 def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> Any:
     kind = type(value)
-    if kind is _TENSOR and value.is_cpu and value.layout is _STRIDED and not value.is_quantized:
+    if kind is _TENSOR and _is_plain(value):
         return _describe_tensor(value, tensors)
     if kind is np.ndarray and value.dtype.kind in "biufc":
         if value.flags.f_contiguous and not value.flags.c_contiguous:
@@ -425,7 +431,7 @@ def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> An
         are_names = all(type(key) is str and _is_text(key) for key in value)
         keys = [["v", key] if are_names else _describe(key, tensors, arrays) for key in value]
         return ["d", keys, _describe_all(value.values(), tensors, arrays)]
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None):
         return ["k", _pickle(kind), _describe_all(value, tensors, arrays)]
     return ["p", _pickle(value)]
 
@@ -434,8 +440,7 @@ def _describe_all(values: Iterable[Any], tensors: list[torch.Tensor], arrays: li
     nodes = []
     for value in values:
         # The leaves of most batches, without a call for each.
-        is_plain = type(value) is _TENSOR and value.is_cpu and value.layout is _STRIDED and not value.is_quantized
-        if is_plain and (value.dim() < 2 or value.is_contiguous()):
+        if type(value) is _TENSOR and _is_plain(value) and (value.dim() < 2 or value.is_contiguous()):
             tensors.append(value)
             nodes.append("t")
         else:
@@ -466,7 +471,8 @@ def _build(node: Any, next_tensor: Callable[[], Any], next_buffer: Callable[[], 
         keys = _build_all(node[1], next_tensor, next_buffer)
         return dict(zip(keys, _build_all(node[2], next_tensor, next_buffer), strict=True))
     if kind == "k":
-        return _load(node[1])(*_build_all(node[2], next_tensor, next_buffer))
+        # Not by a call: a class may have a `__new__` of its own, which takes something else than the fields.
+        return tuple.__new__(_load(node[1]), _build_all(node[2], next_tensor, next_buffer))
     if kind == "p":
         return _load(node[1])
     raise ProtocolError(f"a batch's structure names the unknown node {kind!r}")

@@ -16,6 +16,7 @@ import numpy as np
 
 from hetstream.base.installed import install_command
 from mpi_dataworkers.errors import SourceError
+from mpi_dataworkers.sources.together import transforms_what_it_reads
 
 try:
     import h5py
@@ -75,9 +76,16 @@ class Hdf5Dataset:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """A subclass with a `__getitem__` of its own is read by it, though torch asks for `__getitems__` first."""
+        super().__init_subclass__(**keywords)
+        if "__getitem__" in vars(cls) and "__getitems__" not in vars(cls):
+            cls.__getitems__ = _one_by_one  # type: ignore[method-assign,assignment]
 
+    def __getitem__(self, index: int) -> Any:
+        return Hdf5Dataset.__getitems__(self, [index])[0]
+
+    @transforms_what_it_reads
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Samples at `indices`, in that order, repeats allowed; rows that lie together in the file are read together.
 
@@ -252,6 +260,10 @@ def _dataset_names(file: h5py.File) -> list[str]:
 
     file.visititems(visit)
     return sorted(names)
+
+
+def _one_by_one(dataset: Hdf5Dataset, indices: Sequence[int]) -> list[Any]:
+    return [dataset[index] for index in indices]
 
 
 def _plain(columns: Sequence[str] | Mapping[str, str]) -> tuple[str, ...] | dict[str, str]:

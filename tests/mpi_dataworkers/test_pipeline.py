@@ -205,7 +205,6 @@ def test_description_tells_pipelines_apart() -> None:
     assert pipeline_of(datasets.Augmented(5)).description() == {
         "dataset": "sample_datasets.Augmented",
         "length": "5",
-        "fingerprint": "",
         "collate_fn": "torch.utils.data._utils.collate.default_collate",
         "batched": "True",
     }

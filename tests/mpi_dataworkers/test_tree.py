@@ -20,6 +20,19 @@ from mpi_dataworkers.ops.tree import flatten, unflatten
 Pair = namedtuple("Pair", "left right")
 
 
+class Square(Pair):
+    """Is made of one value."""
+
+    def __new__(cls, side: Any) -> Square:
+        return super().__new__(cls, side, side)
+
+
+class Tagged(Pair):
+    """May have attributes beside its fields."""
+
+    name: str
+
+
 @dataclass
 class Record:
     """A class of the user's own."""
@@ -190,6 +203,28 @@ def test_many_small_tensors_share_buffers_and_keep_what_they_are() -> None:
 def test_sparse_tensors() -> None:
     sparse = torch.eye(3).to_sparse()
     assert torch.equal(travel(sparse).to_dense(), torch.eye(3))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors() -> None:
+    rows = [torch.ones(2), torch.arange(3.0)]
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor(rows, layout=layout)
+        (in_list,), in_dict = travel([nested]), travel({"rows": nested, "labels": torch.ones(2)})
+        for came in (travel(nested), in_list, in_dict["rows"]):
+            assert came.layout is layout
+            assert [row.tolist() for row in came.unbind()] == [row.tolist() for row in rows]
+
+
+def test_a_named_tuple_of_a_class_that_is_made_otherwise_or_has_attributes() -> None:
+    square = travel(Square(torch.ones(2)))
+    assert type(square) is Square
+    assert torch.equal(square.right, torch.ones(2))
+    tagged = Tagged(1, torch.ones(2))
+    tagged.name = "mine"
+    came = travel([tagged])[0]
+    assert (type(came), came.left, came.name) == (Tagged, 1, "mine")
+    assert torch.equal(came.right, torch.ones(2))
 
 
 def test_what_arrives_may_be_changed_in_place() -> None:

@@ -1,0 +1,39 @@
+"""Around user code: what it forks does not go on as a second copy of the process that called it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+
+
+class ForksEndHere(contextlib.AbstractContextManager[None]):
+    """A process that was forked inside, and comes out, ends: with the code of a `sys.exit`, with 1 after another
+    exception. Torch's worker processes let such processes end in the same way."""
+
+    def __enter__(self) -> None:
+        self._pid = os.getpid()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if os.getpid() != self._pid:
+            _end(error)
+
+
+def _end(error: BaseException | None) -> None:
+    code = 1
+    try:
+        while error is not None and error.__cause__ is not None:
+            error = error.__cause__
+        if error is None or (isinstance(error, SystemExit) and error.code is None):
+            code = 0
+        elif isinstance(error, SystemExit) and isinstance(error.code, int):
+            code = error.code
+        elif isinstance(error, SystemExit):
+            sys.stderr.write(f"{error.code}\n")
+        else:
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)

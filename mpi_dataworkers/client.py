@@ -605,6 +605,8 @@ class ServiceClient:
         return item
 
     def _reason_to_work_locally(self, now: float, waiting_since: float) -> str:
+        if self._closing:
+            return "it was closed"
         # Once it works locally it does not wait anew for each step.
         patient = now - max(self._no_workers_since, waiting_since) > LOCAL_AFTER_S
         if self._num_workers == 0 and (patient or self._local):
@@ -624,7 +626,7 @@ class ServiceClient:
 
     def say_streaming(self) -> None:
         """Log, once for each change, that data workers deliver again."""
-        if not self._local or self._num_workers == 0:
+        if not self._local or self._num_workers == 0 or self._closing:
             return
         if time.monotonic() - self._connection.last_heard < DISPATCHER_SILENCE_S:
             _log.warning("hetstream: %d data workers deliver again", self._num_workers)

@@ -77,7 +77,8 @@ def _calls() -> Iterator[tuple[str, bool]]:
     package."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES:
+        # Code that a program executes by itself may have anything for a name, or none.
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _OWN_PACKAGES:
             path = PurePath(frame.f_code.co_filename)
             yield f"{path.name}:{frame.f_lineno}", not _SITE.isdisjoint(path.parts)
         frame = frame.f_back  # type: ignore[assignment]

@@ -18,6 +18,7 @@ import torch
 
 from mpi_dataworkers import DataLoader, connection
 from mpi_dataworkers.address import ServiceAddress
+from mpi_dataworkers.client import DISPATCHER_SILENCE_S
 from mpi_dataworkers.connection import ConnectionOptions, join_service
 from mpi_dataworkers.dispatcher import server
 from mpi_dataworkers.dispatcher.state import DispatcherState
@@ -250,6 +251,21 @@ def test_a_loader_more_costs_no_descriptor_and_no_thread(three: Any, loaders: An
     assert num_files <= before[0] + 3
     assert threads == before[1]
     assert [one.stats()["local_steps"] for one in made] == [0] * 60
+
+
+def test_a_loader_that_was_closed_makes_its_steps_itself_at_once_and_says_why(
+    three: Any, loaders: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = loaders(datasets.Augmented(400), service=three.name)
+    passing = iter(loader)
+    began = [next(passing)]
+    loader.close()
+    began_at = time.monotonic()
+    assert sorted(int(index) for batch in (*began, *passing) for index in batch[1]) == list(range(400))
+    assert len(list(loader)) == 50
+    assert time.monotonic() - began_at < DISPATCHER_SILENCE_S, "it did not wait for a dispatcher"
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == "hetstream: working locally, because it was closed"
 
 
 class Gate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpi_dataworkers.config import Identity
-from mpi_dataworkers.naming import LoaderName, title_of
+from mpi_dataworkers.naming import LoaderName, name_loader, title_of
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,10 @@ from mpi_dataworkers.naming import LoaderName, title_of
 def test_a_title(is_named: bool, dataset: str, made_at: str, title: str) -> None:
     identity = Identity(0, 1, "resnet", is_named)
     assert title_of(identity, LoaderName(0, 0, "x", made_at, False), {"dataset": dataset}) == title
+
+
+def test_code_that_a_program_executes_by_itself_has_a_place_too() -> None:
+    for names in ({}, {"__name__": None}):
+        within = {"name": lambda: name_loader(Identity(0, 1, "cells"), {}, False), **names}
+        exec("\n\nnamed = name()", within)
+        assert within["named"].made_at.startswith("test_naming.py:"), "the lambda above"

@@ -59,6 +59,8 @@ _PYTHON_ENVIRONMENT = (
     *("PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONUSERBASE"),
     *("LOADEDMODULES", "MODULEPATH", "_LMFILES_", "EBROOT*", "SPACK_ENV"),
 )
+# Python orders sets of text, and gives `hash()` of text, by a number that it draws at its start, unless this names one.
+_HASH_SEED = "PYTHONHASHSEED"
 # The start-up hook of some installation of hetstream, in PYTHONPATH.
 _HOOK_PLACE = os.path.join("mpi_dataworkers", "hook", "path")
 RAILS = ("shm", "ipc", "tcp")
@@ -143,13 +145,24 @@ def travelling_environment(
     return sent, [name for name in sorted(at_start.keys() - environ.keys()) if not _is_named(name, _NOT_SENT)]
 
 
+def hash_seed(environ: Mapping[str, str] = os.environ) -> str:
+    """PYTHONHASHSEED of all processes that make a program's samples: the program's own, where it names one, else 0."""
+    named = environ.get(_HASH_SEED, "")
+    return "0" if named in ("", "random") else named
+
+
+def environment_with_hash_seed(environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """The environment in which this process would have it; None if it has."""
+    return None if environ.get(_HASH_SEED) == hash_seed(environ) else {**environ, _HASH_SEED: hash_seed(environ)}
+
+
 def python_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that make the Python environment of this process, without the start-up hook."""
     found = {name: value for name, value in sorted(environ.items()) if _is_named(name, _PYTHON_ENVIRONMENT)}
     entries = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if entry]
     if kept := [entry for entry in entries if not entry.endswith(_HOOK_PLACE)]:
         found["PYTHONPATH"] = os.pathsep.join(kept)
-    return found
+    return found | {_HASH_SEED: hash_seed(environ)}
 
 
 def environment_of_python(wanted: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:

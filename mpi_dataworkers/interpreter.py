@@ -24,7 +24,12 @@ from pathlib import Path
 
 from hetstream.base.files import Directory
 from mpi_dataworkers.address import has_ended, not_there
-from mpi_dataworkers.config import container_from_environment, identity_from_environment, python_environment
+from mpi_dataworkers.config import (
+    container_from_environment,
+    environment_with_hash_seed,
+    identity_from_environment,
+    python_environment,
+)
 from mpi_dataworkers.errors import ConfigError
 from mpi_dataworkers.messages import Interpreter
 
@@ -79,6 +84,13 @@ class PythonEnvironment:
         """Names it, without its host."""
         fields = (self.prefix, self.container, sorted(self.variables.items()))
         return blake2b(json.dumps(fields).encode(), digest_size=8).hexdigest()
+
+
+def take_hash_seed() -> None:
+    """Have this process order sets of text as all do that make samples: starts it anew, unless it does."""
+    environ = environment_with_hash_seed()
+    if environ is not None and sys.executable:
+        os.execve(sys.executable, sys.orig_argv, environ)
 
 
 def announce(address_file: Path) -> None:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpi_dataworkers.config import hash_seed
+
 _HOOK_DIRECTORY = str(Path(__file__).with_name("path"))
 
 
@@ -23,4 +25,6 @@ def environment(service: str | None, environ: Mapping[str, str] = os.environ) ->
     inherited = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     paths = [_HOOK_DIRECTORY, *(entry for entry in inherited if entry != _HOOK_DIRECTORY)]
     variables = {"HETSTREAM_HOOK": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    # Else the order of a set of text, and what samples make of it, would differ between the processes that make them.
+    variables |= {} if environ.get("PYTHONHASHSEED") else {"PYTHONHASHSEED": hash_seed(environ)}
     return variables | ({"HETSTREAM_SERVICE": service} if service else {})

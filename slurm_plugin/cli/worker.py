@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Work until the service ends."""
     from mpi_dataworkers.address import parse_service
     from mpi_dataworkers.config import cache_bytes_from_environment
+    from mpi_dataworkers.interpreter import take_hash_seed
     from mpi_dataworkers.threads import MAX_THREADS
 
     if not 1 <= args.processes <= _MAX_PROCESSES:
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--processes {args.processes} with --mpi: a rank is one process; start more ranks instead")
     if args.cache_bytes is not None and args.cache_bytes < 0:
         raise UsageError(f"--cache-bytes {args.cache_bytes}: at least 0")
+    take_hash_seed()
     cache_bytes = cache_bytes_from_environment() if args.cache_bytes is None else args.cache_bytes
     if args.follow_program is not None and not args.mpi:
         return _follow(args, cache_bytes)

@@ -29,7 +29,8 @@ class Zygote:
 
     def __init__(self) -> None:
         argv = [sys.executable, str(PROGRAMS / "zygote.py")]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | {"PYTHONHASHSEED": "0"}
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
     def ask(self, *question: Any) -> int:
         assert self.process.stdin
@@ -49,7 +50,8 @@ class Forked:
         self.returncode: int | None = None
         self.verb = words[0]
         self._zygote = zygote
-        self.pid = zygote.ask("start", words, str(log), dict(os.environ), os.getcwd())
+        environment = os.environ | {"PYTHONHASHSEED": "0"}  # as `hetstream worker` would have it, and start anew for it
+        self.pid = zygote.ask("start", words, str(log), environment, os.getcwd())
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:

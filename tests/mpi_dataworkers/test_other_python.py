@@ -14,11 +14,18 @@ from pathlib import Path
 import pytest
 
 from mpi_dataworkers import interpreter
-from mpi_dataworkers.config import container_from_environment, environment_of_python, python_environment
+from mpi_dataworkers.config import (
+    container_from_environment,
+    environment_of_python,
+    environment_with_hash_seed,
+    hash_seed,
+    python_environment,
+)
 from mpi_dataworkers.dispatcher import state as rules
 from mpi_dataworkers.dispatcher.records import Instruction, Send
 from mpi_dataworkers.dispatcher.state import DispatcherState
 from mpi_dataworkers.errors import ServiceUnavailable
+from mpi_dataworkers.hook import environment as hook_environment
 from mpi_dataworkers.interpreter import Follower, PythonEnvironment, announce, announced, this_interpreter
 from mpi_dataworkers.messages import (
     GrantLease,
@@ -112,7 +119,7 @@ def test_the_variables_that_make_an_environment() -> None:
     found = python_environment(environ)
     assert found == {
         "PATH": "/env/bin:/usr/bin", "VIRTUAL_ENV": "/env", "CONDA_PREFIX": "/conda", "LOADEDMODULES": "cuda/12",
-        "PYTHONPATH": "/mine", "LD_LIBRARY_PATH": "/cuda/lib",
+        "PYTHONPATH": "/mine", "LD_LIBRARY_PATH": "/cuda/lib", "PYTHONHASHSEED": "0",
     }  # fmt: skip
     assert "PYTHONPATH" not in python_environment({"PYTHONPATH": hook})
     here = {"PATH": "/usr/bin", "CONDA_PREFIX": "/base", "PYTHONPATH": hook, "SLURM_JOB_ID": "8", "HOME": "/home/u"}
@@ -268,3 +275,39 @@ def test_under_the_hook_what_data_workers_cannot_import_is_made_in_the_trainer(t
     (loader,) = json.loads((tmp_path / "summary.json").read_text())["loaders"]
     line = next(number for number, text in enumerate(program.splitlines(), 1) if text.startswith("for batch in"))
     assert loader["title"] == f"Numbers train.py:{line}", "where the program iterates, not where torch does"
+
+
+SETS = """
+import torch
+from torch.utils.data import DataLoader
+
+class Words(torch.utils.data.Dataset):
+    words = {f"word {number}" for number in range(50)}
+    def __len__(self): return 4
+    def __getitem__(self, index): return [*self.words, hash("word")]
+
+(of_one,) = {str(sample) for batch in DataLoader(Words(), 2, collate_fn=list) for sample in batch}
+print(of_one == str(Words()[0]))
+print(of_one)
+"""
+
+
+def test_sets_of_text_have_one_order_in_all_processes_that_make_samples(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SETS)
+    done = run(tmp_path, sys.executable, "train.py", environ={"PYTHONHASHSEED": ""})
+    assert done.stdout.splitlines()[:1] == ["True"], done.stderr
+    assert ", 0 made in the trainer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("named", "of_data_workers", "of_the_program"),
+    [(None, "0", "0"), ("", "0", "0"), ("random", "0", None), ("7", "7", None)],
+)
+def test_the_programs_hash_seed_is_that_of_data_workers(
+    named: str | None, of_data_workers: str, of_the_program: str | None
+) -> None:
+    environ = {} if named is None else {"PYTHONHASHSEED": named}
+    assert python_environment(environ)["PYTHONHASHSEED"] == hash_seed(environ) == of_data_workers
+    assert hook_environment(None, environ).get("PYTHONHASHSEED") == of_the_program
+    anew = environment_with_hash_seed(environ)
+    assert anew == (None if named == "7" else {"PYTHONHASHSEED": "0"})

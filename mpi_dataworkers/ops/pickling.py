@@ -37,6 +37,8 @@ APART_FROM_BYTES = 64 << 10
 _cloud: Any = cloudpickle.cloudpickle
 _Cached: Any = type(lru_cache(print))
 _new_type: Any = NewType
+# Kinds of arrays that only look at their memory in another way.
+_VIEWS = (np.memmap, np.recarray)
 # Classes that `unpickle` has made. The next pickle that names one of them gets another.
 _made: weakref.WeakSet[type] = weakref.WeakSet()
 
@@ -107,8 +109,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _new_type, (value.__name__, value.__supertype__)
         if type(value) is cached_property:  # up to Python 3.11 it has a lock
             return _rebuild_cached_property, (value.func, value.attrname)
-        if type(value) is np.memmap:  # by itself it is copied into the stream
-            return _rebuild_memmap, (np.asarray(value),)
+        if type(value) in _VIEWS:  # by themselves they are copied into the stream
+            return _rebuild_view, (np.asarray(value), type(value))
+        if type(value) is np.ndarray and not value.flags.forc and self._mappings.hold(value):
+            # As above, where an array has gaps or is turned: with what lies between its first and last byte.
+            return _rebuild_with_gaps, (_window_of(value), value.dtype, value.shape, value.strides)
         if isinstance(value, SharedMemory | ShareableList):
             # By itself it is pickled by name: other hosts do not have it, and on this one a process that has opened it
             # removes it when it ends (before Python 3.13).
@@ -158,8 +163,25 @@ def _rebuild_cached_property(function: Callable[[Any], Any], name: str) -> cache
     return rebuilt
 
 
-def _rebuild_memmap(data: np.ndarray[Any, Any]) -> Any:
-    return data.view(np.memmap)
+def _rebuild_view(data: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
+    viewed: np.ndarray[Any, Any] = data.view(kind)
+    return viewed
+
+
+def _window_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The memory from an array's first byte to its last one."""
+    forward = array[tuple(slice(None, None, -1 if stride < 0 else 1) for stride in array.strides)]
+    first = forward[(slice(1),) * array.ndim].reshape(1).view(np.uint8)
+    steps = zip(forward.shape, forward.strides, strict=True)
+    num_bytes = array.itemsize + sum((size - 1) * stride for size, stride in steps)
+    return np.lib.stride_tricks.as_strided(first, (num_bytes,), (1,), writeable=array.flags.writeable)
+
+
+def _rebuild_with_gaps(
+    window: np.ndarray[Any, np.dtype[np.uint8]], dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int]
+) -> np.ndarray[Any, Any]:
+    start = sum((1 - size) * stride for size, stride in zip(shape, strides, strict=True) if stride < 0)
+    return np.ndarray(shape, dtype, window, start, strides)
 
 
 def _rebuild_tensor(

@@ -11,6 +11,7 @@ import bisect
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,11 @@ class SharedMappings:
                 self._stops.append(int(stop, 16))
 
     def __contains__(self, buffer: Buffer) -> bool:
-        address = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+        return self.hold(np.frombuffer(buffer, dtype=np.uint8))
+
+    def hold(self, array: np.ndarray[Any, Any]) -> bool:
+        """Whether an array lies there."""
+        address, _ = array.__array_interface__["data"]
         number = bisect.bisect_right(self._starts, address) - 1
         return number >= 0 and address < self._stops[number]
 

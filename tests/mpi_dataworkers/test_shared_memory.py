@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.handover import IN_MESSAGE_BYTES
-from mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
+from mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart, unpickle
 from mpi_dataworkers.ops.shared_memory import WriteWatch
 
 LENGTH = 4
@@ -31,6 +31,10 @@ def labels_in(memory: str, directory: Path) -> Any:
         return torch.from_numpy(np.frombuffer(mmap.mmap(-1, 4 * LENGTH), np.float32))
     if memory == "array":
         return np.frombuffer(mmap.mmap(-1, 4 * LENGTH), np.float32)
+    if memory == "column":
+        return np.frombuffer(mmap.mmap(-1, 12 * LENGTH), np.float32).reshape(LENGTH, 3)[::-1, 1]
+    if memory == "field":
+        return np.frombuffer(mmap.mmap(-1, 12 * LENGTH), [("x", "f4"), ("y", "f8")]).view(np.recarray)["x"]
     return np.memmap(directory / f"labels-{len(list(directory.iterdir()))}", np.float32, "w+", shape=LENGTH)
 
 
@@ -60,7 +64,7 @@ def changing_epochs(dataset: Labelled) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("memory", ["tensor", "tensor of an array", "array", "memmap"])
+@pytest.mark.parametrize("memory", ["tensor", "tensor of an array", "array", "column", "field", "memmap"])
 def test_what_is_written_into_shared_memory_between_epochs_arrives_and_nothing_else(
     three: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: str
 ) -> None:
@@ -131,7 +135,7 @@ class Caching(programs.Numbers):
         return float(self.kept[index])
 
 
-@pytest.mark.parametrize("memory", ["tensor", "tensor of an array"])
+@pytest.mark.parametrize("memory", ["tensor", "tensor of an array", "column"])
 def test_a_cache_that_worker_processes_fill_for_each_other_is_no_silent_zeros(
     three: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: str
 ) -> None:
@@ -183,3 +187,21 @@ def test_views_of_one_shared_storage_stay_views_of_one() -> None:
     pickled = pickle_apart([whole, whole[1:], torch.ones(4)])
     assert [len(buffer) for buffer in pickled.buffers] == [whole.untyped_storage().nbytes()]
     assert pickled.shared == [0]
+
+
+def test_arrays_with_gaps_in_shared_memory_come_as_what_they_show() -> None:
+    whole = np.frombuffer(mmap.mmap(-1, 8 * 60), np.float64).reshape(3, 4, 5)
+    whole[:] = np.arange(60).reshape(3, 4, 5)
+    records = np.frombuffer(mmap.mmap(-1, 36), [("x", "<i4"), ("y", ">f8")]).view(np.recarray)
+    records.x, records.y = [1, 2, 3], [0.5, 1.5, 2.5]
+    arrays = [
+        whole[:, ::2], whole[::-1, 1:3, ::-2], whole[1, 2:3, 4:0:-1], whole.transpose(1, 2, 0), whole[:, 0, 0],
+        records, records["y"], records[::2], np.arange(10)[::2],
+    ]  # fmt: skip
+    pickled = pickle_apart(arrays)
+    came = unpickle(pickled.blob, [bytearray(buffer) for buffer in pickled.buffers])[0]
+    for one, other in zip(arrays, came, strict=True):
+        assert (type(other), other.dtype, other.shape) == (type(one), one.dtype, one.shape)
+        assert other.tolist() == one.tolist()
+    assert len(pickled.shared) == len(arrays) - 1, "the last one is the process's own"
+    assert all(len(buffer) <= 480 for buffer in pickled.buffers)

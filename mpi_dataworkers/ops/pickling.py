@@ -181,7 +181,8 @@ def _rebuild_with_gaps(
     window: np.ndarray[Any, np.dtype[np.uint8]], dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int]
 ) -> np.ndarray[Any, Any]:
     start = sum((1 - size) * stride for size, stride in zip(shape, strides, strict=True) if stride < 0)
-    return np.ndarray(shape, dtype, window, start, strides)
+    rebuilt: np.ndarray[Any, Any] = np.ndarray(shape, dtype, window, start, strides)
+    return rebuilt
 
 
 def _rebuild_tensor(

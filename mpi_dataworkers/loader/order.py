@@ -6,6 +6,7 @@ program's own sampler and is drawn as it is needed.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
@@ -187,8 +188,16 @@ def _as_indices(drawn: Any, batched: bool) -> Indices | None:
         return None
     if array.dtype.kind == "u" and int(array.max()) > _LARGEST_INDEX:
         return None
+    given = drawn if batched or is_one else [drawn]
+    if type(given) in (list, tuple) and type(given[0]) is not int and any(map(_says_more, given)):
+        return None
     indices = array.astype(np.int64)
     return indices[np.newaxis] if is_one else indices
+
+
+def _says_more(index: Any) -> bool:
+    """Whether an index is a whole number that has attributes of its own, which would not travel with it."""
+    return isinstance(index, int) and bool(getattr(index, "__dict__", None)) and not isinstance(index, enum.Enum)
 
 
 class PartlyListedPass(ListedPass):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from hooking import assert_no_local_step, hooked
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from mpi_dataworkers import DataLoader as OwnLoader
+from mpi_dataworkers.errors import PipelineError
 from mpi_dataworkers.loader.order import ListedPass
 from mpi_dataworkers.ops.index_form import pack_indices, unpack_indices
 
@@ -58,6 +60,22 @@ def test_what_has_no_form_of_its_own_is_a_list_of_int() -> None:
         indices = order.indices(step)
         assert indices is not None
         assert described(order.form(step).given(indices)) == described(expected)
+
+
+class Cropped(int):
+    """An index that says how large its sample is to be, as samplers for training at several sizes give."""
+
+    size = 0
+
+
+def test_an_index_that_says_more_than_its_number_is_none() -> None:
+    index = Cropped(3)
+    assert ListedPass([[index, 1]], True).indices(0) is not None, "it does not say more"
+    index.size = 224
+    for given, batched in (([index, 1], True), ((index,), True), (index, False)):
+        with pytest.raises(PipelineError, match="data workers need whole-number indices"):
+            ListedPass([given], batched).indices(0)
+    assert ListedPass([[enum.IntEnum("Part", "a b").b]], True).indices(0) is not None
 
 
 class Described(programs.Numbers):

@@ -6,7 +6,8 @@ before. The loop's current stream waits for the copy, the host does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,9 +41,15 @@ def move(value: Any, to: Callable[[Any], Any]) -> Any:
         return to(value)
     if isinstance(value, Mapping):
         moved = {key: move(one, to) for key, one in value.items()}
-        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+        if type(value) is dict:
+            return moved
+        if isinstance(value, MutableMapping):  # a defaultdict, say, is made of something else than its items
+            same = copy.copy(value)
+            same.update(moved)
+            return same
+        return type(value)(moved)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move(one, to) for one in value))
+        return tuple.__new__(type(value), [move(one, to) for one in value])
     if isinstance(value, list | tuple):
         return type(value)(move(one, to) for one in value)
     return value
@@ -72,6 +79,9 @@ class OnDevice(Iterator[Any], Generic[Position]):
         self._taken = taken
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ahead: tuple[Any, Any, Position] | None = None
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
         batch, copied, position = self._ahead or self._fetch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +18,13 @@ Pair = namedtuple("Pair", "first second")
 DATA = datasets.Augmented(24)
 
 
+class Same(Pair):
+    """Is made of one value."""
+
+    def __new__(cls, value: Any) -> Same:
+        return super().__new__(cls, value, value)
+
+
 class Own:
     """A batch class of the user's."""
 
@@ -30,12 +37,22 @@ class Own:
 
 def test_every_structure_is_moved_and_kept() -> None:
     one = torch.ones(2)
-    batch = {"a": [one, "text"], "b": (one, 3, None), "c": Pair(one, b"bytes"), "d": Own(one)}
+    batch = {
+        "a": [one, "text"], "b": (one, 3, None), "c": Pair(one, b"bytes"), "d": Own(one),
+        "e": defaultdict(list, key=one), "f": Same(one),
+    }  # fmt: skip
     moved = move(batch, lambda value: value.to(torch.device("meta")))
-    assert [type(moved[key]) for key in "abcd"] == [list, tuple, Pair, Own]
-    tensors = moved["a"][0], moved["b"][0], moved["c"].first, moved["d"].values
+    assert [type(moved[key]) for key in "abcdef"] == [list, tuple, Pair, Own, defaultdict, Same]
+    tensors = moved["a"][0], moved["b"][0], moved["c"].first, moved["d"].values, moved["e"]["key"], moved["f"].first
+    assert (moved["e"]["other"], batch["e"]["key"] is one) == ([], True)
     assert all(value.is_meta for value in tensors)
     assert (moved["a"][1], moved["b"][1:], moved["c"].second) == ("text", (3, None), b"bytes")
+
+
+def test_an_iteration_has_the_length_of_its_loader() -> None:
+    for options in ({}, {"device": "meta"}, {"drop_last": True, "repeat": 2}, {"num_workers": 1}):
+        loader = DataLoader(DATA, 5, **options)  # type: ignore[arg-type]
+        assert len(iter(loader)) == len(loader)  # type: ignore[arg-type]
 
 
 def test_the_host_is_the_default_and_nothing_is_copied() -> None:

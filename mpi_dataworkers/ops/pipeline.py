@@ -515,25 +515,35 @@ def difference(copied: Any, current: Any, path: str = "", depth: int = 0) -> str
     return ""
 
 
-def find_unpicklable(value: Any, path: str = "", depth: int = 0) -> str:
-    """Name the innermost object that cannot be pickled, as `dataset.transform.lock (_thread.lock)`."""
-    parts: Mapping[Any, Any] = {}
-    if isinstance(value, Mapping):
-        parts = {f"[{key!r}]": item for key, item in value.items()}
-    elif isinstance(value, list | tuple | set):
-        parts = {f"[{number}]": item for number, item in enumerate(value)}
-    elif inspect.isfunction(value) and value.__closure__:
-        names = value.__code__.co_freevars
-        parts = {f".<closure>.{name}": cell.cell_contents for name, cell in zip(names, value.__closure__, strict=True)}
-    elif hasattr(value, "__dict__") and not inspect.isclass(value):
-        parts = {f".{name}": item for name, item in vars(value).items()}
-    if depth < 8:
-        for name, part in parts.items():
-            try:
-                pickle_apart(part)
-            except Exception:  # noqa: BLE001, the question is only whether it raises
-                return find_unpicklable(part, path + name, depth + 1)
+def find_unpicklable(value: Any, path: str = "", above: Sequence[Any] = ()) -> str:
+    """Name the innermost object that cannot be pickled, as `dataset.transform.lock (_thread.lock)`, or of a script
+    `dataset.__getitem__ -> global LOCK (_thread.lock)`."""
+    for name, part in _named_parts(value) if len(above) < 8 else ():
+        try:
+            pickle_apart(part)
+        except Exception:  # noqa: BLE001, the question is only whether it raises
+            if not any(part is one for one in above):
+                return find_unpicklable(part, path + name, (*above, value))
     return f"{path.lstrip('.') or 'it'} ({type(value).__module__}.{type(value).__qualname__})"
+
+
+def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What is pickled with an object. Its methods are, where its class travels by value, with what they read."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple | set):
+        yield from ((f"[{number}]", item) for number, item in enumerate(value))
+    elif inspect.isfunction(value):
+        try:
+            found = inspect.getclosurevars(value)
+        except ValueError:  # a name of its closure has no value yet
+            return
+        yield from ((f".<closure>.{name}", item) for name, item in found.nonlocals.items())
+        yield from ((f" -> global {name}", item) for name, item in found.globals.items())
+    elif not inspect.isclass(value):
+        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
+        for kind in type(value).__mro__:
+            yield from ((f".{name}", item) for name, item in vars(kind).items() if inspect.isfunction(item))
 
 
 # --- what user code sees in a data worker ---------------------------------------------------------------------------

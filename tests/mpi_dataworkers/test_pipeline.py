@@ -187,13 +187,32 @@ def test_what_cloudpickle_cannot_write_or_would_write_by_name_travels_with_the_s
     assert copies.collate_fn.cache_parameters() == fibonacci.cache_parameters()  # type: ignore[attr-defined]
 
 
+# What cloudpickle sends by value, as of a script.
+SCRIPT = """
+class Guarded:
+    def __len__(self): return 1
+    def __getitem__(self, index):
+        with LOCK: return helper(index)
+
+def helper(index): return index
+
+def collate(samples): return collate.__name__, through(samples)
+
+def through(samples): return LOCK
+"""
+
+
 def test_what_cannot_be_pickled_is_named() -> None:
     lock = threading.Lock()
+    script: dict[str, Any] = {"__name__": "__main__", "LOCK": lock}
+    exec(SCRIPT, script)
     cases: list[tuple[Any, str]] = [
         (Pipeline([lock], default_collate, 1), "dataset[0] (_thread.lock)"),
         (Pipeline({"a": {"b": lock}}, default_collate, 1), "dataset['a']['b'] (_thread.lock)"),
         (Pipeline([1], lambda _: lock, 1), "collate_fn.<closure>.lock (_thread.lock)"),
         (Pipeline(datasets.Holding(3), default_collate, 3), "dataset.transform['crop'].lock (_thread.lock)"),
+        (Pipeline(script["Guarded"](), list, 1), "dataset.__getitem__ -> global LOCK (_thread.lock)"),
+        (Pipeline([1], script["collate"], 1), "collate_fn -> global through -> global LOCK (_thread.lock)"),
     ]
     for pipeline, name in cases:
         assert find_unpicklable(pipeline) == name

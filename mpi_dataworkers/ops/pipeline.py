@@ -518,12 +518,13 @@ def difference(copied: Any, current: Any, path: str = "", depth: int = 0) -> str
 def find_unpicklable(value: Any, path: str = "", above: Sequence[Any] = ()) -> str:
     """Name the innermost object that cannot be pickled, as `dataset.transform.lock (_thread.lock)`, or of a script
     `dataset.__getitem__ -> global LOCK (_thread.lock)`."""
-    for name, part in _named_parts(value) if len(above) < 8 else ():
+    above = (*above, value)
+    for name, part in _named_parts(value) if len(above) <= 8 else ():
         try:
             pickle_apart(part)
         except Exception:  # noqa: BLE001, the question is only whether it raises
             if not any(part is one for one in above):
-                return find_unpicklable(part, path + name, (*above, value))
+                return find_unpicklable(part, path + name, above)
     return f"{path.lstrip('.') or 'it'} ({type(value).__module__}.{type(value).__qualname__})"
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.harness import ROOT, Row
+from hetjob.errors import SiteError
 from hetjob.site.address import SiteSettings, TcpAddress
 from hetjob.site.client import ask
 from hetjob.site.messages import AskStatus, ShowStatus
@@ -34,6 +35,7 @@ from slurm_plugin.devcluster.programs import missing_programs
 from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from slurm_plugin.devcluster.teardown import tear_down
+from slurm_plugin.errors import TeardownFailed
 
 NUM_JOBS, NUM_WAITING, MINUTE_S, NUM_QUESTIONS = 1000, 100, 60.0, 30
 QUICK = (20, 4, 5.0, 3)
@@ -59,10 +61,10 @@ def main() -> int:
         waiting = jobs[:: max(1, num_jobs // num_waiting)][:num_waiting]
         for job in waiting:
             comment = f"--comment=hets:trainer={job} hets:start={job}.0"
-            _submit(environ, ["--partition=cpu", "--nodes=8", comment, "--wrap=exec sleep 1"], 1)
+            _submit(environ, ["--partition=cpu", "--hold", comment, "--wrap=exec sleep 1"], 1)
         _say(f"{len(_squeue(environ, 'RUNNING'))} jobs run")
         rows = _measure(Path(directory), environ, jobs, waiting, minute_s)
-        rows += _why(environ, _squeue(environ, "PENDING")[:num_questions] or jobs[:num_questions])
+        rows += _why(environ, _squeue(environ, "PENDING")[:num_questions])
     context = {
         "machine": harness.machine(),
         "versions": harness.versions("torch"),
@@ -92,7 +94,9 @@ def _measure(
         stub = [sys.executable, "-m", "benchmarks.clients.site_jobs", request]
         with _process(stub, environ, directory / "jobs.log") as masters:
             _wait(lambda: "started" in (directory / "jobs.log").read_text(), "the job masters")
+            began = time.monotonic()
             _wait(lambda: len(_status(settings).jobs) == len(jobs), "all reports")
+            all_known_s = time.monotonic() - began
             before_s = _cpu_s(daemon.pid)
             together = _requests(environ, minute_s)
             cpu_s = _cpu_s(daemon.pid) - before_s
@@ -114,6 +118,7 @@ def _measure(
         Row(case, "of them by squeue", told["looks"], "looks", note=f"{told['look_s']:.2f} s each"),
         Row(case, "jobs with a limit from the daemon", told_limit, "jobs",
             target=f">= {len(jobs)}", met=told_limit >= len(jobs)),
+        Row(case, "all known to a daemon that has just started", all_known_s, "s"),
         Row(case, "age of a report, oldest", max(ages_s, default=0.0), "s"),
         Row(case, "CPU of the daemon", 100 * cpu_s / minute_s, "% of a core", note=f"{cpu_s:.1f} s"),
     ]  # fmt: skip
@@ -143,9 +148,17 @@ def _requests(environ: dict[str, str], seconds: float) -> dict[str, int]:
 
 
 def _status(settings: SiteSettings) -> ShowStatus:
-    status = ask(settings, AskStatus(), 30.0)
-    assert isinstance(status, ShowStatus)
-    return status
+    """What the daemon knows. Where all jobs come at once it may close a connection, and is asked again."""
+    deadline = time.monotonic() + _DEADLINE_S
+    while True:
+        try:
+            status = ask(settings, AskStatus(), 30.0)
+            assert isinstance(status, ShowStatus)
+            return status
+        except SiteError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def _submit(environ: dict[str, str], words: Sequence[str], count: int) -> list[int]:
@@ -194,7 +207,13 @@ def _cluster() -> Iterator[dict[str, str]]:
         munge = str(Path(record.state_dir) / "run" / "munge.sock")
         yield dict(record.environment(os.environ)) | {"HETSTREAM_MUNGE_SOCKET": munge}
     finally:
-        tear_down(Path(record.state_dir))
+        for tries_left in range(9, -1, -1):
+            try:
+                tear_down(Path(record.state_dir))
+                break
+            except TeardownFailed:  # a thousand processes do not end within its ten seconds on two cores
+                if not tries_left:
+                    raise
 
 
 def _wait(condition: Callable[[], object], what: str) -> None:

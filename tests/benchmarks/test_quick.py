@@ -160,3 +160,13 @@ def test_slurm_parse() -> None:
     document = json.loads(done.stdout)
     assert (document["num_jobs"], document["num_nodes"]) == (500, 200)
     assert set(document["as_used_cpu_s"]) == {"22.05", "24.11", "26.05"}
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_site_load(tmp_path: Path) -> None:
+    rows = run("site_load", tmp_path, "")
+    assert rows["jobs with a limit from the daemon"]["value"] == 20
+    assert rows["requests to slurmctld, with hetstream"]["target"] == "<= 5"
+    assert rows["looks at companions that were due"]["value"] is not None
+    assert rows["median"]["value"], "hetstream why"

@@ -36,6 +36,7 @@ from checkpoint.policy.lineage import Lineage, is_newest_removed
 from checkpoint.policy.retention import Retention, Saved, Verdict, judge
 from checkpoint.rank_file import Compare, RankFile, compare_chunks, open_file
 from hetstream.base.files import Directory, UntrustedFile
+from hetstream.base.text import printable
 
 _log = logging.getLogger(__name__)
 
@@ -480,7 +481,7 @@ class CheckpointDirectory:
             with Directory.open(self.path) as root, root.enter(generation.directory_name) as place:
                 manifests = self._manifests(place, generation)
                 with contextlib.suppress(FileNotFoundError):
-                    problem = place.read(_DAMAGED, _MAX_REASON_BYTES).decode(errors="replace")
+                    problem = printable(place.read(_DAMAGED, _MAX_REASON_BYTES).decode(errors="replace"))
         except FileNotFoundError:
             return None
         except CheckpointError as error:

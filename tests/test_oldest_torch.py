@@ -21,7 +21,15 @@ def declared() -> str:
 
 
 def test_the_tests_run_on_the_oldest_torch_that_is_declared() -> None:
-    assert f'.venv/bin/pip install -q --disable-pip-version-check "{declared()}"' in planned()
+    plan = planned()
+    assert f'.venv-oldest-torch/bin/pip install -q --disable-pip-version-check "{declared()}"' in plan
+    assert ".venv-oldest-torch/bin/pytest" in plan
+
+
+def test_where_the_oldest_torch_is_the_only_one_it_has_no_tests_of_its_own() -> None:
+    plan = planned(f"TORCH={declared()}")
+    assert f'.venv/bin/pip install -q --disable-pip-version-check "{declared()}"' in plan
+    assert ".venv-oldest-torch" not in plan
 
 
 def test_where_another_torch_is_asked_for_the_oldest_is_tested_too() -> None:

@@ -322,6 +322,8 @@ def read_dcp(path: Path) -> dict[str, Any]:
         if isinstance(cause, DamagedCheckpoint | UnsupportedState):
             raise cause from error
         raise DamagedCheckpoint(f"{path} cannot be read: {first_line(cause)}") from error
+    except (AttributeError, TypeError) as error:  # a pickle may leave out, or misname, what its classes have
+        raise DamagedCheckpoint(f"{path}: its metadata lack what they should have: {first_line(error)}") from error
     except (RuntimeError, MemoryError) as error:
         raise DamagedCheckpoint(f"{path}: its tensors do not fit the memory: {error}") from error
     state: dict[str, Any] = {}

@@ -361,6 +361,16 @@ def test_dcp_metadata_that_point_outside_are_refused(tmp_path: Path) -> None:
             read_dcp(tmp_path / "dcp")
 
 
+def test_dcp_metadata_that_lack_an_attribute_are_refused(tmp_path: Path) -> None:
+    dcp.save({"b": torch.ones(2)}, checkpoint_id=tmp_path / "dcp")
+    path = tmp_path / "dcp" / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    del found.state_dict_metadata["b"].size
+    path.write_bytes(pickle.dumps(found))
+    with pytest.raises(DamagedCheckpoint, match="its metadata lack what they should have: AttributeError"):
+        read_dcp(tmp_path / "dcp")
+
+
 def _cuts(data: bytes) -> Iterator[bytes]:
     for size in (0, 5, len(data) // 3, len(data) - 1):
         yield data[:size]

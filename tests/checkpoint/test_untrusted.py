@@ -347,6 +347,12 @@ def test_a_planted_attempt_leaves_the_next_one_no_number_and_that_is_said(direct
     place.release()
 
 
+def test_what_somebody_wrote_about_damage_is_told_without_escape_sequences(directory: Path) -> None:
+    (directory / STEP.directory_name / "damaged.txt").write_text("\x1b]0;owned\x07\x1b[2J")
+    (found,) = CheckpointDirectory(directory).scan()
+    assert found.problem == r"\x1b]0;owned\x07\x1b[2J"
+
+
 def test_a_directory_that_is_gone_meanwhile_is_told_as_before(directory: Path) -> None:
     shutil.rmtree(directory)
     with pytest.raises(NoCheckpoint), CheckpointDirectory(directory).hold(STEP):

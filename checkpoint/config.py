@@ -6,6 +6,7 @@ HETSTREAM_TAKES_OVER     the job whose training this one takes over while that o
 SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0, SLURM_HET_GROUP_ID   whose memory it is, see `job_and_component`
 HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name
 WORLD_SIZE, HOROVOD_SIZE how many ranks torchrun or horovodrun has started, see `several_ranks`
+OMPI_COMM_WORLD_SIZE, PMI_SIZE   the same of mpirun and mpiexec, in a program that uses Horovod
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
 """
 
@@ -47,9 +48,14 @@ def job_and_component(environ: Mapping[str, str] = os.environ) -> tuple[str, int
     return job, int(component) if component.isdecimal() else 0
 
 
-def several_ranks(environ: Mapping[str, str] = os.environ) -> str:
-    """Which setting says that this process is one of several ranks, as in "WORLD_SIZE=2"; "" if none does."""
-    for name in ("WORLD_SIZE", "HOROVOD_SIZE"):
+def several_ranks(environ: Mapping[str, str] = os.environ, *, is_mpi: bool = False) -> str:
+    """Which setting says that this process is one of several ranks, as in "WORLD_SIZE=2"; "" if none does.
+
+    Args:
+        environ: where.
+        is_mpi: ask those of MPI's launchers, too, which others than ranks of one training may have.
+    """
+    for name in ("WORLD_SIZE", "HOROVOD_SIZE", *(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if is_mpi else ())):
         size = environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
             return f"{name}={size}"

@@ -42,6 +42,7 @@ POINTS = {
     "saver.chosen": "it is decided what to write, nothing is written",
     "saver.written": "a rank's part is whole on disk and nothing is committed",
     "saver.committed": "the checkpoint is committed and nobody has been told",
+    "ending.looked": "a saver has looked for the last time, and its store is still its own",
     "persist.announced": "the directory of an uncommitted checkpoint is there",
     "persist.writing": "some MiB of a rank's file are written; passed again and again",
     "persist.unsynced": "a rank's file is written, not synced",

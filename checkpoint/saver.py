@@ -37,6 +37,8 @@ _NICENESS = 19
 _AUTOGROUP = Path("/proc/self/autogroup")
 # Sent to all processes of a step (sbatch --signal, scancel --signal), and meant for trainers.
 _NOT_MEANT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Python takes a moment to start: a signal that comes meanwhile waits until the saver can do what it means.
+_BLOCKED_AT_START = (signal.SIGTERM, signal.SIGINT, *_NOT_MEANT)
 # How often to see whether trainers live, and whether other ranks have written their parts.
 _IDLE_S = 0.5
 _WAITING_S, _WAITING_LIMIT_S = 0.1, 2.0
@@ -110,7 +112,10 @@ class Saver:
                         for store in self._stores.values():
                             store.tell_waiting()
                     if has_said and not any(map(self._is_needed, self._stores.values())):
-                        break
+                        for store in list(self._stores.values()):
+                            self._drop(store)
+                        if not self._stores:
+                            break
                     self._wait(signals)
                     if self._options.stays and not self._stopping:
                         self._take_up()
@@ -222,14 +227,17 @@ class Saver:
         return is_over and (store.view.trainer_alive() or store.unsaved() is None)
 
     def _drop(self, store: StoreSaver) -> None:
-        """End as a store's saver, unless a new trainer has come meanwhile and relies on this one."""
-        store.tell_missing()
+        """End as a store's saver, unless a trainer relies on this one: a new one, or one that has just saved."""
+        reach("ending.looked")
         store.let_go()
         store.view.close()
-        if store.view.path.exists() and not self._stopping and store.view.trainer_alive():
+        # From here on a trainer sees that it has no saver. What came before that has to be seen here.
+        is_relied_on = store.has_more() or (not self._stopping and store.view.trainer_alive())
+        if store.view.path.exists() and is_relied_on:
             with contextlib.suppress(StoreInUse, OSError):
                 store.view.become_saver()
                 return
+        store.tell_missing()
         del self._stores[store.view.path]
 
     def _wait(self, signals: int) -> None:
@@ -251,10 +259,12 @@ class Saver:
 
 @contextlib.contextmanager
 def _awake_by_signals(handlers: Mapping[int, Callable[[int], None]]) -> Iterator[int]:
-    """Call the handlers of signals; yields a descriptor that is readable then."""
+    """Call the handlers of signals, also of those that came while they were blocked; yields a descriptor that is
+    readable then."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     former = {number: signal.signal(number, lambda number, _: handlers[number](number)) for number in handlers}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_AT_START)
     try:
         yield reading
     finally:
@@ -305,6 +315,7 @@ def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
         SaverError: it cannot be started.
     """
     argv = [sys.executable, "-m", "checkpoint.saver", f"--store={store}", f"--directory={directory}", "--quiet"]
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_AT_START)  # which the saver inherits
     try:
         return subprocess.Popen(
             argv,
@@ -317,6 +328,8 @@ def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise SaverError(f"the checkpoint saver cannot be started: {error}; argv={argv}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,6 +48,7 @@ class Store:
     Attributes:
         identity: whose it is.
         on_renewed: called when it has been made anew, in the thread that has noticed.
+        is_left: it was closed, and nobody was there any more to bring to disk what is in it.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Store:
     ) -> None:
         self.identity = identity
         self.on_renewed: Callable[[], None] = lambda: None
+        self.is_left = False
         self._files = files
         self._lock = lock
         self._places = places
@@ -335,13 +337,14 @@ class Store:
         self._files.closed.touch(0o600)
         self.wake()
 
-    def close(self, *, keep: bool = False) -> None:
+    def close(self, *, keep: bool = False, keep_unsaved: bool = False) -> None:
         """Let go of the store. A second time, and in a forked child, it does nothing.
 
         Args:
             keep: leave all as after a crash, for the trainer that comes next, if there is a generation, of this rank or
                 of another. Else the saver is told that what is in memory may go once it is on disk; without a living
                 saver it goes now.
+            keep_unsaved: without one, what is not on disk stays for the next saver.
         """
         with self._changed:
             if not self._is_open or os.getpid() != self._pid:
@@ -371,16 +374,18 @@ class Store:
             os.close(self._pipe)
             try:
                 if not keep:
-                    self._delete_without_saver()
+                    self._delete_without_saver(keep_unsaved=keep_unsaved)
             finally:
                 self._lock.release()
 
-    def _delete_without_saver(self) -> None:
+    def _delete_without_saver(self, *, keep_unsaved: bool) -> None:
         with contextlib.suppress(FileNotFoundError):  # somebody else deletes it
             saver = FileLock.try_exclusive(self._files.saver_lock)
             if saver:
                 with saver:
-                    self._files.delete()
+                    self.is_left = keep_unsaved and self._files.has_unsaved()
+                    if not self.is_left:
+                        self._files.delete()
 
     def __enter__(self) -> Store:
         return self

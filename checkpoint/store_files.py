@@ -238,6 +238,12 @@ class StoreFiles:
         """The complete generations, newest first. Damaged slots are left out."""
         return _newest_first(self.slots())
 
+    def has_unsaved(self) -> bool:
+        """Whether the newest generation is newer than all that savers have reported as being on disk."""
+        status, newest = self.read_status(), next(iter(self.complete()), None)
+        persisted = status.persisted if status else None
+        return newest is not None and (persisted is None or persisted < newest.header.generation)
+
     def replica(self, rank: int, number: int) -> Path:
         """Where a replica is or is to be."""
         return self.path / f"replica-{rank}-{number}"

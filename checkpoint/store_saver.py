@@ -70,6 +70,7 @@ class StoreSaver:
         self._mine: set[Generation] = set()
         self._damaged: set[Generation] = set()
         self._unreadable: set[SlotContent] = set()
+        self._looked_at: list[SlotContent] = []
         self._retry_s = 0.0
         self._not_before_s = 0.0
         self._slots = MappedSlots()
@@ -95,7 +96,9 @@ class StoreSaver:
             Whether something was done; then there may be more.
         """
         self._slots.drop_replaced()
-        found = [content for content in self.view.generations() if content not in self._unreadable]
+        generations = self.view.generations()
+        self._looked_at = generations[:1]
+        found = [content for content in generations if content not in self._unreadable]
         held = {content.header.generation: content for content in reversed(found)}
         self.is_waiting = bool(held)
         if not held or time.monotonic() < self._not_before_s:
@@ -183,6 +186,10 @@ class StoreSaver:
             if newest and committed and committed >= newest:
                 return None
         return newest
+
+    def has_more(self) -> bool:
+        """Whether something has come into memory since `advance` last looked."""
+        return self.view.generations()[:1] != self._looked_at
 
     def _newest_seen(self, committed: Generation | None) -> Generation | None:
         """The newest checkpoint that there is or was: what somebody has deleted is not written again."""

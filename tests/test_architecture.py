@@ -25,7 +25,7 @@ HOMES = {
     "torch": ("mpi_dataworkers/loader/", "mpi_dataworkers/ops/", "checkpoint/flash/", "checkpoint/integrations/"),
     "h5py": ("mpi_dataworkers/sources/", "checkpoint/formats/hdf5.py"),
     "PIL": ("mpi_dataworkers/sources/",),
-    "horovod": ("mpi_dataworkers/horovod.py", "checkpoint/integrations/horovod.py"),
+    "horovod": ("mpi_dataworkers/horovod.py",),
     "lightning": ("checkpoint/integrations/lightning.py",),
     "transformers": ("checkpoint/integrations/huggingface.py",),
     "prometheus_client": (

@@ -71,7 +71,7 @@ class FlashCheckpointer:
             makes them) is every rank's own all the same.
         interval: how often `should_save` says so: a number of steps, a rule, or None: as failures and costs suggest.
         keep: which checkpoints stay on disk; None: the newest two.
-        ranks: how ranks talk; None: torch.distributed, where it is initialised.
+        ranks: how ranks talk; None: torch.distributed or Horovod, where it is initialised.
         options: the rest.
 
     Raises:
@@ -384,6 +384,7 @@ class FlashCheckpointer:
         if time.monotonic() > self._looked_s + _LOOK_S:
             self._looked_s = time.monotonic()
             self._store.renew_if_deleted()
+            self._saver.tell_errors()
         is_due = self._timing.is_due(step, self._saving.stats, self._store.status)
         is_due = self._watch.is_asked(step) or is_due
         if is_due:
@@ -474,7 +475,7 @@ class FlashCheckpointer:
             keep_memory = True
         if saved and not taker and not keep_memory:
             self._saver.await_job_saver(saved, self._options.close_timeout_s)
-        self._store.close(keep=keep_memory)
+        self._store.close(keep=keep_memory, keep_unsaved=True)
         self._saver.await_end(self._options.close_timeout_s)
         self._tenure.end()
         if is_owner:

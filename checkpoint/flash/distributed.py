@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from checkpoint import errors, typed_json
 from checkpoint.config import several_ranks
+from checkpoint.flash.horovod import HorovodCommunicator, imported_horovod
 
 T = TypeVar("T")
 
@@ -76,20 +77,23 @@ class TorchCommunicator:
 
 
 def communicator() -> Communicator:
-    """All ranks of torch.distributed where the program has initialised it, else this process alone.
+    """All ranks of torch.distributed or Horovod, where the program has initialised it, else this process alone.
 
     Raises:
         OptionsError: it is not alone: every rank would take itself for the only one.
     """
     if dist.is_available() and dist.is_initialized():
         return TorchCommunicator()
-    setting = several_ranks()
+    hvd = imported_horovod()
+    if hvd and hvd.is_initialized():
+        return HorovodCommunicator()
+    setting = several_ranks(is_mpi=hvd is not None)
     if setting:
         raise errors.OptionsError(
-            f"{setting}, and torch.distributed is not initialised: every rank would take itself for the only one. Call "
-            "torch.distributed.init_process_group() first (TrainingArguments of the Hugging Face Trainer does), or say "
-            "who the ranks are: ranks=HorovodCommunicator() with Horovod, ranks=Alone() of "
-            "checkpoint.flash.distributed if each has a directory of its own"
+            f"{setting}, and neither torch.distributed nor Horovod is initialised: every rank would take itself for "
+            "the only one. Call torch.distributed.init_process_group() first (TrainingArguments of the Hugging Face "
+            "Trainer does), or hvd.init(); or give ranks=Alone() of checkpoint.flash.distributed if each has a "
+            "directory of its own"
         )
     return Alone()
 

@@ -27,7 +27,7 @@ class CheckpointReader:
 
     Args:
         directory: of the checkpoints, as `FlashCheckpointer` was given it.
-        ranks: how ranks talk; None: torch.distributed, where it is initialised.
+        ranks: how ranks talk; None: torch.distributed or Horovod, where it is initialised.
         allow_pickle: unpickle what was saved with allow_pickle=True. It may run anything: only what you trust.
     """
 

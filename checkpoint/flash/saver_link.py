@@ -124,11 +124,14 @@ class SaverLink:
             _log.warning("%s is not on disk yet after %g s; the job's saver goes on with it", newest, timeout_s)
 
     def await_end(self, timeout_s: float | None) -> None:
-        """Wait for the saver of our own: at the end of a job step, all that runs is killed.
+        """Wait for the saver of our own once the store is closed: at the end of a job step, all that runs is killed.
 
         Args:
             timeout_s: for how long; None: until it ends.
         """
+        if self._store.is_left:
+            # Its saver was there a moment ago, and has ended since.
+            self._spawn()
         for process in [*self._former, *([self.process] if self.process else [])]:
             self._await_process(process, timeout_s)
 

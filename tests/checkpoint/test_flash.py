@@ -341,7 +341,7 @@ def test_ranks_that_do_not_know_each_other_are_refused(
 ) -> None:
     for name in ("WORLD_SIZE", "HOROVOD_SIZE"):
         monkeypatch.setenv(name, "2")
-        with pytest.raises(OptionsError, match=rf"{name}=2, and torch.distributed is not initialised"):
+        with pytest.raises(OptionsError, match=rf"{name}=2, and neither torch.distributed nor Horovod is initialised"):
             make()
         assert not (tmp_path / "ckpt").exists()
         monkeypatch.setenv(name, "1")

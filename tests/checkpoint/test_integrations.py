@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -13,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import OptionsError
+from checkpoint.flash.distributed import Alone, communicator
+from checkpoint.integrations.horovod import HorovodCommunicator
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,32 +225,39 @@ class StandIn(ModuleType):
 
 
 @pytest.fixture
-def communicator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[StandIn], type[Any]]]:
-    """The adapter's class, beside a stand-in for Horovod."""
-    name = "checkpoint.integrations.horovod"
-
-    def make(hvd: StandIn) -> type[Any]:
-        package = ModuleType("horovod")
-        package.torch = hvd  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "horovod", package)
-        monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
-        sys.modules.pop(name, None)
-        return importlib.import_module(name).HorovodCommunicator
-
-    yield make
-    sys.modules.pop(name, None)
+def horovod(monkeypatch: pytest.MonkeyPatch) -> Callable[[StandIn], None]:
+    """Has a stand-in taken for Horovod, which the program has imported."""
+    for name in ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda hvd: monkeypatch.setitem(sys.modules, "horovod.torch", hvd)
 
 
 @pytest.mark.parametrize("other", [b"", b"x", bytes(range(256))])
-def test_ranks_of_horovod_exchange_bytes(communicator: Callable[[StandIn], type[Any]], other: bytes) -> None:
-    ranks = communicator(StandIn(other))()
-    assert (ranks.rank, ranks.world_size) == (1, 2)
-    assert ranks.all_gather(b"mine") == [other, b"mine"]
+def test_ranks_of_horovod_exchange_bytes(horovod: Callable[[StandIn], None], other: bytes) -> None:
+    horovod(StandIn(other))
+    for ranks in (communicator(), HorovodCommunicator()):
+        assert (ranks.rank, ranks.world_size) == (1, 2)
+        assert ranks.all_gather(b"mine") == [other, b"mine"]
 
 
-def test_horovod_comes_first(communicator: Callable[[StandIn], type[Any]]) -> None:
+@pytest.mark.parametrize("name", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_horovod_comes_first(horovod: Callable[[StandIn], None], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    horovod(StandIn(b"", is_initialized=False))
     with pytest.raises(OptionsError, match=r"call hvd\.init\(\) first"):
-        communicator(StandIn(b"", is_initialized=False))()
+        HorovodCommunicator()
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(OptionsError, match=rf"{name}=2, and neither .* is initialised.* hvd\.init\(\)"):
+        communicator()
+    monkeypatch.setenv(name, "1")
+    assert isinstance(communicator(), Alone)
+
+
+def test_sizes_of_mpi_are_no_ranks_of_a_program_without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)
+    for name in ("WORLD_SIZE", "HOROVOD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PMI_SIZE", "2")  # Slurm tells it to each task of any job
+    assert isinstance(communicator(), Alone)
 
 
 HOROVOD = """
@@ -262,7 +269,6 @@ import horovod.torch as hvd
 import torch
 
 from checkpoint import FlashCheckpointer
-from checkpoint.integrations.horovod import HorovodCommunicator
 
 directory, die_after = sys.argv[1], int(sys.argv[2])
 hvd.init()
@@ -271,9 +277,7 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-with FlashCheckpointer(
-    directory, shared=("model", "optimizer"), interval=2, ranks=HorovodCommunicator()
-) as checkpointer:
+with FlashCheckpointer(directory, shared=("model", "optimizer"), interval=2) as checkpointer:
     checkpointer.guard(optimizer)
     state = {"model": model, "optimizer": optimizer, "rank": {"number": hvd.rank()}}
     start = step = checkpointer.restore(state) or 0

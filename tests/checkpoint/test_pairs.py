@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.pairs.programs import NEEDS
+from tests.checkpoint.pairs.programs import python_of
 from tests.checkpoint.pairs.run import CELLS, DOCUMENT, GROUPS, Cell, document_with, stored
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +24,7 @@ INSTALLED = [
     pytest.param(
         framework,
         size,
-        marks=pytest.mark.skipif(
-            not importlib.util.find_spec(NEEDS.get(framework, "torch")), reason=f"{framework} is not installed"
-        ),
+        marks=pytest.mark.skipif(not python_of(framework), reason=f"{framework} is not installed"),
     )
     for framework, size in GROUPS
 ]
@@ -36,7 +32,8 @@ INSTALLED = [
 
 def run(cells: list[Cell]) -> dict[str, str]:
     """What comes of some cells, in a process that may fork."""
-    argv = [sys.executable, "-m", "tests.checkpoint.pairs.run", "--cells", *(cell.name for cell in cells)]
+    (python,) = {python_of(cell.framework) for cell in cells}
+    argv = [python, "-m", "tests.checkpoint.pairs.run", "--cells", *(cell.name for cell in cells)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=580, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())

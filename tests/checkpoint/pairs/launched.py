@@ -9,7 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.checkpoint.pairs.trainer import Job, train
+from tests.checkpoint.pairs.programs import train
+from tests.checkpoint.pairs.trainer import Job
 
 if __name__ == "__main__":
     # A rank that is forked has its launcher's handlers, which one that is started anew has not.
@@ -20,4 +21,5 @@ if __name__ == "__main__":
     for name in ("directory", "memory", "out", "meeting"):
         given[name] = Path(given[name])
     # A launcher of one process may say nothing: then it is rank 0.
-    train(Job(**given | {"rank": int(os.environ.get("RANK", "0")), "is_launched": True}))
+    rank = os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or "0"
+    train(Job(**given | {"rank": int(rank)}))

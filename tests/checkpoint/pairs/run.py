@@ -1,6 +1,6 @@
 """The table of pairs: a framework, a number of ranks and what happens, and how a training goes on in three ways.
 
-    python -m tests.checkpoint.pairs.run                      all of it; the outcomes are stored
+    python -m tests.checkpoint.pairs.run                      all that this Python can run; the outcomes are stored
     python -m tests.checkpoint.pairs.run --only DDP SIGKILL   cells whose name has all of these words: printed alone,
                                                               and stored with --store
     python -m tests.checkpoint.pairs.run --document           the tables of docs/checkpoint-pairs.md from what is stored
@@ -18,16 +18,19 @@ import json
 import multiprocessing
 import os
 import re
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpoint.store_files import FALLBACK
 from tests.checkpoint.mounted import fill, mounted_memory
-from tests.checkpoint.pairs.programs import FRAMEWORKS, start, warm_up
+from tests.checkpoint.pairs import writer
+from tests.checkpoint.pairs.programs import FRAMEWORKS, python_of, start, warm_up
 from tests.checkpoint.pairs.trainer import EVENTS, Job, forget_memory
 
 HERE = Path(__file__).parent
@@ -37,15 +40,7 @@ SIZES = (1, 2)
 WAYS = ("memory", "disk", "other ranks")
 TIMEOUT_S = 120.0
 _NUM_AT_ONCE = 3
-# Whose cells nobody has filled, and why.
-NOT_RUN = {
-    ("Horovod", 1): "it is not installed where this table is made (`.ci/install-horovod` builds it)",
-    ("Horovod", 2): "as with one rank; `tests/checkpoint/test_integrations.py` kills two where it is installed",
-    ("torchrun", 1): "not filled yet",
-    ("accelerate launch", 1): "not filled yet",
-    ("accelerate launch", 2): "not filled yet; SIGTERM through it is in `tests/checkpoint/test_stop.py`",
-}
-GROUPS = [(framework, size) for framework in FRAMEWORKS for size in SIZES if (framework, size) not in NOT_RUN]
+GROUPS = [(framework, size) for framework in FRAMEWORKS for size in SIZES]
 _BEGIN, _END = "<!-- tables: python -m tests.checkpoint.pairs.run --document -->", "<!-- end of tables -->"
 
 
@@ -67,10 +62,15 @@ class Cell(NamedTuple):
     @property
     def name(self) -> str:
         """As it is stored."""
-        return f"{self.framework}, {self.size} rank{'s' * (self.size > 1)}, {self.event}, {self.way}"
+        return f"{self.framework}, {_ranks(self.size)}, {self.event}, {self.way}"
 
 
-CELLS = [Cell(framework, size, event, way) for framework, size in GROUPS for event in EVENTS for way in WAYS]
+CELLS = [
+    Cell(framework, size, event, way)
+    for framework, size in GROUPS
+    for event in (*EVENTS, *(writer.EVENTS if framework == "DDP" else ()))
+    for way in WAYS
+]
 
 
 def outcome_of(cell: Cell, place: Path) -> str:
@@ -195,23 +195,28 @@ def stored() -> dict[str, str]:
 
 def tables(outcomes: Mapping[str, str]) -> str:
     """The part of the document that follows from the outcomes."""
-    text = []
+    counted = Counter(outcomes[cell.name] for cell in CELLS)
+    text = ["| outcome | cells |", "|---|---|"]
+    text += [f"| {outcome} | {num_cells} |" for outcome, num_cells in counted.most_common()]
+    text += [f"| all | {len(CELLS)} |", ""]
     for framework, size in GROUPS:
-        text += [
-            f"### {framework}, {size} rank{'s' * (size > 1)}",
-            "",
-            f"| what happens at a step | at once | from disk | with {3 - size} rank{'s' * (size == 1)} |",
-            "|---|---|---|---|",
-        ]
-        for event in EVENTS:
-            row = [outcomes[Cell(framework, size, event, way).name] for way in WAYS]
-            text.append(f"| {event} | {' | '.join(row)} |")
-        text.append("")
-    text += ["### Not run here", ""]
-    for (framework, size), reason in NOT_RUN.items():
-        text.append(f"* {framework}, {size} rank{'s' * (size > 1)}: {reason}.")
-    text.append("")
+        text += [f"### {framework}, {_ranks(size)}", "", *_table(outcomes, framework, size, EVENTS), ""]
+    text += ["## While the writer starts, ends, or is not there", ""]
+    for size in SIZES:
+        text += [f"### DDP, {_ranks(size)}: the writer", "", *_table(outcomes, "DDP", size, writer.EVENTS), ""]
     return "\n".join(text)
+
+
+def _table(outcomes: Mapping[str, str], framework: str, size: int, events: Iterable[str]) -> Iterator[str]:
+    yield f"| what happens at a step | at once | from disk | with {_ranks(3 - size)} |"
+    yield "|---|---|---|---|"
+    for event in events:
+        row = [outcomes[Cell(framework, size, event, way).name] for way in WAYS]
+        yield f"| {event} | {' | '.join(row)} |"
+
+
+def _ranks(size: int) -> str:
+    return f"{size} rank{'s' * (size > 1)}"
 
 
 def document_with(outcomes: Mapping[str, str]) -> str:
@@ -235,6 +240,7 @@ def main() -> None:
         cell
         for cell in CELLS
         if all(word in cell.name for word in options.only or ()) and cell.name in (options.cells or (cell.name,))
+        if python_of(cell.framework) == sys.executable
     ]
     outcomes = stored()
     for cell, outcome in run(cells):

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import FlashCheckpointer, Options
 from checkpoint.flash import device
 from checkpoint.view import StoreView, find_stores
+from tests.checkpoint.pairs import writer
 from tests.checkpoint.parts import delete_in_use
 
 # At which step it happens, and how many more are trained where it ends nothing.
@@ -48,7 +49,7 @@ class Job(NamedTuple):
         memory: in place of /dev/shm.
         out: what it says, one JSON object a line.
         meeting: a file of this start, where the ranks meet.
-        is_launched: a launcher has started this rank.
+        launcher: process of the launcher that has started this rank; 0 without.
     """
 
     framework: str
@@ -59,7 +60,7 @@ class Job(NamedTuple):
     memory: Path
     out: Path
     meeting: Path
-    is_launched: bool = False
+    launcher: int = 0
 
     def options(self) -> dict[str, Any]:
         """What all programs give a checkpointer."""
@@ -116,21 +117,21 @@ MODELS: dict[str, Callable[[torch.nn.Sequential, int], torch.nn.Module]] = {
 # What happens, after the save of a step
 
 
-def _meet() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _meet(checkpointer: FlashCheckpointer) -> None:
+    checkpointer._ranks.all_gather(b"")
 
 
 def _each_dies(job: Job, checkpointer: FlashCheckpointer) -> None:
-    _meet()
+    _meet(checkpointer)
+    writer.before_death(job.event, checkpointer)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _told(job: Job, checkpointer: FlashCheckpointer) -> None:
-    if not job.is_launched:
+    if not job.launcher:
         os.kill(os.getpid(), signal.SIGTERM)
     elif job.rank == 0:
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(job.launcher, signal.SIGTERM)
 
 
 def _told_twice(job: Job, checkpointer: FlashCheckpointer) -> None:
@@ -143,24 +144,24 @@ def _writer_told(job: Job, checkpointer: FlashCheckpointer) -> None:
     assert process is not None
     os.kill(process.pid, signal.SIGTERM)
     process.wait(_PATIENCE_S)
-    _meet()
+    _meet(checkpointer)
 
 
 def _directory_removed(job: Job, checkpointer: FlashCheckpointer) -> None:
     checkpointer.wait(_PATIENCE_S)
-    _meet()
+    _meet(checkpointer)
     if job.rank == 0:
         delete_in_use(job.directory)
-    _meet()
+    _meet(checkpointer)
 
 
 def _store_removed(job: Job, checkpointer: FlashCheckpointer) -> None:
     checkpointer.wait(_PATIENCE_S)
-    _meet()
+    _meet(checkpointer)
     if job.rank == 0:
         for one in find_stores([job.memory]):
             delete_in_use(one.path)
-    _meet()
+    _meet(checkpointer)
 
 
 def _nothing(job: Job, checkpointer: FlashCheckpointer) -> None:
@@ -178,8 +179,15 @@ EVENTS: dict[str, Callable[[Job, FlashCheckpointer], None]] = {
     "full disk": _nothing,
     "full memory": _nothing,
 }
-# These end the program in its own time; after the others it dies some steps later.
+_ALL_EVENTS = {
+    **EVENTS,
+    writer.STARTS: _each_dies,
+    writer.ENDS: lambda job, checkpointer: writer.stop_at_its_end(job.out, job.rank, checkpointer),
+    writer.IS_GONE: _each_dies,
+}
+# These end the program in its own time, and these at once; after the others it dies some steps later.
 _ENDS_ITSELF = ("SIGTERM once", "SIGTERM twice")
+_ENDS_AT_ONCE = ("SIGKILL", writer.STARTS, writer.IS_GONE)
 
 
 def _break_copies() -> Callable[[], bool]:
@@ -223,6 +231,7 @@ class Witness:
 
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(1)
+        writer.arrange(job.event, job.out, job.rank)
         self._job = job
         self._out = job.out.open("a", buffering=1)
         self._parent = os.getppid()
@@ -253,6 +262,8 @@ class Witness:
         def watched(checkpointer: FlashCheckpointer, step: int, state: Mapping[str, Any]) -> bool:
             job = self._job
             is_struck = step == STRIKE_AT
+            if is_struck:
+                writer.before_save(job.event, checkpointer)
             is_broken = _break_copies() if is_struck and job.event == "exception in the copy" else None
             try:
                 is_saved = save(checkpointer, step, state)
@@ -263,16 +274,16 @@ class Witness:
                 if is_broken:
                     assert is_broken(), "nothing was copied by its address"
             self.say(taken=step, bits=bits(), is_saved=is_saved)
-            if step == STRIKE_AT - 1:
+            if step == STRIKE_AT - 1 and job.event != writer.STARTS:
                 checkpointer.wait(_PATIENCE_S)  # from now on there is a saver
             if is_struck:
-                if job.event == "SIGKILL":
+                if job.event in _ENDS_AT_ONCE:
                     self.say(ends=step)
-                EVENTS[job.event](job, checkpointer)
+                _ALL_EVENTS[job.event](job, checkpointer)
             if step >= LAST_STEP and job.event not in _ENDS_ITSELF:
                 self.say(ends=step)
                 _each_dies(job, checkpointer)
-            if job.is_launched and os.getppid() != self._parent:
+            if job.launcher and os.getppid() != self._parent:
                 self.say(ends=step, is_left=True)  # by its launcher, and Slurm kills what is left
                 _each_dies(job, checkpointer)
             assert time.monotonic() < self._deadline_s, "the program was told to end, and has not seen it"
@@ -313,16 +324,36 @@ def meet_at(job: Job) -> None:
 
 
 def train(job: Job) -> None:
-    """Be one rank of a program with a loop of its own."""
+    """Be one rank of torch.distributed, in a program with a loop of its own."""
     witness = Witness(job)
     if "MASTER_PORT" in os.environ:
         dist.init_process_group("gloo")
     else:
         meet_at(job)
     model = MODELS[job.framework](layers_of(), job.size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run_loop(job, witness, model, optimizer_of(model))
+    dist.destroy_process_group()
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """What all programs train with."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def run_loop(
+    job: Job, witness: Witness, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> None:
+    """Restore, train and save.
+
+    Args:
+        job: of this rank.
+        witness: of this rank.
+        model: what is trained.
+        optimizer: with what.
+        options: more of the checkpointer's.
+    """
     state = {"model": model, "optimizer": optimizer, "mean": torch.zeros(4)}
-    with FlashCheckpointer(job.directory, shared=("model", "optimizer"), **job.options()) as checkpointer:
+    with FlashCheckpointer(job.directory, shared=("model", "optimizer"), **job.options(), **options) as checkpointer:
 
         def bits() -> str:
             return digest([model.state_dict(), optimizer.state_dict(), state["mean"]])
@@ -342,7 +373,6 @@ def train(job: Job) -> None:
                 with contextlib.suppress(KeyboardInterrupt):
                     checkpointer.save(step, state)
     witness.say(ends=step)
-    dist.destroy_process_group()
 
 
 def forget_memory(memory: Path) -> None:

@@ -13,7 +13,16 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from checkpoint.integrations.lightning import FlashCheckpointCallback
-from tests.checkpoint.pairs.trainer import Job, Witness, batches, digest, environment_of, layers_of, meet_at
+from tests.checkpoint.pairs.trainer import (
+    Job,
+    Witness,
+    batches,
+    digest,
+    environment_of,
+    layers_of,
+    meet_at,
+    optimizer_of,
+)
 
 
 class _Module(pl.LightningModule):
@@ -25,7 +34,7 @@ class _Module(pl.LightningModule):
         return (self.layers(batch) - batch.sum(1, keepdim=True)).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return optimizer_of(self)
 
 
 class _Seen(Exception):

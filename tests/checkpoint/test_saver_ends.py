@@ -1,0 +1,103 @@
+"""A saver starts, or is told to end, while its trainer saves, closes or dies: what is in memory gets to disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.directory import CheckpointDirectory
+from checkpoint.flash.saver_link import SaverLink
+from checkpoint.saver import spawn_saver
+from checkpoint.view import StoreView
+from tests.checkpoint.test_saver import TIMEOUT_S, Bench, bench
+
+__all__ = ["bench"]
+WaitUntil = Callable[..., None]
+
+
+def test_a_saver_that_is_told_to_end_while_it_starts_brings_to_disk_what_a_dead_trainer_left(bench: Bench) -> None:
+    trainer = bench.trainer()
+    trainer.say("save 10")
+    saver = spawn_saver(trainer.store, bench.directory)
+    bench.undo.callback(bench._end, saver)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        saver.send_signal(number)
+    trainer.kill()
+    assert saver.wait(TIMEOUT_S) == 0
+    bench.check_whole((1, 10))
+
+
+def test_the_signals_of_a_trainer_are_its_own_again_when_its_saver_is_started(bench: Bench) -> None:
+    trainer = bench.trainer()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    saver = spawn_saver(trainer.store, bench.directory)
+    bench.undo.callback(bench._end, saver)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["and dies", "and lives"])
+def test_what_a_trainer_saves_while_its_saver_ends_gets_to_disk(bench: Bench, dies: bool) -> None:
+    trainer = bench.trainer()
+    saver = bench.saver(trainer.store, "ending.looked", action="stop")
+    trainer.say("save 10")
+    bench.until_committed((1, 10))
+    saver.send_signal(signal.SIGTERM)
+    bench.until((bench.path / "marker-0").exists, "the last look")
+    trainer.say("save 20")
+    assert StoreView(trainer.store).saver_alive(), "so the trainer relies on it"
+    if dies:
+        trainer.kill()
+    saver.send_signal(signal.SIGCONT)
+    assert saver.wait(TIMEOUT_S) == 0
+    bench.check_whole((1, 20))
+    assert "there was no time" not in bench.said()
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"weights": torch.full((1000,), float(step))}
+
+
+def test_a_program_that_ends_just_after_its_saver_loses_nothing(
+    make: Any, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = make()
+    checkpointer.save(1, state_of(1))
+    assert checkpointer.wait(TIMEOUT_S)
+    saver = checkpointer._saver.process
+    saver.send_signal(signal.SIGSTOP)
+    checkpointer.save(2, state_of(2))
+    has_saver = SaverLink.has_saver
+
+    def had_saver(link: SaverLink) -> bool:
+        assert has_saver(link)
+        saver.kill()
+        saver.wait()
+        return True
+
+    monkeypatch.setattr(SaverLink, "has_saver", had_saver)
+    checkpointer.close()
+    assert CheckpointDirectory(checkpointer._directory.path).checkpoints()[0].generation.step == 2
+    assert os.listdir(memory) == []
+
+
+def test_a_saver_that_dies_between_two_saves_is_replaced_before_the_next(make: Any, wait_until: WaitUntil) -> None:
+    with make(interval=1000) as checkpointer:
+        checkpointer.save(1, state_of(1))
+        assert checkpointer.wait(TIMEOUT_S)
+        saver = checkpointer._saver.process
+        saver.send_signal(signal.SIGSTOP)
+        checkpointer.save(2, state_of(2))
+        saver.kill()
+        saver.wait()
+
+        def trained_on() -> bool:
+            assert not checkpointer.should_save(3)
+            persisted = checkpointer.stats().persisted
+            return persisted is not None and persisted.step == 2
+
+        wait_until(trained_on, TIMEOUT_S, "the generation that the dead saver had left")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.pairs.programs import python_of
-from tests.checkpoint.pairs.run import CELLS, DOCUMENT, GROUPS, Cell, document_with, stored
+from tests.checkpoint.pairs.run import CELLS, DOCUMENT, GROUPS, WAYS, Cell, document_with, stored
 
 ROOT = Path(__file__).parents[2]
 # One of each kind of outcome, and a launcher.
@@ -24,9 +24,11 @@ INSTALLED = [
     pytest.param(
         framework,
         size,
+        way,
         marks=pytest.mark.skipif(not python_of(framework), reason=f"{framework} is not installed"),
     )
     for framework, size in GROUPS
+    for way in WAYS
 ]
 
 
@@ -56,8 +58,8 @@ def test_some_pairs_are_as_stored() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("framework", "size"), INSTALLED)
-def test_all_pairs_are_as_stored(framework: str, size: int) -> None:
-    may_mount = os.geteuid() == 0
-    cells = [one for one in CELLS if one[:2] == (framework, size) and (may_mount or one.event != "full memory")]
+@pytest.mark.parametrize(("framework", "size", "way"), INSTALLED)
+def test_all_pairs_are_as_stored(framework: str, size: int, way: str) -> None:
+    group = [one for one in CELLS if (one.framework, one.size, one.way) == (framework, size, way)]
+    cells = [one for one in group if os.geteuid() == 0 or one.event != "full memory"]  # which mounts
     assert run(cells) == {cell.name: stored()[cell.name] for cell in cells}

@@ -41,6 +41,7 @@ WAYS = ("memory", "disk", "other ranks")
 TIMEOUT_S = 120.0
 _NUM_AT_ONCE = 3
 GROUPS = [(framework, size) for framework in FRAMEWORKS for size in SIZES]
+_HEAD = ("| what happens at a step | at once | from disk | with the other number of ranks |", "|---|---|---|---|")
 _BEGIN, _END = "<!-- tables: python -m tests.checkpoint.pairs.run --document -->", "<!-- end of tables -->"
 
 
@@ -199,24 +200,27 @@ def tables(outcomes: Mapping[str, str]) -> str:
     text = ["| outcome | cells |", "|---|---|"]
     text += [f"| {outcome} | {num_cells} |" for outcome, num_cells in counted.most_common()]
     text += [f"| all | {len(CELLS)} |", ""]
+    alike: dict[tuple[str, ...], dict[str, list[int]]] = {}
     for framework, size in GROUPS:
-        text += [f"### {framework}, {_ranks(size)}", "", *_table(outcomes, framework, size, EVENTS), ""]
-    text += ["## While the writer starts, ends, or is not there", ""]
+        rows = tuple(_rows(outcomes, framework, size, EVENTS))
+        alike.setdefault(rows, {}).setdefault(framework, []).append(size)
+    for rows, frameworks in alike.items():
+        whose = ", ".join(f"{framework} ({_ranks(*sizes)})" for framework, sizes in frameworks.items())
+        text += [f"### {whose}", "", *_HEAD, *rows, ""]
+    text += ["### While the writer starts, ends, or is not there", ""]
     for size in SIZES:
-        text += [f"### DDP, {_ranks(size)}: the writer", "", *_table(outcomes, "DDP", size, writer.EVENTS), ""]
+        text += [f"DDP, {_ranks(size)}:", "", *_HEAD, *_rows(outcomes, "DDP", size, writer.EVENTS), ""]
     return "\n".join(text)
 
 
-def _table(outcomes: Mapping[str, str], framework: str, size: int, events: Iterable[str]) -> Iterator[str]:
-    yield f"| what happens at a step | at once | from disk | with {_ranks(3 - size)} |"
-    yield "|---|---|---|---|"
+def _rows(outcomes: Mapping[str, str], framework: str, size: int, events: Iterable[str]) -> Iterator[str]:
     for event in events:
         row = [outcomes[Cell(framework, size, event, way).name] for way in WAYS]
         yield f"| {event} | {' | '.join(row)} |"
 
 
-def _ranks(size: int) -> str:
-    return f"{size} rank{'s' * (size > 1)}"
+def _ranks(*sizes: int) -> str:
+    return f"{' and '.join(map(str, sizes))} rank{'s' * (sizes[-1] > 1)}"
 
 
 def document_with(outcomes: Mapping[str, str]) -> str:

@@ -384,7 +384,7 @@ class FlashCheckpointer:
         if time.monotonic() > self._looked_s + _LOOK_S:
             self._looked_s = time.monotonic()
             self._store.renew_if_deleted()
-            self._saver.tell_errors()
+            self._saver.tell_errors(between_saves=True)
         is_due = self._timing.is_due(step, self._saving.stats, self._store.status)
         is_due = self._watch.is_asked(step) or is_due
         if is_due:

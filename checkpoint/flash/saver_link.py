@@ -22,6 +22,7 @@ _POLL_S = 0.005
 # A job's saver step starts with the job, and not always before its trainers.
 _JOB_SAVER_TIMEOUT_S = 30.0
 _WATCH_S = 0.5
+_RESTART_LIMIT_S = 60.0
 _SAY_WAITING_S = 30.0
 # A job's saver outlives the program, and may wait for ranks that never come: `close` does not wait for it for ever.
 _JOB_SAVER_CLOSE_S = 60.0
@@ -44,6 +45,8 @@ class SaverLink:
         self._store = store
         self._directory = directory
         self._is_ended = threading.Event()
+        self._num_started = 0
+        self._started_s = 0.0
         self._said_error = ""
 
     def start(self, *, job_has_saver: bool) -> None:
@@ -64,12 +67,18 @@ class SaverLink:
         """Watch no more; the store is about to be closed."""
         self._is_ended.set()
 
-    def tell_errors(self) -> None:
-        """Log what has happened to the saver since; one that has died is replaced."""
+    def tell_errors(self, *, between_saves: bool = False) -> None:
+        """Log what has happened to the saver since; one that has died is replaced.
+
+        Args:
+            between_saves: those that die one after the other are replaced less and less often.
+        """
+        pause_s = min(_RESTART_LIMIT_S, 2.0**self._num_started) if between_saves else 0.0
         self._former = [process for process in self._former if process.poll() is None]
         status = self._store.status()
         error = status.error if status else ""
-        if self.process and self.process.poll() is not None and not self._store.is_saver_alive():
+        is_due = time.monotonic() >= self._started_s + pause_s
+        if is_due and self.process and self.process.poll() is not None and not self._store.is_saver_alive():
             _log.error("the checkpoint saver has ended with code %d: another is started", self.process.returncode)
             self._spawn()
         if error and error != self._said_error:
@@ -168,6 +177,8 @@ class SaverLink:
             self._is_ended.wait(_WATCH_S)
 
     def _spawn(self) -> None:
+        self._num_started += 1
+        self._started_s = time.monotonic()
         try:
             self.process = spawn_saver(self._store.path, self._directory)
         except CheckpointError as error:

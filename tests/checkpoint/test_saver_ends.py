@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from checkpoint.directory import CheckpointDirectory
+from checkpoint.flash import saver_link
 from checkpoint.flash.saver_link import SaverLink
 from checkpoint.saver import spawn_saver
 from checkpoint.view import StoreView
@@ -101,3 +104,36 @@ def test_a_saver_that_dies_between_two_saves_is_replaced_before_the_next(make: A
             return persisted is not None and persisted.step == 2
 
         wait_until(trained_on, TIMEOUT_S, "the generation that the dead saver had left")
+
+
+class OfNobody:
+    """A store that never has a saver."""
+
+    path = "store"
+
+    @staticmethod
+    def status() -> None:
+        """Nobody has said anything."""
+
+    @staticmethod
+    def is_saver_alive() -> bool:
+        return False
+
+
+def test_savers_that_die_one_after_the_other_are_started_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, started = [1000.0], []
+
+    def spawn(*_: Any) -> Any:
+        started.append(clock[0] - 1000.0)
+        return SimpleNamespace(poll=lambda: 1, returncode=1)
+
+    monkeypatch.setattr(saver_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(saver_link, "spawn_saver", spawn)
+    link = SaverLink(OfNobody(), Path("ckpt"))  # type: ignore[arg-type]
+    link.start(job_has_saver=False)
+    while clock[0] < 1200.0:
+        clock[0] += 1.0
+        link.tell_errors(between_saves=True)
+    assert started == [0, 2, 6, 14, 30, 62, 122, 182]
+    link.tell_errors()
+    assert started[-1] == 200, "a save has a saver at once"

@@ -18,6 +18,7 @@ from tests.checkpoint.pairs.trainer import Job
 _ROOT = Path(__file__).parents[3]
 # The program that a launcher starts.
 _LAUNCHED = Path(__file__).parent / "launched.py"
+_HOROVODRUN = Path(__file__).parent / "patient_horovodrun.py"
 # Of each framework, the module with its program.
 _PROGRAMS = {
     **dict.fromkeys(trainer.MODELS, trainer.__name__),
@@ -81,8 +82,7 @@ def _launch(job: Job) -> None:
     argv = [str(_LAUNCHED), json.dumps(job._replace(launcher=os.getpid())._asdict(), default=str)]
     if job.framework == "Horovod":
         ranks = ["--gloo", "-np", str(job.size), "-H", f"localhost:{job.size}"]
-        command = str(Path(sys.executable).with_name("horovodrun"))
-        os.execv(command, [command, *ranks, sys.executable, *argv])
+        os.execv(sys.executable, [sys.executable, str(_HOROVODRUN), *ranks, sys.executable, *argv])
     if job.framework == "torchrun":
         launcher = ["--standalone", f"--nproc-per-node={job.size}"]
     else:

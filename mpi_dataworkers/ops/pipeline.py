@@ -443,8 +443,13 @@ def define(pipeline: Pipeline) -> Definition:
             f"the dataset cannot be sent to data workers: {where} cannot be pickled ({error}). Open files, locks and "
             "connections belong into __getitem__ or worker_init_fn, or leave them out in __getstate__."
         ) from error
-    reached = Reached(pickled.met, is_own)
-    rest = program_of(reached), settings_of(reached), pickled.blob
+    try:
+        reached = Reached(pickled.met, is_own)
+        rest = program_of(reached), settings_of(reached), pickled.blob
+    except Exception as error:  # looking at a proxy runs user code, too
+        raise PipelineError(
+            f"the dataset cannot be sent to data workers: an object that its code names cannot be looked at ({error!r})"
+        ) from error
     return Definition("", *rest, shared=pickled.shared).with_buffers(pickled.buffers)
 
 
@@ -519,7 +524,11 @@ def find_unpicklable(value: Any, path: str = "", above: Sequence[Any] = ()) -> s
     """Name the innermost object that cannot be pickled, as `dataset.transform.lock (_thread.lock)`, or of a script
     `dataset.__getitem__ -> global LOCK (_thread.lock)`."""
     above = (*above, value)
-    for name, part in _named_parts(value) if len(above) <= 8 else ():
+    try:
+        parts = list(_named_parts(value)) if len(above) <= 8 else []
+    except Exception:  # noqa: BLE001, a proxy's own code, which asks for its object
+        parts = []
+    for name, part in parts:
         try:
             pickle_apart(part)
         except Exception:  # noqa: BLE001, the question is only whether it raises

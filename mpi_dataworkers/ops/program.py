@@ -58,7 +58,14 @@ def program_of(reached: Reached) -> Program:
     Args:
         reached: what the pipeline's code reads.
     """
-    return Program(os.getcwd(), _sys_path(), _digests(reached.modules))
+    return Program(_working_dir(), _sys_path(), _digests(reached.modules))
+
+
+def _working_dir() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # the program has removed it
+        return os.readlink("/proc/self/cwd")
 
 
 def _is_installed(path: str) -> bool:
@@ -72,7 +79,7 @@ def _is_installed(path: str) -> bool:
 def _sys_path() -> list[str]:
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     script_dir = [os.path.dirname(os.path.abspath(main_file))] if main_file else []
-    entries = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+    entries = [os.path.normpath(os.path.join(_working_dir(), entry)) for entry in sys.path]
     entries = [entry for entry in entries if not entry.startswith(_OURS + os.sep)]  # the start-up hook's
     named = [INSTALLATION if _is_installed(entry) else entry for entry in entries]
     # The script's directory is first anyway, unless the program took it out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from collections import deque
@@ -28,7 +29,7 @@ def reachable(roots: tuple[Any, ...], is_wanted: Callable[[Any], bool]) -> Itera
             yield one
             continue
         for part in _parts_of(one):
-            if isinstance(part, _PLAIN) or inspect.isroutine(part) or id(part) in seen:
+            if id(part) in seen or not _may_hold_more(part):
                 continue
             if len(seen) < _MAX_OBJECTS:
                 seen.add(id(part))
@@ -36,12 +37,20 @@ def reachable(roots: tuple[Any, ...], is_wanted: Callable[[Any], bool]) -> Itera
                 waiting.append(part)
 
 
+def _may_hold_more(part: Any) -> bool:
+    try:
+        return not (isinstance(part, _PLAIN) or inspect.isroutine(part))
+    except Exception:  # noqa: BLE001, a proxy asks for its object, and there is none
+        return False
+
+
 def _parts_of(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         return
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield from list(attributes.values())
+    with contextlib.suppress(Exception):  # a proxy, as above
+        attributes = value.__dict__
+        if isinstance(attributes, dict):
+            yield from list(attributes.values())
     # Not the methods of the user's own class, which may read a sample: looking runs nobody's code.
     items: Iterable[Any] = ()
     if isinstance(value, list):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections.abc
 import functools
+import os
 import random
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -202,10 +204,26 @@ def through(samples): return LOCK
 """
 
 
+# A proxy without an object, as of a web framework outside of a request.
+UNBOUND = """
+class Unbound:
+    @property
+    def __class__(self): raise RuntimeError("no object")
+    def __reduce__(self): return str, ()
+
+PROXY = Unbound()
+def collate(samples): return PROXY
+"""
+
+
 def test_what_cannot_be_pickled_is_named() -> None:
     lock = threading.Lock()
     script: dict[str, Any] = {"__name__": "__main__", "LOCK": lock}
     exec(SCRIPT, script)
+    unbound: dict[str, Any] = {"__name__": "__main__"}
+    exec(UNBOUND, unbound)
+    with pytest.raises(PipelineError, match=r"names cannot be looked at \(RuntimeError\('no object'\)\)"):
+        define(Pipeline([1], unbound["collate"], 1))
     cases: list[tuple[Any, str]] = [
         (Pipeline([lock], default_collate, 1), "dataset[0] (_thread.lock)"),
         (Pipeline({"a": {"b": lock}}, default_collate, 1), "dataset['a']['b'] (_thread.lock)"),
@@ -218,6 +236,17 @@ def test_what_cannot_be_pickled_is_named() -> None:
         assert find_unpicklable(pipeline) == name
         with pytest.raises(PipelineError, match="cannot be sent to data workers"):
             define(pipeline)
+
+
+def test_a_program_whose_directory_is_gone_has_a_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(tmp_path / "scratch")
+    monkeypatch.setattr("sys.path", ["", "lib", *sys.path])
+    (tmp_path / "scratch").rmdir()
+    program = define(Pipeline([1], list, 1)).program
+    monkeypatch.chdir(tmp_path)
+    assert program.working_dir.startswith(str(tmp_path / "scratch"))
+    assert os.path.join(program.working_dir, "lib") in program.sys_path
 
 
 def test_description_tells_pipelines_apart() -> None:

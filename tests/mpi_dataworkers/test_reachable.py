@@ -43,3 +43,21 @@ def test_a_dataset_that_is_a_list_with_methods_of_its_own_is_not_read(make: Any)
     generator = random.Random(1)
     found = list(reachable((make(generator),), lambda one: isinstance(one, random.Random)))
     assert found == [generator]
+
+
+class Unbound:
+    """A proxy without an object, as of a web framework outside of a request."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("there is no object")
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("there is no object")
+
+
+def test_what_cannot_be_looked_at_holds_nothing_and_hides_nothing() -> None:
+    generator = random.Random(1)
+    found = list(reachable(([Unbound(), [Unbound(), generator]],), lambda one: isinstance(one, random.Random)))
+    assert found == [generator]

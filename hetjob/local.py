@@ -23,6 +23,7 @@ from hetjob.processes import next_signal, signals_held, start_child
 from hetjob.service import Service, read_summary
 from hetjob.temporary import temporary_directory
 from hetstream.base.private import make_private
+from mpi_dataworkers.config import environment_with_hash_seed
 
 _READY_LIMIT_S = 30.0
 _IDLE_S = 5.0  # the program's end wakes the wait at once
@@ -197,7 +198,8 @@ class LocalLauncher:
 
     def data_worker(self, index: int) -> Child:
         """Start one data worker."""
-        return start_child(self._config.data_worker_words(self._directory), log=self._log(f"data-worker-{index}"))
+        words, log = self._config.data_worker_words(self._directory), self._log(f"data-worker-{index}")
+        return start_child(words, env=environment_with_hash_seed(), log=log)  # else it would start itself anew
 
     def begin_elastic(self) -> None:
         """A local run has no companions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import functools
+import importlib
 import os
 import random
 import sys
@@ -204,26 +205,10 @@ def through(samples): return LOCK
 """
 
 
-# A proxy without an object, as of a web framework outside of a request.
-UNBOUND = """
-class Unbound:
-    @property
-    def __class__(self): raise RuntimeError("no object")
-    def __reduce__(self): return str, ()
-
-PROXY = Unbound()
-def collate(samples): return PROXY
-"""
-
-
 def test_what_cannot_be_pickled_is_named() -> None:
     lock = threading.Lock()
     script: dict[str, Any] = {"__name__": "__main__", "LOCK": lock}
     exec(SCRIPT, script)
-    unbound: dict[str, Any] = {"__name__": "__main__"}
-    exec(UNBOUND, unbound)
-    with pytest.raises(PipelineError, match=r"names cannot be looked at \(RuntimeError\('no object'\)\)"):
-        define(Pipeline([1], unbound["collate"], 1))
     cases: list[tuple[Any, str]] = [
         (Pipeline([lock], default_collate, 1), "dataset[0] (_thread.lock)"),
         (Pipeline({"a": {"b": lock}}, default_collate, 1), "dataset['a']['b'] (_thread.lock)"),
@@ -236,6 +221,29 @@ def test_what_cannot_be_pickled_is_named() -> None:
         assert find_unpicklable(pipeline) == name
         with pytest.raises(PipelineError, match="cannot be sent to data workers"):
             define(pipeline)
+
+
+# A proxy without an object, as of a web framework outside of a request.
+UNBOUND = """
+class Unbound:
+    @property
+    def __class__(self): raise RuntimeError("no object")
+
+PROXY = Unbound()
+def collate(samples): return PROXY
+"""
+
+
+def test_a_proxy_without_an_object_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(UNBOUND, script)
+    with pytest.raises(PipelineError, match=r"collate_fn -> global PROXY \(__main__\.Unbound\) cannot be pickled"):
+        define(Pipeline([1], script["collate"], 1))
+    (tmp_path / "unbound_proxy.py").write_text(UNBOUND)
+    monkeypatch.syspath_prepend(tmp_path)
+    collate = importlib.import_module("unbound_proxy").collate
+    with pytest.raises(PipelineError, match=r"its code names cannot be looked at \(RuntimeError\('no object'\)\)"):
+        define(Pipeline([1], collate, 1))
 
 
 def test_a_program_whose_directory_is_gone_has_a_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

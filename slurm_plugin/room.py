@@ -23,6 +23,7 @@ class Room:
         shape: what each node must give.
         job: where it may run.
         up: the partitions in which jobs start; None asks for none of it.
+        kept: nodes that reservations keep from the job, because they begin before it would have to end.
 
     Attributes:
         shape: as given.
@@ -35,7 +36,9 @@ class Room:
         needs_whole_nodes: it gets whole nodes only, and there are not enough idle ones for any other reason to matter.
     """
 
-    def __init__(self, table: NodeTable, shape: Shape, job: Job, up: Collection[str] | None) -> None:
+    def __init__(
+        self, table: NodeTable, shape: Shape, job: Job, up: Collection[str] | None, kept: Collection[str] = ()
+    ) -> None:
         names = job.partitions if up is None else tuple(name for name in job.partitions if name in up)
         self.shape = shape
         self._table = table
@@ -45,6 +48,8 @@ class Room:
         if re.fullmatch(r"[\w.-]+", job.features):  # others are expressions: those are Slurm's to weigh
             anywhere = anywhere & table.with_feature(job.features)
         mine = table.eligible(names, job.reservation)
+        if kept:
+            mine = mine & ~table.named(kept)
         self.eligible: Mask = anywhere & mine
         cpus, cpus_free = table.cpus_for(names)
         self.free: dict[str, Counts] = {"CPUs": cpus_free, "memory": table.memory_free_mb}

@@ -6,6 +6,7 @@ beyond that (priorities in the making, licenses, topology, limits of accounts) i
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
@@ -13,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU
+from hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
 from slurm_plugin.client.hostlist import compress
-from slurm_plugin.client.model import Job, Node, Snapshot
+from slurm_plugin.client.model import Job, Node, Reservation, Snapshot
 from slurm_plugin.node_table import Mask, NodeTable
 from slurm_plugin.reasons import told_by_slurm
 from slurm_plugin.report import duration
@@ -87,15 +88,8 @@ class Explainer:
         self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
         self._with_gpus = {name for node in self._table.chosen(self._table.gpus > 0) for name in node.partitions}
-        # How many data workers have room in each partition.
-        self._workers = dict.fromkeys(sorted(self._up), 0)
-        for name in self._up:
-            _, free = self._table.cpus_for([name])
-            here = self._table.eligible([name])
-            if self._table.takes_whole_nodes([name]):
-                self._workers[name] = int((here & (free >= DEFAULT_DATA_WORKER_CPUS)).sum())
-            else:
-                self._workers[name] = int((free[here] // DEFAULT_DATA_WORKER_CPUS).sum())
+        # In the order of their beginning: the jobs of others must have ended by then.
+        self._upcoming = [one for one in snapshot.reservations if one.start_s > snapshot.taken_s]
         # Of each partition the place of whoever is first in line, and of the first whose start is planned.
         self._first: dict[str, tuple[int, int]] = {}
         self._first_planned: dict[str, tuple[int, int]] = {}
@@ -108,6 +102,7 @@ class Explainer:
         self._found: dict[Hashable, tuple[list[Node], list[Blocker]]] = {}
         self._kinds: dict[Hashable, tuple[str, ...]] = {}
         self._queue: list[Job] | None = None
+        self._workers: dict[tuple[Reservation, ...], dict[str, int]] = {}
 
     def explain(self, job: Job) -> Explanation:
         """Explain one record."""
@@ -171,6 +166,9 @@ class Explainer:
 
     def causes_of(self, alike: Sequence[Job]) -> list[tuple[str, ...]]:
         """The same of each job of a group that asks alike: only their turns are different."""
+        if self._upcoming:
+            # Their time limits decide, too.
+            return [self.causes(job) for job in alike]
         if not alike[0].waits_for_resources or self._lacking(alike[0]):
             return [self.causes(alike[0])] * len(alike)
         return [(self._turn(job),) for job in alike]
@@ -187,15 +185,17 @@ class Explainer:
     def _lacking(self, job: Job) -> tuple[str, ...]:
         """The kinds of what is lacking for it to have room now."""
         shape = shape_of(job)
-        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation)
+        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._in_the_way(job))
         if key not in self._kinds:
-            self._kinds[key] = self._lacking_kinds(Room(self._table, shape, job, self._up), job)
+            self._kinds[key] = self._lacking_kinds(self._room_of(shape, job), job)
         return self._kinds[key]
 
     def _lacking_kinds(self, room: Room, job: Job) -> tuple[str, ...]:
         wanted = max(1, job.num_nodes)
         if _count(room.fits) >= wanted:
             return ()
+        if self._in_the_way(job) and _count(Room(self._table, room.shape, job, self._up).fits) >= wanted:
+            return ("reservation",)
         if _count(room.possible) < wanted:
             out = Room(self._unusable, room.shape, job, None)
             return ("nodes",) if out.possible.any() or room.reserved.any() else ("size",)
@@ -203,23 +203,34 @@ class Explainer:
             return ("whole nodes",)
         return room.short_alone(wanted) or room.short()[:1]
 
+    def _in_the_way(self, job: Job) -> tuple[Reservation, ...]:
+        """The reservations of others that begin before a job would have to end, if it started now."""
+        end_s = math.inf if job.time_limit_s is None else self._snapshot.taken_s + job.time_limit_s
+        return tuple(one for one in self._upcoming if one.start_s < end_s and one.name != job.reservation)
+
+    def _room_of(self, shape: Shape, job: Job) -> Room:
+        kept = {name for one in self._in_the_way(job) for name in one.nodes}
+        return Room(self._table, shape, job, self._up, kept)
+
     def _room(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
         """The nodes with room for the job, and what is lacking if they are too few."""
-        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation)
+        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._in_the_way(job))
         if key not in self._found:
             self._found[key] = self._look(shape, job)
         return self._found[key]
 
     def _look(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
         wanted = max(1, job.num_nodes)
-        room = Room(self._table, shape, job, self._up)
+        room = self._room_of(shape, job)
         fits = self._table.chosen(room.fits)
         blockers: list[Blocker] = []
         for kind in self._lacking_kinds(room, job):
             if kind in ("nodes", "size"):
                 out = self._unusable.chosen(Room(self._unusable, shape, job, None).possible)
-                return fits, [_too_large(room, wanted, out, self._table.chosen(room.reserved))]
-            if kind == "whole nodes":
+                return fits, [_too_large(room, job, out, self._table.chosen(room.reserved))]
+            if kind == "reservation":
+                blockers.append(self._kept_for_later(Room(self._table, shape, job, self._up), job))
+            elif kind == "whole nodes":
                 possible, idle = _count(room.possible), _count(room.possible & room.enough["CPUs"])
                 text = f"it gets whole nodes (OverSubscribe=EXCLUSIVE), {wanted} of them: of {possible} {idle} are idle"
                 blockers.append(Blocker(kind, text))
@@ -231,6 +242,24 @@ class Explainer:
             where = f" ({compress(node.name for node in fits)})" if fits else ""
             blockers.append(Blocker("gang", f"it needs {wanted} nodes at once; {len(fits)} have room now{where}"))
         return fits, blockers
+
+    def _kept_for_later(self, room: Room, job: Job) -> Blocker:
+        """What to say of nodes with room that are reserved before the job would end.
+
+        Args:
+            room: without a look at what is to come.
+            job: any with these reservations in its way.
+        """
+        nodes = [node.name for node in self._table.chosen(room.fits)]
+        in_the_way = [one for one in self._in_the_way(job) if set(nodes).intersection(one.nodes)]
+        kept = compress(name for name in nodes if any(name in one.nodes for one in in_the_way))
+        left = duration(in_the_way[0].start_s - self._snapshot.taken_s)
+        names = ", ".join(one.name for one in in_the_way)
+        return Blocker(
+            "reservation",
+            f"{kept} has room, but is reserved in {left} ({names}), before its time limit would end it",
+            f"with a limit below {left} it could start there; scontrol show reservation {in_the_way[0].name}",
+        )
 
     def _in_line(self, job: Job) -> Blocker:
         """There is room: who goes first?"""
@@ -299,14 +328,16 @@ class Explainer:
         moved = (shape.cpus - kept) * max(1, job.num_nodes)
         wanted = -(-moved // DEFAULT_DATA_WORKER_CPUS)
         chosen = fits[: max(1, job.num_nodes)]
-        place, room = self._data_workers(chosen, kept)
+        place, room = self._data_workers(job, chosen, kept)
+        # Components share a reservation, unless they are told not to.
+        outside = f" --data-worker-reservation={NO_RESERVATION}" if job.reservation else ""
         where = compress(node.name for node in chosen)
         start = f"with {kept} CPUs a node it would start on {where}"
         if not room:
             return Verdict(
                 True,
                 f"{start}; no node has {DEFAULT_DATA_WORKER_CPUS} CPUs for a data worker now, they would join later",
-                f"#HETSTREAM --data-workers=0-{wanted}",
+                f"#HETSTREAM --data-workers=0-{wanted}{outside}",
             )
         # Slurm has no arrays of heterogeneous jobs: there they join as companions.
         least = 0 if job.array_job_id is not None else min(wanted, room)
@@ -315,15 +346,30 @@ class Explainer:
         return Verdict(
             True,
             f"{start}, and {workers} in partition {place}",
-            f"#HETSTREAM --data-workers={counts} --data-worker-partition={place}",
+            f"#HETSTREAM --data-workers={counts} --data-worker-partition={place}{outside}",
         )
 
-    def _data_workers(self, trainers: Iterable[Node], kept: int) -> tuple[str, int]:
-        """The partition with most room for data workers beside the trainers, and for how many."""
-        room = dict(self._workers)
+    def _worker_room(self, in_the_way: tuple[Reservation, ...]) -> dict[str, int]:
+        """How many data workers have room in each partition, outside of reservations."""
+        if in_the_way not in self._workers:
+            found = self._workers[in_the_way] = {}
+            for name in sorted(self._up):
+                _, free = self._table.cpus_for([name])
+                here = self._table.eligible([name]) & ~self._table.named(
+                    node for one in in_the_way for node in one.nodes
+                )
+                if self._table.takes_whole_nodes([name]):
+                    found[name] = int((here & (free >= DEFAULT_DATA_WORKER_CPUS)).sum())
+                else:
+                    found[name] = int((free[here] // DEFAULT_DATA_WORKER_CPUS).sum())
+        return self._workers[in_the_way]
+
+    def _data_workers(self, job: Job, trainers: Iterable[Node], kept: int) -> tuple[str, int]:
+        """The partition with most room for a job's data workers beside its trainers, and for how many."""
+        room = dict(self._worker_room(self._in_the_way(replace(job, reservation=""))))
         for node in trainers:
             lost = node.cpus_free // DEFAULT_DATA_WORKER_CPUS - (node.cpus_free - kept) // DEFAULT_DATA_WORKER_CPUS
-            for name in self._up.intersection(node.partitions):
+            for name in self._up.intersection(() if node.is_reserved else node.partitions):
                 room[name] -= lost
         # CPUs beside GPUs are for other trainers, as long as there are CPUs elsewhere.
         place = max(
@@ -367,12 +413,14 @@ def _said_by_slurm(job: Job) -> Blocker | None:
     return Blocker(told.kind, told.text, told.next_step) if told else None
 
 
-def _too_large(room: Room, wanted: int, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
+def _too_large(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
     """Fewer nodes than it needs could run it, were they empty."""
     asks, eligible, possible = _asks(room.shape), _count(room.eligible), _count(room.possible)
+    wanted = max(1, job.num_nodes)
     if out or reserved:
         others = [f"{compress(node.name for node in out)} is out of use"] if out else []
-        others += [f"{compress(node.name for node in reserved)} is reserved for others"] if reserved else []
+        whose = f"not in its reservation {job.reservation}" if job.reservation else "reserved for others"
+        others += [f"{compress(node.name for node in reserved)} is {whose}"] if reserved else []
         return Blocker(
             "nodes",
             f"it needs {wanted} node(s) with {asks}; {possible} of {eligible} in use could give that, and "

@@ -17,7 +17,7 @@ from slurm_plugin.client.run import become
 from slurm_plugin.devcluster import install, render
 from slurm_plugin.devcluster.boot import BootRequest, boot, plan_cluster
 from slurm_plugin.devcluster.network import ClusterNetwork
-from slurm_plugin.devcluster.programs import missing_programs
+from slurm_plugin.devcluster.programs import SlurmPrograms
 from slurm_plugin.devcluster.record import ClusterRecord, read_record
 from slurm_plugin.devcluster.roots import (
     DEFAULT_CACHE_DIR,
@@ -27,6 +27,7 @@ from slurm_plugin.devcluster.roots import (
     needs_root,
     root_of,
 )
+from slurm_plugin.devcluster.sites import ACCOUNTING, SITES, commands, slurmdbd_conf
 from slurm_plugin.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
 from slurm_plugin.devcluster.status import observe
 from slurm_plugin.devcluster.teardown import plan_teardown, tear_down
@@ -52,6 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
     p = actions.add_parser("install", help="install Debian's Slurm packages, without starting any service")
     _add_slurm(p)
+    _add_sites(p)
     _add_dry_run(p)
     _add_json(p)
     p.set_defaults(run=run, act=_install)
@@ -85,6 +87,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         action="store_true",
         help="proctrack/cgroup and task/cgroup with constrained devices, as sites have them (needs cgroup v1)",
     )
+    _add_sites(p)
     _add_slurm(p)
     p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")
     _add_dry_run(p)
@@ -135,6 +138,21 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_sites(parser: argparse.ArgumentParser) -> None:
+    kinds = "; ".join(f"{name}: {text}" for name, text in SITES.items())
+    parser.add_argument(
+        "--site", type=_sites, default=(), metavar="KIND[,KIND]", help=f"be like such a site, or several. {kinds}"
+    )
+
+
+def _sites(text: str) -> tuple[str, ...]:
+    chosen = text.split(",")
+    unknown = [name for name in chosen if name not in SITES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}: must be of {', '.join(SITES)}")
+    return tuple(name for name in SITES if name in chosen)
+
+
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be done, change nothing")
 
@@ -165,9 +183,9 @@ def _install(args: argparse.Namespace) -> int:
         else:
             print(would or "nothing to install")
         return 0
-    if not needs_root(args.slurm):
-        install.install(_note)
-    programs = choose_programs(args.slurm, args.cache_dir.absolute(), _note)
+    for wanted in _wanted(args):
+        install.install(_note, wanted)
+    programs = _programs(args)
     if args.json:
         _print_json({"changed": bool(missing), "slurm_version": programs.version})
     else:
@@ -177,15 +195,30 @@ def _install(args: argparse.Namespace) -> int:
 
 def _needs(args: argparse.Namespace) -> tuple[list[str], str]:
     """What the wanted Slurm lacks, and what installing would do about it."""
+    missing, would = [], []
     if needs_root(args.slurm):
-        root = root_of(args.slurm, args.cache_dir.absolute())
-        if root.directory.exists():
-            return [], ""
-        return [str(root.directory)], f"would unpack Slurm {args.slurm} for Debian into {root.directory}"
-    missing = missing_programs()
-    if not missing:
-        return [], ""
-    return missing, f"not found: {', '.join(missing)}; would run: {' '.join(install.INSTALL_ARGV)}"
+        root = root_of(args.slurm, args.cache_dir.absolute(), accounting=ACCOUNTING in args.site)
+        if not root.directory.exists():
+            missing.append(str(root.directory))
+            would.append(f"would unpack Slurm {args.slurm} for Debian into {root.directory}")
+    for wanted in _wanted(args):
+        if names := wanted.missing():
+            missing += names
+            argv = " ".join((*install.APT_INSTALL, *wanted.packages))
+            would.append(f"not found: {', '.join(names)}; would run: {argv}")
+    return missing, "; ".join(would)
+
+
+def _wanted(args: argparse.Namespace) -> list[install.Wanted]:
+    """What must be on the host: Slurm, if it is the host's own, and for accounting a database."""
+    own = [] if needs_root(args.slurm) else [install.SLURM]
+    if ACCOUNTING not in args.site:
+        return own
+    return [*own, *([install.SLURMDBD] if own else []), install.MARIADB]
+
+
+def _programs(args: argparse.Namespace) -> SlurmPrograms:
+    return choose_programs(args.slurm, args.cache_dir.absolute(), _note, accounting=ACCOUNTING in args.site)
 
 
 def _up(args: argparse.Namespace) -> int:
@@ -197,12 +230,13 @@ def _up(args: argparse.Namespace) -> int:
         lua_plugins=args.lua_plugins,
         network=args.network,
         cgroups=args.cgroups,
+        sites=args.site,
     )
     if args.dry_run:
         return _up_dry_run(request, args)
-    if args.install and not needs_root(args.slurm):
-        install.install(_note)
-    record = boot(request, choose_programs(args.slurm, args.cache_dir.absolute(), _note), _note)
+    for wanted in _wanted(args) if args.install else ():
+        install.install(_note, wanted)
+    record = boot(request, _programs(args), _note)
     if args.json:
         _print_json(_facts(record))
         return 0
@@ -228,10 +262,13 @@ def _up_dry_run(request: BootRequest, args: argparse.Namespace) -> int:
     root = root_of(args.slurm, args.cache_dir.absolute()).paths if needs_root(args.slurm) else None
     spec = plan_cluster(request, root)
     texts = {"slurm.conf": render.slurm_conf(spec), "gres.conf": render.gres_conf(spec)}
+    if ACCOUNTING in spec.sites:
+        texts["slurmdbd.conf"] = slurmdbd_conf(spec)
+    then = [" ".join(command) for command in commands(spec)]
     missing, would = _needs(args)
     if args.json:
         facts = {"state_dir": str(spec.state_dir), "nodes": spec.nodes, "missing": missing, "files": texts}
-        _print_json({**facts, "network": _network_facts(spec.network)})
+        _print_json({**facts, "network": _network_facts(spec.network), "commands": then})
         return 0
     if would:
         print(f"# {would}")
@@ -242,6 +279,9 @@ def _up_dry_run(request: BootRequest, args: argparse.Namespace) -> int:
     for name, text in texts.items():
         print(f"# {spec.state_dir}/{name}")
         print(text)
+    if then:
+        print("# would then run")
+        print("\n".join(then))
     return 0
 
 

@@ -213,7 +213,7 @@ class Node:
         version: of its slurmd.
         address: under which other nodes reach it.
         cpu_load: threads that want a CPU, on average over a minute or so; also what no job has started.
-        reservation: that it is in now; 22.05 says only that there is one.
+        reservation: that it is in now.
     """
 
     name: str
@@ -243,7 +243,8 @@ class Node:
         """One word for tables: what keeps it from use, otherwise its base state."""
         bad = sorted(self.states & UNUSABLE)
         base = [word for word in ("IDLE", "MIXED", "ALLOCATED", "COMPLETING") if word in self.states]
-        return "+".join([*base[:1], *bad] if bad else base[:1] or sorted(self.states)).lower()
+        kept = ["RESERVED"] if self.is_reserved and not bad else []
+        return "+".join([*base[:1], *bad, *kept] if bad or kept else base[:1] or sorted(self.states)).lower()
 
     @property
     def cpus_free(self) -> int:
@@ -332,6 +333,16 @@ class Partition:
     is_exclusive: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Nodes that are kept for the jobs of some users, for some time; others must have ended before."""
+
+    name: str
+    nodes: tuple[str, ...]
+    start_s: float
+    end_s: float
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A cluster at one moment.
@@ -342,6 +353,7 @@ class Snapshot:
         source: which backend read it, for notes and JSON.
         jobs: pending and running ones.
         config: `scontrol show config`.
+        reservations: of whole nodes, those to come too, in the order of their beginning.
     """
 
     taken_s: float
@@ -351,6 +363,7 @@ class Snapshot:
     nodes: tuple[Node, ...]
     partitions: tuple[Partition, ...]
     config: Mapping[str, str] = field(default_factory=dict)
+    reservations: tuple[Reservation, ...] = ()
 
 
 def is_resource_reason(reason: str) -> bool:

@@ -1,6 +1,6 @@
 """Read a cluster with Slurm's commands: one snapshot of jobs, nodes, partitions and configuration.
 
-Called by `CommandSlurm`. Four commands whatever the size of the cluster, none of which changes anything. Jobs come from
+Called by `CommandSlurm`. Five commands whatever the size of the cluster, none of which changes anything. Jobs come from
 `squeue -O`: 0.5 kB each, against 4 kB (22.05) and 13 kB (24.11 on) in JSON, which only says more about running jobs:
 what they hold on each node. Nodes come as JSON where `scontrol` has it, from 23.02 on. Where pyslurm is installed
 and of slurmctld's release, it reads jobs and nodes instead; see `pyslurm_backend.py`.
@@ -17,8 +17,9 @@ from hetjob.errors import HetstreamError
 from hetjob.ports import MarkedJob
 from slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from slurm_plugin.client.held import with_held_gpus
-from slurm_plugin.client.model import Job, Node, Partition, Snapshot
+from slurm_plugin.client.model import Job, Node, Partition, Reservation, Snapshot
 from slurm_plugin.client.parse_text import JOB_FIELDS
+from slurm_plugin.client.reservations import parse_reservations, with_reservation_names
 from slurm_plugin.client.run import run_slurm
 from slurm_plugin.client.values import NONE_WORDS, moment, whole
 from slurm_plugin.errors import UnsupportedSlurm
@@ -61,24 +62,19 @@ class CommandReader:
             )
         answer = None if details else self._by_pyslurm(release)
         if answer:
-            return Snapshot(
-                taken_s=time.time(),
-                version=version,
-                source="pyslurm",
-                jobs=with_held_gpus(answer.jobs, answer.nodes),
-                nodes=answer.nodes,
-                partitions=self._partitions(),
-                config=config,
-            )
-        jobs, nodes = self.jobs(details=details), self._nodes(release)
+            source, jobs, nodes = "pyslurm", answer.jobs, answer.nodes
+        else:
+            source, jobs, nodes = "commands", self.jobs(details=details), self._nodes(release)
+        taken_s, reservations = time.time(), self._reservations()
         return Snapshot(
-            taken_s=time.time(),
+            taken_s=taken_s,
             version=version,
-            source="commands",
+            source=source,
             jobs=with_held_gpus(jobs, nodes),
-            nodes=nodes,
+            nodes=with_reservation_names(nodes, reservations, taken_s),
             partitions=self._partitions(),
             config=config,
+            reservations=reservations,
         )
 
     def jobs(self, *, details: bool = False, ended: bool = False) -> tuple[Job, ...]:
@@ -140,6 +136,9 @@ class CommandReader:
         if release >= _JSON_IN_SCONTROL:
             return parse_json.parse_nodes(self._run("scontrol", "--all", "--details", "show", "node", "--json"))
         return parse_text.parse_nodes(self._run("scontrol", "--all", "--details", "--oneliner", "show", "node"))
+
+    def _reservations(self) -> tuple[Reservation, ...]:
+        return parse_reservations(self._run("scontrol", "--oneliner", "show", "reservation"))
 
     def _partitions(self) -> tuple[Partition, ...]:
         return parse_text.parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"))

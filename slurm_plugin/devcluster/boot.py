@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hetjob.errors import SlurmCommandError
-from slurm_plugin.devcluster import cgroups, render
+from slurm_plugin.devcluster import cgroups, render, site_setup
 from slurm_plugin.devcluster.lock import MACHINE, locked
 from slurm_plugin.devcluster.namespaces import free_subnet, make_network
 from slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork, plan_network
@@ -36,7 +36,8 @@ from slurm_plugin.devcluster.record import (
     read_record,
     write_record,
 )
-from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths
+from slurm_plugin.devcluster.sites import partitions
+from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths, ports_needed
 from slurm_plugin.devcluster.status import is_live, list_nodes
 from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
 from slurm_plugin.devcluster.umask import readable_by_all
@@ -73,6 +74,7 @@ class BootRequest:
         lua_plugins: see ClusterSpec.
         network: give each host a network namespace with an address of its own, and shared memory of its own.
         cgroups: see ClusterSpec.
+        sites: see ClusterSpec.
     """
 
     name: str
@@ -82,6 +84,7 @@ class BootRequest:
     lua_plugins: bool = False
     network: bool = False
     cgroups: bool = False
+    sites: tuple[str, ...] = ()
 
 
 def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
@@ -90,11 +93,12 @@ def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
         name=request.name,
         cluster_name=f"{request.name}-{secrets.token_hex(4)}",
         state_dir=request.state_dir,
-        base_port=_free_ports(1 + request.shape.num_nodes),
+        base_port=_free_ports(ports_needed(request.shape)),
         shape=request.shape,
         tuned_scheduler=request.tuned_scheduler,
         lua_plugins=request.lua_plugins,
         cgroups=request.cgroups,
+        sites=request.sites,
         root=root,
     )
     if not request.network:
@@ -109,12 +113,14 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
         ClusterExists: a cluster or something else is in the state directory.
         BootFailed: a daemon ended, the nodes were not idle in time, or there are no control groups where some were
             asked for; nothing is left behind.
+        SlurmMissing: programs for its kind of site are not there.
         NetworkFailed: its network could not be made; likewise.
     """
     began = time.monotonic()
     with _interrupts_raise(), readable_by_all(), ExitStack() as undo:
         # Held until the daemons listen: nobody else finds their ports free, or this place half used.
         with locked(MACHINE, LOCK_TIMEOUT_S, f"starting cluster {request.name}"):
+            site_setup.check(request.sites, programs)
             _check_can_boot(request, programs.version)
             _warn(request, progress)
             spec = plan_cluster(request, programs.root)
@@ -124,9 +130,11 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
             if spec.network is not None:
                 progress(f"making {len(spec.network.hosts)} network namespaces in {spec.network.subnet}")
                 make_network(spec.network)
-            progress(f"starting munged, slurmctld {programs.version} and {len(spec.nodes)} slurmd in {spec.state_dir}")
+            names = ", ".join(["munged", *(name for name, *_ in site_setup.daemons(spec, programs))])
+            progress(f"starting {names}, slurmctld {programs.version} and {len(spec.nodes)} slurmd in {spec.state_dir}")
             _start_supervisor(spec, programs)
             _wait_until_idle(spec, record, progress)
+            site_setup.run_commands(spec, record)
             record = replace(record, ready=True, boot_s=round(time.monotonic() - began, 2))
             write_record(record)
         undo.pop_all()
@@ -189,7 +197,7 @@ def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
         state_dir=str(spec.state_dir),
         slurm_version=programs.version,
         nodes=spec.nodes,
-        partitions=tuple(group.name for group in spec.groups),
+        partitions=(*(group.name for group in spec.groups), *partitions(spec)),
         path_prefix=str(programs.root.commands_dir) if programs.root else "",
         ready=False,
         created_s=time.time(),
@@ -226,6 +234,7 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
         policy.write_text((LUA_DIR / "policy.lua").read_text())
         for name in HOOKS:
             (directory / name).write_text(hook_text(name, LUA_DIR, policy, own_program()[0], None))
+    site_setup.make_files(spec, programs, _slurmd(spec, programs))
     key = os.open(directory / "run" / "munge.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(key, "wb") as stream:
         stream.write(secrets.token_bytes(1024))
@@ -249,6 +258,7 @@ def _start_supervisor(spec: ClusterSpec, programs: SlurmPrograms) -> None:
         "LANG": "C.UTF-8",
         "SLURM_CONF": str(spec.slurm_conf),
         MARKER_VARIABLE: spec.cluster_name,
+        **site_setup.environment(spec),
     }
     plan = spec.state_dir / "run" / "plan.json"
     plan.write_text(
@@ -290,18 +300,25 @@ def _daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[dict[str, A
         f"--seed-file={run}/munged.seed",
     ]
     yield _daemon("munged", munged, log, ready_file=str(spec.munge_socket))
+    for name, argv, ready_file, ready_port in site_setup.daemons(spec, programs):
+        yield _daemon(name, argv, log, ready_file=ready_file, ready_port=ready_port)
     slurmctld = _daemon("slurmctld", [str(programs.slurmctld), "-D", "-f", str(spec.slurm_conf)], log)
     yield _on_host(slurmctld, CONTROLLER, spec.network)
-    slurmd = [str(programs.slurmd), "-D", "-f", str(spec.slurm_conf)]
-    if programs.root is not None:
-        slurmd += ["-d", str(programs.root.commands_dir / "slurmstepd")]
+    slurmd = _slurmd(spec, programs)
     for node in spec.nodes:
-        yield _on_host(_daemon(f"slurmd {node}", [*slurmd, "-N", node], log), node, spec.network)
+        yield _on_host(_daemon(f"slurmd {node}", [*slurmd, "-D", "-N", node], log), node, spec.network)
 
 
-def _daemon(name: str, argv: list[str], log: Path, ready_file: str = "") -> dict[str, Any]:
+def _slurmd(spec: ClusterSpec, programs: SlurmPrograms) -> list[str]:
+    """How a slurmd is started, without its node."""
+    slurmd = [str(programs.slurmd), "-f", str(spec.slurm_conf)]
+    return slurmd if programs.root is None else [*slurmd, "-d", str(programs.root.commands_dir / "slurmstepd")]
+
+
+def _daemon(name: str, argv: list[str], log: Path, ready_file: str = "", ready_port: int = 0) -> dict[str, Any]:
     output = str(log / f"{_log_stem(name)}.out")
-    return {"name": name, "argv": argv, "output": output, "ready_file": ready_file, "host": None}
+    ready = {"ready_file": ready_file, "ready_port": ready_port}
+    return {"name": name, "argv": argv, "output": output, **ready, "host": None}
 
 
 def _on_host(daemon: dict[str, Any], name: str, network: ClusterNetwork | None) -> dict[str, Any]:

@@ -9,20 +9,22 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_plugin.devcluster import programs
 from slurm_plugin.devcluster.apt import has_apt, run_quietly
 from slurm_plugin.devcluster.lock import MACHINE, locked
-from slurm_plugin.devcluster.programs import missing_programs
+from slurm_plugin.devcluster.programs import missing_of, missing_programs
 from slurm_plugin.errors import InstallFailed, SlurmMissing
 
 # Slurm's plugins for Lua need liblua, but nothing depends on it.
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "liblua5.1-0")
+SLURMDBD_PACKAGES = ("slurmdbd", "slurm-wlm-mysql-plugin")
+# The database as a program alone, without the service of mariadb-server; my_print_defaults is among the client's.
+MARIADB_PACKAGES = ("mariadb-server-core", "mariadb-client-core")
 # Another apt may be at work (unattended upgrades): wait for it.
-INSTALL_ARGV = (
-    *("apt-get", "install", "-y", "-q", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends"),
-    *PACKAGES,
-)
+APT_INSTALL = ("apt-get", "install", "-y", "-q", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends")
 UPDATE_ARGV = ("apt-get", "update", "-q")
 
 POLICY_FILE = Path("/usr/sbin/policy-rc.d")
@@ -35,6 +37,24 @@ LOCK_TIMEOUT_S = 300.0
 Progress = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Programs, and the packages that hold them.
+
+    Attributes:
+        packages: Debian's.
+        missing: says which of the programs are not there.
+    """
+
+    packages: tuple[str, ...]
+    missing: Callable[[], list[str]]
+
+
+SLURM = Wanted(PACKAGES, missing_programs)
+SLURMDBD = Wanted(SLURMDBD_PACKAGES, lambda: missing_of((programs.SLURMDBD,)))
+MARIADB = Wanted(MARIADB_PACKAGES, lambda: missing_of(programs.MARIADB))
+
+
 def why_not_installable() -> str:
     """Why apt cannot be used here, or nothing if it can."""
     if not has_apt():
@@ -44,8 +64,12 @@ def why_not_installable() -> str:
     return ""
 
 
-def install(progress: Progress) -> bool:
-    """Make sure that Slurm's programs are on this machine.
+def install(progress: Progress, wanted: Wanted = SLURM) -> bool:
+    """Make sure that programs are on this machine.
+
+    Args:
+        progress: told what takes long.
+        wanted: which.
 
     Returns:
         whether anything was installed.
@@ -54,29 +78,30 @@ def install(progress: Progress) -> bool:
         SlurmMissing: programs are missing and apt cannot be used here.
         InstallFailed: apt failed.
     """
-    missing = missing_programs()
+    missing = wanted.missing()
     if not missing:
         return False
     reason = why_not_installable()
+    argv, names = (*APT_INSTALL, *wanted.packages), ", ".join(wanted.packages)
     if reason:
         raise SlurmMissing(
-            f"not found: {', '.join(missing)}; and {reason}. Run as root on Debian or Ubuntu: {' '.join(INSTALL_ARGV)}"
+            f"not found: {', '.join(missing)}; and {reason}. Run as root on Debian or Ubuntu: {' '.join(argv)}"
         )
     with locked(MACHINE, LOCK_TIMEOUT_S, "installing Slurm"), no_service_starts(POLICY_FILE):
-        if not missing_programs():
+        if not wanted.missing():
             # Another process installed them while this one waited.
             return True
-        progress(f"installing {', '.join(PACKAGES)}")
+        progress(f"installing {names}")
         try:
-            run_quietly(INSTALL_ARGV)
+            run_quietly(argv)
         except InstallFailed:
             # No package lists yet, or lists so old that their packages are gone.
             progress("updating apt's package lists")
             run_quietly(UPDATE_ARGV)
-            run_quietly(INSTALL_ARGV)
-    missing = missing_programs()
+            run_quietly(argv)
+    missing = wanted.missing()
     if missing:
-        raise InstallFailed(f"apt installed {', '.join(PACKAGES)}, but {', '.join(missing)} is still not on PATH")
+        raise InstallFailed(f"apt installed {names}, but {', '.join(missing)} is still not on PATH")
     return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from slurm_plugin.devcluster.spec import RootPaths
 from slurm_plugin.errors import SlurmMissing
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
+# What accounting needs beside them: Slurm's daemon, and a database that is MariaDB's wherever Slurm is from.
+SLURMDBD, MARIADB = "slurmdbd", ("mariadbd", "mariadb-install-db")
 COMMANDS = ("sbatch", "srun", "salloc", "sinfo", "squeue", "scancel", "scontrol")
 # Daemons live in sbin directories, which an ordinary user's PATH lacks.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -26,6 +28,7 @@ class SlurmPrograms:
         version: for example `22.05.8`.
         munged, slurmctld, slurmd: the daemons.
         root: the Debian root they belong to; None is the machine's own Slurm.
+        slurmdbd: the daemon of accounting; None where it is not there.
     """
 
     version: str
@@ -33,6 +36,7 @@ class SlurmPrograms:
     slurmctld: Path
     slurmd: Path
     root: RootPaths | None = None
+    slurmdbd: Path | None = None
 
 
 def search_path() -> str:
@@ -42,8 +46,13 @@ def search_path() -> str:
 
 def missing_programs() -> list[str]:
     """The programs that a cluster needs and that are not on the host's PATH."""
+    return missing_of((*DAEMONS, *COMMANDS))
+
+
+def missing_of(names: Iterable[str]) -> list[str]:
+    """Those of some programs that are not on the host's PATH."""
     path = search_path()
-    return [program for program in (*DAEMONS, *COMMANDS) if shutil.which(program, path=path) is None]
+    return [name for name in names if shutil.which(name, path=path) is None]
 
 
 def host_programs() -> SlurmPrograms:
@@ -60,7 +69,14 @@ def host_programs() -> SlurmPrograms:
         )
     path = search_path()
     munged, slurmctld, slurmd = (Path(shutil.which(daemon, path=path) or daemon) for daemon in DAEMONS)
-    return SlurmPrograms(slurm_version([str(slurmctld)]), munged, slurmctld, slurmd)
+    slurmdbd = shutil.which(SLURMDBD, path=path)
+    return SlurmPrograms(
+        version=slurm_version([str(slurmctld)]),
+        munged=munged,
+        slurmctld=slurmctld,
+        slurmd=slurmd,
+        slurmdbd=Path(slurmdbd) if slurmdbd else None,
+    )
 
 
 def slurm_version(slurmctld: Sequence[str]) -> str:

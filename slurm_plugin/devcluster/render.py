@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from slurm_plugin.devcluster import sites
 from slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork
 from slurm_plugin.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
 
@@ -116,8 +117,7 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     yield f"DefMemPerCPU={NODE_MEMORY_MB // spec.shape.cpus_per_node}"
     yield "PriorityType=priority/basic"
     yield "MpiDefault=none"
-    yield "AccountingStorageType=accounting_storage/none"
-    yield "JobAcctGatherType=jobacct_gather/none"
+    yield from sites.settings(spec)
     yield "ReturnToService=2"
     if spec.network is not None:
         yield f"SlurmdTimeout={SLURMD_TIMEOUT_S}"
@@ -132,7 +132,10 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
         yield _node_line(group, spec.network)
     for number, group in enumerate(spec.groups):
         default = " Default=YES" if number == 0 else ""
-        yield f"PartitionName={group.name} Nodes={hostlist(group.name, group.count)}{default} MaxTime=INFINITE State=UP"
+        nodes = hostlist(group.name, len(sites.group_nodes(spec, group)))
+        yield f"PartitionName={group.name} Nodes={nodes}{default} {sites.group_limits(spec)} State=UP"
+    for name, rest in sites.partitions(spec).items():
+        yield f"PartitionName={name} {rest}"
 
 
 def _node_line(group: NodeGroup, network: ClusterNetwork | None) -> str:

@@ -20,9 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_plugin.devcluster.apt import has_apt, run_quietly
-from slurm_plugin.devcluster.install import PACKAGES
+from slurm_plugin.devcluster.install import PACKAGES, SLURMDBD_PACKAGES
 from slurm_plugin.devcluster.lock import locked
-from slurm_plugin.devcluster.programs import SlurmPrograms, host_programs, missing_programs, slurm_version
+from slurm_plugin.devcluster.programs import (
+    SLURMDBD,
+    SlurmPrograms,
+    host_programs,
+    missing_programs,
+    slurm_version,
+)
 from slurm_plugin.devcluster.spec import RootPaths
 from slurm_plugin.devcluster.umask import readable_by_all
 from slurm_plugin.errors import InstallFailed, SlurmMissing
@@ -64,10 +70,12 @@ class SlurmRoot:
     Attributes:
         version: Slurm's release, for example `24.11`.
         directory: the unpacked packages.
+        accounting: slurmdbd is among them.
     """
 
     version: str
     directory: Path
+    accounting: bool = False
 
     @property
     def paths(self) -> RootPaths:
@@ -83,6 +91,7 @@ class SlurmRoot:
             slurmctld=commands / "slurmctld",
             slurmd=commands / "slurmd",
             root=self.paths,
+            slurmdbd=commands / SLURMDBD if self.accounting else None,
         )
 
 
@@ -93,33 +102,37 @@ def needs_root(release: str) -> bool:
     return bool(missing_programs()) or not host_programs().version.startswith(release)
 
 
-def choose_programs(release: str, cache_dir: Path, progress: Progress) -> SlurmPrograms:
+def choose_programs(release: str, cache_dir: Path, progress: Progress, *, accounting: bool = False) -> SlurmPrograms:
     """The Slurm to boot: the host's own if it will do, else a Debian root's, which is made if it is not there.
 
     Args:
         release: a key of RELEASES, or HOST.
         cache_dir: where roots are.
         progress: told what takes long.
+        accounting: with slurmdbd, where that is not on the host anyway.
 
     Raises:
         SlurmMissing, InstallFailed: see `host_programs` and `prepare_root`.
     """
-    return prepare_root(release, cache_dir, progress).programs() if needs_root(release) else host_programs()
+    if not needs_root(release):
+        return host_programs()
+    return prepare_root(release, cache_dir, progress, accounting=accounting).programs()
 
 
-def root_of(version: str, cache_dir: Path) -> SlurmRoot:
-    """Where the root of a release is, or would be."""
-    return SlurmRoot(version, cache_dir / f"debian-{RELEASES[version]}-slurm-{version}")
+def root_of(version: str, cache_dir: Path, *, accounting: bool = False) -> SlurmRoot:
+    """Where the root of a release is, or would be: one with slurmdbd is a root of its own."""
+    name = f"debian-{RELEASES[version]}-slurm-{version}{'-slurmdbd' if accounting else ''}"
+    return SlurmRoot(version, cache_dir / name, accounting)
 
 
-def prepare_root(version: str, cache_dir: Path, progress: Progress) -> SlurmRoot:
+def prepare_root(version: str, cache_dir: Path, progress: Progress, *, accounting: bool = False) -> SlurmRoot:
     """Return the cached root of a release, made first if it is not there.
 
     Raises:
         SlurmMissing: the machine lacks apt or Debian's keys.
         InstallFailed: apt failed, or the Debian release carries another Slurm by now.
     """
-    root = root_of(version, cache_dir)
+    root = root_of(version, cache_dir, accounting=accounting)
     if root.directory.exists():
         return root
     keyring = next((path for path in KEYRINGS if path.exists()), None)
@@ -153,8 +166,9 @@ def _build(root: SlurmRoot, scratch: Path, keyring: Path, progress: Progress) ->
     (apt_dir / "status").touch()
     (apt_dir / "sources.list").write_text(f"deb [signed-by={keyring}] {_mirror()} {release} main\n")
     options = _apt_options(apt_dir)
+    packages = (*ROOT_PACKAGES, *(SLURMDBD_PACKAGES if root.accounting else ()))
     run_quietly(["apt-get", *options, "update"])
-    run_quietly(["apt-get", *options, "install", "-y", "--no-install-recommends", "--download-only", *ROOT_PACKAGES])
+    run_quietly(["apt-get", *options, "install", "-y", "--no-install-recommends", "--download-only", *packages])
     for archive in sorted((apt_dir / "archives").glob("*.deb")):
         run_quietly(["dpkg-deb", "-x", str(archive), str(unpacked)])
     # The packages of Debian 12 still hold both /lib and /usr/lib, which are one on every machine.
@@ -242,7 +256,7 @@ def _adapt_programs(unpacked: Path, root: SlurmRoot) -> None:
             # A search path of its own would be the host's, and hide the program's.
             run_quietly([*patchelf, "--remove-rpath", str(plugin)])
     (unpacked / COMMANDS).mkdir()
-    for name in PROGRAMS:
+    for name in (*PROGRAMS, *((SLURMDBD,) if root.accounting else ())):
         program = _find_program(unpacked, name)
         adapt = ["--set-interpreter", str(final_loader), "--force-rpath", "--set-rpath", library_path(final_loader)]
         run_quietly([*patchelf, *adapt, str(program)])

@@ -109,6 +109,7 @@ class ClusterSpec:
         tuned_scheduler: let heterogeneous jobs start within a second instead of Slurm's default half minute.
         lua_plugins: load hetstream's Lua plugins into slurmctld and sbatch.
         cgroups: let Slurm find and constrain the processes of a job by control groups.
+        sites: kinds of sites that it is like; see sites.py.
         root: where Slurm is when it is not the machine's own.
         network: its hosts' own addresses; None where all are 127.0.0.1.
     """
@@ -121,6 +122,7 @@ class ClusterSpec:
     tuned_scheduler: bool = True
     lua_plugins: bool = False
     cgroups: bool = False
+    sites: tuple[str, ...] = ()
     root: RootPaths | None = None
     network: ClusterNetwork | None = None
 
@@ -154,6 +156,11 @@ class ClusterSpec:
         return tuple(node for group in self.groups for node in group.nodes)
 
     @property
+    def dbd_port(self) -> int:
+        """slurmdbd's port, behind those of all nodes."""
+        return self.base_port + 1 + self.shape.num_nodes
+
+    @property
     def slurm_conf(self) -> Path:
         return self.state_dir / "slurm.conf"
 
@@ -173,8 +180,29 @@ class ClusterSpec:
     def task_prolog(self) -> Path:
         return self.state_dir / "task_prolog.sh"
 
+    @property
+    def database_dir(self) -> Path:
+        return self.state_dir / "database"
+
+    @property
+    def database_socket(self) -> Path:
+        return self.database_dir / "socket"
+
+    @property
+    def suspend_program(self) -> Path:
+        return self.state_dir / "suspend.sh"
+
+    @property
+    def resume_program(self) -> Path:
+        return self.state_dir / "resume.sh"
+
     def gpu_device(self, number: int) -> Path:
         return self.state_dir / "dev" / f"gpu{number}"
+
+
+def ports_needed(shape: ClusterShape) -> int:
+    """slurmctld's, those of the nodes, and slurmdbd's."""
+    return 1 + shape.num_nodes + 1
 
 
 def check_name(name: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -22,7 +23,7 @@ from slurm_plugin.devcluster.processes import start_ticks
 from slurm_plugin.devcluster.record import DaemonState, write_daemons
 
 PR_SET_CHILD_SUBREAPER = 36
-READY_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.01
 
 
@@ -54,8 +55,7 @@ def supervise(plan: dict[str, Any], daemons: list[DaemonState]) -> int:
     for daemon in plan["daemons"]:
         daemons.append(_start(daemon, plan))
         write_daemons(state_dir, daemons)
-        if daemon["ready_file"]:
-            _wait_for_file(Path(daemon["ready_file"]), daemons[-1])
+        _wait_until_ready(daemon, daemons[-1])
     while True:
         try:
             pid, status = os.waitpid(-1, 0)
@@ -93,11 +93,25 @@ def _become(daemon: dict[str, Any], plan: dict[str, Any]) -> NoReturn:
         os._exit(127)
 
 
-def _wait_for_file(path: Path, daemon: DaemonState) -> None:
-    """Wait until the daemon made its file; if it ends or does not, `up` tells the user from the other side."""
+def _wait_until_ready(wanted: dict[str, Any], daemon: DaemonState) -> None:
+    """Wait until the daemon made its file or listens; if it ends or does not, `up` tells the user from the other side.
+
+    Args:
+        wanted: with its file, or its port on this host; where neither is named nothing is waited for.
+        daemon: as it was started.
+    """
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while not path.exists() and start_ticks(daemon.pid) is not None and time.monotonic() < deadline:
+    while not _is_ready(wanted) and start_ticks(daemon.pid) is not None and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL_S)
+
+
+def _is_ready(wanted: dict[str, Any]) -> bool:
+    if wanted["ready_file"]:
+        return Path(wanted["ready_file"]).exists()
+    if not wanted["ready_port"]:
+        return True
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", wanted["ready_port"])) == 0
 
 
 if __name__ == "__main__":

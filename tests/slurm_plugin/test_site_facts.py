@@ -15,8 +15,11 @@ import pytest
 
 from slurm_plugin.cli.frag import report_of
 from slurm_plugin.client.held import with_held_gpus
-from slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot, gpu_share
+from slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot, gpu_share
 from slurm_plugin.client.parse_text import JOB_FIELDS, allocated_gres, parse_jobs, parse_nodes, parse_partitions
+from slurm_plugin.client.reservations import parse_reservations, with_reservation_names
+from slurm_plugin.client.values import moment
+from slurm_plugin.errors import UnreadableAnswer
 from slurm_plugin.fragmentation import measure
 from slurm_plugin.shapes import shape_of
 from slurm_plugin.why import Explainer
@@ -178,6 +181,61 @@ def test_a_job_in_a_reservation_sees_its_nodes_and_nobody_else_does() -> None:
     snapshot = Snapshot(0.0, "24.11", "test", (inside, outside, other), (theirs, free), (Partition("gpu", ()),))
     explainer = Explainer(snapshot)
     assert [explainer.waits_for(job) for job in (inside, outside, other)] == ["scheduler", "CPUs", "nodes"]
+
+
+COMING = """\
+ReservationName=course StartTime=2026-11-22T12:00:00 EndTime=2027-11-22T12:00:00 Duration=365-00:00:00 Nodes=r NodeCnt=1 TRES=cpu=16
+ReservationName=half StartTime=2026-11-22T12:00:00 EndTime=2027-11-22T12:00:00 Nodes=g CoreCnt=4 NodeName=g CoreIDs=0-3 Users=root
+ReservationName=upkeep StartTime=2026-11-22T13:00:00 EndTime=2026-11-22T15:00:00 Nodes=c[0-1] NodeCnt=2 Flags=MAINT,SPEC_NODES
+"""  # noqa: E501
+
+
+def test_reservations_are_read_and_name_their_nodes() -> None:
+    """At noon `course` has begun, `upkeep` begins in an hour; `half` leaves 12 of 16 CPUs to everybody."""
+    now_s = moment("2026-11-22T12:00:00")
+    assert now_s is not None
+    found = parse_reservations(COMING)
+    assert [(one.name, one.nodes, one.start_s - now_s) for one in found] == [
+        ("course", ("r",), 0), ("upkeep", ("c0", "c1"), 3600),
+    ]  # fmt: skip
+    assert parse_reservations("No reservations in the system\n") == ()
+    with pytest.raises(UnreadableAnswer, match="StartTime"):
+        parse_reservations("ReservationName=x Nodes=a")
+    # 22.05 names none with a node; newer ones do.
+    nodes = [node("r", states=frozenset({"IDLE", "RESERVED"})), node("c0")]
+    assert [one.reservation for one in with_reservation_names(nodes, found, now_s)] == ["course", ""]
+    assert [one.state for one in nodes] == ["idle+reserved", "idle"]
+
+
+def test_a_reservation_to_come_keeps_its_nodes_from_jobs_that_would_not_have_ended() -> None:
+    """c has 16 free CPUs and is reserved in an hour; b has 4 of 16. Who has more than an hour starts on neither."""
+    free, busy = node("c"), node("b", used=12)
+    coming = Reservation("upkeep", ("c",), 3600.0, 9999.0)
+
+    def found(*nodes: Node, **more: Any) -> tuple[tuple[str, ...], str]:
+        job = pending(cpus=8, gpus=0, **more)
+        explainer = Explainer(Snapshot(0.0, "22.05", "t", (job,), nodes, (Partition("gpu", ()),), {}, (coming,)))
+        blocker = explainer.explain(job).blockers[0]
+        assert explainer.causes_of([job]) == [(blocker.kind,)]
+        return explainer.explain(job).fits_on, blocker.text
+
+    assert found(free, busy, time_limit_s=3600.0)[0] == ("c",)
+    kept = ((), "c has room, but is reserved in 01:00:00 (upkeep), before its time limit would end it")
+    assert found(free, busy, time_limit_s=3601.0) == found(free, busy) == found(free) == kept
+    inside = found(free, busy, reservation="upkeep")[1]
+    assert inside.endswith("0 of 0 in use could give that, and b,c is not in its reservation upkeep")
+    assert found(node("c", used=12), busy)[1].startswith("it needs 8 CPUs on a node; of 1 node(s) with enough")
+
+
+def test_data_workers_of_a_job_in_a_reservation_are_told_to_stay_out_of_it() -> None:
+    """r is the reservation's one node; beside a trainer of 2 CPUs it has room. 6 of 8 CPUs move: 2 data workers."""
+    theirs = node("r", states=frozenset({"MIXED", "RESERVED"}), gres=(Gres("gpu", "", 4),), reservation="r1", used=12)
+    others = Node("o", frozenset({"IDLE"}), ("cpu",), 16, 0, 1000, 0)
+    job = pending(cpus=8, reservation="r1")
+    snapshot = Snapshot(0.0, "24.11", "t", (job,), (theirs, others), (Partition("gpu", ()), Partition("cpu", ())))
+    assert Explainer(snapshot).conversion(job).directive == (
+        "#HETSTREAM --data-workers=2 --data-worker-partition=cpu --data-worker-reservation=none"
+    )
 
 
 def test_whole_nodes_are_used_whole() -> None:

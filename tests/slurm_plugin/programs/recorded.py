@@ -34,6 +34,7 @@ class Recorded:
         self.write("node", (source / "scontrol_show_node_oneliner.txt").read_text())
         if version != "22.05":
             self.write("node.json", (source / "scontrol_show_node.json").read_text())
+        self.write("reservation", "No reservations in the system\n")
         # One job waits that data workers would let start, and one runs.
         waiting = job("41", "PENDING", **{"tres-per-node": "gres:gpu:4", "NumCPUs": "16"})
         running = job("42", "RUNNING", NodeList="g1", StartTime=hours_ago(3), **{"tres-per-node": "gres:gpu:1"})
@@ -41,7 +42,7 @@ class Recorded:
         self.write("version", f"slurm-wlm {version}.5\n")
         self.tool(
             "scontrol",
-            'for word in "$@"; do case $word in config|partition) what=$word;; node) what=${what:-node};; '
+            'for word in "$@"; do case $word in config|partition|reservation) what=$word;; node) what=${what:-node};; '
             f"--json) what=node.json;; --version) what=version;; esac; done; cat {directory}/$what",
         )
         self.tool("squeue", f"cat {directory}/queue | {AS_ASKED}")

@@ -1,0 +1,49 @@
+"""Reservations of nodes, from the one-line records of `scontrol show reservation`. Pure; called by `read.py`.
+
+One that holds some cores of a node and not all of it is left out: Slurm lets other jobs start beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from slurm_plugin.client.hostlist import expand
+from slurm_plugin.client.model import Node, Reservation
+from slurm_plugin.client.parse_text import record
+from slurm_plugin.client.values import moment
+from slurm_plugin.errors import UnreadableAnswer
+
+
+def parse_reservations(text: str) -> tuple[Reservation, ...]:
+    """The reservations of whole nodes, in the order of their beginning.
+
+    Raises:
+        UnreadableAnswer: a record lacks a value, or a value has another form.
+    """
+    found = []
+    for line in text.split("\n"):
+        if not line.startswith("ReservationName=") or " CoreIDs=" in line:
+            continue
+        row = record(line)
+        try:
+            begin_s, end_s = moment(row["StartTime"]), moment(row["EndTime"])
+            nodes = expand(row.get("Nodes", ""))
+        except (KeyError, ValueError) as exc:
+            raise UnreadableAnswer(f"no reservation: {exc!r}", line) from exc
+        if begin_s is not None and end_s is not None and nodes:
+            found.append(Reservation(row["ReservationName"], nodes, begin_s, end_s))
+    return tuple(sorted(found, key=lambda one: one.start_s))
+
+
+def with_reservation_names(
+    nodes: Iterable[Node], reservations: Sequence[Reservation], now_s: float
+) -> tuple[Node, ...]:
+    """The nodes, each reserved one with the name of its reservation: 22.05 does not say it with the node."""
+    names = {name: one.name for one in reservations if one.start_s <= now_s < one.end_s for name in one.nodes}
+    return tuple(
+        replace(node, reservation=names[node.name])
+        if node.is_reserved and not node.reservation and node.name in names
+        else node
+        for node in nodes
+    )

@@ -1,0 +1,112 @@
+"""What kinds of sites need beside slurm.conf: files, daemons, and commands once all nodes are idle. Called by boot.py.
+
+`sites.py` says what; this does it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from slurm_plugin.client.run import run_slurm
+from slurm_plugin.devcluster import sites
+from slurm_plugin.devcluster.programs import MARIADB, SYSTEM_PATH, SlurmPrograms, missing_of, search_path
+from slurm_plugin.devcluster.record import ClusterRecord
+from slurm_plugin.devcluster.spec import ClusterSpec
+from slurm_plugin.errors import BootFailed, SlurmMissing
+
+# Small enough for a laptop; Slurm's jobs of a day need no more.
+DATABASE_OPTIONS = (
+    "--skip-networking",
+    "--skip-log-bin",
+    "--innodb-buffer-pool-size=32M",
+    "--innodb-log-file-size=16M",
+    "--performance-schema=OFF",
+)
+DATABASE_TIMEOUT_S = 60.0
+# By these the client library of the database finds its socket; Slurm has no setting for it.
+SOCKET_VARIABLES = ("MYSQL_UNIX_PORT", "MARIADB_UNIX_PORT")
+
+
+def check(kinds: Sequence[str], programs: SlurmPrograms) -> None:
+    """Refuse a kind of site that cannot be had.
+
+    Raises:
+        SlurmMissing: programs of accounting are not there.
+    """
+    if sites.ACCOUNTING in kinds:
+        missing = [*([] if programs.slurmdbd else ["slurmdbd"]), *missing_of(MARIADB)]
+        if missing:
+            raise SlurmMissing(
+                f"not found on this machine: {', '.join(missing)}. "
+                "Run: hetstream devcluster install --site accounting (as root on Debian)"
+            )
+
+
+def make_files(spec: ClusterSpec, programs: SlurmPrograms, slurmd: Sequence[str]) -> None:
+    """Write what daemons read, and make an empty database.
+
+    Args:
+        spec: the cluster.
+        programs: its Slurm.
+        slurmd: how a slurmd is started in the background, without its node.
+    """
+    if sites.ACCOUNTING in spec.sites:
+        conf = spec.state_dir / "slurmdbd.conf"
+        conf.touch(0o600)  # slurmdbd refuses one that others may read
+        conf.write_text(sites.slurmdbd_conf(spec))
+        _make_database(spec.database_dir)
+    if sites.POWER_SAVING in spec.sites:
+        path = f"{programs.root.commands_dir}:{SYSTEM_PATH}" if programs.root else SYSTEM_PATH
+        for script, text in (
+            (spec.suspend_program, sites.suspend_program(spec, path)),
+            (spec.resume_program, sites.resume_program(spec, path, slurmd)),
+        ):
+            script.write_text(text)
+            script.chmod(0o755)
+
+
+def daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[tuple[str, list[str], str, int]]:
+    """Daemons that run before slurmctld: name, command, and the file or port by which they are known to be ready."""
+    if sites.ACCOUNTING in spec.sites:
+        directory = spec.database_dir
+        place = ("--no-defaults", "--user=root", f"--datadir={directory}/data", f"--socket={spec.database_socket}")
+        pid_file = f"--pid-file={directory}/pid"
+        yield "mariadbd", [_mariadb(0), *place, pid_file, *DATABASE_OPTIONS], str(spec.database_socket), 0
+        yield "slurmdbd", [str(programs.slurmdbd), "-D"], "", spec.dbd_port
+
+
+def environment(spec: ClusterSpec) -> dict[str, str]:
+    """What the daemons have in their environment."""
+    return dict.fromkeys(SOCKET_VARIABLES, str(spec.database_socket)) if sites.ACCOUNTING in spec.sites else {}
+
+
+def run_commands(spec: ClusterSpec, record: ClusterRecord) -> None:
+    """Run what makes a cluster like its sites, once all its nodes are idle.
+
+    Raises:
+        SlurmCommandError: one of them failed.
+    """
+    for command in sites.commands(spec):
+        run_slurm(command, env=record.environment(os.environ))
+
+
+def _make_database(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    argv = [
+        _mariadb(1), "--no-defaults", "--user=root", f"--datadir={directory}/data", "--skip-test-db",
+        "--skip-name-resolve", "--auth-root-authentication-method=socket", "--auth-root-socket-user=root",
+        *DATABASE_OPTIONS,
+    ]  # fmt: skip
+    made = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=DATABASE_TIMEOUT_S
+    )
+    if made.returncode != 0:
+        raise BootFailed(f"{argv[0]} exited with {made.returncode}: {made.stdout}{made.stderr}".strip())
+
+
+def _mariadb(number: int) -> str:
+    return shutil.which(MARIADB[number], path=search_path()) or MARIADB[number]

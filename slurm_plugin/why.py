@@ -89,7 +89,7 @@ class Explainer:
         self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
         self._with_gpus = {name for node in self._table.chosen(self._table.gpus > 0) for name in node.partitions}
         # In the order of their beginning: the jobs of others must have ended by then.
-        self._upcoming = [one for one in snapshot.reservations if one.start_s > snapshot.taken_s]
+        self._upcoming = [one for one in snapshot.reservations if not one.is_active]
         # Of each partition the place of whoever is first in line, and of the first whose start is planned.
         self._first: dict[str, tuple[int, int]] = {}
         self._first_planned: dict[str, tuple[int, int]] = {}

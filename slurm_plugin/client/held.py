@@ -11,22 +11,30 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from slurm_plugin.client.model import Gres, Job, Node
+from slurm_plugin.client.model import Gres, Job, Node, Partition
 
 
-def with_held_gpus(jobs: Sequence[Job], nodes: Iterable[Node]) -> tuple[Job, ...]:
-    """The jobs, with what their nodes say of those that are alone on all of theirs."""
+def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Iterable[Partition] = ()) -> tuple[Job, ...]:
+    """The jobs, with what their nodes say of those that are alone on all of theirs.
+
+    Args:
+        jobs: running ones, and also ended ones, of which the nodes say nothing any more.
+        nodes: all nodes.
+        partitions: where jobs get whole nodes, those that have ended had all GPUs of theirs.
+    """
     num_jobs = Counter(name for job in jobs if job.is_running for name in job.nodes)
     used = {node.name: node.gres_used for node in nodes}
-    return tuple(
-        _with(job, [gres for name in job.nodes for gres in used[name]])
-        if job.is_running
-        and job.gres_held is None
-        and job.nodes
-        and all(num_jobs[name] == 1 and name in used for name in job.nodes)
-        else job
-        for job in jobs
-    )
+    whole = {partition.name for partition in partitions if partition.is_exclusive}
+    had = {node.name: node.gres for node in nodes} if whole else {}
+    found = []
+    for job in jobs:
+        if job.gres_held is None and job.nodes and all(name in used for name in job.nodes):
+            if job.is_running and all(num_jobs[name] == 1 for name in job.nodes):
+                job = _with(job, [gres for name in job.nodes for gres in used[name]])
+            elif not job.is_running and not whole.isdisjoint(job.partitions):
+                job = _with(job, [gres for name in job.nodes for gres in had[name]])
+        found.append(job)
+    return tuple(found)
 
 
 def _with(job: Job, used: Iterable[Gres]) -> Job:

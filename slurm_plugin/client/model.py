@@ -18,6 +18,8 @@ UNUSABLE = frozenset(
     | {"NOT_RESPONDING", "MAINTENANCE", "MAINT", "POWERING_DOWN", "POWER_DOWN"}
     | {"REBOOT", "REBOOT_REQUESTED", "REBOOT_ISSUED"}
 )
+# A flag: only jobs of a reservation can start there now.
+RESERVED = "RESERVED"
 # Reasons of a pending job that are about resources, or about whose turn it is; others are told as what they are.
 # Before the first look of the scheduler there is none; with `defer` a submission is looked at later.
 RESOURCE_REASONS = frozenset({"", "None", "Resources", "Priority", "SchedDefer"})
@@ -243,7 +245,7 @@ class Node:
         """One word for tables: what keeps it from use, otherwise its base state."""
         bad = sorted(self.states & UNUSABLE)
         base = [word for word in ("IDLE", "MIXED", "ALLOCATED", "COMPLETING") if word in self.states]
-        kept = ["RESERVED"] if self.is_reserved and not bad else []
+        kept = [RESERVED] if self.is_reserved and not bad else []
         return "+".join([*base[:1], *bad, *kept] if bad or kept else base[:1] or sorted(self.states)).lower()
 
     @property
@@ -257,7 +259,7 @@ class Node:
     @property
     def is_reserved(self) -> bool:
         """Whether only jobs of a reservation can start on it now."""
-        return "RESERVED" in self.states
+        return RESERVED in self.states
 
     @property
     def gpus(self) -> int:
@@ -335,12 +337,17 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Nodes that are kept for the jobs of some users, for some time; others must have ended before."""
+    """Nodes that are kept for the jobs of some users, for some time; others must have ended before.
+
+    Attributes:
+        is_active: it has begun.
+    """
 
     name: str
     nodes: tuple[str, ...]
     start_s: float
     end_s: float
+    is_active: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from slurm_plugin.client.held import with_held_gpus
 from slurm_plugin.client.model import Job, Node, Partition, Reservation, Snapshot
 from slurm_plugin.client.parse_text import JOB_FIELDS
-from slurm_plugin.client.reservations import parse_reservations, with_reservation_names
+from slurm_plugin.client.reservations import parse_reservations, with_reservations
 from slurm_plugin.client.run import run_slurm
 from slurm_plugin.client.values import NONE_WORDS, moment, whole
 from slurm_plugin.errors import UnsupportedSlurm
@@ -65,13 +65,13 @@ class CommandReader:
             source, jobs, nodes = "pyslurm", answer.jobs, answer.nodes
         else:
             source, jobs, nodes = "commands", self.jobs(details=details), self._nodes(release)
-        taken_s, reservations = time.time(), self._reservations()
+        reservations = self._reservations()
         return Snapshot(
-            taken_s=taken_s,
+            taken_s=time.time(),
             version=version,
             source=source,
             jobs=with_held_gpus(jobs, nodes),
-            nodes=with_reservation_names(nodes, reservations, taken_s),
+            nodes=with_reservations(nodes, reservations),
             partitions=self._partitions(),
             config=config,
             reservations=reservations,

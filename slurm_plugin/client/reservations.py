@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from slurm_plugin.client.hostlist import expand
-from slurm_plugin.client.model import Node, Reservation
+from slurm_plugin.client.model import RESERVED, Node, Reservation
 from slurm_plugin.client.parse_text import record
 from slurm_plugin.client.values import moment
 from slurm_plugin.errors import UnreadableAnswer
@@ -32,18 +32,18 @@ def parse_reservations(text: str) -> tuple[Reservation, ...]:
         except (KeyError, ValueError) as exc:
             raise UnreadableAnswer(f"no reservation: {exc!r}", line) from exc
         if begin_s is not None and end_s is not None and nodes:
-            found.append(Reservation(row["ReservationName"], nodes, begin_s, end_s))
+            is_active = row.get("State") == "ACTIVE"
+            found.append(Reservation(row["ReservationName"], nodes, begin_s, end_s, is_active))
     return tuple(sorted(found, key=lambda one: one.start_s))
 
 
-def with_reservation_names(
-    nodes: Iterable[Node], reservations: Sequence[Reservation], now_s: float
-) -> tuple[Node, ...]:
-    """The nodes, each reserved one with the name of its reservation: 22.05 does not say it with the node."""
-    names = {name: one.name for one in reservations if one.start_s <= now_s < one.end_s for name in one.nodes}
+def with_reservations(nodes: Iterable[Node], reservations: Sequence[Reservation]) -> tuple[Node, ...]:
+    """The nodes, those of reservations that have begun marked as such and with their names.
+
+    22.05 names no reservation with a node, and every release marks its nodes some seconds late.
+    """
+    names = {name: one.name for one in reservations if one.is_active for name in one.nodes}
     return tuple(
-        replace(node, reservation=names[node.name])
-        if node.is_reserved and not node.reservation and node.name in names
-        else node
+        replace(node, states=node.states | {RESERVED}, reservation=names[node.name]) if node.name in names else node
         for node in nodes
     )

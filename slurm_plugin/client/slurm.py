@@ -18,6 +18,7 @@ from hetjob.errors import SlurmCommandError
 from hetjob.ports import Child, Cluster, MarkedJob
 from hetjob.processes import next_signal, signals_held, start_child
 from slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
+from slurm_plugin.client.held import with_held_gpus
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
 from slurm_plugin.client.read import CommandReader, plain_environ, release_of
@@ -76,7 +77,7 @@ class CommandSlurm:
         """What jobs held and used within a window, from accounting where the cluster has it; see `accounting.py`."""
         if has_accounting(snapshot):
             return from_sacct(self._environ, start_s, end_s)
-        return from_queue(self._reader.jobs(ended=True))
+        return from_queue(with_held_gpus(self._reader.jobs(ended=True), snapshot.nodes, snapshot.partitions))
 
     def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
         """Submit a script from standard input and return the job id (`sbatch --parsable` prints `id[;cluster]`).

@@ -17,7 +17,7 @@ from slurm_plugin.cli.frag import report_of
 from slurm_plugin.client.held import with_held_gpus
 from slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot, gpu_share
 from slurm_plugin.client.parse_text import JOB_FIELDS, allocated_gres, parse_jobs, parse_nodes, parse_partitions
-from slurm_plugin.client.reservations import parse_reservations, with_reservation_names
+from slurm_plugin.client.reservations import parse_reservations, with_reservations
 from slurm_plugin.client.values import moment
 from slurm_plugin.errors import UnreadableAnswer
 from slurm_plugin.fragmentation import measure
@@ -184,8 +184,8 @@ def test_a_job_in_a_reservation_sees_its_nodes_and_nobody_else_does() -> None:
 
 
 COMING = """\
-ReservationName=course StartTime=2026-11-22T12:00:00 EndTime=2027-11-22T12:00:00 Duration=365-00:00:00 Nodes=r NodeCnt=1 TRES=cpu=16
-ReservationName=half StartTime=2026-11-22T12:00:00 EndTime=2027-11-22T12:00:00 Nodes=g CoreCnt=4 NodeName=g CoreIDs=0-3 Users=root
+ReservationName=course StartTime=2026-11-22T12:00:00 EndTime=2027-11-22T12:00:00 Duration=365-00:00:00 Nodes=r NodeCnt=1 State=ACTIVE
+ReservationName=half StartTime=2026-11-22T12:00:00 EndTime=2027-11-22T12:00:00 Nodes=g CoreCnt=4 NodeName=g CoreIDs=0-3 State=ACTIVE
 ReservationName=upkeep StartTime=2026-11-22T13:00:00 EndTime=2026-11-22T15:00:00 Nodes=c[0-1] NodeCnt=2 Flags=MAINT,SPEC_NODES
 """  # noqa: E501
 
@@ -195,16 +195,20 @@ def test_reservations_are_read_and_name_their_nodes() -> None:
     now_s = moment("2026-11-22T12:00:00")
     assert now_s is not None
     found = parse_reservations(COMING)
-    assert [(one.name, one.nodes, one.start_s - now_s) for one in found] == [
-        ("course", ("r",), 0), ("upkeep", ("c0", "c1"), 3600),
+    assert [(one.name, one.nodes, one.start_s - now_s, one.is_active) for one in found] == [
+        ("course", ("r",), 0, True), ("upkeep", ("c0", "c1"), 3600, False),
     ]  # fmt: skip
     assert parse_reservations("No reservations in the system\n") == ()
     with pytest.raises(UnreadableAnswer, match="StartTime"):
         parse_reservations("ReservationName=x Nodes=a")
-    # 22.05 names none with a node; newer ones do.
-    nodes = [node("r", states=frozenset({"IDLE", "RESERVED"})), node("c0")]
-    assert [one.reservation for one in with_reservation_names(nodes, found, now_s)] == ["course", ""]
-    assert [one.state for one in nodes] == ["idle+reserved", "idle"]
+    # 22.05 names none with a node; and the mark comes late.
+    for states in ({"IDLE"}, {"IDLE", "RESERVED"}):
+        nodes = with_reservations([node("r", states=frozenset(states)), node("c0"), node("g")], found)
+        assert [(one.state, one.reservation) for one in nodes] == [
+            ("idle+reserved", "course"),
+            ("idle", ""),
+            ("idle", ""),
+        ]
 
 
 def test_a_reservation_to_come_keeps_its_nodes_from_jobs_that_would_not_have_ended() -> None:

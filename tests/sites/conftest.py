@@ -1,0 +1,119 @@
+"""Clusters like kinds of sites, `hetstream devcluster up --site`, and what hetstream tells there."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_plugin.cli import main
+from slurm_plugin.devcluster.boot import BootRequest
+from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from slurm_plugin.devcluster.sites import ACCOUNTING
+from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+
+NOBODY = 65534
+DROP = f"setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups"
+READERS = ("sacct", "scontrol", "sinfo", "squeue")
+WaitUntil = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A cluster, with the jobs of one test in it.
+
+    Attributes:
+        cluster: a `Devcluster` of tests/conftest.py.
+        as_nobody: a directory with Slurm's commands, each run as nobody.
+        wait_until: see tests/conftest.py.
+    """
+
+    cluster: Any
+    as_nobody: Path
+    wait_until: WaitUntil
+
+    def run(self, *argv: str) -> str:
+        """Run a command of Slurm's and return what it printed."""
+        return str(self.cluster.run(argv).stdout).strip()
+
+    def submit(self, *options: str, command: str = "exec sleep 600") -> str:
+        """Submit a job and return its id."""
+        return self.run("sbatch", "--parsable", "--output=/dev/null", *options, f"--wrap={command}")
+
+    def state(self, job: str) -> str:
+        """State and reason, such as `PENDING Resources`; of a component or task as Slurm labels it."""
+        return self.run("squeue", "--all", "--noheader", "--states=all", f"--jobs={job}", "--format=%T %r")
+
+    def settle(self, **jobs: str) -> None:
+        """Wait until each job is in its state: `settle(**{"7": "RUNNING", "8": "PENDING Resources"})`."""
+
+        def are_there() -> bool:
+            return all(self.state(job).startswith(wanted) for job, wanted in jobs.items())
+
+        self.wait_until(are_there, 60, f"these states: {jobs}")
+
+    def told(self, *words: str, nobody: bool = False) -> dict[str, Any]:
+        """What `hetstream VERB --json` tells, in this process."""
+        out = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+            for name, value in self.cluster.env.items():
+                patch.setenv(name, value)
+            if nobody:
+                patch.setenv("PATH", f"{self.as_nobody}:{os.environ['PATH']}")
+            patch.setattr("logging.basicConfig", lambda **options: None)
+            assert main([*words, "--json"]) == 0
+        found: dict[str, Any] = json.loads(out.getvalue())
+        return found
+
+    def blockers(self, job: str, **how: bool) -> list[tuple[str, str]]:
+        """Kind and text of what `why` says that a job waits for."""
+        return [(one["kind"], one["text"]) for one in self.told("why", job, **how)["blockers"]]
+
+    def facts(self, job: str) -> dict[str, Any]:
+        """What `why` tells of a job itself."""
+        facts: dict[str, Any] = self.told("why", job)["summary"]["jobs"][0]
+        return facts
+
+    def totals(self, *names: str, **how: bool) -> list[int]:
+        """Figures of `frag` for all nodes together."""
+        summary = self.told("frag", **how)["summary"]
+        return [summary[name] for name in names]
+
+
+@pytest.fixture(scope="module")
+def kinds(request: pytest.FixtureRequest) -> Sequence[str]:
+    """Which kinds of sites the module's cluster is like."""
+    found: Sequence[str] = request.module.KINDS
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster(running_cluster: Callable[..., Any], release: str, kinds: Sequence[str]) -> Iterator[Any]:
+    """The module's own cluster: 2 nodes of 16 CPUs and 4 GPUs, 4 of 16 CPUs, 64,000 MB each."""
+    programs = choose_programs(release, DEFAULT_CACHE_DIR, print, accounting=ACCOUNTING in kinds)
+    name = f"pytest-{os.getpid()}-site"
+    request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(), sites=tuple(kinds))
+    with running_cluster(request, programs) as found:
+        yield found
+
+
+@pytest.fixture
+def site(cluster: Any, wait_until: WaitUntil, tmp_path: Path) -> Iterator[Site]:
+    """The module's cluster with no job in it, before and after."""
+    as_nobody = tmp_path / "as-nobody"
+    as_nobody.mkdir()
+    for name in READERS:
+        found = cluster.run(["sh", "-c", f"command -v {name}"]).stdout.strip()
+        (as_nobody / name).write_text(f'#!/bin/sh\nexec {DROP} {found} "$@"\n')
+        (as_nobody / name).chmod(0o755)
+    site = Site(cluster, as_nobody, wait_until)
+    yield site
+    site.run("scancel", "--user=root", "--quiet")
+    wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")

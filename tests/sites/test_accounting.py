@@ -1,0 +1,104 @@
+"""slurmdbd with QOS and associations: limits are no lack of resources, and sacct says what jobs held and used.
+
+The limits: QOS two-gpus gives a user 2 GPUs, ten-minutes a job 10 minutes; account eight-cpus has 8 CPUs for all its
+jobs, one-job a user's one job. All others are free.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from slurm_plugin.client.slurm import CommandSlurm
+from slurm_plugin.devcluster.sites import ACCOUNTING
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
+KINDS = (ACCOUNTING,)
+SMALL = ("--mem=1000", "--time=60")
+
+
+def test_limits_strand_nothing_and_only_a_lack_of_cpus_is_advised_about(site: Any) -> None:
+    """By hand, of 6 nodes with 16 CPUs, 2 of them with 4 GPUs:
+
+    gpu0 has 4 CPUs and 2 GPUs in use, gpu1 14 and 3; cpu0 has 6 + 1 CPUs in use. Free: 12 + 2 + 9 + 3 * 16 = 71 CPUs
+    and 2 + 1 GPUs. The one job that waits for resources needs 2 GPUs and 14 CPUs of a node: of no node can it use
+    anything. So the 3 GPUs and, beside them, 12 + 2 CPUs are stranded. With 4 CPUs it would start on gpu0: 10 move to
+    3 data workers of 4 CPUs.
+    """
+    running = site.submit("--qos=two-gpus", "--gpus=2", "-c4", *SMALL)
+    site.settle(**{running: "RUNNING"})
+    full = site.submit("--gpus=3", "-c14", *SMALL)
+    site.settle(**{full: "RUNNING"})
+    waiting = {
+        site.submit("--qos=two-gpus", "--gpus=1", "-c2", *SMALL): ("QOSMaxGRESPerUser", "limit"),
+        site.submit("--qos=ten-minutes", "--gpus=1", "-c2", *SMALL): ("QOSMaxWallDurationPerJobLimit", "time limit"),
+    }
+    for account, cpus, reason in (("eight-cpus", 6, "AssocGrpCpuLimit"), ("one-job", 1, "AssocMaxJobsLimit")):
+        options = (f"--account={account}", "-pcpu", "-wcpu0", f"-c{cpus}", *SMALL)
+        first, second = site.submit(*options), site.submit(*options)
+        site.settle(**{first: "RUNNING"})
+        waiting[second] = reason, "limit"
+    starved = site.submit("--gpus=2", "-c14", *SMALL)
+    site.settle(**{job: f"PENDING {reason}" for job, (reason, _) in waiting.items()})
+    site.settle(**{starved: "PENDING Resources"})
+
+    frag = site.told("frag")
+    summary = frag["summary"]
+    assert {name: summary[name] for name in ("cpus", "cpus_free", "gpus", "gpus_free", "num_left_out")} == {
+        "cpus": 96, "cpus_free": 71, "gpus": 8, "gpus_free": 3, "num_left_out": 0,
+    }  # fmt: skip
+    assert (summary["stranded_gpus"], summary["stranded_cpus"]) == (3, 14)
+    assert [(one["gpus"], one["cpus"], one["num_jobs"]) for one in frag["shapes"]] == [(2, 14, 1)]
+    for job, (reason, kind) in waiting.items():
+        ((told, text),) = site.blockers(job)
+        assert (told, reason in text) == (kind, True)
+        assert not site.facts(job)["conversion_helps"]
+    assert site.blockers(starved) == [
+        ("CPUs", "it needs 14 CPUs on a node; of 1 node(s) with enough GPUs and memory the most free is 12 (gpu0)")
+    ]
+    directive = "#HETSTREAM --data-workers=3 --data-worker-partition=cpu"
+    assert site.facts(starved)["directive"] == directive
+    (advice,) = site.told("advise")["advice"]
+    assert (advice["job"], advice["cpus_freed"], advice["gpus_unlocked"], advice["step"]) == (starved, 10, 2, directive)
+
+
+def test_utilisation_is_what_sacct_says(site: Any) -> None:
+    """A job of 2 CPUs and 1 GPU that computes for 2 seconds, and one of 4 CPUs of another account, which sleeps."""
+    begin_s = time.time() - 1
+    busy = site.submit("--account=free", "--gpus=1", "-c2", *SMALL, command="(ulimit -t 2; while :; do :; done); sleep 3")
+    idle = site.submit("--account=one-job", "-pcpu", "-c4", *SMALL, command="sleep 4")
+    slurm = CommandSlurm(site.cluster.env)
+
+    def ended() -> dict[str, Any]:
+        usages = slurm.usages(slurm.snapshot(), begin_s, time.time())
+        return {one.job: one for one in usages if one.end_s is not None}
+
+    site.wait_until(lambda: {busy, idle} <= {*ended()}, 60, "both jobs in accounting")
+    table = {one.job: (one.account, one.partition, one.cpus, one.gpus, one.user) for one in ended().values()}
+    assert table[busy] == ("free", "gpu", 2, 1, "root")
+    assert table[idle] == ("one-job", "cpu", 4, 0, "root")
+    first = ended()[busy]
+    # What the script needs to start and end is in it, too.
+    assert 1.9 < first.cpu_used_s < 3
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(begin_s))
+    groups = {one["account"]: one for one in site.told("util", "--by", "account", f"--start={start}")["groups"]}
+    for account, job, cpus, gpus in (("free", busy, 2, 1), ("one-job", idle, 4, 0)):
+        # What earlier jobs of the account held at the beginning of this second, the table does not know: none did.
+        hours = (ended()[job].end_s - ended()[job].start_s) / 3600
+        assert groups[account]["cpu_hours"] == pytest.approx(cpus * hours, abs=1e-4)
+        assert groups[account]["gpu_hours"] == pytest.approx(gpus * hours, abs=1e-4)
+    used = first.cpu_used_s / (2 * (first.end_s - first.start_s))
+    assert groups["free"]["cpu_effective_share"] == pytest.approx(used, abs=2e-4)
+    assert groups["free"]["cpu_measured_share"] == 1
+
+
+def test_nothing_of_the_database_is_left_to_others(site: Any) -> None:
+    """The database listens on its socket alone, in a directory of root's own."""
+    directory = site.cluster.state_dir / "database"
+    assert directory.stat().st_mode & 0o077 == 0
+    assert (site.cluster.state_dir / "slurmdbd.conf").stat().st_mode & 0o077 == 0
+    assert (directory / "socket").is_socket()
+    assert not os.path.exists("/var/lib/mysql")

@@ -59,10 +59,12 @@ class PartitionLimits:
     Attributes:
         nodes: the kinds of its nodes.
         max_mb_per_cpu: `MaxMemPerCPU`; None without a limit.
+        max_time_s: `MaxTime`; None without a limit.
     """
 
     nodes: tuple[NodeSize, ...]
     max_mb_per_cpu: int | None = None
+    max_time_s: float | None = None
 
 
 @dataclass(frozen=True)

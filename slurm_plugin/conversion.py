@@ -6,11 +6,12 @@ nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetjob.convert import MissingPartition, check_cluster, convert
+from hetjob.convert import MissingPartition, check_cluster, convert, script_options
 from hetjob.directives import from_command_line, is_own, late_directives, near_misses, read_directives, read_spec
 from hetjob.errors import SlurmCommandError, UsageError
 from hetjob.plan import HetPlan
@@ -18,6 +19,8 @@ from hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetjob.render import render
 from hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment, parse_words
 from hetjob.spec import OPTIONS, JobSpec
+from slurm_plugin.client.values import seconds
+from slurm_plugin.report import duration
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def convert_script(
             raise
         raise MissingPartition(f"{exc}. Slurm was asked: {silence}") from silence
     notes = (*notes, *_note_on_partition(spec, cluster))
+    notes += tuple(_note_on_time(spec, SbatchOptions((*script_options(text, name), *options)), cluster))
     return Conversion(render(text, plan, program).encode(errors="surrogateescape"), plan, notes)
 
 
@@ -96,6 +100,30 @@ def _note_on_partition(spec: JobSpec, cluster: Cluster) -> list[str]:
     return [
         f"the data workers go to the default partition {name}, whose nodes have GPUs. --data-worker-partition=NAME "
         "puts them elsewhere; see: sinfo -e -o '%P %c %m %G'"
+    ]
+
+
+def _note_on_time(spec: JobSpec, options: SbatchOptions, cluster: Cluster) -> list[str]:
+    """What to say when a job that would start alone waits for its data workers' partition.
+
+    They have the job's time limit. It is no error: a QOS may have the flag PartitionTimeLimit.
+    """
+    name = spec.data_worker_partition or cluster.default_partition or ""
+    asked = options.value("time") or ""
+    limits = [cluster.limits.get(one) for one in name.split(",")]
+    longest = [one.max_time_s for one in limits if one is not None and one.max_time_s is not None]
+    if not spec.data_workers_max or len(longest) < len(limits):
+        return []
+    try:
+        time_s = math.inf if asked.upper() in ("INFINITE", "UNLIMITED", "-1", "0") else seconds(asked)
+    except ValueError:
+        return []  # sbatch says what is wrong with it
+    if time_s is None or time_s <= max(longest):
+        return []
+    return [
+        f"--time={asked} is more than MaxTime={duration(max(longest))} of partition {name}, and data workers have the "
+        "job's time limit: unless its QOS allows more, Slurm starts them never. Ask for less time, or give another "
+        "--data-worker-partition; see: sinfo -o '%P %l'"
     ]
 
 

@@ -357,7 +357,8 @@ def _status(args: argparse.Namespace) -> int:
     print(f"SLURM_CONF  {record.slurm_conf}")
     print(f"uptime      {uptime_s:.0f} s")
     for daemon in status.daemons:
-        print(f"{daemon.name:<15} pid {daemon.pid:<8} {'running' if daemon.running else 'DEAD'}")
+        how = "running" if daemon.running else "powered down" if daemon.powered_down else "DEAD"
+        print(f"{daemon.name:<15} pid {daemon.pid:<8} {how}")
     for node in status.nodes:
         print(f"{node.node:<15} {node.partition:<6} {node.state:<10} CPUs A/I/O/T {node.cpus:<14} {node.gres}")
     for host in record.network.hosts if record.network is not None else ():

@@ -114,7 +114,10 @@ def _lines(one: Explanation, now_s: float) -> list[str]:
     head = f"job {job.label} ({job.name}) of {job.user} in {','.join(job.partitions)}: {job.state}"
     if not job.is_pending:
         since = f" for {duration(now_s - job.start_s)}" if job.start_s else ""
-        return [f"{head}{since} on {compress(job.nodes) or 'no node'}: it does not wait"]
+        how = "it does not wait"
+        if job.state == "CONFIGURING":
+            how = "its nodes are being started or set up, for ResumeTimeout at the most: scontrol show config"
+        return [f"{head}{since} on {compress(job.nodes) or 'no node'}: {how}"]
     waiting: Any = facts["waiting_s"]
     lines = [
         f"{head} ({job.reason or 'no reason yet'}){f', for {duration(waiting)}' if waiting else ''}",

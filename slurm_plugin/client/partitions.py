@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hetjob.ports import NodeSize, PartitionLimits
+from slurm_plugin.client.values import seconds
 
 # Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, nodes, GRES.
 SINFO_FORMAT = "--format=%P|%c|%m|%D|%G"
@@ -41,7 +42,9 @@ def parse_limits(sinfo: Iterable[str], partitions: str, config: str) -> dict[str
         )
         most = _number("MaxCPUsPerNode", line)
         sizes = tuple(replace(one, cpus=min(one.cpus, most)) if most else one for one in kinds)
-        found[name] = PartitionLimits(sizes, _number("MaxMemPerCPU", line) or everywhere)
+        longest = re.search(r"\sMaxTime=(\S+)", line)
+        max_time_s = seconds(longest[1]) if longest else None
+        found[name] = PartitionLimits(sizes, _number("MaxMemPerCPU", line) or everywhere, max_time_s)
     return found
 
 

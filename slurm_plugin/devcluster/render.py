@@ -133,7 +133,7 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
     for number, group in enumerate(spec.groups):
         default = " Default=YES" if number == 0 else ""
         nodes = hostlist(group.name, len(sites.group_nodes(spec, group)))
-        yield f"PartitionName={group.name} Nodes={nodes}{default} {sites.group_limits(spec)} State=UP"
+        yield f"PartitionName={group.name} Nodes={nodes}{default} {sites.group_limits(spec, group)} State=UP"
     for name, rest in sites.partitions(spec).items():
         yield f"PartitionName={name} {rest}"
 

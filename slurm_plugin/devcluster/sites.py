@@ -62,9 +62,11 @@ def group_nodes(spec: ClusterSpec, group: NodeGroup) -> tuple[str, ...]:
     return tuple(node for node in group.nodes if node not in hidden)
 
 
-def group_limits(spec: ClusterSpec) -> str:
-    """What else stands in the line of each partition."""
-    return "MaxTime=INFINITE" if LIMITS not in spec.sites else "MaxTime=01:00:00 MaxNodes=2 MaxMemPerCPU=4000"
+def group_limits(spec: ClusterSpec, group: NodeGroup) -> str:
+    """What else stands in the line of a group's partition."""
+    if LIMITS not in spec.sites:
+        return "MaxTime=INFINITE"
+    return f"MaxTime={2 if group.gpus else 1}:00:00 MaxNodes=2 MaxMemPerCPU=4000"
 
 
 def partitions(spec: ClusterSpec) -> Mapping[str, str]:
@@ -154,7 +156,8 @@ def resume_program(spec: ClusterSpec, path: str, slurmd: Sequence[str]) -> str:
     return (
         f"#!/bin/sh\nexport PATH={path} SLURM_CONF={spec.slurm_conf}\n"
         'for node in $(scontrol show hostnames "$1"); do\n'
-        f'  {" ".join(slurmd)} -b -N "$node"\n'
+        # slurmctld starts this without a place for errors.
+        f'  setsid {" ".join(slurmd)} -D -b -N "$node" </dev/null >>"{spec.log_dir}/slurmd-$node.out" 2>&1 &\n'
         "done\n"
     )
 

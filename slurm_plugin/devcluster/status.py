@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetjob.errors import SlurmCommandError
 from slurm_plugin.client.run import run_slurm
-from slurm_plugin.devcluster.processes import start_ticks
+from slurm_plugin.devcluster.processes import cluster_processes, start_ticks
 from slurm_plugin.devcluster.record import ClusterRecord, DaemonState, read_daemons
 
 # Without these no Slurm command gets an answer, and each would try for many seconds.
 NEEDED_BY_COMMANDS = ("munged", "slurmctld")
 SINFO_TIMEOUT_S = 20.0
+# What sinfo adds to the state of a node that is powered down, going down, about to, or coming up.
+POWER_MARKS = ("~", "%", "!", "#")
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,17 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class DaemonStatus:
-    """One daemon: whether the very process that the supervisor started still runs."""
+    """One daemon.
+
+    Attributes:
+        running: the very process that the supervisor started, or the one that a node was powered up with.
+        powered_down: a node's, which power saving has ended.
+    """
 
     name: str
     pid: int
     running: bool
+    powered_down: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,11 @@ class ClusterStatus:
 
     @property
     def healthy(self) -> bool:
-        return bool(self.daemons) and not self.problem and all(daemon.running for daemon in self.daemons)
+        return (
+            bool(self.daemons)
+            and not self.problem
+            and all(daemon.running or daemon.powered_down for daemon in self.daemons)
+        )
 
 
 def observe(record: ClusterRecord) -> ClusterStatus:
@@ -73,9 +85,25 @@ def observe(record: ClusterRecord) -> ClusterStatus:
     if dead:
         return ClusterStatus(daemons, (), f"{' and '.join(dead)} does not run, so Slurm's commands get no answer")
     try:
-        return ClusterStatus(daemons, list_nodes(record), "")
+        nodes = list_nodes(record)
+        return ClusterStatus(tuple(_with_power(daemon, nodes, record) for daemon in daemons), nodes, "")
     except SlurmCommandError as error:
         return ClusterStatus(daemons, (), str(error))
+
+
+def _with_power(daemon: DaemonStatus, nodes: tuple[NodeStatus, ...], record: ClusterRecord) -> DaemonStatus:
+    """A daemon, where power saving ends and starts those of nodes."""
+    name = daemon.name.removeprefix("slurmd ")
+    if daemon.running or name == daemon.name:
+        return daemon
+    pid_file = Path(record.state_dir) / "run" / f"slurmd-{name}.pid"
+    if pid_file.exists():
+        # Who has written it is the cluster's; the number may be another's by now.
+        pid = int(pid_file.read_text())
+        if pid != daemon.pid and any(process.pid == pid for process in cluster_processes(record)):
+            return replace(daemon, pid=pid, running=True)
+    states = [node.state for node in nodes if node.node == name]
+    return replace(daemon, powered_down=bool(states) and states[0].endswith(POWER_MARKS))
 
 
 def list_nodes(record: ClusterRecord) -> tuple[NodeStatus, ...]:

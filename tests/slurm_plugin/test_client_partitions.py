@@ -13,8 +13,8 @@ SINFO = [
     "small|16|64000|2|gpuless:1",
 ]
 SHOWN = """\
-PartitionName=gpu AllowGroups=ALL MaxCPUsPerNode=UNLIMITED DefMemPerNode=UNLIMITED MaxMemPerCPU=8000 TRES=cpu=512
-PartitionName=cpu AllowGroups=ALL MaxCPUsPerNode=96 MaxMemPerNode=UNLIMITED
+PartitionName=gpu AllowGroups=ALL MaxTime=2-00:00:00 MaxCPUsPerNode=UNLIMITED DefMemPerNode=UNLIMITED MaxMemPerCPU=8000
+PartitionName=cpu AllowGroups=ALL MaxTime=UNLIMITED MaxCPUsPerNode=96 MaxMemPerNode=UNLIMITED
 PartitionName=small AllowGroups=ALL MaxCPUsPerNode=0 MaxMemPerNode=UNLIMITED
 """
 
@@ -22,7 +22,7 @@ PartitionName=small AllowGroups=ALL MaxCPUsPerNode=0 MaxMemPerNode=UNLIMITED
 def test_the_limits_of_partitions() -> None:
     limits = parse_limits(SINFO, SHOWN, "MaxMemPerNode           = UNLIMITED\n")
     assert limits == {
-        "gpu": PartitionLimits((NodeSize(64, 512000, True, 8),), 8000),
+        "gpu": PartitionLimits((NodeSize(64, 512000, True, 8),), 8000, 172800.0),
         "cpu": PartitionLimits((NodeSize(96, 256000, False, 20), NodeSize(32, 64000, False, 4))),
         "small": PartitionLimits((NodeSize(16, 64000, False, 2),)),
     }

@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 
+from hetjob.ports import Cluster, NodeSize, PartitionLimits
 from slurm_plugin.cli.frag import report_of
+from slurm_plugin.cli.why import report_of as why_report
+from slurm_plugin.client.fake import FakeSlurm
 from slurm_plugin.client.held import with_held_gpus
 from slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot, gpu_share
 from slurm_plugin.client.parse_text import JOB_FIELDS, allocated_gres, parse_jobs, parse_nodes, parse_partitions
 from slurm_plugin.client.reservations import parse_reservations, with_reservations
 from slurm_plugin.client.values import moment
+from slurm_plugin.conversion import convert_script
 from slurm_plugin.errors import UnreadableAnswer
 from slurm_plugin.fragmentation import measure
 from slurm_plugin.shapes import shape_of
@@ -251,6 +255,55 @@ def test_whole_nodes_are_used_whole() -> None:
     }
     assert (found["i"].stranded_gpus, found["i"].stranded_cpus) == (0, 0)
     assert (found["b"].stranded_gpus, found["b"].stranded_cpus) == (4, 15)
+
+
+def test_who_had_whole_nodes_had_all_their_gpus() -> None:
+    """Of 2 nodes with 4 GPUs: an ended job of `whole` had all 8, whatever it asked for; of `gpu` the 2 it asked for."""
+    nodes = [node(name, gres=(Gres("gpu", "", 4),)) for name in ("a", "b")]
+    partitions = [Partition("gpu", ()), Partition("whole", (), is_exclusive=True)]
+    ended = pending(state="COMPLETED", nodes=("a", "b"), num_nodes=2)
+    jobs = [replace(ended, partitions=("whole",)), ended, replace(ended, partitions=("whole",), nodes=("a", "gone"))]
+    assert [job.count("gpu") for job in with_held_gpus(jobs, nodes, partitions)] == [8, 2, 2]
+    assert [job.count("gpu") for job in with_held_gpus(jobs, nodes)] == [2, 2, 2]
+
+
+def test_a_job_whose_nodes_are_coming_up_is_told_so() -> None:
+    job = pending(state="CONFIGURING", nodes=("n",), reason="")
+    lines = why_report("7", [job], Snapshot(0.0, "22.05", "t", (job,), (), (Partition("gpu", ()),))).lines
+    assert lines == [
+        "job 7 (train) of alice in gpu: CONFIGURING on n: its nodes are being started or set up, for ResumeTimeout at "
+        "the most: scontrol show config"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("time", "partition", "is_noted"),
+    [
+        ("1:00:00", "cpu", False),
+        ("1:00:01", "cpu", True),
+        ("61", "cpu", True),
+        ("2-0", "cpu", True),
+        ("INFINITE", "cpu", True),
+        ("INFINITE", "free", False),
+        ("61", "cpu,long", False),
+        ("121", "cpu,long", True),
+        ("61", "cpu,unknown", False),
+        ("soon", "cpu", False),
+        ("", "cpu", False),
+    ],
+)
+def test_a_time_limit_that_the_data_workers_partition_refuses_is_noted(
+    time: str, partition: str, is_noted: bool
+) -> None:
+    """cpu allows an hour, long two, free all."""
+    nodes = (NodeSize(16, 64000, False, 4),)
+    limits = {"cpu": 3600.0, "long": 7200.0, "free": None}
+    known = {name: PartitionLimits(nodes, None, longest) for name, longest in limits.items()}
+    client = FakeSlurm(Path(), {}, Cluster(frozenset({*limits, "unknown"}), "cpu", "sched/backfill", known))
+    script = f"#!/bin/bash\n#SBATCH --gpus=1{f' --time={time}' if time else ''}\n#HETSTREAM --data-workers=1 "
+    script += f"--data-worker-partition={partition}\ntrue\n"
+    notes = convert_script(script.encode(), "t.sbatch", [], {}, client, ["hetstream"]).notes
+    assert [note.startswith(f"--time={time} is more than MaxTime=") for note in notes] == ([True] if is_noted else [])
 
 
 @pytest.mark.parametrize(

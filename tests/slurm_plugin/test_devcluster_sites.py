@@ -1,0 +1,107 @@
+"""Kinds of sites, as text and commands; what they do is in tests/sites."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slurm_plugin.cli import main
+from slurm_plugin.devcluster import sites
+from slurm_plugin.devcluster.programs import SlurmPrograms
+from slurm_plugin.devcluster.render import slurm_conf
+from slurm_plugin.devcluster.site_setup import check
+from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, ports_needed
+from slurm_plugin.errors import SlurmMissing
+
+HERE = Path("/var/lib/hetstream/devcluster/default")
+PLAIN = ClusterSpec("default", "default-0123abcd", HERE, 21000)
+
+
+def lines_of(*kinds: str) -> set[str]:
+    """What stands in slurm.conf with these kinds and not without."""
+    return {*slurm_conf(replace(PLAIN, sites=kinds)).splitlines()} - {*slurm_conf(PLAIN).splitlines()}
+
+
+def test_a_plain_cluster_is_like_no_site() -> None:
+    assert sites.commands(PLAIN) == []
+    assert sites.partitions(PLAIN) == {}
+
+
+def test_accounting_has_a_port_behind_those_of_the_nodes() -> None:
+    said = lines_of("accounting")
+    assert {"AccountingStorageType=accounting_storage/slurmdbd", "AccountingStoragePort=21007"} <= said
+    assert PLAIN.base_port + ports_needed(PLAIN.shape) == PLAIN.dbd_port + 1
+    text = sites.slurmdbd_conf(replace(PLAIN, sites=("accounting",)))
+    assert "DbdPort=21007\n" in text
+    assert f"AuthInfo=socket={HERE}/run/munge.sock\n" in text
+    assert "StoragePass" not in text
+
+
+def test_limits_are_given_to_root_and_nobody() -> None:
+    told = [" ".join(command[3:]) for command in sites.commands(replace(PLAIN, sites=("accounting",)))]
+    assert told == [
+        "add qos two-gpus MaxTRESPerUser=gres/gpu=2",
+        "add qos ten-minutes MaxWall=00:10:00",
+        "add account free",
+        "add account eight-cpus GrpTRES=cpu=8",
+        "add account one-job MaxJobs=1",
+        "add user root Account=free,eight-cpus,one-job DefaultAccount=free QOS=normal,two-gpus,ten-minutes",
+        "add user nobody Account=free,eight-cpus,one-job DefaultAccount=free QOS=normal,two-gpus,ten-minutes",
+        "modify user where name=root set DefaultAccount=free",
+    ]
+
+
+def test_partitions_of_sites() -> None:
+    assert lines_of("hidden", "exclusive") == {
+        "PartitionName=cpu Nodes=cpu[0-2] MaxTime=INFINITE State=UP",
+        "PartitionName=hidden Nodes=gpu0,gpu1,cpu3 Hidden=YES MaxTime=INFINITE State=UP",
+        "PartitionName=whole Nodes=gpu0,gpu1 OverSubscribe=EXCLUSIVE MaxTime=INFINITE State=UP",
+    }
+    alone = replace(PLAIN, shape=ClusterShape(1, 4, 1, 16), sites=("hidden",))
+    assert "PartitionName=cpu Nodes=cpu0 " in slurm_conf(alone), "a partition without nodes is none"
+
+
+def test_the_last_nodes_are_reserved() -> None:
+    gpu, cpu = sites.commands(replace(PLAIN, sites=("reservations",)))
+    assert {"ReservationName=course", "Nodes=gpu1"} <= {*gpu}
+    assert {"ReservationName=maintenance", "Nodes=cpu3", "StartTime=now+1hour"} <= {*cpu}
+    no_gpus = replace(PLAIN, shape=ClusterShape(0, 1, 2, 16), sites=("reservations",))
+    assert [command[-1] for command in sites.commands(no_gpus)] == ["Nodes=cpu1"]
+
+
+def test_programs_of_power_saving_end_and_start_a_nodes_slurmd() -> None:
+    spec = replace(PLAIN, sites=("power-saving",))
+    assert f"SuspendProgram={HERE}/suspend.sh" in lines_of("power-saving")
+    assert 'kill "$pid"\n' in sites.suspend_program(spec, "/bin")
+    assert f'setsid /sbin/slurmd -f {HERE}/slurm.conf -D -b -N "$node"' in sites.resume_program(
+        spec, "/bin", ["/sbin/slurmd", "-f", f"{HERE}/slurm.conf"]
+    )
+
+
+def test_a_dry_run_shows_files_and_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    up = ["devcluster", "up", "--state-dir", str(tmp_path / "c"), "--site", "reservations,accounting", "--dry-run"]
+    assert main([*up, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {*facts["files"]} == {"slurm.conf", "gres.conf", "slurmdbd.conf"}
+    assert facts["commands"][0] == "sacctmgr --immediate --quiet add qos two-gpus MaxTRESPerUser=gres/gpu=2"
+    assert main(up) == 0
+    assert "# would then run\nsacctmgr" in capsys.readouterr().out
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_unknown_kind_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["devcluster", "up", "--site", "accounting,moon"])
+    assert f"'moon': must be of {', '.join(sites.SITES)}" in capsys.readouterr().err
+
+
+def test_what_accounting_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
+    programs = SlurmPrograms("22.05.8", *[tmp_path / "none"] * 3)
+    check(("hidden",), programs)
+    with pytest.raises(SlurmMissing, match=r"slurmdbd, mariadbd, .*devcluster install --site accounting"):
+        check(("accounting",), programs)

@@ -242,7 +242,8 @@ def _up(args: argparse.Namespace) -> int:
         return 0
     print(f"Slurm {record.slurm_version} is up after {record.boot_s:.1f} s: {len(record.nodes)} nodes, ", end="")
     print(f"partitions {', '.join(record.partitions)} (the first is the default)")
-    print(f"  export SLURM_CONF={record.slurm_conf}")
+    if not record.configless:
+        print(f"  export SLURM_CONF={record.slurm_conf}")
     if record.path_prefix:
         print(f"  export PATH={record.path_prefix}:$PATH")
     place = _place_options(args)
@@ -333,6 +334,7 @@ def _facts(record: ClusterRecord) -> dict[str, Any]:
         "boot_s": record.boot_s,
         "path_prefix": record.path_prefix,
         "network": _network_facts(record.network),
+        "configless": record.configless,
     }
 
 

@@ -4,6 +4,9 @@
     network.py     names and addresses of hosts with a network of their own (pure)
     namespaces.py  that network made, removed and entered
     render.py      slurm.conf, gres.conf, cgroup.conf as text (pure)
+    sites.py       what kinds of sites need beside that: text and commands (pure)
+    site_setup.py  their files and daemons
+    private_run.py a /run of the cluster's own
     programs.py    where Slurm's programs are: on the host, or in a Debian root
     apt.py         apt-get and its like, without questions
     lock.py        one `up` at a time
@@ -18,5 +21,6 @@
     teardown.py    down
 
 Called by `slurm_plugin/cli/devcluster.py` and by the tests marked `slurm`. It never touches a Slurm that is already on
-the host and starts no system service. Without a network of its own it mounts nothing.
+the host and starts no system service. Without a network, control groups or a
+/run of its own it mounts nothing.
 """

@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hetjob.errors import SlurmCommandError
-from slurm_plugin.devcluster import cgroups, render, site_setup
+from slurm_plugin.devcluster import cgroups, render, site_setup, sites
 from slurm_plugin.devcluster.lock import MACHINE, locked
 from slurm_plugin.devcluster.namespaces import free_subnet, make_network
 from slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork, plan_network
@@ -36,7 +36,6 @@ from slurm_plugin.devcluster.record import (
     read_record,
     write_record,
 )
-from slurm_plugin.devcluster.sites import partitions
 from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths, ports_needed
 from slurm_plugin.devcluster.status import is_live, list_nodes
 from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
@@ -120,7 +119,7 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
     with _interrupts_raise(), readable_by_all(), ExitStack() as undo:
         # Held until the daemons listen: nobody else finds their ports free, or this place half used.
         with locked(MACHINE, LOCK_TIMEOUT_S, f"starting cluster {request.name}"):
-            site_setup.check(request.sites, programs)
+            site_setup.check(request.sites, programs, network=request.network, cgroups=request.cgroups)
             _check_can_boot(request, programs.version)
             _warn(request, progress)
             spec = plan_cluster(request, programs.root)
@@ -130,8 +129,9 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
             if spec.network is not None:
                 progress(f"making {len(spec.network.hosts)} network namespaces in {spec.network.subnet}")
                 make_network(spec.network)
-            names = ", ".join(["munged", *(name for name, *_ in site_setup.daemons(spec, programs))])
-            progress(f"starting {names}, slurmctld {programs.version} and {len(spec.nodes)} slurmd in {spec.state_dir}")
+            first = [one["name"] for one in _daemons(spec, programs) if not one["name"].startswith("slurm")]
+            names = ", ".join([*first, f"slurmctld {programs.version}"])
+            progress(f"starting {names} and {len(spec.nodes)} slurmd in {spec.state_dir}")
             _start_supervisor(spec, programs)
             _wait_until_idle(spec, record, progress)
             site_setup.run_commands(spec, record)
@@ -197,12 +197,13 @@ def _new_record(spec: ClusterSpec, programs: SlurmPrograms) -> ClusterRecord:
         state_dir=str(spec.state_dir),
         slurm_version=programs.version,
         nodes=spec.nodes,
-        partitions=(*(group.name for group in spec.groups), *partitions(spec)),
-        path_prefix=str(programs.root.commands_dir) if programs.root else "",
+        partitions=(*(group.name for group in spec.groups), *sites.partitions(spec)),
+        path_prefix=str(site_setup.commands_dir(spec, programs) or ""),
         ready=False,
         created_s=time.time(),
         boot_s=0.0,
         network=spec.network,
+        configless=sites.CONFIGLESS in spec.sites,
     )
 
 
@@ -235,9 +236,10 @@ def _make_files(spec: ClusterSpec, programs: SlurmPrograms, record: ClusterRecor
         for name in HOOKS:
             (directory / name).write_text(hook_text(name, LUA_DIR, policy, own_program()[0], None))
     site_setup.make_files(spec, programs, _slurmd(spec, programs))
-    key = os.open(directory / "run" / "munge.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(key, "wb") as stream:
-        stream.write(secrets.token_bytes(1024))
+    # One for MUNGE, one for auth/slurm.
+    for path in (directory / "run" / "munge.key", directory / "slurm.key"):
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(secrets.token_bytes(1024))
 
 
 def _make_fake_gpu(path: Path, number: int) -> None:
@@ -256,7 +258,6 @@ def _start_supervisor(spec: ClusterSpec, programs: SlurmPrograms) -> None:
         "PATH": SYSTEM_PATH,
         "HOME": "/root",
         "LANG": "C.UTF-8",
-        "SLURM_CONF": str(spec.slurm_conf),
         MARKER_VARIABLE: spec.cluster_name,
         **site_setup.environment(spec),
     }
@@ -268,6 +269,7 @@ def _start_supervisor(spec: ClusterSpec, programs: SlurmPrograms) -> None:
                 "environment": environment,
                 "hosts_file": str(spec.hosts_file),
                 "cgroup": spec.cluster_name if spec.cgroups else "",
+                "own_run": str(spec.own_run) if sites.needs_own_run(spec.sites) else "",
                 "daemons": list(_daemons(spec, programs)),
             },
             indent=1,
@@ -288,6 +290,7 @@ def _start_supervisor(spec: ClusterSpec, programs: SlurmPrograms) -> None:
 
 def _daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[dict[str, Any]]:
     run, log = spec.state_dir / "run", spec.log_dir
+    conf = {"SLURM_CONF": str(spec.slurm_conf)}
     munged = [
         str(programs.munged),
         "--foreground",
@@ -299,26 +302,40 @@ def _daemons(spec: ClusterSpec, programs: SlurmPrograms) -> Iterator[dict[str, A
         f"--log-file={log}/munged.log",
         f"--seed-file={run}/munged.seed",
     ]
-    yield _daemon("munged", munged, log, ready_file=str(spec.munge_socket))
+    if sites.AUTH_SLURM not in spec.sites:
+        yield _daemon("munged", munged, log, ready_file=str(spec.munge_socket))
     for name, argv, ready_file, ready_port in site_setup.daemons(spec, programs):
-        yield _daemon(name, argv, log, ready_file=ready_file, ready_port=ready_port)
-    slurmctld = _daemon("slurmctld", [str(programs.slurmctld), "-D", "-f", str(spec.slurm_conf)], log)
+        yield _daemon(name, argv, log, ready_file=ready_file, ready_port=ready_port, environment=conf)
+    argv = [str(programs.slurmctld), "-D", "-f", str(spec.slurm_conf)]
+    slurmctld = _daemon("slurmctld", argv, log, environment=conf)
     yield _on_host(slurmctld, CONTROLLER, spec.network)
     slurmd = _slurmd(spec, programs)
     for node in spec.nodes:
-        yield _on_host(_daemon(f"slurmd {node}", [*slurmd, "-D", "-N", node], log), node, spec.network)
+        argv = [*slurmd, "-D", "-N", node]
+        environment = {} if sites.CONFIGLESS in spec.sites else conf
+        yield _on_host(_daemon(f"slurmd {node}", argv, log, environment=environment), node, spec.network)
 
 
 def _slurmd(spec: ClusterSpec, programs: SlurmPrograms) -> list[str]:
     """How a slurmd is started, without its node."""
-    slurmd = [str(programs.slurmd), "-f", str(spec.slurm_conf)]
+    where = ["-f", str(spec.slurm_conf)]
+    if sites.CONFIGLESS in spec.sites:
+        where = ["--conf-server", f"127.0.0.1:{spec.base_port}"]
+    slurmd = [str(programs.slurmd), *where]
     return slurmd if programs.root is None else [*slurmd, "-d", str(programs.root.commands_dir / "slurmstepd")]
 
 
-def _daemon(name: str, argv: list[str], log: Path, ready_file: str = "", ready_port: int = 0) -> dict[str, Any]:
+def _daemon(
+    name: str,
+    argv: list[str],
+    log: Path,
+    ready_file: str = "",
+    ready_port: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     output = str(log / f"{_log_stem(name)}.out")
     ready = {"ready_file": ready_file, "ready_port": ready_port}
-    return {"name": name, "argv": argv, "output": output, **ready, "host": None}
+    return {"name": name, "argv": argv, "output": output, **ready, "host": None, "environment": environment or {}}
 
 
 def _on_host(daemon: dict[str, Any], name: str, network: ClusterNetwork | None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class ClusterRecord:
         created_s: when `up` began, in seconds since 1970.
         boot_s: how long `up` took; 0 until ready.
         network: its hosts' own addresses, and by which names the system knows them; None without.
+        configless: commands have no slurm.conf.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ClusterRecord:
     created_s: float
     boot_s: float
     network: ClusterNetwork | None = None
+    configless: bool = False
 
     @property
     def slurm_conf(self) -> str:
@@ -60,6 +62,8 @@ class ClusterRecord:
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """`base` with what Slurm's commands need to reach this cluster."""
         env = {**base, "SLURM_CONF": self.slurm_conf}
+        if self.configless:
+            del env["SLURM_CONF"]
         if self.path_prefix:
             env["PATH"] = self.path_prefix + os.pathsep + env.get("PATH", os.defpath)
         return env

@@ -93,9 +93,7 @@ def _slurm_conf_lines(spec: ClusterSpec) -> Iterator[str]:
         # its own nobody can, and there the machine's srun must not listen on what its host name resolves to.
         yield "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny"
     yield "SlurmUser=root"
-    yield "AuthType=auth/munge"
-    expiry = "" if spec.network is None else f",cred_expire={CRED_EXPIRE_S}"
-    yield f"AuthInfo=socket={spec.munge_socket}{expiry}"
+    yield from sites.authentication(spec, "" if spec.network is None else f",cred_expire={CRED_EXPIRE_S}")
     yield f"StateSaveLocation={directory}/state"
     yield f"SlurmdSpoolDir={directory}/spool/%n"
     yield f"SlurmctldPidFile={directory}/run/slurmctld.pid"

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from slurm_plugin.client.run import run_slurm
 from slurm_plugin.devcluster import sites
-from slurm_plugin.devcluster.programs import MARIADB, SYSTEM_PATH, SlurmPrograms, missing_of, search_path
+from slurm_plugin.devcluster.private_run import command_text
+from slurm_plugin.devcluster.programs import COMMANDS, MARIADB, SYSTEM_PATH, SlurmPrograms, missing_of, search_path
 from slurm_plugin.devcluster.record import ClusterRecord
+from slurm_plugin.devcluster.render import version_tuple
 from slurm_plugin.devcluster.spec import ClusterSpec
 from slurm_plugin.errors import BootFailed, SlurmMissing
 
@@ -30,13 +32,28 @@ DATABASE_TIMEOUT_S = 60.0
 # By these the client library of the database finds its socket; Slurm has no setting for it.
 SOCKET_VARIABLES = ("MYSQL_UNIX_PORT", "MARIADB_UNIX_PORT")
 
+FIRST_WITH_AUTH_SLURM = (23, 11)
+MUNGE_SOCKET = "munge.socket.2"
+CLIENTS = (*COMMANDS, "sacct", "sacctmgr", "sattach", "sdiag", "sprio", "sreport", "sshare", "sstat", "scrontab")
 
-def check(kinds: Sequence[str], programs: SlurmPrograms) -> None:
+
+def check(kinds: Sequence[str], programs: SlurmPrograms, *, network: bool = False, cgroups: bool = False) -> None:
     """Refuse a kind of site that cannot be had.
+
+    Args:
+        kinds: of sites.
+        programs: Slurm's.
+        network: hosts have networks of their own.
+        cgroups: Slurm uses them.
 
     Raises:
         SlurmMissing: programs of accounting are not there.
+        BootFailed: this Slurm has no such authentication, or two things of which each has mounts of its own.
     """
+    if sites.AUTH_SLURM in kinds and version_tuple(programs.version) < FIRST_WITH_AUTH_SLURM:
+        raise BootFailed(f"Slurm {programs.version} has no auth/slurm: give --slurm 24.11 or 26.05")
+    if sites.needs_own_run(kinds) and (network or cgroups or sites.POWER_SAVING in kinds):
+        raise BootFailed("--site configless and auth-slurm go with neither --network, --cgroups nor power-saving")
     if sites.ACCOUNTING in kinds:
         missing = [*([] if programs.slurmdbd else ["slurmdbd"]), *missing_of(MARIADB)]
         if missing:
@@ -44,6 +61,13 @@ def check(kinds: Sequence[str], programs: SlurmPrograms) -> None:
                 f"not found on this machine: {', '.join(missing)}. "
                 "Run: hetstream devcluster install --site accounting (as root on Debian)"
             )
+
+
+def commands_dir(spec: ClusterSpec, programs: SlurmPrograms) -> Path | None:
+    """Where Slurm's commands for this cluster are; None where they are on everybody's PATH."""
+    if sites.needs_own_run(spec.sites):
+        return spec.commands_dir
+    return programs.root.commands_dir if programs.root else None
 
 
 def make_files(spec: ClusterSpec, programs: SlurmPrograms, slurmd: Sequence[str]) -> None:
@@ -66,6 +90,26 @@ def make_files(spec: ClusterSpec, programs: SlurmPrograms, slurmd: Sequence[str]
             (spec.resume_program, sites.resume_program(spec, path, slurmd)),
         ):
             script.write_text(text)
+            script.chmod(0o755)
+
+    if sites.needs_own_run(spec.sites):
+        _make_own_run(spec, programs)
+
+
+def _make_own_run(spec: ClusterSpec, programs: SlurmPrograms) -> None:
+    """What is in the cluster's /run at first, and the commands that reach it."""
+    for name in ("", "munge", "slurm", "slurmctld", "slurmdbd", "netns", "lock"):
+        (spec.own_run / name).mkdir()
+    (spec.own_run / spec.cluster_name).touch()
+    # Who has no slurm.conf yet asks for it with MUNGE's default socket.
+    (spec.own_run / "munge" / MUNGE_SOCKET).symlink_to(spec.munge_socket)
+    spec.commands_dir.mkdir()
+    path = str(programs.root.commands_dir) if programs.root else search_path()
+    for name in CLIENTS:
+        program = shutil.which(name, path=path)
+        if program is not None:
+            script = spec.commands_dir / name
+            script.write_text(command_text(Path(program), spec.cluster_name, spec.state_dir / "run" / "slurmctld.pid"))
             script.chmod(0o755)
 
 

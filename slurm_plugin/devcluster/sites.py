@@ -12,6 +12,7 @@ from slurm_plugin.devcluster.spec import ClusterSpec, NodeGroup
 
 ACCOUNTING, POWER_SAVING = "accounting", "power-saving"
 RESERVATIONS, HIDDEN, EXCLUSIVE, LIMITS = "reservations", "hidden", "exclusive", "limits"
+CONFIGLESS, AUTH_SLURM = "configless", "auth-slurm"
 SITES: Mapping[str, str] = {
     ACCOUNTING: "slurmdbd on a MariaDB of its own; associations and QOS with limits, enforced",
     RESERVATIONS: "one GPU node reserved from now on, one CPU node for maintenance in an hour",
@@ -19,6 +20,8 @@ SITES: Mapping[str, str] = {
     EXCLUSIVE: "a partition whose jobs take whole nodes (OverSubscribe=EXCLUSIVE)",
     POWER_SAVING: "nodes can be powered down, and are started for a job",
     LIMITS: "small arrays, small jobs, and a short longest time",
+    CONFIGLESS: "nodes and commands have no slurm.conf, and get it from slurmctld",
+    AUTH_SLURM: "auth/slurm in the place of MUNGE (24.11 and newer)",
 }
 
 # Of accounts and QOS, all for root and nobody.
@@ -31,8 +34,29 @@ SUSPEND_TIME_S = 3600
 SUSPEND_TIMEOUT_S, RESUME_TIMEOUT_S = 5, 30
 
 
+def needs_own_run(kinds: Sequence[str]) -> bool:
+    """Whether Slurm of such a site has files in /run, at places that cannot be chosen."""
+    return CONFIGLESS in kinds or AUTH_SLURM in kinds
+
+
+def authentication(spec: ClusterSpec, expiry: str) -> Iterator[str]:
+    """Lines of slurm.conf about who is who.
+
+    Args:
+        spec: the cluster.
+        expiry: what else stands in AuthInfo with MUNGE.
+    """
+    if AUTH_SLURM in spec.sites:
+        # Its key is slurm.key beside slurm.conf.
+        yield "AuthType=auth/slurm"
+        yield "CredType=cred/slurm"
+    else:
+        yield "AuthType=auth/munge"
+        yield f"AuthInfo=socket={spec.munge_socket}{expiry}"
+
+
 def settings(spec: ClusterSpec) -> Iterator[str]:
-    """Lines of slurm.conf about accounting, power saving and limits."""
+    """Lines of slurm.conf about accounting, power saving, limits, and where the nodes have it from."""
     if ACCOUNTING in spec.sites:
         yield "AccountingStorageType=accounting_storage/slurmdbd"
         yield "AccountingStorageHost=127.0.0.1"
@@ -51,6 +75,8 @@ def settings(spec: ClusterSpec) -> Iterator[str]:
         yield f"SuspendTime={SUSPEND_TIME_S}"
         yield f"SuspendTimeout={SUSPEND_TIMEOUT_S}"
         yield f"ResumeTimeout={RESUME_TIMEOUT_S}"
+    if CONFIGLESS in spec.sites:
+        yield "SlurmctldParameters=enable_configless"
     if LIMITS in spec.sites:
         yield "MaxArraySize=11"
         yield "EnforcePartLimits=NO"

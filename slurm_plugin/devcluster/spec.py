@@ -181,6 +181,16 @@ class ClusterSpec:
         return self.state_dir / "task_prolog.sh"
 
     @property
+    def own_run(self) -> Path:
+        """What the cluster has as /run, where it has its own."""
+        return self.state_dir / "own-run"
+
+    @property
+    def commands_dir(self) -> Path:
+        """Slurm's commands as they reach a cluster with a /run of its own."""
+        return self.state_dir / "commands"
+
+    @property
     def database_dir(self) -> Path:
         return self.state_dir / "database"
 

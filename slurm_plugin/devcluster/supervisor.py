@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slurm_plugin.devcluster import cgroups
+from slurm_plugin.devcluster import cgroups, private_run
 from slurm_plugin.devcluster.namespaces import enter
 from slurm_plugin.devcluster.processes import start_ticks
 from slurm_plugin.devcluster.record import DaemonState, write_daemons
@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
     if plan["cgroup"]:
         cgroups.enter(plan["cgroup"])
+    if plan["own_run"]:
+        private_run.enter(Path(plan["own_run"]))
     daemons = [DaemonState("supervisor", os.getpid(), start_ticks(os.getpid()) or 0, None)]
     write_daemons(Path(plan["state_dir"]), daemons)
     os.write(tell, b".")
@@ -86,7 +88,7 @@ def _become(daemon: dict[str, Any], plan: dict[str, Any]) -> NoReturn:
         os.dup2(1, 2)
         if daemon["host"] is not None:
             enter(daemon["host"]["namespace"], daemon["host"]["name"], plan["hosts_file"])
-        os.execve(daemon["argv"][0], daemon["argv"], plan["environment"])
+        os.execve(daemon["argv"][0], daemon["argv"], {**plan["environment"], **daemon["environment"]})
     except Exception as error:  # noqa: BLE001, the process's boundary: `up` shows what is written here
         os.write(2, f"{daemon['name']} could not be started: {error!r}\n".encode())
     finally:

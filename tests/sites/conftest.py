@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from slurm_plugin.devcluster.sites import ACCOUNTING
 from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
+PROGRAM = Path(__file__).parents[1] / "cluster" / "programs" / "train.py"
+HETSTREAM = Path(sys.executable).with_name("hetstream")
 NOBODY = 65534
 DROP = f"setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups"
 READERS = ("sacct", "scontrol", "sinfo", "squeue")
@@ -57,7 +61,7 @@ class Site:
         def are_there() -> bool:
             return all(self.state(job).startswith(wanted) for job, wanted in jobs.items())
 
-        self.wait_until(are_there, 60, f"these states: {jobs}")
+        self.wait_until(are_there, 120, f"these states: {jobs}")
 
     def told(self, *words: str, nobody: bool = False) -> dict[str, Any]:
         """What `hetstream VERB --json` tells, in this process."""
@@ -85,6 +89,27 @@ class Site:
         """Figures of `frag` for all nodes together."""
         summary = self.told("frag", **how)["summary"]
         return [summary[name] for name in names]
+
+    def streams(self) -> None:
+        """Run an unmodified program with 2 data workers, and compare its batches with those of a run without Slurm."""
+        directory = self.cluster.out_dir / "job"
+        directory.mkdir()
+        (directory / "train.sbatch").write_text(
+            "#!/bin/bash\n#SBATCH --gpus=1 --cpus-per-task=8 --time=10 --output=out\n"
+            "#HETSTREAM --data-workers=2 --data-worker-cpus=1 --data-worker-partition=cpu\n"
+            f"srun {sys.executable} {PROGRAM} ledger\n"
+        )
+        environ = {**self.cluster.env, "DECODE_S": "0"}
+        for argv in (
+            [HETSTREAM, "sbatch", "--wait", "train.sbatch"],
+            [HETSTREAM, "run", "--data-workers", "0", "--", sys.executable, PROGRAM, "local"],
+        ):
+            subprocess.run(argv, cwd=directory, env=environ, check=True, timeout=180, capture_output=True)
+        ledger = (directory / "ledger").read_text()
+        assert ledger.count("\n") == 80
+        assert ledger == (directory / "local").read_text()
+        (master_log,) = directory.glob(".hetstream/job-*/master.log")
+        assert "80 steps, 1280 samples" in master_log.read_text()
 
 
 @pytest.fixture(scope="module")

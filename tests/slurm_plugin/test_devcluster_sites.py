@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 
 from slurm_plugin.cli import main
 from slurm_plugin.devcluster import sites
+from slurm_plugin.devcluster.private_run import command_text
 from slurm_plugin.devcluster.programs import SlurmPrograms
 from slurm_plugin.devcluster.render import slurm_conf
 from slurm_plugin.devcluster.site_setup import check
 from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, ports_needed
-from slurm_plugin.errors import SlurmMissing
+from slurm_plugin.errors import BootFailed, SlurmMissing
 
 HERE = Path("/var/lib/hetstream/devcluster/default")
 PLAIN = ClusterSpec("default", "default-0123abcd", HERE, 21000)
@@ -105,3 +107,34 @@ def test_what_accounting_lacks_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     check(("hidden",), programs)
     with pytest.raises(SlurmMissing, match=r"slurmdbd, mariadbd, .*devcluster install --site accounting"):
         check(("accounting",), programs)
+
+
+def test_configless_and_auth_slurm_change_who_asks_whom() -> None:
+    assert lines_of("configless") == {"SlurmctldParameters=enable_configless"}
+    assert lines_of("auth-slurm") == {"AuthType=auth/slurm", "CredType=cred/slurm"}
+    assert "munge" not in slurm_conf(replace(PLAIN, sites=("auth-slurm",)))
+
+
+def test_what_cannot_be_had_together_or_is_too_old_is_said(tmp_path: Path) -> None:
+    programs = SlurmPrograms("22.05.8", *[tmp_path / "none"] * 3)
+    with pytest.raises(BootFailed, match=r"Slurm 22\.05\.8 has no auth/slurm: give --slurm 24\.11"):
+        check(("auth-slurm",), programs)
+    check(("configless",), programs)
+    for kinds, options in ((("configless",), {"network": True}), (("configless",), {"cgroups": True}),
+                           (("configless", "power-saving"), {})):  # fmt: skip
+        with pytest.raises(BootFailed, match="go with neither --network, --cgroups nor power-saving"):
+            check(kinds, programs, **options)
+
+
+def test_a_command_is_run_inside_or_from_outside(tmp_path: Path) -> None:
+    """Outside there is no such file in /run, and the process is entered: here this one's own mounts."""
+    script, pid_file = tmp_path / "echo", tmp_path / "pid"
+    for mark, called in (("no-such-cluster", "nsenter --mount=/proc/7/ns/mnt"), (".", "")):
+        pid_file.write_text("7")
+        script.write_text(command_text(Path("/bin/echo"), mark, pid_file))
+        (tmp_path / "nsenter").write_text('#!/bin/sh\necho nsenter "$@"\n')
+        for path in (script, tmp_path / "nsenter"):
+            path.chmod(0o755)
+        done = subprocess.run([script, "a b"], env={"PATH": f"{tmp_path}:/bin"}, capture_output=True, text=True)
+        assert done.stdout.startswith(called)
+        assert done.stdout.endswith("a b\n")

@@ -1,0 +1,48 @@
+"""A /run of a cluster's own, for sites where Slurm has its sockets or its configuration there and nowhere else.
+
+`enter` is called by the supervisor before it starts any daemon; the files are made by site_setup.py. Slurm's commands
+reach such a cluster from inside, so `command_text` is what stands in their place on PATH: it needs root.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+_CLONE_NEWNS = 0x00020000
+_MS_BIND, _MS_REC, _MS_SLAVE = 4096, 0x4000, 0x80000
+
+
+def enter(directory: Path) -> None:
+    """Give this process, and all that it will start, `directory` as /run; everything else stays the machine's.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(_CLONE_NEWNS), "unshare mounts")
+    # Mounts of the machine still arrive here; none of these goes back.
+    _check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
+    _check(libc.mount(str(directory).encode(), b"/run", None, _MS_BIND, None), f"mount --bind {directory} /run")
+
+
+def command_text(program: Path, mark: str, pid_file: Path) -> str:
+    """A script that runs one of Slurm's commands where the cluster's /run is.
+
+    Args:
+        program: the command.
+        mark: the name of a file that only the cluster's /run has.
+        pid_file: of a process that is in there.
+    """
+    return (
+        "#!/bin/sh\n"
+        f'[ -e /run/{mark} ] && exec {program} "$@"\n'
+        f'exec nsenter --mount="/proc/$(cat {pid_file})/ns/mnt" --wdns="$PWD" {program} "$@"\n'
+    )
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

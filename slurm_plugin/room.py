@@ -37,7 +37,7 @@ class Room:
     """
 
     def __init__(
-        self, table: NodeTable, shape: Shape, job: Job, up: Collection[str] | None, kept: Collection[str] = ()
+        self, table: NodeTable, shape: Shape, job: Job, up: Collection[str] | None, kept: Mask | None = None
     ) -> None:
         names = job.partitions if up is None else tuple(name for name in job.partitions if name in up)
         self.shape = shape
@@ -48,8 +48,8 @@ class Room:
         if re.fullmatch(r"[\w.-]+", job.features):  # others are expressions: those are Slurm's to weigh
             anywhere = anywhere & table.with_feature(job.features)
         mine = table.eligible(names, job.reservation)
-        if kept:
-            mine = mine & ~table.named(kept)
+        if kept is not None:
+            mine = mine & ~kept
         self.eligible: Mask = anywhere & mine
         cpus, cpus_free = table.cpus_for(names)
         self.free: dict[str, Counts] = {"CPUs": cpus_free, "memory": table.memory_free_mb}

@@ -102,7 +102,9 @@ class Explainer:
         self._found: dict[Hashable, tuple[list[Node], list[Blocker]]] = {}
         self._kinds: dict[Hashable, tuple[str, ...]] = {}
         self._queue: list[Job] | None = None
-        self._workers: dict[tuple[Reservation, ...], dict[str, int]] = {}
+        # By how many reservations begin before a job's end, and its own.
+        self._kept_nodes: dict[tuple[int, str], Mask] = {}
+        self._workers: dict[int, dict[str, int]] = {}
 
     def explain(self, job: Job) -> Explanation:
         """Explain one record."""
@@ -166,12 +168,13 @@ class Explainer:
 
     def causes_of(self, alike: Sequence[Job]) -> list[tuple[str, ...]]:
         """The same of each job of a group that asks alike: only their turns are different."""
-        if self._upcoming:
-            # Their time limits decide, too.
-            return [self.causes(job) for job in alike]
-        if not alike[0].waits_for_resources or self._lacking(alike[0]):
+        if not alike[0].waits_for_resources:
             return [self.causes(alike[0])] * len(alike)
-        return [(self._turn(job),) for job in alike]
+        # With reservations to come their time limits decide, too.
+        numbers = [self._num_before_end(job) for job in alike]
+        one_of = dict(zip(numbers, alike, strict=True))
+        lacking = {number: self.causes(job) if self._lacking(job) else () for number, job in one_of.items()}
+        return [lacking[number] or (self._turn(job),) for number, job in zip(numbers, alike, strict=True)]
 
     def _first_kinds(self, job: Job) -> tuple[str, ...]:
         """The kinds of what it waits for, found without any text."""
@@ -185,7 +188,7 @@ class Explainer:
     def _lacking(self, job: Job) -> tuple[str, ...]:
         """The kinds of what is lacking for it to have room now."""
         shape = shape_of(job)
-        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._in_the_way(job))
+        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._num_before_end(job))
         if key not in self._kinds:
             self._kinds[key] = self._lacking_kinds(self._room_of(shape, job), job)
         return self._kinds[key]
@@ -205,16 +208,26 @@ class Explainer:
 
     def _in_the_way(self, job: Job) -> tuple[Reservation, ...]:
         """The reservations of others that begin before a job would have to end, if it started now."""
+        return tuple(one for one in self._upcoming[: self._num_before_end(job)] if one.name != job.reservation)
+
+    def _num_before_end(self, job: Job) -> int:
+        """How many reservations begin before that; with its own reservation they say which are in its way."""
         end_s = math.inf if job.time_limit_s is None else self._snapshot.taken_s + job.time_limit_s
-        return tuple(one for one in self._upcoming if one.start_s < end_s and one.name != job.reservation)
+        return bisect_left(self._upcoming, end_s, key=_start) if self._upcoming else 0
 
     def _room_of(self, shape: Shape, job: Job) -> Room:
-        kept = {name for one in self._in_the_way(job) for name in one.nodes}
-        return Room(self._table, shape, job, self._up, kept)
+        return Room(self._table, shape, job, self._up, self._kept(job) if self._upcoming else None)
+
+    def _kept(self, job: Job) -> Mask:
+        """The nodes of the reservations in its way."""
+        key = self._num_before_end(job), job.reservation
+        if key not in self._kept_nodes:
+            self._kept_nodes[key] = self._table.named(name for one in self._in_the_way(job) for name in one.nodes)
+        return self._kept_nodes[key]
 
     def _room(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
         """The nodes with room for the job, and what is lacking if they are too few."""
-        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._in_the_way(job))
+        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._num_before_end(job))
         if key not in self._found:
             self._found[key] = self._look(shape, job)
         return self._found[key]
@@ -349,24 +362,24 @@ class Explainer:
             f"#HETSTREAM --data-workers={counts} --data-worker-partition={place}{outside}",
         )
 
-    def _worker_room(self, in_the_way: tuple[Reservation, ...]) -> dict[str, int]:
-        """How many data workers have room in each partition, outside of reservations."""
-        if in_the_way not in self._workers:
-            found = self._workers[in_the_way] = {}
+    def _worker_room(self, job: Job) -> dict[str, int]:
+        """How many data workers of a job have room in each partition, outside of reservations."""
+        number = self._num_before_end(job)
+        if number not in self._workers:
+            kept = self._kept(replace(job, reservation=""))
+            found = self._workers[number] = {}
             for name in sorted(self._up):
                 _, free = self._table.cpus_for([name])
-                here = self._table.eligible([name]) & ~self._table.named(
-                    node for one in in_the_way for node in one.nodes
-                )
+                here = self._table.eligible([name]) & ~kept
                 if self._table.takes_whole_nodes([name]):
                     found[name] = int((here & (free >= DEFAULT_DATA_WORKER_CPUS)).sum())
                 else:
                     found[name] = int((free[here] // DEFAULT_DATA_WORKER_CPUS).sum())
-        return self._workers[in_the_way]
+        return self._workers[number]
 
     def _data_workers(self, job: Job, trainers: Iterable[Node], kept: int) -> tuple[str, int]:
         """The partition with most room for a job's data workers beside its trainers, and for how many."""
-        room = dict(self._worker_room(self._in_the_way(replace(job, reservation=""))))
+        room = dict(self._worker_room(job))
         for node in trainers:
             lost = node.cpus_free // DEFAULT_DATA_WORKER_CPUS - (node.cpus_free - kept) // DEFAULT_DATA_WORKER_CPUS
             for name in self._up.intersection(() if node.is_reserved else node.partitions):
@@ -450,6 +463,10 @@ def _lack(resource: str, room: Room, wanted: int) -> Blocker:
     where = f"{num_others} node(s) with enough {' and '.join(beside)}"
     more = f", on {wanted} at once" if wanted > 1 else ""
     return Blocker(resource, f"it needs {asked:,}{unit} on a node{more}; of {where} the most free is {most:,} ({name})")
+
+
+def _start(reservation: Reservation) -> float:
+    return reservation.start_s
 
 
 def _priority(job: Job) -> int:

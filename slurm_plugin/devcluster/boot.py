@@ -129,9 +129,9 @@ def boot(request: BootRequest, programs: SlurmPrograms, progress: Progress) -> C
             if spec.network is not None:
                 progress(f"making {len(spec.network.hosts)} network namespaces in {spec.network.subnet}")
                 make_network(spec.network)
-            first = [one["name"] for one in _daemons(spec, programs) if not one["name"].startswith("slurm")]
-            names = ", ".join([*first, f"slurmctld {programs.version}"])
-            progress(f"starting {names} and {len(spec.nodes)} slurmd in {spec.state_dir}")
+            names = [one["name"] for one in _daemons(spec, programs) if not one["name"].startswith("slurmd ")]
+            daemons = f"{', '.join(names)} {programs.version} and {len(spec.nodes)} slurmd"
+            progress(f"starting {daemons} in {spec.state_dir}")
             _start_supervisor(spec, programs)
             _wait_until_idle(spec, record, progress)
             site_setup.run_commands(spec, record)
@@ -269,7 +269,7 @@ def _start_supervisor(spec: ClusterSpec, programs: SlurmPrograms) -> None:
                 "environment": environment,
                 "hosts_file": str(spec.hosts_file),
                 "cgroup": spec.cluster_name if spec.cgroups else "",
-                "own_run": str(spec.own_run) if sites.needs_own_run(spec.sites) else "",
+                "mounts": site_setup.mounts(spec),
                 "daemons": list(_daemons(spec, programs)),
             },
             indent=1,

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_SLAVE = 4096, 0x4000, 0x80000
 
 
-def enter(directory: Path) -> None:
-    """Give this process, and all that it will start, `directory` as /run; everything else stays the machine's.
+def enter(mounts: Iterable[Sequence[str]]) -> None:
+    """Give this process, and all that it will start, directories in the place of others; all else is the machine's.
+
+    Args:
+        mounts: pairs of a directory and the place where it shall be seen.
 
     Raises:
         OSError: the kernel refuses.
@@ -24,7 +28,8 @@ def enter(directory: Path) -> None:
     _check(libc.unshare(_CLONE_NEWNS), "unshare mounts")
     # Mounts of the machine still arrive here; none of these goes back.
     _check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount --make-rslave /")
-    _check(libc.mount(str(directory).encode(), b"/run", None, _MS_BIND, None), f"mount --bind {directory} /run")
+    for source, place in mounts:
+        _check(libc.mount(source.encode(), place.encode(), None, _MS_BIND, None), f"mount --bind {source} {place}")
 
 
 def command_text(program: Path, mark: str, pid_file: Path) -> str:

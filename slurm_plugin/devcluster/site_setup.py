@@ -17,7 +17,7 @@ from slurm_plugin.devcluster.private_run import command_text
 from slurm_plugin.devcluster.programs import COMMANDS, MARIADB, SYSTEM_PATH, SlurmPrograms, missing_of, search_path
 from slurm_plugin.devcluster.record import ClusterRecord
 from slurm_plugin.devcluster.render import version_tuple
-from slurm_plugin.devcluster.spec import ClusterSpec
+from slurm_plugin.devcluster.spec import ClusterSpec, RootPaths
 from slurm_plugin.errors import BootFailed, SlurmMissing
 
 # Small enough for a laptop; Slurm's jobs of a day need no more.
@@ -54,6 +54,11 @@ def check(kinds: Sequence[str], programs: SlurmPrograms, *, network: bool = Fals
         raise BootFailed(f"Slurm {programs.version} has no auth/slurm: give --slurm 24.11 or 26.05")
     if sites.needs_own_run(kinds) and (network or cgroups or sites.POWER_SAVING in kinds):
         raise BootFailed("--site configless and auth-slurm go with neither --network, --cgroups nor power-saving")
+    if sites.CONFIGLESS in kinds and programs.root and not _usual_plugin_dir(programs.root).is_dir():
+        raise BootFailed(
+            f"--site configless with a Slurm from a Debian root needs {_usual_plugin_dir(programs.root)}, to put its "
+            "plugins there for this cluster alone. Run: hetstream devcluster install"
+        )
     if sites.ACCOUNTING in kinds:
         missing = [*([] if programs.slurmdbd else ["slurmdbd"]), *missing_of(MARIADB)]
         if missing:
@@ -68,6 +73,19 @@ def commands_dir(spec: ClusterSpec, programs: SlurmPrograms) -> Path | None:
     if sites.needs_own_run(spec.sites):
         return spec.commands_dir
     return programs.root.commands_dir if programs.root else None
+
+
+def mounts(spec: ClusterSpec) -> list[tuple[str, str]]:
+    """What the cluster sees in the place of the machine's own: /run, and plugins before it knows its PluginDir."""
+    found = [(str(spec.own_run), "/run")] if sites.needs_own_run(spec.sites) else []
+    if sites.CONFIGLESS in spec.sites and spec.root is not None:
+        found.append((str(spec.root.plugin_dir), str(_usual_plugin_dir(spec.root))))
+    return found
+
+
+def _usual_plugin_dir(root: RootPaths) -> Path:
+    """Where a root's programs look for plugins as long as nobody has told them."""
+    return "/" / root.plugin_dir.resolve().relative_to(root.plugin_dir.parent.resolve())
 
 
 def make_files(spec: ClusterSpec, programs: SlurmPrograms, slurmd: Sequence[str]) -> None:

@@ -61,7 +61,8 @@ def settings(spec: ClusterSpec) -> Iterator[str]:
         yield "AccountingStorageType=accounting_storage/slurmdbd"
         yield "AccountingStorageHost=127.0.0.1"
         yield f"AccountingStoragePort={spec.dbd_port}"
-        yield f"AccountingStoragePass={spec.munge_socket}"
+        if AUTH_SLURM not in spec.sites:
+            yield f"AccountingStoragePass={spec.munge_socket}"
         yield "AccountingStorageTRES=gres/gpu"
         yield "AccountingStorageEnforce=associations,limits,qos"
         yield "JobAcctGatherType=jobacct_gather/linux"
@@ -138,8 +139,7 @@ def slurmdbd_conf(spec: ClusterSpec) -> str:
     """The text of slurmdbd.conf. Who is root reaches the database, and nobody else: by its socket, without a word."""
     lines = (
         f"# Written by `hetstream devcluster up`; its database is {spec.database_dir}.",
-        "AuthType=auth/munge",
-        f"AuthInfo=socket={spec.munge_socket}",
+        *(line for line in authentication(spec, "") if line.startswith("Auth")),
         "DbdHost=localhost",
         "DbdAddr=127.0.0.1",
         f"DbdPort={spec.dbd_port}",

@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
     if plan["cgroup"]:
         cgroups.enter(plan["cgroup"])
-    if plan["own_run"]:
-        private_run.enter(Path(plan["own_run"]))
+    if plan["mounts"]:
+        private_run.enter(plan["mounts"])
     daemons = [DaemonState("supervisor", os.getpid(), start_ticks(os.getpid()) or 0, None)]
     write_daemons(Path(plan["state_dir"]), daemons)
     os.write(tell, b".")

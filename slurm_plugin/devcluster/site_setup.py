@@ -52,8 +52,11 @@ def check(kinds: Sequence[str], programs: SlurmPrograms, *, network: bool = Fals
     """
     if sites.AUTH_SLURM in kinds and version_tuple(programs.version) < FIRST_WITH_AUTH_SLURM:
         raise BootFailed(f"Slurm {programs.version} has no auth/slurm: give --slurm 24.11 or 26.05")
-    if sites.needs_own_run(kinds) and (network or cgroups or sites.POWER_SAVING in kinds):
-        raise BootFailed("--site configless and auth-slurm go with neither --network, --cgroups nor power-saving")
+    alone = [sites.CONFIGLESS in kinds, sites.AUTH_SLURM in kinds]
+    if any(alone) and (all(alone) or network or cgroups or sites.POWER_SAVING in kinds):
+        raise BootFailed(
+            "--site configless and auth-slurm go neither together nor with --network, --cgroups or power-saving"
+        )
     if sites.CONFIGLESS in kinds and programs.root and not _usual_plugin_dir(programs.root).is_dir():
         raise BootFailed(
             f"--site configless with a Slurm from a Debian root needs {_usual_plugin_dir(programs.root)}, to put its "

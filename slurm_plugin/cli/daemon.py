@@ -180,7 +180,7 @@ def planned(options: DaemonOptions) -> Report:
     mode = "allocate" if options.allocating else "observe"
     told = "and tell them" if options.allocating else "and tell nobody"
     lines = [
-        f"would {mode} as user id {os.geteuid()}: read the cluster every {options.interval_s:g} s with four commands",
+        f"would {mode} as user id {os.geteuid()}: read the cluster every {options.interval_s:g} s with five commands",
         f"would keep {options.state_dir / STATE_FILE} and {HISTORY_FILE} beside it",
         f"would listen at {address}, where {who} says who asks",
         f"would divide {registry.pool_cpus} CPUs of {', '.join(registry.partitions)} among "

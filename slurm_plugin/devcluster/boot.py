@@ -92,7 +92,7 @@ def plan_cluster(request: BootRequest, root: RootPaths | None) -> ClusterSpec:
         name=request.name,
         cluster_name=f"{request.name}-{secrets.token_hex(4)}",
         state_dir=request.state_dir,
-        base_port=_free_ports(ports_needed(request.shape)),
+        base_port=_free_ports(ports_needed(request.shape, accounting=sites.ACCOUNTING in request.sites)),
         shape=request.shape,
         tuned_scheduler=request.tuned_scheduler,
         lua_plugins=request.lua_plugins,

@@ -210,9 +210,9 @@ class ClusterSpec:
         return self.state_dir / "dev" / f"gpu{number}"
 
 
-def ports_needed(shape: ClusterShape) -> int:
+def ports_needed(shape: ClusterShape, *, accounting: bool) -> int:
     """slurmctld's, those of the nodes, and slurmdbd's."""
-    return 1 + shape.num_nodes + 1
+    return 1 + shape.num_nodes + int(accounting)
 
 
 def check_name(name: str) -> None:

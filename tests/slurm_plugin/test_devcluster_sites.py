@@ -35,7 +35,8 @@ def test_a_plain_cluster_is_like_no_site() -> None:
 def test_accounting_has_a_port_behind_those_of_the_nodes() -> None:
     said = lines_of("accounting")
     assert {"AccountingStorageType=accounting_storage/slurmdbd", "AccountingStoragePort=21007"} <= said
-    assert PLAIN.base_port + ports_needed(PLAIN.shape) == PLAIN.dbd_port + 1
+    assert PLAIN.base_port + ports_needed(PLAIN.shape, accounting=True) == PLAIN.dbd_port + 1
+    assert PLAIN.base_port + ports_needed(PLAIN.shape, accounting=False) == PLAIN.dbd_port
     text = sites.slurmdbd_conf(replace(PLAIN, sites=("accounting",)))
     assert "DbdPort=21007\n" in text
     assert f"AuthInfo=socket={HERE}/run/munge.sock\n" in text

@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Sequence
 
 from hetjob.convert_checkpoint import checkpoint_overrides
 from hetjob.convert_trainer import trainer_overrides
-from hetjob.directives import is_own, prologue_length
+from hetjob.directives import is_own, prologue_length, split_line
 from hetjob.errors import ConversionError, UsageError
 from hetjob.plan import Change, Component, HetPlan
 from hetjob.ports import UNKNOWN_CLUSTER, Cluster, PartitionLimits
@@ -43,6 +42,7 @@ from hetjob.sbatch_options import (
     words_of,
 )
 from hetjob.spec import NO_RESERVATION, JobSpec
+from hetstream.base.text import shortened
 
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 # One process per CPU: Python with its libraries, the dataset, and a few finished batches of large images.
@@ -107,9 +107,12 @@ def script_options(script: str, name: str) -> list[SbatchOption]:
                 "component 1 itself. Remove the components, or remove the #HETSTREAM lines to submit it as it is"
             )
         try:
-            words = shlex.split(text, comments=True)
+            words = split_line(text)
         except ValueError as error:
-            raise UsageError(f"{name} line {number}: {error} in {line.strip()!r}. Close it") from error
+            shown = shortened(repr(line.strip()), 200)
+            raise UsageError(
+                f"{name} line {number}: {error} in {shown}. Close the quote, or shorten the line"
+            ) from error
         found, rest = parse_words(words, f"line {number}")
         if rest:
             raise UsageError(f"{name} line {number}: {rest[0]!r} is not an sbatch option. Remove it, or write --NAME")

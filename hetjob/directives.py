@@ -18,6 +18,8 @@ from hetjob.sbatch_options import SbatchOption
 from hetjob.spec import OPTIONS, JobSpec, parse_value
 
 MARK = "#HETSTREAM"
+# A word of a command has no more (MAX_ARG_STRLEN of Linux).
+_MAX_LINE = 128 << 10
 _MEANT = re.compile(r"\s*#\s*hetstream\b", re.IGNORECASE)
 
 
@@ -79,12 +81,23 @@ def read_directives(script: str, name: str) -> list[Directive]:
     for number, line in enumerate(lines[: prologue_length(lines)], start=1):
         if _is_directive(line):
             try:
-                found += _read_words(shlex.split(line[len(MARK) :], comments=True), f"line {number}")
+                found += _read_words(split_line(line[len(MARK) :]), f"line {number}")
             except ValueError as error:
                 problems.append(f"line {number}: {error}")
     if problems:
         raise DirectiveError(f"{name} {'; '.join(problems)}. A directive looks like: {MARK} --data-workers=2-8")
     return found
+
+
+def split_line(text: str) -> list[str]:
+    """The words of a line of options, as a shell and sbatch take them.
+
+    Raises:
+        ValueError: an open quote, or more than the words of a command can have; `shlex` would take minutes for it.
+    """
+    if len(text) > _MAX_LINE:
+        raise ValueError(f"it has {len(text):,} characters, {_MAX_LINE:,} at most are read")
+    return shlex.split(text, comments=True)
 
 
 def _read_words(words: Sequence[str], origin: str) -> list[Directive]:

@@ -66,7 +66,7 @@ def read_ended(directory: Path) -> EndedJob | None:
         user = str(status.st_uid)
     try:
         return ended_of(json.loads(text), directory.name.split("-")[1], user, status.st_mtime)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError):
         return None  # of another version, or no record of ours
 
 

@@ -16,7 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetstream.base.text import shortened
 from mpi_dataworkers.errors import HetstreamError, UsageError
+
+# Characters of what a command was told, and of what it said, in a message; both may hold what users wrote.
+_MOST_SHOWN = 2000
 
 __all__ = [
     "ConversionError",
@@ -81,5 +85,6 @@ class SlurmCommandError(HetstreamError):
         self.stderr = stderr
         said = stderr.strip() or stdout.strip() or "nothing"
         self.reason = said.partition("\n")[0]
-        text = f"{self.argv[0]} exited with {returncode}: {said!r}. argv={self.argv}."
+        text = f"{self.argv[0]} exited with {returncode}: {shortened(repr(said), _MOST_SHOWN)}."
+        text += f" argv={shortened(str(self.argv), _MOST_SHOWN)}."
         super().__init__(f"{text} {hint}".rstrip())

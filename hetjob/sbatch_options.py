@@ -46,6 +46,7 @@ LETTERS: Mapping[str, str] = {
     "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "t": "time", "v": "verbose", "w": "nodelist",
     "x": "exclude",
 }  # fmt: skip
+_PATHS = ("chdir", "error", "input", "output")
 _ALIASES = {"tasks-per-node": "ntasks-per-node", "cluster": "clusters"}
 
 # Variables that sbatch reads as options for *every* component: SBATCH_PARTITION would also move the data workers to the
@@ -231,6 +232,20 @@ def refuse_line_breaks(options: Iterable[SbatchOption]) -> None:
     if broken:
         named = ", ".join(f"{item.origin}: --{printable(item.name)}={item.value!r}" for item in broken)
         raise UsageError(f"{named}: a value with a line break cannot be a line for sbatch. Write it on one line")
+
+
+def refuse_other_words(words: Sequence[str]) -> None:
+    """Refuse words for sbatch that are not options with their values: it would take the first other one for the script.
+
+    A path may have line breaks, as no line is made of it; another value with one is no text that anybody meant.
+
+    Raises:
+        UsageError: it names what is wrong.
+    """
+    options, others = parse_words(words, "submission")
+    if others:
+        raise UsageError(f"submission: {others[0]!r} is no option of sbatch, which would take it for the script")
+    refuse_line_breaks(item for item in options if item.name not in _PATHS or "\0" in (item.value or ""))
 
 
 def words_of(options: Iterable[SbatchOption]) -> list[str]:

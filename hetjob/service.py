@@ -199,7 +199,7 @@ def read_summary(work_dir: Path) -> dict[str, Any]:
     try:
         with Directory.open(work_dir) as directory:
             summary = json.loads(directory.read("summary.json", _MAX_SUMMARY_BYTES))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("no summary in %s: %s", work_dir, error)
         return {}
     return summary if isinstance(summary, dict) else {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 
+from hetstream.base.text import printable
+
 RED, YELLOW = "\x1b[31m", "\x1b[33m"
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 
@@ -12,7 +14,7 @@ Cell = tuple[str, str]  # text and colour, "" for none
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], left: Collection[str], color: bool) -> list[str]:
-    """Columns as wide as their widest cell.
+    """Columns as wide as their widest cell. What a cell holds does nothing to a terminal, and stays on its line.
 
     Args:
         head: titles.
@@ -20,6 +22,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], left: Collection[
         left: titles of columns of words, which stand to the left; numbers stand to the right.
         color: whether to mark cells with ANSI colours.
     """
+    rows = [[(printable(text), mark) for text, mark in row] for row in rows]
     widths = [max(len(title), *(len(row[place][0]) for row in rows)) for place, title in enumerate(head)]
 
     def line(cells: Sequence[Cell]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetjob.table import RED, YELLOW, Cell, duration_words, rate_words, size_words, table
+from hetstream.base.text import printable
 from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status
 
 # A trainer that waits for a twentieth of its time is worth a look, for half of it a remedy.
@@ -25,7 +26,7 @@ def render(status: Status, name: str, color: bool = False) -> list[str]:
     taken_s = sum(loader.steps_per_s for loader in status.loaders)
     bytes_s = sum(loader.bytes_per_s for loader in status.loaders)
     lines = [
-        f"{name}  up {duration_words(status.uptime_s)}{starts}",
+        f"{printable(name)}  up {duration_words(status.uptime_s)}{starts}",
         f"{len(status.data_workers)} data worker process(es){lost}, {len(status.loaders)} loader(s)   "
         f"steps/s: {rate_words(made_s)} made, {rate_words(taken_s)} taken   {size_words(bytes_s)}/s   "
         f"leases: {rate_words(status.leases_per_s)}/s, {status.leases_revoked:,} of {status.leases_granted:,} revoked",
@@ -50,9 +51,10 @@ def render(status: Status, name: str, color: bool = False) -> list[str]:
 def _elastic_lines(status: Status) -> list[str]:
     """What the elastic controller says, and its last changes."""
     lines = [f"elastic: {status.elastic}"] if status.elastic else []
-    return lines + [
+    lines += [
         f"  {duration_words(one.ago_s)} ago: {one.action} {one.count}, because {one.reason}" for one in status.decisions
     ]
+    return [printable(line) for line in lines]
 
 
 def _loader_cells(row: LoaderStatus) -> list[Cell]:

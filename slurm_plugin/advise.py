@@ -137,11 +137,13 @@ def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]
         for node, one in zip(with_room.nodes, measure_table(with_room, shapes)[0], strict=True)
         if one.stranded_gpus and one.lacking == "CPUs"
     }
-    served = {job.trainer for job in snapshot.jobs if job.trainer}
+    # Who is whose companion they say themselves: it counts among the jobs of one user.
+    served = {(job.trainer, job.uid, job.user) for job in snapshot.jobs if job.trainer}
     holders = [
         (job, shape, shape.cpus - kept, [stranded[name] for name in job.nodes if name in stranded])
         for job in snapshot.jobs
-        if job.is_running and not job.het and str(job.job_id) not in served and job.label not in waits
+        if job.is_running and not job.het and job.label not in waits
+        and (str(job.job_id), job.uid, job.user) not in served
         and 0 < (kept := DEFAULT_TRAINER_CPUS_PER_GPU * (shape := shape_of(job)).gpus) < shape.cpus
     ]  # fmt: skip
     lighter = [

@@ -22,6 +22,7 @@ Slurm commands that fail raise `hetjob.errors.SlurmCommandError`.
 
 from __future__ import annotations
 
+from hetstream.base.text import shortened
 from mpi_dataworkers.errors import HetstreamError
 
 __all__ = [
@@ -93,7 +94,7 @@ class UnreadableAnswer(HetstreamError):
 
     def __init__(self, problem: str, record: str) -> None:
         super().__init__(
-            f"Slurm's answer could not be read: {problem} in {record[:200]!r}. "
+            f"Slurm's answer could not be read: {shortened(problem, 300)} in {record[:200]!r}. "
             "Please report it with the output of: scontrol --version"
         )
 

@@ -16,6 +16,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
+from hetstream.base.text import printable
 from slurm_plugin.advise import Advice, advise
 from slurm_plugin.charts import (
     Axis,
@@ -335,7 +336,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]], empty: str) ->
 
 def _cell(name: str, value: object) -> str:
     kind = ' class="number"' if isinstance(value, (int, float)) else ""
-    return f'<td data-label="{escape(name)}"{kind}><span>{escape(str(value))}</span></td>'
+    return f'<td data-label="{escape(name)}"{kind}><span>{escape(printable(str(value)))}</span></td>'
 
 
 def binned(samples: Sequence[Sample], most: int) -> list[list[Sample]]:

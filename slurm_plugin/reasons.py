@@ -8,6 +8,7 @@ more free CPUs or GPUs are no help, and one that is not known here is told in Sl
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 
 from slurm_plugin.client.model import Job, is_resource_reason
@@ -99,8 +100,10 @@ def told_by_slurm(job: Job) -> Told | None:
         "reason": job.reason, "user": job.user, "account": job.account, "qos": job.qos,
         "partition": job.partitions[0], "reservation": job.reservation,
     }  # fmt: skip
+    # The next step is a line for a shell: whoever named the account must not have written a part of it.
+    quoted = {name: shlex.quote(str(word)) if word else "" for name, word in words.items()}
     begin = job.reason.replace(" ", "_")
     for pattern, kind, text, step in _REASONS:
         if pattern.match(begin):
-            return Told(kind, text.format(**words), step.format(**words))
-    return Told("slurm", f"Slurm says {job.reason}", _SHOW_JOB.format(**words))
+            return Told(kind, text.format(**words), step.format(**quoted))
+    return Told("slurm", f"Slurm says {job.reason}", _SHOW_JOB.format(**quoted))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetjob.table import Cell, table
+from hetstream.base.text import printable
 from slurm_plugin.client.hostlist import compress
 
 # Grows when a key changes its meaning or goes; new keys may come at any time.
@@ -80,8 +81,8 @@ class Report:
 
 
 def as_table(report: Report, color: bool) -> list[str]:
-    """The lines for a terminal."""
-    lines = list(report.lines)
+    """The lines for a terminal; names in them may be anybody's."""
+    lines = [printable(line) for line in report.lines]
     for section in report.sections:
         if lines:
             lines.append("")
@@ -112,7 +113,10 @@ def as_json(report: Report) -> str:
 
 
 def as_csv(report: Report) -> str:
-    """The first table with a head line of keys; lists are joined by blanks, what is not known is empty."""
+    """The first table with a head line of keys; lists are joined by blanks, what is not known is empty.
+
+    Control characters in names are written out: a table is looked at on terminals. JSON has the names as they are.
+    """
     section = report.sections[0]
     keys = list(section.rows[0]) if section.rows else [column.key for column in section.columns]
     text = io.StringIO()
@@ -125,8 +129,8 @@ def as_csv(report: Report) -> str:
 
 def _flat(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value))
-    return value
+        return printable(" ".join(map(str, value)))
+    return printable(value) if isinstance(value, str) else value
 
 
 def _cells(section: Section) -> list[list[Cell]]:

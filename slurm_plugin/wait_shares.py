@@ -1,9 +1,8 @@
 """How long trainers wait for data: asked of the running hetstream jobs whose service this user may talk to.
 
-`hetstream util` and `hetstream advise` ask and wait. It reads the jobs' address files, so it sees the user's own jobs
-(root: those on file systems that root can read), and waits a few seconds at most for one that does not answer. A file
-system that does not answer keeps who looks there for good: `hetstream serve` and `hetstream exporter`, which must go
-on, let `SharesAside` look.
+`hetstream util` and `hetstream advise` ask and wait. It reads the address files of this user's own jobs, and waits a
+few seconds at most for one that does not answer. A file system that does not answer keeps who looks there for good:
+`hetstream serve` and `hetstream exporter`, which must go on, let `SharesAside` look.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from pathlib import Path
 from hetjob.errors import HetstreamError
 from hetjob.find_service import job_directory
 from slurm_plugin.client.model import Job
+from slurm_plugin.client.users import is_own
 
 # What a job told longer ago is not shown: its file system may have gone away meanwhile.
 _KNOWN_FOR_S = 300.0
@@ -33,8 +33,13 @@ def wait_shares(jobs: Iterable[Job]) -> dict[str, float]:
 
 
 def may_tell(job: Job) -> bool:
-    """Whether it is a job of which one may look whether it has a service."""
-    return job.is_running and bool(job.work_dir) and not job.trainer and not (job.het and job.het.offset)
+    """Whether one may look whether it has a service: the keys are for its user alone, as `address.py` checks.
+
+    Directories of others are not looked into at all. What lies there is theirs: a link to a file system that does not
+    answer would keep whoever follows it.
+    """
+    may_have = job.is_running and bool(job.work_dir) and not job.trainer and not (job.het and job.het.offset)
+    return may_have and is_own(job)
 
 
 def share_of(job: Job) -> float | None:

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 from hetjob.elastic.controller import Controller
 from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
-from hetjob.errors import SlurmCommandError
 from hetjob.master.companions import CompanionJobs
 from hetjob.master.looks import Looks
 from hetjob.master.notebook import Notebook
@@ -242,7 +241,7 @@ class Elastic:
                 return
             try:
                 job_id = self._companions.submit(decision.cpus)
-            except SlurmCommandError as error:
+            except HetstreamError as error:
                 delay_s = self._controller.refused(self._clock())
                 log.error("no companion could be submitted, next try in %g s: %s", delay_s, error)
                 return

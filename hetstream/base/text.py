@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+
 
 def printable(text: str) -> str:
     """A text in which every character that is not printed is written as Python writes it: "\\x1b" for Escape."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of so many characters at most, and how many were left out: whoever wrote it may have gone on for ever."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most:,} more characters)"
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log records so that nothing in them is more to a terminal than text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As `logging.Formatter` does; stacks keep their lines."""
+        return "\n".join(map(printable, super().format(record).split("\n")))

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 
 import msgspec
@@ -94,7 +95,7 @@ def follow_events(path: Path) -> Iterator[bytes]:
     """As `read_events`, and then each new line when it comes, for ever or until the file is removed."""
     if older(path).exists():
         yield from _lines(older(path))
-    stream = path.open("rb")
+    stream = _opened(path)
     try:
         rest = b""
         while True:
@@ -108,7 +109,7 @@ def follow_events(path: Path) -> Iterator[bytes]:
                 return
             if path.stat().st_ino != os.fstat(stream.fileno()).st_ino and not stream.peek(1):
                 stream.close()
-                stream, rest = path.open("rb"), b""
+                stream, rest = _opened(path), b""
     finally:
         stream.close()
 
@@ -118,9 +119,9 @@ def render_line(line: bytes) -> str:
     try:
         fields = msgspec.json.decode(line, type=_Line)
         event = msgspec.convert(msgspec.json.decode(line), ALL_EVENTS)
-    except msgspec.MsgspecError:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fields.time))
+    except (msgspec.MsgspecError, OverflowError, RecursionError):
         return line.decode(errors="replace").rstrip()
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fields.time))
     return f"{when} {event.render()}"
 
 
@@ -128,6 +129,12 @@ class _Line(msgspec.Struct, frozen=True):
     time: float
 
 
+def _opened(path: Path) -> BufferedReader:
+    """The file; its directory may be a stranger's, and no link, pipe or device is opened in it."""
+    with Directory.open(path.parent) as directory:
+        return open(directory.open_file(path.name), "rb")
+
+
 def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
+    with _opened(path) as stream:
         yield from (line for line in stream if line.endswith(b"\n"))

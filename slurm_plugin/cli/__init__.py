@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import shlex
@@ -20,7 +21,7 @@ from importlib.metadata import version
 from checkpoint.errors import CheckpointError, OptionsError
 from hetjob.errors import HetstreamError, UsageError
 from hetstream.base.files import UntrustedFile
-from hetstream.base.text import printable
+from hetstream.base.text import PrintableFormatter, printable
 
 VERBS = {
     "convert": "print the heterogeneous script that an sbatch script becomes",
@@ -76,11 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     verb = _verb_of(words)
     args = build_parser(verb if verb in VERBS else "").parse_args(words)
-    logging.basicConfig(
-        level=logging.DEBUG if args.verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if args.verbose else logging.INFO, handlers=[handler])
+    # A name that the terminal's encoding lacks must not end the command. Python does the same for stderr by itself.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = int(args.run(args))
         sys.stdout.flush()

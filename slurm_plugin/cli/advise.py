@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta
 from slurm_plugin.client.accounting import has_accounting
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.client.users import names_of
+from slurm_plugin.client.users import is_own
 from slurm_plugin.ended_jobs import ended_jobs
 from slurm_plugin.report import Column, Report, Section
 from slurm_plugin.wait_shares import wait_shares
@@ -51,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     snapshot = slurm.snapshot()
     now_s = snapshot.taken_s
     usages = slurm.usages(snapshot, now_s - RECENT_S, now_s) if has_accounting(snapshot) else ()
-    mine = names_of(os.geteuid())
-    places = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.user in mine and job.work_dir)]
+    places = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.work_dir and is_own(job))]
     ended = ended_jobs(places, now_s - RECENT_S)
     emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot))
     return 0

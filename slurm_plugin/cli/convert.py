@@ -12,6 +12,7 @@ from pathlib import Path
 from hetjob.errors import UsageError
 from hetjob.sbatch_options import parse_words
 from hetjob.spec import OPTIONS
+from hetstream.base.text import printable
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
 from slurm_plugin.program import own_program
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         sys.stdout.buffer.write(conversion.script)
     for line in _explanation(conversion, script.name):
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     return 0
 
 
@@ -77,7 +78,8 @@ def _explanation(conversion: Conversion, name: str) -> list[str]:
     lines = [f"note: {note}" for note in conversion.notes]
     if conversion.plan is None:
         return [*lines, f"{name} has no #HETSTREAM line before its first command: unchanged"]
-    return lines + [f"{change.change}\n    because {change.why}" for change in conversion.plan.changes]
+    changes = conversion.plan.changes
+    return lines + [line for one in changes for line in (one.change, f"    because {one.why}")]
 
 
 def _as_json(conversion: Conversion) -> dict[str, object]:

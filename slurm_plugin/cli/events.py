@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from hetjob.errors import UsageError
+from hetstream.base.text import printable
 from slurm_plugin.cli.top import add_service_arguments, address_file_of
 
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if path is None:
         raise UsageError(f"no {EVENTS_FILE} in {directory} or {directory / 'dispatcher'}: no dispatcher has run there")
     for line in (follow_events if args.follow else read_events)(path):
-        print(line.decode().rstrip() if args.json else render_line(line))
+        print(printable(line.decode(errors="replace").rstrip() if args.json else render_line(line)))
         if args.follow:
             sys.stdout.flush()
     return 0

@@ -19,6 +19,7 @@ from hetjob.directives import read_directives
 from hetjob.errors import ConversionError, UsageError
 from hetjob.sbatch_options import ENVIRONMENT, SbatchOptions, parse_words
 from hetjob.spec import OPTIONS
+from hetstream.base.text import printable
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.conversion import convert_script
 from slurm_plugin.program import own_program
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         return EXIT_NOTHING_TO_CONVERT  # an array, a Python script: nobody asked for data workers in it
     for note in conversion.notes:
-        print(f"hetstream: {note}", file=sys.stderr)  # the plugin shows such lines
+        print(f"hetstream: {printable(note)}", file=sys.stderr)  # the plugin shows such lines
     if conversion.plan is None:
         return EXIT_NOTHING_TO_CONVERT
     directory = Path(tempfile.mkdtemp(prefix="hetstream-"))

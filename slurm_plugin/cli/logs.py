@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hetjob.errors import UsageError
 from hetjob.find_service import find_directory
-from hetstream.base.files import Directory
+from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable
 from slurm_plugin.cli.output import EXIT_CODES
 from slurm_plugin.client.job_place import job_place
@@ -68,14 +68,14 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join(str(one.relative_to(directory).with_suffix("")) for one in logs)
         raise UsageError(f"no log {' or '.join(map(repr, args.names))} in {directory}. It has: {known}")
     if args.path:
-        print("\n".join(map(str, chosen)))
+        print("\n".join(printable(str(path)) for path in chosen))
         return 0
     num_lines = args.lines or (None if args.names else _DEFAULT_LINES)
     for place, path in enumerate(chosen):
         if len(chosen) > 1:
-            print(f"{chr(10) if place else ''}==> {path} <==")
+            print(f"{chr(10) if place else ''}==> {printable(str(path))} <==")
         for line in _last_lines(path, num_lines):
-            print(line)
+            print(printable(line))
     sys.stdout.flush()
     return 0
 
@@ -93,8 +93,10 @@ def _is_called(path: Path, name: str) -> bool:
 
 
 def _last_lines(path: Path, num_lines: int | None) -> list[str]:
-    """The last lines, or all, as they can be shown on a terminal."""
-    with Directory.open(path.parent) as directory:
-        lines = directory.read(path.name, _MAX_BYTES).decode(errors="replace").splitlines()
-    kept = lines if num_lines is None else lines[-num_lines:]
-    return [printable(line) for line in kept]
+    """The last lines, or all; of what is no log of the job's, why it is not read."""
+    try:
+        with Directory.open(path.parent) as directory:
+            lines = directory.read(path.name, _MAX_BYTES).decode(errors="replace").splitlines()
+    except UntrustedFile as error:
+        return [f"not shown: {error}"]
+    return lines if num_lines is None else lines[-num_lines:]

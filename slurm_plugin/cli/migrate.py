@@ -24,7 +24,7 @@ from hetjob.spec import OPTIONS
 from slurm_plugin.cli.why import named_jobs
 from slurm_plugin.client.model import Job
 from slurm_plugin.client.slurm import CommandSlurm, submit_script
-from slurm_plugin.client.users import names_of
+from slurm_plugin.client.users import is_own
 from slurm_plugin.conversion import Conversion, convert_script
 from slurm_plugin.migration import Sight, Stage, arguments_of, export_option, stage
 from slurm_plugin.program import own_program
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     old = str(job.het.het_job_id if job.het else job.job_id)
     if job.state not in ("RUNNING", "SUSPENDED"):
         raise UsageError(f"job {old} is {job.state}: only a running job can hand over. Check: squeue --jobs={old}")
-    if job.user not in names_of(os.geteuid()):
+    if not is_own(job):
         raise UsageError(f"job {old} is {job.user}'s, and only they can move it. Your own: hetstream jobs -u $USER")
     command = client.command(old)
     words = command.split(" ")
@@ -195,7 +195,7 @@ def _submit(
     with tempfile.TemporaryDirectory(prefix="hetstream-") as directory:
         path = Path(directory, name)
         path.write_bytes(conversion.script)
-        return submit_script([*_words(conversion, options), str(path), *arguments], environ, cwd)
+        return submit_script(_words(conversion, options), path, arguments, environ, cwd)
 
 
 def _print_dry_run(conversion: Conversion, options: Sequence[SbatchOption], script: Sequence[str], cwd: str) -> int:

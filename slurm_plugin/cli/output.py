@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection
 
 from hetjob.errors import UsageError
+from hetstream.base.text import printable
 from slurm_plugin.client.hostlist import expand
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.report import Report, as_csv, as_json, as_table
@@ -52,7 +53,7 @@ def emit(args: argparse.Namespace, report: Report) -> None:
         print("\n".join(as_table(report, color)))
     sys.stdout.flush()
     for note in report.notes:
-        print(f"hetstream: {note}", file=sys.stderr)
+        print(f"hetstream: {printable(note)}", file=sys.stderr)
 
 
 def meta_of(verb: str, snapshot: Snapshot) -> dict[str, object]:

@@ -19,6 +19,7 @@ from hetjob.errors import UsageError
 from hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
 from hetjob.spec import OPTIONS
 from hetjob.temporary import temporary_directory
+from hetstream.base.text import printable
 from slurm_plugin.client.run import become
 from slurm_plugin.client.slurm import CommandSlurm, run_sbatch
 from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, options_behind
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         become(["sbatch", *words])  # sbatch has the words for it
     conversion = convert_script(body, name, options, os.environ, CommandSlurm(), own_program())
     for note in [*conversion.notes, *note_on_arguments(name, rest[1:])]:
-        print(f"hetstream: {note}", file=sys.stderr)
+        print(f"hetstream: {printable(note)}", file=sys.stderr)
     if conversion.plan is not None and components:
         raise AlreadyHeterogeneous(
             "':' on the command line starts a component, but hetstream adds the data workers as component 1 itself. "

@@ -55,7 +55,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary, indent=1))
     else:
-        print("\n".join(map(printable, _lines(summary, directory))))
+        try:
+            lines = _lines(summary, directory)
+        except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+            raise ServiceError(f"{directory / SUMMARY_FILE} is no record of a job: {error!r}") from error
+        print("\n".join(map(printable, lines)))
     return 0
 
 
@@ -70,7 +74,7 @@ def _read(directory: Path) -> dict[str, Any]:
             + ("the job runs; see: hetstream top " if running else "its job master was killed; see: hetstream logs ")
             + str(directory)
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ServiceError(f"{directory / SUMMARY_FILE} is damaged: {error}") from error
     if not isinstance(summary, dict):
         raise ServiceError(f"{directory / SUMMARY_FILE} is no record of a job")

@@ -13,7 +13,7 @@ import msgspec
 from slurm_plugin.client.gres import parse_gres
 from slurm_plugin.client.hostlist import expand
 from slurm_plugin.client.model import HetComponent, Job, Node, NodeShare, total
-from slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, has_no_end, in_use, node_states
+from slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, has_no_end, in_use, node_states, readable
 from slurm_plugin.client.values import megabytes, tres
 from slurm_plugin.errors import UnreadableAnswer
 
@@ -143,10 +143,12 @@ class _NodesAnswer(msgspec.Struct):
 def parse_jobs(text: str | bytes) -> tuple[Job, ...]:
     """The jobs of `squeue --json` or `scontrol show job --json`, with what they hold on each node.
 
+    One that cannot be read is left out and told, as `parse_text.parse_jobs` does.
+
     Raises:
-        UnreadableAnswer: it is not that.
+        UnreadableAnswer: it is not that, or no job can be read.
     """
-    return tuple(_job(row) for row in _decode(text, _JobsAnswer).jobs)
+    return readable(_decode(text, _JobsAnswer).jobs, _job)
 
 
 def parse_nodes(text: str | bytes) -> tuple[Node, ...]:

@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -34,6 +34,7 @@ JOB_FIELDS = (
 NO_LIMIT_S = 365 * 24 * 3600.0
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 _KEY = re.compile(r"(?:^|\s+)([A-Za-z][A-Za-z:/_]*)=")
 
 
@@ -77,19 +78,29 @@ def parse_jobs(
     Raises:
         UnreadableAnswer: a record has another number of fields, or no job can be read.
     """
-    jobs: list[Job] = []
+    rows = parse_rows(text, fields, field_end, record_end)
+    return readable(rows, lambda row: _checked(repr(row), _job, row))
+
+
+def readable(records: Iterable[_R], read: Callable[[_R], _T]) -> tuple[_T, ...]:
+    """What is read of records; those that cannot be read are left out and told: users have a say in what they hold.
+
+    Raises:
+        UnreadableAnswer: none can be read.
+    """
+    found: list[_T] = []
     unreadable: list[UnreadableAnswer] = []
-    for row in parse_rows(text, fields, field_end, record_end):
+    for one in records:
         try:
-            jobs.append(_checked(repr(row), _job, row))
+            found.append(read(one))
         except UnreadableAnswer as error:
             unreadable.append(error)
-    if unreadable and not jobs:
+    if unreadable and not found:
         raise unreadable[0]
     if unreadable:
-        num, one = len(unreadable), unreadable[0]
-        logger.warning("%d of squeue's records cannot be read and are left out; one: %s", num, one)
-    return tuple(jobs)
+        num, first = len(unreadable), unreadable[0]
+        logger.warning("%d of squeue's records cannot be read and are left out; one: %s", num, first)
+    return tuple(found)
 
 
 def _job(row: Mapping[str, str]) -> Job:

@@ -5,6 +5,7 @@ It never parses what a command prints, never retries, and never goes through a s
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -75,7 +76,7 @@ def run_slurm(
         raise SlurmCommandError(
             argv, EXIT_TIMED_OUT, _text(exc.stdout), f"no answer within {timeout_s:g} s", hint or "Check: scontrol ping"
         ) from exc
-    except OSError as exc:
+    except (OSError, ValueError) as exc:  # ValueError: a word with a zero byte, which no program can be given
         raise _cannot_start(argv, exc) from exc
     if done.returncode != 0:
         raise SlurmCommandError(argv, done.returncode, done.stdout, done.stderr, hint)
@@ -99,9 +100,13 @@ def become(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> NoRe
         raise _cannot_start(argv, exc) from exc
 
 
-def _cannot_start(argv: Sequence[str], exc: OSError) -> SlurmCommandError:
+def _cannot_start(argv: Sequence[str], exc: OSError | ValueError) -> SlurmCommandError:
+    reason = str(exc)
     advice = "Run this where Slurm's commands are installed, or try: hetstream devcluster up --install"
-    return SlurmCommandError(argv, EXIT_NOT_FOUND, "", exc.strerror or str(exc), advice)
+    if isinstance(exc, OSError):
+        reason = exc.strerror or reason
+        advice = "Its words are longer than the kernel takes" if exc.errno == errno.E2BIG else advice
+    return SlurmCommandError(argv, EXIT_NOT_FOUND, "", reason, advice)
 
 
 def _text(captured: str | bytes | None) -> str:

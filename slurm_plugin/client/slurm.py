@@ -17,6 +17,7 @@ from pathlib import Path
 from hetjob.errors import SlurmCommandError
 from hetjob.ports import Child, Cluster, MarkedJob
 from hetjob.processes import next_signal, signals_held, start_child
+from hetjob.sbatch_options import refuse_other_words
 from slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
 from slurm_plugin.client.held import with_held_gpus
 from slurm_plugin.client.model import Snapshot
@@ -89,8 +90,10 @@ class CommandSlurm:
                 job is looked for by it, so that it is never submitted twice. Without a key a lost answer is an error.
 
         Raises:
+            UsageError: a word is no option of sbatch, or more than one line.
             SlurmCommandError: sbatch refused, or slurmctld was busy for too long.
         """
+        refuse_other_words(options)
         argv = ["sbatch", "--parsable", *(_with_key(options, key) if key else options)]
         environ = _outside_of_steps(self._environ)
 
@@ -251,18 +254,24 @@ def _took_effect(error: SlurmCommandError) -> bool:
     return bool(told) and all(told)
 
 
-def submit_script(words: Sequence[str], environ: Mapping[str, str], cwd: str) -> str:
+def submit_script(
+    options: Sequence[str], script: Path, arguments: Sequence[str], environ: Mapping[str, str], cwd: str
+) -> str:
     """Run sbatch on a script file, once, and return the job's id.
 
     Args:
-        words: options, the script and its arguments.
+        options: of sbatch.
+        script: absolute.
+        arguments: of the script.
         environ: that sbatch runs in.
         cwd: likewise.
 
     Raises:
+        UsageError: a word is no option of sbatch, or more than one line.
         SlurmCommandError: sbatch refused, cannot run there, or printed no job id.
     """
-    argv = ["sbatch", "--parsable", *words]
+    refuse_other_words(options)
+    argv = ["sbatch", "--parsable", *options, str(script), *arguments]
     done = run_slurm(argv, env=environ, cwd=cwd)
     job_id = done.stdout.strip().split(";")[0]
     if not job_id.isdigit():

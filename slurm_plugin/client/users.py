@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pwd
+
+from slurm_plugin.client.model import Job
 
 
 def names_of(uid: int) -> set[str]:
@@ -12,6 +15,11 @@ def names_of(uid: int) -> set[str]:
     except KeyError:
         return {str(uid)}
     return {str(uid)} if name.isdecimal() else {str(uid), name}
+
+
+def is_own(job: Job) -> bool:
+    """Whether a job is this user's: by number where Slurm tells it, as each host has its own list of names."""
+    return job.uid == os.geteuid() if job.uid is not None else job.user in names_of(os.geteuid())
 
 
 def uid_of(name: str) -> int | None:

@@ -5,6 +5,10 @@
 
 local NO_VAL, NO_VAL16 = 4294967294, 65534                -- what Slurm has in numbers that nobody gave
 local GPU_FIELDS = { "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task" }
+local READ_FIELDS = {
+  "tres_per_job", "tres_per_node", "tres_per_socket", "tres_per_task", "cpus_per_tres", "partition", "qos"
+}
+local MAX_FIELD_BYTES = 4096                              -- Slurm's own limits are lower, and come after this hook
 
 local function given(value)
   return value ~= nil and value ~= "" and value ~= NO_VAL and value ~= NO_VAL16
@@ -137,7 +141,18 @@ local function right_size(policy, job, names)
   return slurm.SUCCESS
 end
 
+-- A text that is too long to be read while the whole cluster waits; nobody who means it writes one.
+local function too_long(job)
+  for _, field in ipairs(READ_FIELDS) do
+    if #(job[field] or "") > MAX_FIELD_BYTES then
+      return refuse("length", field .. " has more than " .. MAX_FIELD_BYTES .. " characters")
+    end
+  end
+end
+
 local function submit(policy, job, part_list)
+  local refused = too_long(job)
+  if refused then return refused end
   local names = partitions(job, part_list)
   local class, why = class_of(policy, names, job.qos)
   if class == "guaranteed" then return right_size(policy, job, names) end
@@ -150,6 +165,8 @@ end
 local function modify(policy, change, record, uid)
   local rule = policy.opportunistic or {}
   if uid == 0 then return slurm.SUCCESS end
+  local refused = too_long(change)
+  if refused then return refused end
   for _, manager in ipairs(rule.managers or {}) do
     if uid == manager then return slurm.SUCCESS end
   end

@@ -65,6 +65,9 @@ def test_one_asks_and_is_answered(server: WebServer) -> None:
     assert ask(server, "/none")[0] == HTTPStatus.NOT_FOUND
     assert ask(server, method="POST")[0] == HTTPStatus.NOT_IMPLEMENTED
     with connect(server) as visitor:
+        visitor.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n")
+        assert b"access-control" not in visitor.recv(4096).lower(), "no page of another site may read it"
+    with connect(server) as visitor:
         visitor.sendall(b"\0\xff\r\n: :\r\n\r\n")
         assert visitor.recv(4096).startswith(b"HTTP/1.1 501")
     with connect(server) as visitor, contextlib.suppress(ConnectionError):

@@ -171,6 +171,12 @@ def _nothing_left(zygote: Zygote) -> Iterator[None]:
 
 
 @pytest.fixture
+def service_in(_nothing_left: None) -> type[Service]:
+    """From a directory to a service that is not started, for a test that ends it."""
+    return Service
+
+
+@pytest.fixture
 def service(tmp_path: Path, _nothing_left: None) -> Iterator[Service]:
     """A running dispatcher without data workers; ended, with its data workers, after the test."""
     running = Service(tmp_path)

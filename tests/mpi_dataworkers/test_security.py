@@ -217,60 +217,6 @@ def test_without_the_key_the_dispatcher_does_not_answer(service: Any, wait_until
         assert len(list(loader)) == 8
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_another_user_cannot_read_the_keys(service: Any, wait_until: Any) -> None:
-    wait_until(service.address_file.exists)
-    service.directory.chmod(0o755)
-    for parent in service.directory.parents:
-        if str(parent).startswith("/tmp/pytest-of"):
-            parent.chmod(0o755)
-    for path in (service.address_file, service.directory / "work" / "journal.sqlite"):
-        argv = ["setpriv", "--reuid", "nobody", "--clear-groups", "cat", str(path)]
-        result = subprocess.run(argv, capture_output=True, text=True, check=False)
-        assert "Permission denied" in result.stderr
-        assert result.stdout == ""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_another_user_of_the_host_gets_nothing_and_the_job_goes_on(service: Any) -> None:
-    """He knows every address and recorded handshakes. He can import hetstream, so he has its code."""
-    service.start_workers()
-    service.directory.chmod(0o755)
-    with DataLoader(datasets.Augmented(80), batch_size=8, service=service.name) as loader:
-        passing = iter(loader)
-        next(passing)
-        client = loader._stream.client
-        assert client is not None
-        key, worker, other = bytes.fromhex(key_of(service)), new_nonce(), new_nonce()
-        recorded = {
-            address: [
-                encode(Hello("w", address, worker)).hex(),
-                encode(Proof(prove(key, "worker", worker, other, address))).hex(),
-            ]
-            for address in client.receivers
-        }
-        known = {
-            "session": passing._passing._pass.session.session_id,  # type: ignore[attr-defined]
-            "dispatcher": read_address_file(service.address_file).address,
-            "receivers": client.receivers,
-            "address_file": str(service.address_file),
-            "journal": str(service.directory / "work" / "journal.sqlite"),
-            "pid": os.getpid(),
-            "recorded": recorded,
-        }
-        intruder = subprocess.run(
-            [sys.executable, str(PROGRAMS / "intruder.py"), json.dumps(known)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert intruder.returncode == 0, intruder.stderr
-        assert json.loads(intruder.stdout) == [], intruder.stderr
-        ids = [i for _, batch in passing for i in batch.tolist()]
-        assert ids == list(range(8, 80))
-
-
 def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -45,6 +45,16 @@ def test_a_running_job_holds_the_cpus_of_free_gpus() -> None:
     assert "16 CPUs for 1 GPU(s) a node, beside 3 free GPU(s)" in one.text
 
 
+def test_who_says_that_he_serves_the_job_of_somebody_else_does_not_hide_its_advice() -> None:
+    running, waiting = job(1, "RUNNING", 16, 1, uid=1001), job(2, "PENDING", 4, 1)
+    claim = job(3, "RUNNING", 1, 0, comment="hets:trainer=1", uid=1002)
+    counts = [
+        sum(line.job == "1" for line in advise(cluster(running, waiting, one, nodes=(node(0, 3),)), {}))
+        for one in (claim, replace(claim, uid=1001))
+    ]
+    assert counts == [1, 0]
+
+
 @pytest.mark.parametrize(
     "running",
     [

@@ -109,6 +109,17 @@ def test_other_spellings_of_cpus(lua: object, fields: str, action: str, lines: l
     assert all(part in line for part, line in zip(lines, said, strict=True))
 
 
+@pytest.mark.parametrize("field", ["tres_per_node", "cpus_per_tres", "partition", "qos"])
+@pytest.mark.parametrize("hook", ["slurm_job_submit(j, {}, 1000)", "slurm_job_modify(j, job{}, {}, 1000)"])
+def test_a_text_of_a_megabyte_does_not_hold_up_slurmctld(lua: object, field: str, hook: str) -> None:
+    """Every job of the cluster waits for the hook, and some patterns take the square of a text's length."""
+    text = guard("{cpus_per_gpu = {max = {gpu = 4}}}")
+    text += f'local j = job{{partition = "gpu", tres_per_job = "gres/gpu:2"}}\nj.{field} = ("gpu"):rep(400000)\n'
+    text += f"local began = os.clock()\nprint({hook}, os.clock() - began < 1)"
+    said = f"user: hetstream: {field} has more than 4096 characters (site rule: length)"
+    assert [" ".join(line.split()) for line in lua(text)] == [said, "-1 true"]  # type: ignore[operator]
+
+
 def test_the_default_partition_counts_and_a_refusal_says_what_to_write(lua: object) -> None:
     text = guard("{cpus_per_gpu = {max = {gpu = 4}}}")
     text += "local parts = {cpu = {flag_default = 0}, gpu = {flag_default = 1}}\n"

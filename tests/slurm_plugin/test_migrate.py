@@ -178,8 +178,10 @@ def submitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[lis
     """What sbatch was given: words, script, directory."""
     found: list[tuple[list[str], str, str]] = []
 
-    def submit(words: Sequence[str], environ: Mapping[str, str], cwd: str) -> str:
-        found.append(([*words], Path(words[-1]).read_text(), cwd))
+    def submit(
+        options: Sequence[str], script: Path, arguments: Sequence[str], environ: Mapping[str, str], cwd: str
+    ) -> str:
+        found.append(([*options, str(script), *arguments], script.read_text(), cwd))
         return "40"
 
     monkeypatch.setattr(FakeSlurm, "work_dir", str(tmp_path))

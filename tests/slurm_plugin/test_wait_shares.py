@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,10 @@ WaitUntil = Callable[..., None]
 
 
 def job(job_id: int, work_dir: str) -> Job:
-    return Job(job_id, "train", "alice", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 100, work_dir=work_dir, nodes=("g0",))
+    return Job(
+        job_id, "train", "me", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 100, uid=os.geteuid(), work_dir=work_dir,
+        nodes=("g0",),
+    )  # fmt: skip
 
 
 @dataclass

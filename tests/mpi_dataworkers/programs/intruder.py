@@ -38,6 +38,16 @@ def read_file(path):
         return stream.read()
 
 
+def open_file(path, flags=os.O_RDONLY):
+    os.close(os.open(path, flags))
+    return "opened"
+
+
+def send_signal(pid):
+    os.kill(pid, 0)  # whether he might
+    return "sent"
+
+
 def talk_zmq(address, frames):
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -102,11 +112,20 @@ def deliver(sender, address):
 
 # Not before the imports: another user cannot read the interpreter that root has.
 os.setgroups([])
-os.setgid(65534)
-os.setuid(65534)
+os.setgid(known["uid"])
+os.setuid(known["uid"])
 attempt("address file", read_file, known["address_file"])
 attempt("journal", read_file, known["journal"])
-attempt("files of the trainer", os.listdir, f"/proc/{known['pid']}/fd")
+attempt("directory of the service", os.listdir, os.path.dirname(known["journal"]))
+for pid in known["pids"]:
+    attempt(f"files of {pid}", os.listdir, f"/proc/{pid}/fd")
+    for what in ("environ", "mem", "maps", "io", "stack"):
+        attempt(f"{what} of {pid}", read_file, f"/proc/{pid}/{what}")
+    attempt(f"a signal to {pid}", send_signal, pid)
+for name in os.listdir("/dev/shm"):
+    attempt(f"shared memory {name}", open_file, f"/dev/shm/{name}")
+for name in (f"{known['address_file']}.forged", f"{os.path.dirname(known['journal'])}/summary.json"):
+    attempt(f"a new file {name}", open_file, name, os.O_WRONLY | os.O_CREAT)
 definition = encode(ProvideDefinition("d", Program("/", []), b"", b"cos\nsystem\n(S'touch /tmp/intruder'\ntR."))
 attempt("dispatcher", talk_zmq, known["dispatcher"], [encode(RegisterWorker("h", 1, "", [])), definition])
 for address in known["receivers"]:

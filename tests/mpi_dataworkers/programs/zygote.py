@@ -1,7 +1,8 @@
 """Starts `hetstream worker` and others in forked processes, as importing torch takes longer than what they do.
 
 Each line of standard input is JSON. ["start", WORDS, LOG, ENVIRONMENT, DIRECTORY] runs `hetstream WORDS` and answers
-with its process id; ["reap", PID] waits for its end and answers with its exit code.
+with its process id, as the user HETSTREAM_TEST_UID if the environment has that; ["reap", PID] waits for its end and
+answers with its exit code.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ def be_the_command(words: list[str], log: str, environment: dict[str, str], dire
         os.dup2(descriptor, target)
         os.close(descriptor)
     os.dup2(1, 2)
+    if uid := int(environment.pop("HETSTREAM_TEST_UID", "0")):
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)

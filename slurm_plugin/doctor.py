@@ -40,7 +40,8 @@ class Facts:
         client_version: of Slurm's commands here.
         gres_conf, cgroup_conf: those files; None if they cannot be read here.
         unresolved: host names that have no address here.
-        lua_missing: of each Lua file that the configuration asks for, which files that it needs are not here.
+        lua_needed: of each Lua file that the configuration asks for, itself and what it loads.
+        lua_missing: of the same, which files that it needs are not here.
         lua_idle: of the same, which of hetstream's modules are not here.
         lua: of each of Slurm's Lua plugins that is here, the versions of Lua that it names; None if PluginDir cannot be
             read here.
@@ -52,6 +53,7 @@ class Facts:
     cgroup_conf: str | None
     unresolved: tuple[str, ...] = ()
     lua: Mapping[str, tuple[str, ...]] | None = None
+    lua_needed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     lua_missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     lua_idle: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -276,6 +278,20 @@ def _lua_files(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _lua_hosts(facts: Facts) -> Iterator[Finding]:
+    """One host was looked at. Slurm's clients run on others, too, and nobody tells of a file that is missing there."""
+    paths = facts.lua_needed.get("cli_filter.lua", ())
+    if not paths:
+        return
+    nodes = compress(node.name for node in facts.snapshot.nodes)
+    yield Finding(
+        Level.NOTE, "cli_filter.lua", f"login hosts, and {nodes}",
+        f"each host on which users run sbatch, salloc or srun, also inside jobs, needs {paths[0]}: without it they fail "
+        "there. Where the other files are missing, jobs are submitted as they are. Only this host was looked at",
+        f"on each of them: ls -l {' '.join(paths)}",
+    )  # fmt: skip
+
+
 def _hosts(facts: Facts) -> Iterator[Finding]:
     if facts.unresolved:
         yield Finding(
@@ -328,7 +344,6 @@ def _partitions(facts: Facts) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _versions, _scheduler, _select, _gres, _gres_conf, _devices, _preemption, _prolog, _privacy, _accounting, _lua,
-    _lua_files,
-    _hosts, _nodes, _partitions,
+    _lua_files, _lua_hosts, _hosts, _nodes, _partitions,
 )  # fmt: skip
 NUM_CHECKS = len(_CHECKS)

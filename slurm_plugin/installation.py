@@ -95,12 +95,20 @@ def hook_text(name: str, lua_dir: Path, policy: Path, program: str, site: Path |
 
 
 def hook_lines(name: str, lua_dir: Path, policy: Path, program: str) -> tuple[str, ...]:
-    """What a site adds to its own file, before the last return. Nothing in them can fail."""
-    return (
-        f'local ok, hetstream = pcall(dofile, "{lua_dir / name}")',
+    """What a site adds to its own file, before the last return. Nothing in them can fail.
+
+    Hosts may share Slurm's directory and not all have hetstream. There the cli_filter is silent: it runs in every srun,
+    and would write to its user's terminal. slurmctld, which is one, says in its log what is missing.
+    """
+    module = lua_dir / name
+    loads = (
+        f'local ok, hetstream = pcall(dofile, "{module}")',
         f'if ok then ok, hetstream = pcall(hetstream, select(2, pcall(dofile, "{policy}")), "{program}") end',
         'if not ok then slurm.log_info("hetstream: %s", tostring(hetstream)) end',
     )
+    if name != "cli_filter.lua":
+        return loads
+    return (f'local present = io.open("{module}")', "if present then", "present:close()", *loads, "end")
 
 
 def read_record(prefix: Path) -> Record | None:

@@ -47,14 +47,18 @@ def missing_files(hook: Path) -> list[str]:
     return [path for path in loaded if not Path(path).exists()]
 
 
-def missing_modules(hook: Path) -> list[str]:
-    """hetstream's modules that a hook loads and that are not there: it then does nothing."""
+def modules_of(hook: Path) -> list[str]:
+    """hetstream's files that a hook loads; without them it does nothing."""
     try:
         text = hook.read_text(errors="replace")
     except OSError:
         return []
-    loaded = re.findall(r'pcall\(dofile, "([^"]+)"\)', text)
-    return [path for path in loaded if not Path(path).exists()]
+    return re.findall(r'pcall\(dofile, "([^"]+)"\)', text)
+
+
+def missing_modules(hook: Path) -> list[str]:
+    """Those of them that are not there."""
+    return [path for path in modules_of(hook) if not Path(path).exists()]
 
 
 def _texts(directory: Path) -> Iterator[str]:

@@ -14,7 +14,7 @@ from slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.doctor import LUA_PLUGINS, NUM_CHECKS, Facts, Finding, Level, examine, lua_versions
-from slurm_plugin.lua_settings import OPTIONS, asked_for, asks_for_lua, missing_files, missing_modules
+from slurm_plugin.lua_settings import OPTIONS, asked_for, asks_for_lua, missing_files, missing_modules, modules_of
 from slurm_plugin.report import Column, Report, Row, Section
 
 EPILOG = """\
@@ -107,18 +107,19 @@ def _lua(plugin_dirs: str) -> dict[str, tuple[str, ...]] | None:
 
 
 def _lua_files(directory: Path, config: Mapping[str, str]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Of the hooks that the running configuration or slurm.conf asks for: what they lack on this host."""
+    """Of the hooks that the running configuration or slurm.conf asks for: what they need, and lack on this host."""
     running = "\n".join(f"{name}={value}" for name, value in config.items())
     names = asked_for(directory) | {name for name, option in OPTIONS.items() if asks_for_lua(running, option)}
+    needed = {name: (str(directory / name), *modules_of(directory / name)) for name in sorted(names)}
     missing: dict[str, tuple[str, ...]] = {}
     idle: dict[str, tuple[str, ...]] = {}
-    for name in sorted(names):
+    for name in needed:
         with suppress(OSError):  # what cannot be read here is not known
             if found := missing_files(directory / name):
                 missing[name] = tuple(found)
             elif found := missing_modules(directory / name):
                 idle[name] = tuple(found)
-    return {"lua_missing": missing, "lua_idle": idle}
+    return {"lua_needed": needed, "lua_missing": missing, "lua_idle": idle}
 
 
 def _unresolved(hosts: Iterable[str]) -> Iterable[str]:

@@ -33,12 +33,13 @@ from hetjob.site.messages import (
 )
 from hetjob.site.munge import Munge
 from hetstream.base.places import Places
+from hetstream.base.turns import Turns
 from mpi_dataworkers.errors import ConfigError
 from mpi_dataworkers.faults import reach
 from slurm_plugin.client.model import Job
 from slurm_plugin.client.users import names_of
 from slurm_plugin.daemon.options import DaemonOptions
-from slurm_plugin.daemon.registry import Change, Registry
+from slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, Change, Registry
 from slurm_plugin.daemon.store import HISTORY_FILE, Store
 from slurm_plugin.errors import ServeError
 from slurm_plugin.history import History
@@ -51,6 +52,9 @@ _CONNECTION_S = 5.0
 _MAX_CONNECTIONS = 256
 # More of one user (over TCP: of one host) make room for each other, and nobody waits behind more of them than these.
 _MAX_OF_ONE = 64
+# Questions of one user (over TCP: of one host) a second; whoever asks more waits for his turn. All jobs of a site
+# together are told to report half as often (`MAX_REPORTS_PER_S`), so only a flood meets it.
+_MAX_QUESTIONS_PER_S = 2 * MAX_REPORTS_PER_S
 # A crowd is told of once in this time.
 _SAY_AGAIN_S = 60.0
 # unmunge takes 2 ms of one core.
@@ -81,6 +85,7 @@ class Daemon:
         self._num_errors = 0
         self._wait_shares = self._registry.wait_shares()
         self._connections: Places[asyncio.Task[None]] = Places(_MAX_CONNECTIONS, _MAX_OF_ONE)
+        self._turns = Turns(_MAX_QUESTIONS_PER_S, int(_MAX_QUESTIONS_PER_S), _CONNECTION_S)
         self._num_closed = 0
         self._say_closed_at = 0.0
         self._read_now = threading.Event()
@@ -185,6 +190,7 @@ class Daemon:
         if length > MAX_QUESTION_BYTES:
             raise SiteError(f"a question of {length} bytes is announced: at most {MAX_QUESTION_BYTES} are read")
         data = await reader.readexactly(length)
+        await asyncio.sleep(self._turns.wait_s(self._owner_of(writer), time.monotonic()))
         uid, text = await self._authenticate(writer, data)
         request = decode_request(text)
         # A directory service may take its time over a name: not in the event loop.

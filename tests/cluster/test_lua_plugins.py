@@ -282,6 +282,17 @@ def test_an_opportunistic_job_belongs_to_the_site(release: str, cluster: Cluster
     cluster.run(directory, "scancel", job_id)
 
 
+def test_a_host_without_the_modules_is_silent(cluster: Cluster, wait_until: Any) -> None:
+    """As compute nodes that share Slurm's directory with the login nodes, and have no hetstream."""
+    directory = cluster.directory("bare")
+    cluster.load(modules=cluster.state_dir / "none")
+    for words in (["srun", "-n1", "true"], ["sbatch", "--parsable", "-o", "bare.out", "--wrap", "srun -n1 echo step"]):
+        done = cluster.run(directory, *words)
+        assert (done.returncode, done.stderr) == (0, ""), words
+    wait_until(lambda: cluster.has_ended(done.stdout), timeout_s=60, what="the end of the job")
+    assert (directory / "bare.out").read_text() == "step\n"
+
+
 @pytest.mark.slow
 def test_a_hook_that_fails_lets_every_job_through(cluster: Cluster, wait_until: Any) -> None:
     directory = cluster.directory("failing")

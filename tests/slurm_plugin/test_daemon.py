@@ -309,6 +309,16 @@ def test_a_flood_of_one_user_leaves_the_others_their_answers(local: RunningDaemo
         assert local.end() == 0
 
 
+def test_the_questions_of_one_user_have_a_rate(local: RunningDaemon, wait_until: WaitUntil) -> None:
+    local.start(wait_until)
+    began = time.monotonic()
+    for _ in range(250):
+        local.status()
+    # A hundred at once, and a hundred a second; those of other users are counted apart, see `test_turns.py`.
+    assert time.monotonic() - began > 1.4
+    assert local.end() == 0
+
+
 def test_what_the_command_says(
     local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,9 +58,11 @@ def test_lua_files_that_are_asked_for_and_not_there(tmp_path: Path) -> None:
 
     def found() -> list[tuple[str, str]]:
         known = facts(**_lua_files(tmp_path, {"JobSubmitPlugins": "(null)"}))
-        return [(finding.level.value, finding.seen) for finding in examine(known)]
+        return [(finding.level.value, finding.seen) for finding in examine(known) if finding.level is not Level.NOTE]
 
-    (missing,) = examine(facts(**_lua_files(tmp_path, {})))
+    (missing, where) = examine(facts(**_lua_files(tmp_path, {})))
+    assert (where.level, where.seen) == (Level.NOTE, "login hosts, and g[0-1],n[0-3]")
+    assert where.fix == f"on each of them: ls -l {hook}"
     assert (missing.level, missing.check) == (Level.PROBLEM, "cli_filter.lua")
     assert "every sbatch, salloc and srun on this host fails" in missing.text
     assert "scontrol reconfigure" in missing.fix
@@ -71,6 +73,8 @@ def test_lua_files_that_are_asked_for_and_not_there(tmp_path: Path) -> None:
     assert found() == [("warning", f"{module} not found here")]
     module.touch()
     assert found() == []
+    (where,) = examine(facts(**_lua_files(tmp_path, {})))
+    assert where.fix == f"on each of them: ls -l {hook} {module}"
     # What slurmctld runs with counts too, whatever the file says by now.
     conf.write_text("")
     hook.unlink()

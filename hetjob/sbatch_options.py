@@ -243,6 +243,9 @@ def refuse_other_words(words: Sequence[str]) -> None:
         UsageError: it names what is wrong.
     """
     options, others = parse_words(words, "submission")
+    while others[:1] == [":"]:  # another component
+        more, others = parse_words(others[1:], "submission")
+        options += more
     if others:
         raise UsageError(f"submission: {others[0]!r} is no option of sbatch, which would take it for the script")
     refuse_line_breaks(item for item in options if item.name not in _PATHS or "\0" in (item.value or ""))

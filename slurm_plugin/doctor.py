@@ -286,7 +286,7 @@ def _lua_hosts(facts: Facts) -> Iterator[Finding]:
     nodes = compress(node.name for node in facts.snapshot.nodes)
     yield Finding(
         Level.NOTE, "cli_filter.lua", f"login hosts, and {nodes}",
-        f"each host on which users run sbatch, salloc or srun, also inside jobs, needs {paths[0]}: without it they fail "
+        f"each host on which users run sbatch, salloc or srun, also inside jobs, needs {paths[0]}, or they fail "
         "there. Where the other files are missing, jobs are submitted as they are. Only this host was looked at",
         f"on each of them: ls -l {' '.join(paths)}",
     )  # fmt: skip

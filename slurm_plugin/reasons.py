@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from slurm_plugin.client.model import Job, is_resource_reason
 
 # Reason, as a pattern of its beginning -> kind, in words, the next step. {id}, {array}, {dependency}, {reason}, {user},
-# {account}, {qos}, {partition} and {reservation} are filled in.
+# {account}, {qos}, {partition}, {reservation} and {begin} are filled in.
 _SHOW_JOB, _LIMIT = "scontrol show job {id}", "scontrol update JobId={id} TimeLimit=T"
 _SHOW_QOS, _SHOW_ASSOC = "sacctmgr show qos {qos}", "sacctmgr show assoc user={user} account={account}"
 _OF_QOS, _OF_ASSOC = "of its QOS ({reason})", "of its account or user ({reason})"
@@ -27,7 +27,7 @@ _PATTERNS = (
     (r"DependencyNeverSatisfied", "dependency", "it waits for {dependency}, which cannot come true", "scancel {id}"),
     (r"Dependency", "dependency", "it waits for {dependency}", "hetstream jobs"),
     (r"BeginTime", "time",
-     "it may not begin yet: its --begin time has not come, or it was requeued, and Slurm waits two minutes then",
+     "it may not begin yet: {begin}",
      "scontrol update JobId={id} StartTime=now"),
     (r"DeadLine", "time", "it cannot end before its --deadline", "scontrol update JobId={id} Deadline=TIME"),
     (r"JobArrayTaskLimit", "limit", "as many tasks of its array run as its limit allows",
@@ -99,6 +99,8 @@ def told_by_slurm(job: Job) -> Told | None:
         "id": job.job_id, "array": job.array_job_id or job.job_id, "dependency": job.dependency or "another job",
         "reason": job.reason, "user": job.user, "account": job.account, "qos": job.qos,
         "partition": job.partitions[0], "reservation": job.reservation,
+        "begin": f"it was requeued (start {job.num_restarts + 1}), and Slurm waits two minutes then"
+        if job.num_restarts else "its --begin time has not come",
     }  # fmt: skip
     # The next step is a line for a shell: whoever named the account must not have written a part of it.
     quoted = {name: shlex.quote(str(word)) if word else "" for name, word in words.items()}

@@ -6,6 +6,7 @@ good for five minutes and, at one munged, once.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -35,6 +36,14 @@ class Munge:
         """
         argv = ["munge", *self._options, f"--restrict-uid={reader_uid}"]
         return _run(argv, payload, timeout_s).strip()
+
+    def check(self) -> None:
+        """Refuse a host whose munged does not do what both sides need.
+
+        Raises:
+            SiteError: MUNGE is not installed, not running, or does not know its own credentials.
+        """
+        self.decode(self.encode(b"", os.geteuid()))
 
     def decode(self, credential: bytes) -> tuple[int, bytes]:
         """Who wrote a credential, and what.

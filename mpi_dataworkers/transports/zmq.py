@@ -60,8 +60,9 @@ _CLOSE_LINGER_MS = 1000
 _CUT_MS = 5000
 _PROBE_S = 2
 _NUM_PROBES = 3
-# Connections to the dispatcher that have brought no message yet; the oldest make room.
-_MAX_UNPROVEN = 256
+# Connections to the dispatcher that have brought no message yet; the oldest make room. Each may have it hold a frame,
+# so this limits memory, too: 64 MiB. Peers in their handshake that are shut out come again at once.
+_MAX_UNPROVEN = 64
 # One attempt to connect; within an attempt the kernel tries ever more seldom too.
 _ATTEMPT_MS = 2000
 # libzmq's own thread tells the dispatcher this often that a data worker is alive, also while user code holds the GIL.

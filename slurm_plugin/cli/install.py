@@ -6,8 +6,11 @@ import argparse
 import contextlib
 import importlib
 import io
+import os
 import re
+import stat
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     files, hooks = planned(prefix, args.slurm_dir.absolute() if args.slurm_dir else None, program)
     actions = install(prefix, files, hooks, dry_run=args.dry_run)
-    notes = _notes(prefix, args.slurm_dir, actions)
+    notes = [*_notes(prefix, args.slurm_dir, actions), *closed_notes([Path(own_program()[0]), Path(sys.base_prefix)])]
     report("install", actions, notes, args)
     return 0
 
@@ -167,6 +170,21 @@ def _notes(prefix: Path, slurm_dir: Path | None, actions: list[Action]) -> list[
         if not re.search(rf"^\s*{option}\s*=.*\blua\b", text, re.MULTILINE | re.IGNORECASE):
             notes.append(f"slurm.conf needs {setting}{' (then restart slurmctld)' if 'Submit' in setting else ''}")
     return notes
+
+
+def closed_notes(paths: Iterable[Path]) -> list[str]:
+    """What to say of files that every user's jobs need and that other users cannot reach."""
+    closed: dict[Path, Path] = {}
+    for path in paths:
+        real = Path(os.path.realpath(path))
+        if parent := next((one for one in (real, *real.parents) if not one.stat().st_mode & stat.S_IXOTH), None):
+            closed.setdefault(parent, path)
+    return [
+        f"users other than root cannot reach {path}: {parent} is closed to them (mode "
+        f"{stat.S_IMODE(parent.stat().st_mode):o}). Their jobs would run without data workers, and the services would "
+        "not start. Install hetstream with a Python that everybody can run, for instance below /opt"
+        for parent, path in closed.items()
+    ]
 
 
 def _own_help(verb: str) -> str:

@@ -100,6 +100,7 @@ class Job:
         time_limit_s: None if it has none.
         required_nodes: `--nodelist`.
         planned_nodes: where backfill plans to start it (22.05 says so in text alone).
+        num_restarts: how often it was requeued.
     """
 
     job_id: int
@@ -138,6 +139,7 @@ class Job:
     features: str = ""
     reservation: str = ""
     comment: str = ""
+    num_restarts: int = 0
     work_dir: str = ""
     uid: int | None = None
 

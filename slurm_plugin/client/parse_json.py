@@ -106,6 +106,7 @@ class _Job(msgspec.Struct):
     features: str | None = ""
     resv_name: str | None = ""
     comment: str | None = ""
+    restart_cnt: _Num = None
     current_working_directory: str | None = ""
 
 
@@ -221,6 +222,7 @@ def _job(row: _Job) -> Job:
             features=row.features or "",
             reservation=row.resv_name or "",
             comment=row.comment or "",
+            num_restarts=_whole(row.restart_cnt),
             work_dir=row.current_working_directory or "",
         )
     except ValueError as exc:

@@ -28,7 +28,7 @@ JOB_FIELDS = (
     "Partition", "State", "Reason", "NumNodes", "NumCPUs", "NumTasks", "cpus-per-task", "MinMemory", "tres-alloc",
     "tres-per-node", "tres-per-task", "tres-per-job", "cpus-per-tres", "NodeList", "SubmitTime", "EligibleTime",
     "StartTime", "EndTime", "TimeLimit", "PriorityLong", "Dependency", "ReqNodes", "SchedNodes", "Feature",
-    "Reservation", "Name", "WorkDir", "Comment",
+    "Reservation", "RestartCnt", "Name", "WorkDir", "Comment",
 )  # fmt: skip
 # What slurmctld writes into a running job that has no time limit.
 NO_LIMIT_S = 365 * 24 * 3600.0
@@ -146,6 +146,7 @@ def _job(row: Mapping[str, str]) -> Job:
         features=text_or_empty(row.get("Feature", "")),
         reservation=text_or_empty(row.get("Reservation", "")),
         comment=text_or_empty(row.get("Comment", "")),
+        num_restarts=whole(row.get("RestartCnt", "")),
         work_dir=row.get("WorkDir", ""),
     )
 

@@ -111,6 +111,7 @@ def job_of(row: Row, reason: str) -> Job:
         features=",".join(row["features"]),
         reservation=row["resv_name"] or "",
         comment=row["comment"] or "",
+        num_restarts=row.get("restart_cnt") or 0,
         work_dir=row["work_dir"] or "",
     )
 

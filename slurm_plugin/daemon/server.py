@@ -139,6 +139,7 @@ class Daemon:
                         f"{address}: what jobs write is for user {address.user} alone, and this is user id "
                         f"{os.geteuid()}. Start the daemon as {address.user}, or name its user in the address"
                     )
+                _check_munge(self._munge, address)
                 server = await asyncio.start_server(self._accept, address.host, address.port, backlog=128)
                 port = server.sockets[0].getsockname()[1]
                 return server, str(TcpAddress(address.user, address.host, port))
@@ -301,6 +302,17 @@ def _user_of(writer: asyncio.StreamWriter) -> int:
     peer: socket.socket = writer.get_extra_info("socket")
     _, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(uid)
+
+
+def _check_munge(munge: Munge, address: TcpAddress) -> None:
+    """Over TCP nobody could say who asks without MUNGE: better no daemon than one that answers nobody."""
+    try:
+        munge.check()
+    except SiteError as error:
+        raise ServeError(
+            f"{address} needs MUNGE, here and on all nodes with jobs: {error}. A cluster with AuthType=auth/slurm may "
+            "have none: run munged beside it, or listen at a unix: address, for jobs of this host alone"
+        ) from error
 
 
 def _refuse_taken(address: UnixAddress) -> None:

@@ -319,6 +319,17 @@ def test_the_questions_of_one_user_have_a_rate(local: RunningDaemon, wait_until:
     assert local.end() == 0
 
 
+def test_without_munge_there_is_no_daemon_over_tcp(tmp_path: Path, slurm: Recorded) -> None:
+    """As on a cluster with auth/slurm: nobody could say who asks."""
+    argv = [sys.executable, str(AS_USER), str(os.geteuid()), "daemon", "--state-dir", str(tmp_path / "state")]
+    argv += ["--address", f"tcp://{os.geteuid()}@127.0.0.1:0"]
+    env = {"PATH": str(slurm.directory), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "needs MUNGE, here and on all nodes with jobs: munge: No such file or directory" in done.stderr
+    assert "AuthType=auth/slurm" in done.stderr
+
+
 def test_what_the_command_says(
     local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from slurm_plugin.client.run import run_slurm
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.why import Explainer, Explanation, find_jobs
 
@@ -128,9 +129,15 @@ def test_beside_stranded_gpus_a_job_waits_for_what_strands_them() -> None:
     assert "of 1 node(s) with enough" in found.blockers[0].text
 
 
-def test_after_a_requeue_nobody_is_told_of_a_begin_option_alone() -> None:
-    found = explain(pending(reason="BeginTime"), node("g0", 16, 4))
-    assert "or it was requeued" in found.blockers[0].text
+def test_after_a_requeue_nobody_is_told_of_a_begin_option() -> None:
+    told = [
+        explain(pending(reason="BeginTime", num_restarts=number), node("g0", 16, 4)).blockers[0].text
+        for number in (0, 2)
+    ]
+    assert told == [
+        "it may not begin yet: its --begin time has not come",
+        "it may not begin yet: it was requeued (start 3), and Slurm waits two minutes then",
+    ]
 
 
 def test_node_lists_and_features_count() -> None:
@@ -247,7 +254,9 @@ def test_why_and_jobs_on_a_real_cluster(devcluster: Any, wait_until: Callable[..
         gpus = submit("-p", "gpu", "-c1", "--gres=gpu:4", "-t60")
         held = submit("-p", "gpu", "-c1", "-H")
         het = submit("-p", "gpu", "-c8", "--gres=gpu:1", ":", "-p", "cpu", "-c4", "--mem=100")
-        submitted += [cpus, gpus, held, het]
+        later = submit("-p", "cpu", "-w", "cpu3", "-c1", "--begin=now+1hour")
+        again = submit("-p", "cpu", "-w", "cpu3", "-c1")
+        submitted += [cpus, gpus, held, het, later, again]
         document = json.loads(run(devcluster.env, "why", cpus, "--json").stdout)
         facts = document["summary"]["jobs"][0]
         assert [blocker["kind"] for blocker in document["blockers"]] == ["CPUs"]
@@ -261,6 +270,10 @@ def test_why_and_jobs_on_a_real_cluster(devcluster: Any, wait_until: Callable[..
         assert f"job {het}+1" in both
         assert "room now  cpu[0-3]" in run(devcluster.env, "why", f"{het}+1").stdout
         assert "it does not wait" in run(devcluster.env, "why", first).stdout
+        assert "its --begin time has not come" in run(devcluster.env, "why", later).stdout
+        wait_until(lambda: slurm.end_s(again), 60, "the job that is requeued")
+        run_slurm(["scontrol", "requeue", again], env=devcluster.env)
+        wait_until(lambda: "(start 2)" in run(devcluster.env, "why", again).stdout, 60, "what is said of a requeue")
 
         advice = json.loads(run(devcluster.env, "advise", "--json").stdout)["advice"]
         assert {row["job"]: row["basis"] for row in advice}[cpus] == "free now"

@@ -15,6 +15,7 @@ import pytest
 
 from slurm_plugin.cli.doctor import _lua, _lua_files
 from slurm_plugin.client import parse_text
+from slurm_plugin.client.hostlist import compress
 from slurm_plugin.client.model import Partition, Snapshot
 from slurm_plugin.doctor import LUA_PLUGINS, LUA_VERSIONS, Facts, Finding, Level, examine, lua_versions
 from slurm_plugin.installation import LUA_DIR
@@ -61,7 +62,8 @@ def test_lua_files_that_are_asked_for_and_not_there(tmp_path: Path) -> None:
         return [(finding.level.value, finding.seen) for finding in examine(known) if finding.level is not Level.NOTE]
 
     (missing, where) = examine(facts(**_lua_files(tmp_path, {})))
-    assert (where.level, where.seen) == (Level.NOTE, "login hosts, and g[0-1],n[0-3]")
+    nodes = compress(node.name for node in facts().snapshot.nodes)
+    assert (where.level, where.seen) == (Level.NOTE, f"login hosts, and {nodes}")
     assert where.fix == f"on each of them: ls -l {hook}"
     assert (missing.level, missing.check) == (Level.PROBLEM, "cli_filter.lua")
     assert "every sbatch, salloc and srun on this host fails" in missing.text

@@ -63,7 +63,9 @@ def test_install_and_uninstall_leave_nothing(machine: Machine, capsys: pytest.Ca
     assert machine.install() == 0
     out, err = capsys.readouterr()
     assert out == planned
-    assert err == "hetstream: slurm.conf needs CliFilterPlugins=lua\n"
+    # A Python below /root, as this may be, has a note of its own.
+    told = [line for line in err.splitlines() if "cannot reach" not in line]
+    assert told == ["hetstream: slurm.conf needs CliFilterPlugins=lua"]
     assert (machine.slurm / "job_submit.site.lua").read_bytes() == SITE
     assert f'dofile("{machine.slurm}/job_submit.site.lua")' in (machine.slurm / "job_submit.lua").read_text()
     installed = machine.state()

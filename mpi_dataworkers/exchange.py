@@ -1,7 +1,8 @@
 """One copy of each definition for all processes of a data worker: fetched once, and mapped by each.
 
-What is shared are bytes, never objects: each process unpickles for itself, so what a dataset opens in `__setstate__` is
-its own. Arrays and tensors lie in the mapped memory, which a process copies page by page as it writes to it.
+What is shared here are bytes, never objects: each process unpickles for itself, so what a dataset opens in
+`__setstate__` is its own. (Where it opens nothing, `fork_server.py` loads it for all.) Arrays and tensors lie in the
+mapped memory, which a process copies page by page as it writes to it.
 
 The memory belongs to no name: it is made by the supervisor before it forks, and is gone with the last process. Who has
 mapped a slot holds a lock on it, which the kernel takes away at the process's end; a slot that nobody has locked is
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from mpi_dataworkers.children import is_stopped
 from mpi_dataworkers.handover import buffers_in, places_of, read_into
 from mpi_dataworkers.messages import ProvideDefinition
 from mpi_dataworkers.ops.pipeline import Definition
@@ -64,11 +66,8 @@ class Exchange:
             os.close(own)
 
     def _is_held_up(self) -> bool:
-        """Whether the process whose turn it is, or was a moment ago, does not run (proc(5))."""
-        pid = int.from_bytes(os.pread(self._turn, _PID_BYTES, 0), "little")
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-        return False
+        """Whether the process whose turn it is, or was a moment ago, does not run."""
+        return is_stopped(int.from_bytes(os.pread(self._turn, _PID_BYTES, 0), "little"))
 
     def find(self, definition_id: str) -> Definition | None:
         """Map a definition that is here."""

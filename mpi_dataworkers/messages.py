@@ -519,14 +519,16 @@ class FetchDefinition(Message, frozen=True):
     definition_id: str
 
 
-class Draining(Message, frozen=True):
+class Draining(Message, frozen=True, omit_defaults=True):
     """The worker finishes the step it is at and takes no more leases.
 
     Attributes:
         leases: (token, stop) of each lease it holds: steps at or above `stop` are not made.
+        renews: a process is forked in its slot, and comes in a moment.
     """
 
     leases: list[tuple[int, int]]
+    renews: bool = False
 
 
 class LeaveWorker(Message, frozen=True):

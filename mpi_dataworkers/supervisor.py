@@ -7,8 +7,6 @@ child goes to the dispatcher with its replacement's registration.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -24,14 +22,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from mpi_dataworkers.address import ServiceAddress, has_ended, wait_for_address_file
+from mpi_dataworkers.children import (
+    END_SIGNALS,
+    FRESH_PROCESS,
+    HELD_SIGNALS,
+    adopt_orphans,
+    begin_child,
+    end_group,
+    fork_child,
+    is_signalled,
+)
 from mpi_dataworkers.ending import Ending
 from mpi_dataworkers.errors import HetstreamError, ServiceEnded
 from mpi_dataworkers.exchange import Exchange
+from mpi_dataworkers.fork_server import ForkServers
+from mpi_dataworkers.loaded import LoadedProgram
 from mpi_dataworkers.memory import keep_freed_memory
 from mpi_dataworkers.messages import Fate
 from mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
-from mpi_dataworkers.watch import StackFile, Work, WorkPage, count_oom_kills, fate_of, how_it_ended
+from mpi_dataworkers.watch import Answer, StackFile, Work, WorkPage, count_oom_kills, fate_of, how_it_ended
 from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker
 
 _log = logging.getLogger(__name__)
@@ -46,12 +58,24 @@ _STACK_S = 1.0
 # A data worker that has made nothing for so long may start anew in another Python environment.
 _IDLE_S = 30.0
 _STACK_SIGNAL = signal.SIGRTMAX - 1
-_PR_SET_PDEATHSIG = 1
-# Exit code of a process that makes room for a fresh one: what Python has loaded stays loaded.
-FRESH_PROCESS = 4
 # What `run_data_workers` returns when its caller is to go on in another Python environment.
 CHANGE = -1
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """What a process is started with.
+
+    Attributes:
+        worker_id: its id for the dispatcher.
+        slot: its place; processes for several programs may be in one.
+        replaces: id of the dead process whose place it takes, or "".
+        fate: how that one ended.
+    """
+
+    worker_id: str
+    slot: str
+    replaces: str = ""
+    fate: Fate | None = None
 
 
 @dataclass
@@ -59,12 +83,11 @@ class _Child:
     """One data worker process.
 
     Attributes:
-        slot: its place; processes for several programs may be in one.
-        num_asked: how often it has asked for another process there, as far as was looked.
+        start: what it was started with.
+        num_asked: how often it has asked for another process in its slot, as far as was looked.
     """
 
-    worker_id: str
-    slot: str
+    start: _Start
     page: WorkPage = field(default_factory=WorkPage)
     stacks: StackFile = field(default_factory=StackFile)
     started: float = field(default_factory=time.monotonic)
@@ -74,17 +97,6 @@ class _Child:
     def close(self) -> None:
         self.page.close()
         self.stacks.close()
-
-
-def _is_signalled() -> bool:
-    """Whether this process is to end, but holds the signal back."""
-    return not signal.sigpending().isdisjoint(_SIGNALS)
-
-
-def _end_group(pid: int) -> None:
-    """End what a process has started and left behind: it is of the same group, unless it chose another."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def run_data_workers(
@@ -131,6 +143,8 @@ class _Supervisor:
         self._service, self._has_ended = service, ended
         self._cache_bytes = cache_bytes
         self._children: dict[int, _Child] = {}
+        self._fork_servers = ForkServers(exchange, self._leave, self._be_data_worker)
+        self._forks_anew = False
         self._stopping = False
         self._ending = Ending()
         self._early_deaths = 0
@@ -141,15 +155,17 @@ class _Supervisor:
         seed_generators(0)  # NumPy loads its generators at the first use; the children have them then
         gc.freeze()  # what is here is shared with the children until they write to it
         # Blocked but where it waits: none comes between a fork and its entry in `_children`.
-        signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
-        for number in _SIGNALS:
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+        for number in END_SIGNALS:
             signal.signal(number, self._on_signal)
+        self._forks_anew = num_processes > 1  # one alone shares with nobody
+        adopt_orphans(self._forks_anew)
         for _ in range(num_processes):
-            self._start("", None, secrets.token_hex(8))
+            self._start(secrets.token_hex(8))
         while self._children:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
             signal.sigtimedwait([signal.SIGCHLD], self._ending.next_look_s(time.monotonic(), _WATCH_S))
-            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
             if not self._stopping and self._is_idle() and self._wants_change():
                 self._changes = True
                 self._stop()
@@ -160,15 +176,18 @@ class _Supervisor:
                     os.kill(pid, signal.SIGKILL)
             # Looked at before it is reaped: until then no other process gets its id.
             while self._children and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
-                if (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0) or self._is_at_work(ended.si_pid):
-                    _end_group(ended.si_pid)
+                is_orderly = (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
+                if self._leaves_something(ended.si_pid, is_orderly):
+                    end_group(ended.si_pid)
                 pid, status = os.waitpid(ended.si_pid, 0)
                 self._reap(pid, os.waitstatus_to_exitcode(status))
+            self._fork_servers.end_unused(self._wanted())
+        self._fork_servers.close()
         self._exchange.close()
         if self._changes:
-            for number in _SIGNALS:
+            for number in END_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGCHLD))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
             return CHANGE
         return 1 if self._failed else 0
 
@@ -193,7 +212,10 @@ class _Supervisor:
         """Fork another process where one asks for it; end one that hangs, with its stack in hand."""
         if (num_asked := child.page.num_asked) > child.num_asked:
             child.num_asked = num_asked
-            self._start("", None, child.slot)
+            self._start(child.start.slot)
+        definition_id, limit_s = child.page.wished
+        if definition_id and child.page.answer is Answer.WAIT:
+            child.page.answer = self._fork_servers.answer(definition_id, limit_s)
         work = child.page.read()
         if work is None or child.hung or time.monotonic() - work.since < work.limit_s:
             return
@@ -202,7 +224,7 @@ class _Supervisor:
         os.kill(pid, _STACK_SIGNAL)
         deadline = time.monotonic() + _STACK_S
         before = ""
-        while time.monotonic() < deadline and not _is_signalled() and (not before or child.stacks.read() != before):
+        while time.monotonic() < deadline and not is_signalled() and (not before or child.stacks.read() != before):
             before = child.stacks.read()
             time.sleep(0.02)
         if child.page.read() == work:
@@ -210,22 +232,32 @@ class _Supervisor:
         else:
             child.hung = None  # the signal has ended the system call that it waited in
 
-    def _is_at_work(self, pid: int) -> bool:
+    def _leaves_something(self, pid: int, is_orderly: bool) -> bool:
+        """Whether what an ended process has started may be left."""
         child = self._children.get(pid)
-        return child is not None and child.page.read() is not None
+        if child is None:  # it may be no process of ours: what has lost its parent comes here
+            return self._fork_servers.forget(pid)
+        return not is_orderly or child.page.read() is not None
+
+    def _wanted(self) -> set[str]:
+        """Definitions that processes were forked with, or want to be forked with."""
+        if self._stopping:
+            return set()
+        children = self._children.values()
+        return {child.page.shares for child in children} | {child.page.wished[0] for child in children}
 
     def _reap(self, pid: int, code: int) -> None:
         child = self._children.pop(pid, None)
         if child is None:
             return
         page, stack = child.page, child.stacks.read()
-        work, num_steps = page.read(), page.num_steps
+        work, num_steps, wished, shares = page.read(), page.num_steps, page.wished[0], page.shares
         child.close()
         oom_kills, self._oom_kills = self._oom_kills, count_oom_kills()
         # User code may end the process with any code; only where none ran does the code say what we meant by it.
         own_code = code if work is None else None
         if own_code == FRESH_PROCESS and not self._stopping:
-            self._start("", None, child.slot)
+            self._start(child.start.slot, wished)
             return
         if own_code in (0, FRESH_PROCESS) or (self._stopping and not child.hung):
             return
@@ -245,40 +277,44 @@ class _Supervisor:
             _log.error("data worker processes died %d times in a row; this data worker gives up", self._early_deaths)
             self._failed = True
         else:
-            self._start(child.worker_id, fate, child.slot)
+            self._start(child.start.slot, wished or shares, child.start.worker_id, fate)
 
-    def _start(self, replaces: str, fate: Fate | None, slot: str) -> None:
-        child = _Child(secrets.token_hex(16), slot)
-        parent = os.getpid()
-        pid = os.fork()
-        if pid:
-            self._children[pid] = child
-            return
-        code = 2  # of whatever leaves it without a word of its own: another process may do better
-        try:
-            code = self._child_main(child, replaces, fate, parent)
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+    def _start(self, slot: str, definition_id: str = "", replaces: str = "", fate: Fate | None = None) -> None:
+        """Start a process, with a pipeline if a fork server has loaded it."""
+        child = _Child(_Start(secrets.token_hex(16), slot, replaces, fate))
+        words = msgspec.msgpack.encode(child.start)
+        child.page.shares = definition_id
+        pid = self._fork_servers.fork(definition_id, words, child.page, child.stacks)
+        if pid is None:
+            child.page.shares = ""
+            supervisor = os.getpid()
 
-    def _child_main(self, child: _Child, replaces: str, fate: Fate | None, parent: int) -> int:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return 1
-        os.setpgid(0, 0)  # a group of its own, with all that user code starts
-        # Until it is connected a signal simply ends it.
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_SIGNALS, signal.SIGCHLD))
-        faulthandler.register(_STACK_SIGNAL, file=child.stacks.descriptor, all_threads=True)
+            def run() -> int:
+                if not begin_child(supervisor):
+                    return 1
+                self._leave()
+                return self._be_data_worker(words, child.page, child.stacks, LoadedProgram())
+
+            pid = fork_child(run)
+        self._children[pid] = child
+
+    def _leave(self) -> None:
+        """In a child: give up what is for others."""
         for other in self._children.values():
             other.close()
-        use_one_thread()
+        self._fork_servers.leave()
+
+    def _be_data_worker(self, words: bytes, page: WorkPage, stacks: StackFile, loaded: LoadedProgram) -> int:
+        start = msgspec.msgpack.decode(words, type=_Start)
+        faulthandler.register(_STACK_SIGNAL, file=stacks.descriptor, all_threads=True)
+        if loaded.program is None:  # else what the program has set since then holds
+            use_one_thread()
         keep_freed_memory()
         try:
-            options = self._cache_bytes, child.page, fate, False, self._exchange, self._num_threads, self._has_ended
-            worker = DataWorker(self._service, child.worker_id, replaces, *options, child.slot)
-            for number in _SIGNALS:
+            options = self._cache_bytes, page, start.fate, False, self._exchange, self._num_threads, self._has_ended
+            program = start.slot, loaded, self._forks_anew
+            worker = DataWorker(self._service, start.worker_id, start.replaces, *options, *program)
+            for number in END_SIGNALS:
                 signal.signal(number, lambda *_: worker.stop())
             worker.run()
             if worker.wants_renewal:

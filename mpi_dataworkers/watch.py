@@ -8,6 +8,7 @@ process is to end.
 from __future__ import annotations
 
 import contextlib
+import enum
 import mmap
 import os
 import re
@@ -24,7 +25,9 @@ from mpi_dataworkers.messages import Failure, Fate
 from mpi_dataworkers.threads import MAX_THREADS
 
 # Steps begun, limit, token, step, session id; for each thread since when (0: no user code runs) and which sample; when
-# it was told to end (0: it was not); how often it asked for another process; when it made a step last (0: never).
+# it was told to end (0: it was not); how often it asked for another process; when it made a step last (0: never); which
+# definition it wants to be forked with, how long loading that may take, and the answer; its process id, and whether its
+# supervisor knows it; which definition it was forked with and uses.
 _PAGE = struct.Struct("<qdqq64s")
 _THREAD = struct.Struct("<dq")
 _THREADS_BYTES = _THREAD.size * MAX_THREADS
@@ -33,6 +36,23 @@ _TOLD_AT = _PAGE.size + _THREADS_BYTES
 _ASKED = struct.Struct("<q")
 _ASKED_AT = _TOLD_AT + _TOLD.size
 _MADE_AT = _ASKED_AT + _ASKED.size
+_WISH = struct.Struct("<64sdq")
+_NAME = struct.Struct("<64s")
+_WISH_AT = _MADE_AT + _SINCE.size
+_ANSWER = struct.Struct("<q")
+_ANSWER_AT = _WISH_AT + _WISH.size - _ANSWER.size
+_PID = _KNOWN = struct.Struct("<q")
+_PID_AT = _WISH_AT + _WISH.size
+_KNOWN_AT = _PID_AT + _PID.size
+_SHARES_AT = _KNOWN_AT + _KNOWN.size
+
+
+class Answer(enum.IntEnum):
+    """What a process is told that wants a pipeline to be loaded before it is forked."""
+
+    WAIT = 0
+    LEAVE = 1  # and be forked anew, by a process that has loaded it
+    LOAD = 2  # for itself
 
 
 @dataclass(frozen=True)
@@ -55,10 +75,21 @@ class Work:
 
 
 class WorkPage:
-    """The page of one process; made before the fork."""
+    """The page of one process; made before the fork.
 
-    def __init__(self) -> None:
-        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+    Args:
+        descriptor: of a page that another process has made; it is closed with this one.
+
+    Attributes:
+        descriptor: for a process that is no child of the one that made the page.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            descriptor = os.memfd_create("hetstream-page")
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+        self.descriptor = descriptor
+        self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
         self._steps = 0
 
     def begin(self, session_id: str, token: int, step: int, limit_s: float) -> None:
@@ -118,9 +149,57 @@ class WorkPage:
         _, limit_s, token, step, session = _PAGE.unpack_from(self._page)
         return Work(session.rstrip(b"\0").decode(), token, step, sample_index, since, limit_s)
 
+    def wish(self, definition_id: str, limit_s: float = 0.0) -> None:
+        """Want a pipeline to be loaded before this process is forked anew; "" to want it no more."""
+        _WISH.pack_into(self._page, _WISH_AT, b"", limit_s, Answer.WAIT)
+        _NAME.pack_into(self._page, _WISH_AT, definition_id.encode())  # who sees it, sees the rest
+
+    @property
+    def wished(self) -> tuple[str, float]:
+        """The definition that the process wants, "" for none, and how long loading may take, s."""
+        definition_id, limit_s, _ = _WISH.unpack_from(self._page, _WISH_AT)
+        return definition_id.rstrip(b"\0").decode(), limit_s
+
+    @property
+    def answer(self) -> Answer:
+        """The supervisor's, to the wish."""
+        return Answer(_ANSWER.unpack_from(self._page, _ANSWER_AT)[0])
+
+    @answer.setter
+    def answer(self, answer: Answer) -> None:
+        _ANSWER.pack_into(self._page, _ANSWER_AT, answer)
+
+    @property
+    def pid(self) -> int:
+        """Of a process that says so itself, because its supervisor has not forked it; 0 until then."""
+        return int(_PID.unpack_from(self._page, _PID_AT)[0])
+
+    @pid.setter
+    def pid(self, pid: int) -> None:
+        _PID.pack_into(self._page, _PID_AT, pid)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the supervisor has taken note of the process id."""
+        return bool(_KNOWN.unpack_from(self._page, _KNOWN_AT)[0])
+
+    def note_known(self) -> None:
+        """The supervisor watches the process from now on."""
+        _KNOWN.pack_into(self._page, _KNOWN_AT, 1)
+
+    @property
+    def shares(self) -> str:
+        """The definition with which the process was forked, while its pipeline is in use; "" for none."""
+        return bytes(_NAME.unpack_from(self._page, _SHARES_AT)[0]).rstrip(b"\0").decode()
+
+    @shares.setter
+    def shares(self, definition_id: str) -> None:
+        _NAME.pack_into(self._page, _SHARES_AT, definition_id.encode())
+
     def close(self) -> None:
         """Give the page back."""
         self._page.close()
+        os.close(self.descriptor)
 
 
 def how_it_ended(exit_code: int, out_of_memory: bool) -> str:
@@ -171,10 +250,14 @@ def count_oom_kills(cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path
 
 
 class StackFile:
-    """Where `faulthandler` writes the stacks of one process, without its help: memory that outlives it."""
+    """Where `faulthandler` writes the stacks of one process, without its help: memory that outlives it.
 
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("hetstream-stack")
+    Args:
+        descriptor: of one that another process has made.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = os.memfd_create("hetstream-stack") if descriptor is None else descriptor
 
     def read(self) -> str:
         """What was written."""

@@ -30,10 +30,12 @@ from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
 from mpi_dataworkers.exchange import Exchange
 from mpi_dataworkers.faults import reach
+from mpi_dataworkers.fork_server import FORK_FROM_BYTES, ask_to_be_forked, objects_bytes
 from mpi_dataworkers.forks import ForksEndHere
 from mpi_dataworkers.gather import Gatherer
 from mpi_dataworkers.handover import HandoverFailed
 from mpi_dataworkers.interpreter import this_interpreter
+from mpi_dataworkers.loaded import LoadedProgram, OtherProgram
 from mpi_dataworkers.messages import (
     AddProcess,
     Alive,
@@ -56,7 +58,6 @@ from mpi_dataworkers.messages import (
     ListedOrder,
     Message,
     PlannedOrder,
-    Program,
     ProvideDefinition,
     Refused,
     RegisterWorker,
@@ -79,15 +80,12 @@ from mpi_dataworkers.ops.pipeline import (
     SampleError,
     describe_failure,
     leave_out,
-    load_pipeline,
     use_one_thread,
     without,
 )
-from mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
 from mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
 from mpi_dataworkers.ops.shared_memory import WriteWatch
 from mpi_dataworkers.ops.tree import flatten
-from mpi_dataworkers.programs import joined, serves
 from mpi_dataworkers.sharding import Indices, SampleSeeds
 from mpi_dataworkers.threads import ThreadTeam
 from mpi_dataworkers.transports.base import PeerUnreachable, Reconnected, WorkerEndpoint
@@ -122,8 +120,8 @@ class _LeaseGone(Exception):
     """The lease was revoked, or the worker is to stop, while it waited: nobody is to hear of it."""
 
 
-class _OtherProgram(Exception):
-    """The lease is of a program that this process does not serve: a fresh one is to make its steps."""
+class _ForkedAnew(Exception):
+    """This process is to leave: one in its place shares the memory of the lease's pipeline with others."""
 
 
 class _StepFailed(Exception):
@@ -147,8 +145,10 @@ class DataWorker:
         over_mpi: this process is a rank of an MPI world.
         exchange: definitions that this host has; None for a process that shares them with no other.
         num_threads: that make the samples of a batch, where the dataset is thread-safe.
-        slot: its place among its supervisor's processes; "" where nobody can fork it anew.
         has_ended: whether the service is over, for when there is no connection on which to be told.
+        slot: its place among its supervisor's processes; "" where nobody can fork it anew.
+        loaded: what was loaded before this process was forked.
+        forks_anew: its supervisor has a large pipeline loaded once for its processes, and forks them anew.
     """
 
     def __init__(
@@ -164,6 +164,8 @@ class DataWorker:
         num_threads: int = 1,
         has_ended: Callable[[], bool] = lambda: False,
         slot: str = "",
+        loaded: LoadedProgram | None = None,
+        forks_anew: bool = False,
     ) -> None:
         self._address = service.address
         self._registration = RegisterWorker(
@@ -205,9 +207,10 @@ class DataWorker:
         self._write_watches: dict[str, WriteWatch] = {}  # of the pipelines that hold shared memory
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
         self._definitions_used: dict[str, Definition] = {}  # of the pipelines: siblings find them while they are held
-        self._program: Program | None = None  # guarded by _lock: that this process serves
-        self._in_force = SettingsInForce()
-        self._said_changed = False
+        self._loaded = loaded or LoadedProgram()
+        self._forks_anew = forks_anew
+        # That a pipeline must exceed for which this process is forked anew: so never in turn for two of one size.
+        self._asked_bytes = objects_bytes(self._loaded.kept)
         self._readers: dict[str, ShardReader | RankReader] = {}  # by session
         self._rounds = SharedRounds()
         self._cache = BatchCache(cache_bytes)
@@ -327,8 +330,13 @@ class DataWorker:
         except (PeerUnreachable, HandoverFailed) as error:
             _log.warning("session=%s gave a lease back: %s", lease.session.session_id, error)
             self._settle(lease.token, FailLease(lease.token, str(error)))
-        except _OtherProgram:
+        except OtherProgram:
             self._settle(lease.token, FailLease(lease.token, "its process serves another program"))
+            self._renew = True
+            self.stop()
+        except _ForkedAnew:
+            with self._lock:
+                self._held.pop(lease.token, None)  # the dispatcher takes it back when this process drains
             self._renew = True
             self.stop()
         except _LeaseGone:
@@ -452,10 +460,10 @@ class DataWorker:
             self._forget_old(definition_id)
         if definition_id not in self._pipelines:
             try:
-                pipeline = self._load(definition_id, lease.token)
+                pipeline = self._load(definition_id, lease)
                 self._pipelines[definition_id] = EnteredPipeline(pipeline, self._number)
                 self._say_if_threads_do_not_help(pipeline)
-            except (_LeaseGone, _OtherProgram, HandoverFailed):
+            except (_LeaseGone, _ForkedAnew, OtherProgram, HandoverFailed):
                 raise
             except Exception as error:  # noqa: BLE001, user code again; every step of this pipeline fails alike
                 self._pipelines[definition_id] = error
@@ -468,7 +476,7 @@ class DataWorker:
             if entered.is_new(base_seed):
                 self._page.at_sample(-1)
             try:
-                self._apply(self._definitions_used[definition_id].settings)
+                self._loaded.apply(self._definitions_used[definition_id].settings)
                 return entered.enter(base_seed)
             except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
                 entered = self._pipelines[definition_id] = error
@@ -483,8 +491,13 @@ class DataWorker:
             dropped.add(definition_id)
         for name in dropped:
             self._forget(name)
+            if self._page.shares == name:
+                self._page.shares = ""
+                if not self._pipelines:  # to leave costs what other pipelines have in this process, a cache, say
+                    self._asked_bytes = 0
 
     def _forget(self, definition_id: str) -> None:
+        self._loaded.take(definition_id)
         self._pipelines.pop(definition_id, None)
         self._write_watches.pop(definition_id, None)
         self._failed_at.pop(definition_id, None)
@@ -499,9 +512,25 @@ class DataWorker:
                 type(pipeline.dataset).__name__,
             )
 
-    def _load(self, definition_id: str, token: int) -> Pipeline:
-        """Unpickle a pipeline, from bytes that this host has or that come from the dispatcher."""
-        self._page.rest()  # no user code runs while it waits
+    def _load(self, definition_id: str, lease: GrantLease) -> Pipeline:
+        """Have a pipeline: as it was when this process was forked, or unpickled."""
+        taken = self._loaded.take(definition_id)
+        if taken is not None:
+            found, pipeline = taken
+        else:
+            self._page.rest()  # no user code runs while it waits
+            found = self._find(definition_id, lease.token)
+            if self._forks_anew and objects_bytes(found) > max(FORK_FROM_BYTES, self._asked_bytes):
+                self._ask_to_be_forked(found, lease)
+            self._page.at_sample(-1)
+            pipeline = self._loaded.load(found)
+        self._definitions_used[definition_id] = found
+        if found.shared:
+            self._write_watches[definition_id] = WriteWatch(found.digest_of_shared)
+        return pipeline
+
+    def _find(self, definition_id: str, token: int) -> Definition:
+        """A definition, from bytes that this host has or that come from the dispatcher."""
         found = self._exchange.find(definition_id)
         if found is None:
             with self._exchange.alone(lambda: not self._holds(token)) as is_its_turn:
@@ -513,42 +542,14 @@ class DataWorker:
                     found = self._exchange.keep(came, self._definitions_dir, shared=is_its_turn)
                     num_bytes = len(came.blob) + sum(came.contents.sizes)
                     _log.info("pipeline=%s fetched for this host: %d bytes", definition_id[:8], num_bytes)
-        self._definitions_used[definition_id] = found
-        self._page.at_sample(-1)
-        self._enter(found.program, found.settings)
-        pipeline = load_pipeline(found)
-        if found.shared:
-            self._write_watches[definition_id] = WriteWatch(found.digest_of_shared)
-        return pipeline
+        return found
 
-    def _enter(self, program: Program, settings: bytes) -> None:
-        """Be a process of a program, under its settings.
-
-        Raises:
-            _OtherProgram: this process serves another one, or has loaded another version of its modules.
-        """
-        if self._program is None:
-            enter_program(program)
-        elif not serves(self._program, program):
-            raise _OtherProgram
-        with self._lock:
-            self._program = program if self._program is None else joined(self._program, program)
-        self._apply(settings)
-        changed = changed_since(program)
-        if changed and not self._said_changed:
-            self._said_changed = True
-            _log.warning(
-                "on this host the source of %s is not what the program has loaded: samples may differ until it "
-                "starts again",
-                ", ".join(changed),
-            )
-
-    def _apply(self, settings: bytes) -> None:
-        try:
-            self._in_force.apply(settings)
-        except BaseException as error:  # the program's modules are imported: anything may come
-            text = f"{type(error).__name__}: {error}"
-            raise PipelineError(f"the program's modules cannot be imported in a data worker: {text}") from error
+    def _ask_to_be_forked(self, definition: Definition, lease: GrantLease) -> None:
+        self._asked_bytes, limit_s = objects_bytes(definition), lease.session.errors.sample_timeout_s
+        if ask_to_be_forked(self._page, definition, limit_s, lambda: self._holds(lease.token)):
+            raise _ForkedAnew
+        if not self._holds(lease.token):
+            raise _LeaseGone
 
     def _holds(self, token: int) -> bool:
         with self._lock:
@@ -621,8 +622,7 @@ class DataWorker:
                 HeldLease(lease.token, lease.session.session_id, lease.first_step, lease.stop_step, lease.shift)
                 for lease in self._held.values()
             ]
-            program = self._program
-        self._endpoint.send(msgspec.structs.replace(self._registration, held=held, program=program))
+        self._endpoint.send(msgspec.structs.replace(self._registration, held=held, program=self._loaded.program))
 
     def _drain(self) -> None:
         """Keep only the step in work, and say once how far that leaves each lease. Call it with the lock."""
@@ -635,7 +635,7 @@ class DataWorker:
         if kept is not None:
             self._held[token] = msgspec.structs.replace(kept, stop_step=step + 1)
         reach("worker.draining")
-        self._outbox.append(Draining([(token, step + 1)] if kept is not None else []))
+        self._outbox.append(Draining([(token, step + 1)] if kept is not None else [], self._renew))
 
     def _trim(self, token: int, stop_step: int) -> None:
         with self._lock:
@@ -687,7 +687,8 @@ class DataWorker:
             with self._lock:
                 self._outbox.extend(FetchDefinition(one) for one in sorted(self._asked_for))
                 if self._drains:  # and another incarnation of the dispatcher does not know
-                    self._outbox.append(Draining([(lease.token, lease.stop_step) for lease in self._held.values()]))
+                    held = [(lease.token, lease.stop_step) for lease in self._held.values()]
+                    self._outbox.append(Draining(held, self._renew))
         elif isinstance(message, Reconnected):
             self._register()
         elif isinstance(message, UnknownPeer):

@@ -668,9 +668,12 @@ class DispatcherState(Rooms):
             Send(loader, NeedDefinition(message.definition_id)) for loader in sorted({s.consumer for s in sessions})
         ]
 
-    def _draining(self, peer: str, message: Draining, _: float) -> list[Instruction]:
+    def _draining(self, peer: str, message: Draining, now: float) -> list[Instruction]:
         worker = self.workers[peer]
-        self._begin_drain(peer, "it was told to stop")
+        self._begin_drain(peer, "a fresh process takes its place" if message.renews else "it was told to stop")
+        if message.renews and worker.slot:
+            worker.renews = True
+            self._asked_at[worker.slot] = now
         stops = dict(message.leases)
         for token in sorted(worker.tokens):
             lease = self.leases[token]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,27 @@ _MAPS = Path("/proc/self/maps")
 _LOOK_SHARE = 0.01
 
 
+def _shared_lines() -> Iterator[str]:
+    for line in _MAPS.read_text(errors="surrogateescape").splitlines():
+        if line.split(maxsplit=2)[1].endswith("s"):
+            yield line
+
+
+def shared_mappings() -> frozenset[str]:
+    """The shared mappings of this process, as the kernel writes them."""
+    return frozenset(_shared_lines())
+
+
 class SharedMappings:
     """The shared mappings of this process, as they are now (proc(5))."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
-        for line in _MAPS.read_text(errors="surrogateescape").splitlines():
-            place, permissions, _ = line.split(maxsplit=2)
-            if permissions.endswith("s"):
-                start, stop = place.split("-")
-                self._starts.append(int(start, 16))
-                self._stops.append(int(stop, 16))
+        for line in _shared_lines():
+            start, stop = line.split(maxsplit=1)[0].split("-")
+            self._starts.append(int(start, 16))
+            self._stops.append(int(stop, 16))
 
     def __contains__(self, buffer: Buffer) -> bool:
         return self.hold(np.frombuffer(buffer, dtype=np.uint8))

@@ -1,0 +1,83 @@
+"""What the processes of a data worker are to each other: children of one supervisor, each with a group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# From prctl(2).
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Those that a supervisor holds back while it forks, and those that tell it or a child to end.
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HELD_SIGNALS = (*END_SIGNALS, signal.SIGCHLD)
+# Exit codes: of whatever leaves a child without a word of its own, where another process may do better; and of one that
+# makes room for a fresh process, because what Python has loaded stays loaded.
+_NO_WORD = 2
+FRESH_PROCESS = 4
+
+
+def fork_child(run: Callable[[], int]) -> int:
+    """Fork a process that ends with the code that `run` returns, and give its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = _NO_WORD
+    try:
+        code = run()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def begin_child(parent: int) -> bool:
+    """Be a child that ends with its parent, leads a group with all that user code starts, and ends by a signal.
+
+    Returns:
+        Whether the parent is still there.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return False
+    os.setpgid(0, 0)
+    for number in END_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+    return True
+
+
+def adopt_orphans(adopts: bool) -> None:
+    """Become the parent of the processes below this one whose own parent ends, or be it no longer."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts))
+
+
+def is_signalled() -> bool:
+    """Whether this process is to end, but holds the signal back."""
+    return not signal.sigpending().isdisjoint(END_SIGNALS)
+
+
+def end_group(pid: int) -> None:
+    """End what a process has started and left behind: it is of the same group, unless it chose another."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is there and does not run, by a signal or a debugger (proc(5))."""
+    return _state_of(pid) in (b"T", b"t")
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits for its parent to hear of it."""
+    return _state_of(pid) in (b"", b"Z", b"X")
+
+
+def _state_of(pid: int) -> bytes:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    return b""

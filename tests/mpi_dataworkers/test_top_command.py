@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def told_by(service: Any) -> list[LoaderStats]:
 def test_a_running_job_tells_how_long_its_trainers_wait(service: Any, tmp_path: Path, wait_until: Any) -> None:
     (tmp_path / ".hetstream").mkdir()
     (tmp_path / ".hetstream" / "job-7").symlink_to(service.address_file.parent)
-    job = Job(7, "train", "alice", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, work_dir=str(tmp_path))
+    job = Job(7, "train", "me", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, uid=os.geteuid(), work_dir=str(tmp_path))
     service.start_workers()
     assert wait_shares([job]) == {}, "no loader has told anything"
     with DataLoader(datasets.Augmented(64), batch_size=4, service=service.name) as loader:
@@ -69,6 +70,7 @@ def test_a_running_job_tells_how_long_its_trainers_wait(service: Any, tmp_path: 
         batches = iter(loader)
         next(batches)  # of a pass that goes on: it may be the only one, and take weeks
         wait_until(lambda: "7" in wait_shares([job]), what="the first step to be told")
+        assert wait_shares([replace(job, uid=os.geteuid() + 1)]) == {}, "what another user says lies there is not read"
         for _ in batches:
             pass
         for _ in zip(loader, range(4), strict=False):  # another that does not end

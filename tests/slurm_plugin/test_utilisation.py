@@ -206,7 +206,7 @@ def test_the_queue_knows_running_and_ended_jobs() -> None:
 
 
 def test_jobs_that_cannot_be_asked_tell_nothing(tmp_path: Path) -> None:
-    job = Job(7, "train", "alice", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, work_dir=str(tmp_path))
+    job = Job(7, "train", "me", ("gpu",), "RUNNING", "", 1, 4, 1, 4, 0, uid=os.geteuid(), work_dir=str(tmp_path))
     assert wait_shares([job, replace(job, work_dir=""), replace(job, work_dir="/nowhere")]) == {}
     directory = tmp_path / ".hetstream" / "job-7"
     directory.mkdir(parents=True)

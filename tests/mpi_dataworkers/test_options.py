@@ -197,7 +197,7 @@ def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
     assert len(list(loader)) == 12
 
 
-@pytest.mark.parametrize("order", [{}, {"generator": torch.Generator()}, {"drop_last": True}], ids=str)
+@pytest.mark.parametrize("order", [{}, {"generator": torch.Generator()}, {"drop_last": True}], ids=",".join)
 def test_an_empty_dataset_may_be_shuffled(order: dict[str, Any]) -> None:
     assert list(DataLoader(datasets.Augmented(0), shuffle=True, **order)) == []
 

@@ -153,7 +153,7 @@ def test_jobstats_has_measured_it() -> None:
         "JS1:AAAA",
         jobstats([1]),
         jobstats({"nodes": 5}),
-        f"JS1:{base64.b64encode(gzip.compress(bytes(64 << 20))).decode()}",
+        f"JS1:{base64.b64encode(gzip.compress(bytes(64 << 20), mtime=0)).decode()}",
     ],
 )
 def test_an_admin_comment_that_is_something_else(comment: str) -> None:

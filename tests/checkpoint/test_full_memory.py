@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +24,30 @@ def small(tmp_path: Path) -> Iterator[Path]:
         assert os.listdir(place) == ["filler"]
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory of which a file's path has less than the 128 bytes from which tmpfs gives a link's target a page."""
+    with tempfile.TemporaryDirectory(prefix="hets-") as made:
+        yield Path(made)
+
+
+def test_a_long_path_needs_a_page_for_each_link_and_a_save_without_it_is_an_error_in_the_log(
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / ("long" * 32)
+    with FlashCheckpointer(directory, options=Options(shared_memory=small)) as checkpointer:
+        fill(small)
+        assert not checkpointer.save(1, {"w": torch.zeros(1000)})
+    assert "step 1 is not saved, training goes on: [Errno 28] No space left on device" in caplog.text
+
+
 @pytest.mark.parametrize("is_full_before", [True, False], ids=["before", "meanwhile"])
 def test_checkpoints_get_to_disk_where_shared_memory_has_no_free_page(
-    small: Path, tmp_path: Path, is_full_before: bool, caplog: pytest.LogCaptureFixture
+    small: Path, short_path: Path, is_full_before: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     if is_full_before:
         fill(small)
-    with FlashCheckpointer(tmp_path / "ckpt", options=Options(shared_memory=small)) as checkpointer:
+    with FlashCheckpointer(short_path / "ckpt", options=Options(shared_memory=small)) as checkpointer:
         if not is_full_before:
             fill(small)
         for step in (1, 2):

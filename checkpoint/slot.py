@@ -149,7 +149,12 @@ class SlotMemory:
                 raise
             slot.discard()
             segment = self._create_in_fallback(self._fallback, slot.path.name, payload_bytes, metadata_bytes, error)
-            made.symlink_to(segment.path)
+            try:
+                made.symlink_to(segment.path)
+            except OSError as no_link:  # tmpfs needs a page for a link of 128 bytes and more
+                segment.close()
+                segment.path.unlink(missing_ok=True)
+                raise SharedMemoryFull(f"{error}. Nor is there room for a link to {segment.path}") from no_link
         reach("slot.allocated")
         made.rename(slot.path)
         reach("slot.placed")

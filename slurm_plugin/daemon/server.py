@@ -158,6 +158,8 @@ class Daemon:
         owner = self._owner_of(writer)
         self._connections.enter(task, owner)
         task.add_done_callback(self._connections.leave)
+        # Not in the task: one that is cancelled before it begins never comes to its `finally`.
+        task.add_done_callback(lambda _: writer.transport.abort())
         while (one := self._connections.one_too_many()) is not None:
             # A question takes milliseconds: the oldest connection is the one that most likely asks nothing.
             self._connections.leave(one)
@@ -186,8 +188,6 @@ class Daemon:
         except Exception:
             # The boundary of one connection: the others go on, and the fault is in the log.
             log.exception("a connection is closed without an answer")
-        finally:
-            writer.transport.abort()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))

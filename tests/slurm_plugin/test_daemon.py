@@ -309,6 +309,24 @@ def test_a_flood_of_one_user_leaves_the_others_their_answers(local: RunningDaemo
         assert local.end() == 0
 
 
+def test_connections_that_come_all_at_once_are_closed_where_they_are_too_many(
+    local: RunningDaemon, wait_until: WaitUntil
+) -> None:
+    """Also those whose turn was over before it began."""
+    local.start(wait_until)
+    assert local.process is not None
+    path = str(local.where).removeprefix("unix:")
+    local.process.send_signal(signal.SIGSTOP)
+    with contextlib.ExitStack() as held:
+        crowd = [held.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(120)]
+        for one in crowd:
+            one.connect(path)
+        local.process.send_signal(signal.SIGCONT)
+        for one in crowd[: 120 - 64]:
+            one.settimeout(3)
+            assert one.recv(1) == b"", "the end, and not a silence"
+
+
 def test_the_questions_of_one_user_have_a_rate(local: RunningDaemon, wait_until: WaitUntil) -> None:
     local.start(wait_until)
     began = time.monotonic()

@@ -26,9 +26,9 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from checkpoint.store import SHARED_MEMORY
-from checkpoint.store_files import list_stores, stores_prefix
-from checkpoint.view import StoreView
+from hetstream.checkpoint.store import SHARED_MEMORY
+from hetstream.checkpoint.store_files import list_stores, stores_prefix
+from hetstream.checkpoint.view import StoreView
 
 TRAINER, SAVER, BOTH, HOST = "trainer", "saver", "trainer and saver", "both, and the memory"
 VICTIMS = (TRAINER, SAVER, BOTH, TRAINER, BOTH, HOST)
@@ -195,7 +195,7 @@ class Chaos:
     def savers(self) -> list[int]:
         """The savers of this training: that of the trainer, and what is left of those before."""
         word = f"--directory={self.directory}".encode()
-        return [process for process, line in _command_lines() if b"checkpoint.saver" in line and word in line]
+        return [process for process, line in _command_lines() if b"hetstream.checkpoint.saver" in line and word in line]
 
     def end(self) -> None:
         """Leave nothing behind."""

@@ -21,14 +21,14 @@ from benchmarks import harness
 from benchmarks.clients.elastic_job import ElasticJob
 from benchmarks.clients.elastic_picture import Sample, picture
 from benchmarks.harness import Row
-from mpi_dataworkers.errors import HetstreamError
-from mpi_dataworkers.messages import Status
-from mpi_dataworkers.status_client import StatusClient, running_service
-from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.programs import missing_programs
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from slurm_plugin.devcluster.teardown import tear_down
+from hetstream.mpi_dataworkers.errors import HetstreamError
+from hetstream.mpi_dataworkers.messages import Status
+from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.programs import missing_programs
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.devcluster.teardown import tear_down
 
 MAKE_S, STEP_S = 0.1, 0.025  # of a batch on one CPU, and of the trainer: four data workers make as much as it takes
 COOLDOWN_S = 5

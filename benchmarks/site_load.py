@@ -25,17 +25,17 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.harness import ROOT, Row
-from hetjob.errors import SiteError
-from hetjob.site.address import SiteSettings, TcpAddress
-from hetjob.site.client import ask
-from hetjob.site.messages import AskStatus, ShowStatus
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.programs import missing_programs
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from slurm_plugin.devcluster.teardown import tear_down
-from slurm_plugin.errors import TeardownFailed
+from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.address import SiteSettings, TcpAddress
+from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.messages import AskStatus, ShowStatus
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.programs import missing_programs
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.devcluster.teardown import tear_down
+from hetstream.slurm_plugin.errors import TeardownFailed
 
 NUM_JOBS, NUM_WAITING, MINUTE_S, NUM_QUESTIONS = 1000, 100, 60.0, 30
 QUICK = (20, 4, 5.0, 3)

@@ -128,7 +128,7 @@ class Soak:
             "dispatcher": ["dispatcher", "--bind", "tcp://127.0.0.1:0", *work],
             "trainer": [str(self.folder), f"file:{address}", str(self.batches // EPOCHS), str(EPOCHS)],
         }.get(name, ["worker", "--service", f"file:{address}", "--processes", "1"])
-        program = ["-m", "benchmarks.clients.soak"] if name == "trainer" else ["-m", "slurm_plugin.cli"]
+        program = ["-m", "benchmarks.clients.soak"] if name == "trainer" else ["-m", "hetstream.slurm_plugin.cli"]
         with (self.folder / f"{name}.log").open("ab") as log:
             command = [sys.executable, *program, *words]
             self.commands[name] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)

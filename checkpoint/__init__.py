@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from checkpoint.policy.interval import Adaptive, Every
-from checkpoint.policy.retention import Best, Retention
+from hetstream.checkpoint.policy.interval import Adaptive, Every
+from hetstream.checkpoint.policy.retention import Best, Retention
 
 if TYPE_CHECKING:
-    from checkpoint.flash.checkpointer import FlashCheckpointer
-    from checkpoint.flash.options import Options
-    from checkpoint.flash.reader import CheckpointReader
-    from checkpoint.flash.restoring import Loaded
-    from checkpoint.flash.stats import Stats
+    from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
+    from hetstream.checkpoint.flash.options import Options
+    from hetstream.checkpoint.flash.reader import CheckpointReader
+    from hetstream.checkpoint.flash.restoring import Loaded
+    from hetstream.checkpoint.flash.stats import Stats
 
 __all__ = [
     "Adaptive",
@@ -44,5 +44,5 @@ _TORCH_SIDE = {
 
 def __getattr__(name: str) -> Any:
     if name in _TORCH_SIDE:
-        return getattr(importlib.import_module(f"checkpoint.flash.{_TORCH_SIDE[name]}"), name)
+        return getattr(importlib.import_module(f"hetstream.checkpoint.flash.{_TORCH_SIDE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

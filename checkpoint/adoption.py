@@ -20,11 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.errors import CheckpointError, ForeignOwner, SharedMemoryFull, StoreInUse
-from checkpoint.faults import reach
-from checkpoint.locks import FileLock
-from checkpoint.slot import unlink_with_target
-from checkpoint.store_files import STATUS_BYTES, Holder, Identity, SlotContent, StoreFiles, list_stores
+from hetstream.checkpoint.errors import CheckpointError, ForeignOwner, SharedMemoryFull, StoreInUse
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.locks import FileLock
+from hetstream.checkpoint.slot import unlink_with_target
+from hetstream.checkpoint.store_files import STATUS_BYTES, Holder, Identity, SlotContent, StoreFiles, list_stores
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from checkpoint.generation import Generation
-from checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.policy.lineage import Lineage
 
 Source = Literal["memory", "replica", "disk"]
 

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.commit import commit, write_part
-from checkpoint.conversion import Source, attempt_on, choose
-from checkpoint.directory import Checkpoint, CheckpointDirectory
-from checkpoint.errors import NoCheckpoint, OptionsError
-from checkpoint.files import replacing
-from checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
-from checkpoint.formats.part import Format, plan_part
-from checkpoint.generation import Generation
-from checkpoint.layout import TensorSpec, lay_out
-from checkpoint.manifest import Manifest, Part
-from checkpoint.rank_file import open_file
 from hetstream.base.files import Directory
+from hetstream.checkpoint.commit import commit, write_part
+from hetstream.checkpoint.conversion import Source, attempt_on, choose
+from hetstream.checkpoint.directory import Checkpoint, CheckpointDirectory
+from hetstream.checkpoint.errors import NoCheckpoint, OptionsError
+from hetstream.checkpoint.files import replacing
+from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
+from hetstream.checkpoint.formats.part import Format, plan_part
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.layout import TensorSpec, lay_out
+from hetstream.checkpoint.manifest import Manifest, Part
+from hetstream.checkpoint.rank_file import open_file
 
 # Top-level keys of a state that say where the data stands.
 DATA_KEYS = ("loader",)

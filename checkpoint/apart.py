@@ -16,10 +16,10 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from checkpoint.bounds import Bounds, told
-from checkpoint.errors import CheckpointError, DamagedCheckpoint, first_line
 from hetstream.base.files import UntrustedFile
 from hetstream.base.limits import lower
+from hetstream.checkpoint.bounds import Bounds, told
+from hetstream.checkpoint.errors import CheckpointError, DamagedCheckpoint, first_line
 
 _log = logging.getLogger(__name__)
 

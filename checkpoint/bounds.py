@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.errors import DamagedCheckpoint
 from hetstream.base.limits import TimeExceeded, limited
+from hetstream.checkpoint.errors import DamagedCheckpoint
 
 # What the program takes by itself, most of it torch; and what for each byte on disk: a mapping that may be written to,
 # a copy, and one to be converted.

@@ -25,16 +25,16 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from checkpoint.errors import DamagedCheckpoint, NotEnoughSpace
-from checkpoint.faults import reach
-from checkpoint.formats.plan import FilePlan
-from checkpoint.generation import Generation
-from checkpoint.latest import LATEST, point_latest_to
-from checkpoint.lineage import check_start, read_lineage
-from checkpoint.locks import FileLock
-from checkpoint.manifest import Manifest, Part, is_manifest_name, ranks_of_name, read_manifest
-from checkpoint.rank_file import write_file
 from hetstream.base.files import Directory, UntrustedFile, is_temporary
+from hetstream.checkpoint.errors import DamagedCheckpoint, NotEnoughSpace
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.formats.plan import FilePlan
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.latest import LATEST, point_latest_to
+from hetstream.checkpoint.lineage import check_start, read_lineage
+from hetstream.checkpoint.locks import FileLock
+from hetstream.checkpoint.manifest import Manifest, Part, is_manifest_name, ranks_of_name, read_manifest
+from hetstream.checkpoint.rank_file import write_file
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from checkpoint.directory import Checkpoint, CheckpointDirectory
-from checkpoint.errors import NoCheckpoint, OptionsError
-from checkpoint.generation import Generation
-from checkpoint.ownership import Identity
+from hetstream.checkpoint.directory import Checkpoint, CheckpointDirectory
+from hetstream.checkpoint.errors import NoCheckpoint, OptionsError
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.ownership import Identity
 
 Kind = Literal["flash", "dcp", "torch", "safetensors", "hdf5"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -15,8 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import commit, ownership
-from checkpoint.errors import (
+from hetstream.base.files import Directory, UntrustedFile
+from hetstream.base.text import printable
+from hetstream.checkpoint import commit, ownership
+from hetstream.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpoint,
     ForeignOwner,
@@ -24,19 +26,17 @@ from checkpoint.errors import (
     NoCheckpoint,
     OtherRelease,
 )
-from checkpoint.faults import reach
-from checkpoint.generation import Generation
-from checkpoint.latest import target_of_latest
-from checkpoint.lineage import check_start, lineage_of, read_lineage, write_lineage
-from checkpoint.locks import FileLock
-from checkpoint.manifest import Manifest, ranks_of_name
-from checkpoint.ownership import Event, Identity, Owner
-from checkpoint.policy.interval import Attempt
-from checkpoint.policy.lineage import Lineage, is_newest_removed
-from checkpoint.policy.retention import Retention, Saved, Verdict, judge
-from checkpoint.rank_file import Compare, RankFile, compare_chunks, open_file
-from hetstream.base.files import Directory, UntrustedFile
-from hetstream.base.text import printable
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.latest import target_of_latest
+from hetstream.checkpoint.lineage import check_start, lineage_of, read_lineage, write_lineage
+from hetstream.checkpoint.locks import FileLock
+from hetstream.checkpoint.manifest import Manifest, ranks_of_name
+from hetstream.checkpoint.ownership import Event, Identity, Owner
+from hetstream.checkpoint.policy.interval import Attempt
+from hetstream.checkpoint.policy.lineage import Lineage, is_newest_removed
+from hetstream.checkpoint.policy.retention import Retention, Saved, Verdict, judge
+from hetstream.checkpoint.rank_file import Compare, RankFile, compare_chunks, open_file
 
 _log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint import typed_json
-from checkpoint.errors import CheckpointError, DirectoryInUse
-from checkpoint.faults import reach
-from checkpoint.locks import FileLock, is_locked
-from checkpoint.ownership import Identity
 from hetstream.base.files import Directory
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.locks import FileLock, is_locked
+from hetstream.checkpoint.ownership import Identity
 
 _REQUEST = "handover.json"
 _LOCK = ".handover.lock"

@@ -12,9 +12,9 @@ import contextlib
 import stat
 from pathlib import Path
 
-from checkpoint.faults import reach
-from checkpoint.generation import Generation
 from hetstream.base.files import Directory
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.generation import Generation
 
 LATEST = "latest"
 

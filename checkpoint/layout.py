@@ -19,8 +19,8 @@ from hashlib import blake2b
 
 import msgspec
 
-from checkpoint import typed_json
-from checkpoint.errors import DamagedLayout
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.errors import DamagedLayout
 
 VERSION = 1
 ALIGN_BYTES = 64

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint import typed_json
-from checkpoint.errors import CheckpointError, DamagedLineage, DirectoryReplaced, first_line
-from checkpoint.policy.lineage import Lineage
 from hetstream.base.files import Directory, UntrustedFile
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.errors import CheckpointError, DamagedLineage, DirectoryReplaced, first_line
+from hetstream.checkpoint.policy.lineage import Lineage
 
 _NAME = ".lineage.json"
 _MAX_BYTES = 1 << 20

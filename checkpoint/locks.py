@@ -12,8 +12,8 @@ import os
 import time
 from pathlib import Path
 
-from checkpoint.errors import CheckpointError
 from hetstream.base.files import Directory
+from hetstream.checkpoint.errors import CheckpointError
 
 _POLL_S = 0.005
 _held: set[FileLock] = set()

@@ -14,11 +14,11 @@ from typing import Annotated
 
 import msgspec
 
-from checkpoint import typed_json
-from checkpoint.checksum import checksum
-from checkpoint.errors import DamagedCheckpoint, OtherRelease
-from checkpoint.formats.part import SUFFIXES, Format
-from checkpoint.generation import Generation
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.checksum import checksum
+from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease
+from hetstream.checkpoint.formats.part import SUFFIXES, Format
+from hetstream.checkpoint.generation import Generation
 
 VERSION = 1
 # One checksum for each so many bytes, so that damage has a place.

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpoint.segment import Segment
-from checkpoint.store_files import SlotContent
+from hetstream.checkpoint.segment import Segment
+from hetstream.checkpoint.store_files import SlotContent
 
 
 class MappedSlots:

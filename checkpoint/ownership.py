@@ -14,16 +14,16 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint import typed_json
-from checkpoint.config import NO_JOB
-from checkpoint.errors import DirectoryInUse, DirectoryNotWritable, DirectoryReplaced, ForeignOwner
-from checkpoint.faults import reach
-from checkpoint.generation import MAX_NUMBER, Generation
-from checkpoint.lineage import begin_start
-from checkpoint.locks import FileLock
-from checkpoint.policy.interval import Attempt
-from checkpoint.policy.retention import Retention
 from hetstream.base.files import Directory, UntrustedFile, is_temporary, writable_above
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.config import NO_JOB
+from hetstream.checkpoint.errors import DirectoryInUse, DirectoryNotWritable, DirectoryReplaced, ForeignOwner
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.generation import MAX_NUMBER, Generation
+from hetstream.checkpoint.lineage import begin_start
+from hetstream.checkpoint.locks import FileLock
+from hetstream.checkpoint.policy.interval import Attempt
+from hetstream.checkpoint.policy.retention import Retention
 
 _log = logging.getLogger(__name__)
 

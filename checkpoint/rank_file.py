@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from checkpoint.checksum import Checksum
-from checkpoint.errors import DamagedCheckpoint
-from checkpoint.faults import reach
-from checkpoint.formats.part import read_part, structure_in
-from checkpoint.formats.plan import FilePlan, Range
-from checkpoint.layout import Entry
-from checkpoint.manifest import CHUNK_BYTES, Manifest
-from checkpoint.pages import Populate, populate
-from checkpoint.structure import Record
 from hetstream.base.files import Directory, UntrustedFile
+from hetstream.checkpoint.checksum import Checksum
+from hetstream.checkpoint.errors import DamagedCheckpoint
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.formats.part import read_part, structure_in
+from hetstream.checkpoint.formats.plan import FilePlan, Range
+from hetstream.checkpoint.layout import Entry
+from hetstream.checkpoint.manifest import CHUNK_BYTES, Manifest
+from hetstream.checkpoint.pages import Populate, populate
+from hetstream.checkpoint.structure import Record
 
 # What O_DIRECT wants of memory, offset and size; more than any disk asks for.
 _BLOCK_BYTES = 4096

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from checkpoint.adoption import give_up
-from checkpoint.faults import reach
-from checkpoint.locks import FileLock
-from checkpoint.segment import Segment
-from checkpoint.slot import Slot, SlotMemory
-from checkpoint.store_files import StoreFiles
+from hetstream.checkpoint.adoption import give_up
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.locks import FileLock
+from hetstream.checkpoint.segment import Segment
+from hetstream.checkpoint.slot import Slot, SlotMemory
+from hetstream.checkpoint.store_files import StoreFiles
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The saver: the process that brings a trainer's generations from shared memory to disk, and outlives the trainer.
 
-    python -m checkpoint.saver --store /dev/shm/hetstream-ckpt-... --directory DIR     of one trainer, which starts it
+    python -m hetstream.checkpoint.saver --store /dev/shm/hetstream-ckpt-... --directory DIR     of one trainer, which starts it
     hetstream ckpt saver --job                                                          of all trainers of a job here
 
 What is done with one store is `store_saver.py`'s; here is the process: which stores it serves, what signals mean, and
@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.config import environment_of_saver
-from checkpoint.errors import CheckpointError, SaverError, StoreInUse
-from checkpoint.faults import reach
-from checkpoint.store_files import SHARED_MEMORY, list_stores, stores_prefix
-from checkpoint.store_saver import StoreSaver
-from checkpoint.view import StoreView
+from hetstream.checkpoint.config import environment_of_saver
+from hetstream.checkpoint.errors import CheckpointError, SaverError, StoreInUse
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.store_files import SHARED_MEMORY, list_stores, stores_prefix
+from hetstream.checkpoint.store_saver import StoreSaver
+from hetstream.checkpoint.view import StoreView
 
 _log = logging.getLogger(__name__)
 
@@ -314,7 +314,14 @@ def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
     Raises:
         SaverError: it cannot be started.
     """
-    argv = [sys.executable, "-m", "checkpoint.saver", f"--store={store}", f"--directory={directory}", "--quiet"]
+    argv = [
+        sys.executable,
+        "-m",
+        "hetstream.checkpoint.saver",
+        f"--store={store}",
+        f"--directory={directory}",
+        "--quiet",
+    ]
     former = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_AT_START)  # which the saver inherits
     try:
         return subprocess.Popen(
@@ -334,7 +341,9 @@ def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one store."""
-    parser = argparse.ArgumentParser(prog="python -m checkpoint.saver", description="Bring generations to disk.")
+    parser = argparse.ArgumentParser(
+        prog="python -m hetstream.checkpoint.saver", description="Bring generations to disk."
+    )
     parser.add_argument("--store", type=Path, required=True, help="the store's directory")
     parser.add_argument("--directory", type=Path, required=True, help="of the checkpoints")
     parser.add_argument(

@@ -22,12 +22,12 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.checksum import checksum
-from checkpoint.errors import DamagedSegment, OptionsError, SharedMemoryFull
-from checkpoint.faults import reach
-from checkpoint.generation import Generation
-from checkpoint.pages import Populate, give_back, populate
 from hetstream.base.limits import available_bytes
+from hetstream.checkpoint.checksum import checksum
+from hetstream.checkpoint.errors import DamagedSegment, OptionsError, SharedMemoryFull
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.pages import Populate, give_back, populate
 
 VERSION = 2
 PAGE_BYTES = 4096

@@ -7,11 +7,19 @@ import logging
 import os
 from pathlib import Path
 
-from checkpoint.errors import DamagedSegment, SharedMemoryFull
-from checkpoint.faults import reach
-from checkpoint.locks import FileLock
-from checkpoint.segment import MAX_METADATA_BYTES, PAGE_BYTES, Segment, State, check_memory, check_room, file_bytes
-from checkpoint.store_files import SlotContent, StoreFiles
+from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.locks import FileLock
+from hetstream.checkpoint.segment import (
+    MAX_METADATA_BYTES,
+    PAGE_BYTES,
+    Segment,
+    State,
+    check_memory,
+    check_room,
+    file_bytes,
+)
+from hetstream.checkpoint.store_files import SlotContent, StoreFiles
 
 _log = logging.getLogger(__name__)
 

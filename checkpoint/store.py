@@ -17,17 +17,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from checkpoint.adoption import make_store, own_store
-from checkpoint.errors import CheckpointError, DamagedSegment, OptionsError, SharedMemoryFull
-from checkpoint.faults import reach
-from checkpoint.generation import MAX_NUMBER, Generation
-from checkpoint.locks import FileLock
-from checkpoint.policy.lineage import Lineage
-from checkpoint.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
-from checkpoint.segment import Segment, file_bytes
-from checkpoint.slot import Slot, SlotMemory, take_slots
-from checkpoint.store_files import SHARED_MEMORY, Identity, SaverStatus, SlotContent, StoreFiles
-from checkpoint.writable_slot import WritableSlot
+from hetstream.checkpoint.adoption import make_store, own_store
+from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, OptionsError, SharedMemoryFull
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.generation import MAX_NUMBER, Generation
+from hetstream.checkpoint.locks import FileLock
+from hetstream.checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
+from hetstream.checkpoint.segment import Segment, file_bytes
+from hetstream.checkpoint.slot import Slot, SlotMemory, take_slots
+from hetstream.checkpoint.store_files import SHARED_MEMORY, Identity, SaverStatus, SlotContent, StoreFiles
+from hetstream.checkpoint.writable_slot import WritableSlot
 
 _log = logging.getLogger(__name__)
 

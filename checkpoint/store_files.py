@@ -29,15 +29,21 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint import typed_json
-from checkpoint.errors import CheckpointError, DamagedSegment, DirectoryNotWritable, ForeignOwner, OptionsError
-from checkpoint.faults import reach
-from checkpoint.generation import Generation
-from checkpoint.locks import FileLock, is_locked
-from checkpoint.policy.lineage import Lineage
-from checkpoint.replica.peers import Order
-from checkpoint.segment import Header, Segment, State, read_header
 from hetstream.base.files import Directory
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.errors import (
+    CheckpointError,
+    DamagedSegment,
+    DirectoryNotWritable,
+    ForeignOwner,
+    OptionsError,
+)
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.locks import FileLock, is_locked
+from hetstream.checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.replica.peers import Order
+from hetstream.checkpoint.segment import Header, Segment, State, read_header
 
 _NAME = re.compile(r"\.?hetstream-ckpt-(\d+)-([\w.+]+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})", re.ASCII)
 _JOB = re.compile(r"[\w.+]{1,64}", re.ASCII)

@@ -17,23 +17,23 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint import commit
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import CheckpointError, DamagedCheckpoint, DamagedSegment, DirectoryReplaced
-from checkpoint.faults import reach
-from checkpoint.formats.part import plan_part
-from checkpoint.formats.plan import FilePlan
-from checkpoint.generation import Generation
-from checkpoint.latest import problem_of_latest
-from checkpoint.layout import from_json
-from checkpoint.manifest import Part
-from checkpoint.mapped_slots import MappedSlots
-from checkpoint.replica.service import ReplicaService
-from checkpoint.segment import Segment, split_metadata
-from checkpoint.store_files import SaverStatus, SlotContent
-from checkpoint.structure import Record
-from checkpoint.turns import next_turn
-from checkpoint.view import StoreView
+from hetstream.checkpoint import commit
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import CheckpointError, DamagedCheckpoint, DamagedSegment, DirectoryReplaced
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.formats.part import plan_part
+from hetstream.checkpoint.formats.plan import FilePlan
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.latest import problem_of_latest
+from hetstream.checkpoint.layout import from_json
+from hetstream.checkpoint.manifest import Part
+from hetstream.checkpoint.mapped_slots import MappedSlots
+from hetstream.checkpoint.replica.service import ReplicaService
+from hetstream.checkpoint.segment import Segment, split_metadata
+from hetstream.checkpoint.store_files import SaverStatus, SlotContent
+from hetstream.checkpoint.structure import Record
+from hetstream.checkpoint.turns import next_turn
+from hetstream.checkpoint.view import StoreView
 
 _log = logging.getLogger(__name__)
 

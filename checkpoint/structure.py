@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from checkpoint import typed_json
-from checkpoint.errors import DamagedCheckpoint, OtherRelease
-from checkpoint.tree import Foreign, MakeForeign, Node, decode, numbers_in, renumbered
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease
+from hetstream.checkpoint.tree import Foreign, MakeForeign, Node, decode, numbers_in, renumbered
 
 VERSION = 1
 

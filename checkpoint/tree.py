@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from checkpoint.errors import DamagedCheckpoint, UnsupportedState, first_line
+from hetstream.checkpoint.errors import DamagedCheckpoint, UnsupportedState, first_line
 
 # Larger arrays and byte strings are payload, not structure.
 MAX_INLINE_BYTES = 4096

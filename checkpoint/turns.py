@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from checkpoint.generation import Generation
+from hetstream.checkpoint.generation import Generation
 
 
 @dataclass(frozen=True)

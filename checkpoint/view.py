@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.errors import CheckpointError, DamagedLineage, StoreInUse
-from checkpoint.generation import Generation
-from checkpoint.lineage import read_lineage
-from checkpoint.locks import FileLock
-from checkpoint.policy.lineage import Lineage
-from checkpoint.store_files import (
+from hetstream.base.files import Directory
+from hetstream.checkpoint.errors import CheckpointError, DamagedLineage, StoreInUse
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.lineage import read_lineage
+from hetstream.checkpoint.locks import FileLock
+from hetstream.checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.store_files import (
     FALLBACK,
     SHARED_MEMORY,
     Holder,
@@ -28,7 +29,6 @@ from checkpoint.store_files import (
     list_stores,
     stores_prefix,
 )
-from hetstream.base.files import Directory
 
 _PIPE_BYTES = 1 << 16
 # Whoever looks whether a saver lives holds its lock for a moment.

@@ -6,14 +6,14 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from checkpoint.errors import DamagedSegment, OptionsError
-from checkpoint.faults import reach
-from checkpoint.generation import Generation
-from checkpoint.segment import State
-from checkpoint.slot import Slot
+from hetstream.checkpoint.errors import DamagedSegment, OptionsError
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.segment import State
+from hetstream.checkpoint.slot import Slot
 
 if TYPE_CHECKING:
-    from checkpoint.store import Store
+    from hetstream.checkpoint.store import Store
 
 _log = logging.getLogger(__name__)
 

@@ -24,13 +24,14 @@ import math
 import re
 from collections.abc import Sequence
 
-from hetjob.convert_checkpoint import checkpoint_overrides
-from hetjob.convert_trainer import trainer_overrides
-from hetjob.directives import is_own, prologue_length, split_line
-from hetjob.errors import ConversionError, UsageError
-from hetjob.plan import Change, Component, HetPlan
-from hetjob.ports import UNKNOWN_CLUSTER, Cluster, PartitionLimits
-from hetjob.sbatch_options import (
+from hetstream.base.text import shortened
+from hetstream.hetjob.convert_checkpoint import checkpoint_overrides
+from hetstream.hetjob.convert_trainer import trainer_overrides
+from hetstream.hetjob.directives import is_own, prologue_length, split_line
+from hetstream.hetjob.errors import ConversionError, UsageError
+from hetstream.hetjob.plan import Change, Component, HetPlan
+from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, PartitionLimits
+from hetstream.hetjob.sbatch_options import (
     OF_ONE_COMPONENT,
     SbatchOption,
     SbatchOptions,
@@ -41,8 +42,7 @@ from hetjob.sbatch_options import (
     refuse_line_breaks,
     words_of,
 )
-from hetjob.spec import NO_RESERVATION, JobSpec
-from hetstream.base.text import shortened
+from hetstream.hetjob.spec import NO_RESERVATION, JobSpec
 
 _SHELLS = ("sh", "bash", "dash", "ash", "ksh", "mksh", "zsh")
 # One process per CPU: Python with its libraries, the dataset, and a few finished batches of large images.

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from hetjob.plan import Change
-from hetjob.request import gpus_per_task, tasks_per_node
-from hetjob.sbatch_options import SbatchOption, SbatchOptions, megabytes, memory_words
-from hetjob.spec import JobSpec
+from hetstream.hetjob.plan import Change
+from hetstream.hetjob.request import gpus_per_task, tasks_per_node
+from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, megabytes, memory_words
+from hetstream.hetjob.spec import JobSpec
 
 # One slot is written while one is persisted and one holds the newest: then no save ever waits.
 NUM_SLOTS = 3

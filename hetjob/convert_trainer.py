@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hetjob.plan import Change
-from hetjob.request import asks_for_gpus, count, gpus_per_task
-from hetjob.sbatch_options import SbatchOption, SbatchOptions, megabytes, memory_words
-from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
+from hetstream.hetjob.plan import Change
+from hetstream.hetjob.request import asks_for_gpus, count, gpus_per_task
+from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, megabytes, memory_words
+from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU, JobSpec
 
 # The CPUs among the resources of --tres-per-task: `cpu:8,gres/gpu:1`, or with `=` as some releases write it.
 _TRES_CPUS = re.compile(r"(?:^|(?<=,))cpu[:=](\d+)(?=,|$)", re.ASCII)

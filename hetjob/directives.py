@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from hetjob.errors import DirectiveError
-from hetjob.sbatch_options import SbatchOption
-from hetjob.spec import OPTIONS, JobSpec, parse_value
+from hetstream.hetjob.errors import DirectiveError
+from hetstream.hetjob.sbatch_options import SbatchOption
+from hetstream.hetjob.spec import OPTIONS, JobSpec, parse_value
 
 MARK = "#HETSTREAM"
 # A word of a command has no more (MAX_ARG_STRLEN of Linux).

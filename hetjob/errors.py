@@ -1,4 +1,4 @@
-"""Errors of the job side; the base classes come from `mpi_dataworkers.errors`.
+"""Errors of the job side; the base classes come from `hetstream.mpi_dataworkers.errors`.
 
 HetstreamError
 ├── UsageError
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetstream.base.text import shortened
-from mpi_dataworkers.errors import HetstreamError, UsageError
+from hetstream.mpi_dataworkers.errors import HetstreamError, UsageError
 
 # Characters of what a command was told, and of what it said, in a message; both may hold what users wrote.
 _MOST_SHOWN = 2000

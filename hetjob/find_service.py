@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetjob.ended_job import SUMMARY_FILE
-from hetjob.errors import ServiceNotFound, SlurmCommandError, UsageError
 from hetstream.base.files import Directory
-from mpi_dataworkers.address import parse_service
+from hetstream.hetjob.ended_job import SUMMARY_FILE
+from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError, UsageError
+from hetstream.mpi_dataworkers.address import parse_service
 
 _ADDRESS = "address"
 _JOB_ID = re.compile(r"(\d+)(?:\+\d+|_\d+)?")

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetjob.temporary import remove_tree
 from hetstream.base.files import Directory
+from hetstream.hetjob.temporary import remove_tree
 
 _NAME = re.compile(r"job-(\d+)(?:-restart-\d+)?")
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 
-from hetjob.errors import SlurmCommandError
+from hetstream.hetjob.errors import SlurmCommandError
 
 log = logging.getLogger(__name__)
 

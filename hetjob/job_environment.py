@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetjob.errors import MasterError
+from hetstream.hetjob.errors import MasterError
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetjob.errors import MasterError, ProgramNotFound, UsageError
-from hetjob.master.state import MasterState, Phase
-from hetjob.ports import Child
-from hetjob.processes import next_signal, signals_held, start_child
-from hetjob.service import Service, read_summary
-from hetjob.temporary import temporary_directory
 from hetstream.base.private import make_private
-from mpi_dataworkers.config import environment_with_hash_seed
+from hetstream.hetjob.errors import MasterError, ProgramNotFound, UsageError
+from hetstream.hetjob.master.state import MasterState, Phase
+from hetstream.hetjob.ports import Child
+from hetstream.hetjob.processes import next_signal, signals_held, start_child
+from hetstream.hetjob.service import Service, read_summary
+from hetstream.hetjob.temporary import temporary_directory
+from hetstream.mpi_dataworkers.config import environment_with_hash_seed
 
 _READY_LIMIT_S = 30.0
 _IDLE_S = 5.0  # the program's end wakes the wait at once

@@ -9,8 +9,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from hetjob.directives import prologue_length
-from hetjob.plan import HetPlan
+from hetstream.hetjob.directives import prologue_length
+from hetstream.hetjob.plan import HetPlan
 
 # Lines that sbatch reads options from: the block's own must come after them all.
 _OPTION_LINES = ("#!", "#SBATCH", "#SLURM", "#PBS", "#BSUB", "#HETSTREAM")

@@ -6,7 +6,7 @@ import math
 import re
 from fractions import Fraction
 
-from hetjob.sbatch_options import SbatchOptions
+from hetstream.hetjob.sbatch_options import SbatchOptions
 
 
 def gpus_per_task(options: SbatchOptions) -> Fraction:

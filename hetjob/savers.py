@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from checkpoint.config import JOB_SAVER
-from hetjob.errors import SaversError
-from hetjob.job_environment import JobEnvironment
-from hetjob.ports import SlurmClient
 from hetstream.base.private import make_private
+from hetstream.checkpoint.config import JOB_SAVER
+from hetstream.hetjob.errors import SaversError
+from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.ports import SlurmClient
 
 # A step starts in a fraction of a second; Python from a busy shared file system may take many.
 _START_LIMIT_S = 60.0

@@ -1,4 +1,4 @@
-"""Run a dispatcher and its data workers: carry out what `hetjob.master.state` decides, report what happened to it.
+"""Run a dispatcher and its data workers: carry out what `hetstream.hetjob.master.state` decides, report what happened to it.
 
 Shared by the job master (children are job steps) and the local backend (children are processes). All processes and
 clocks of both are here; no decision is.
@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetjob.master.state import (
+from hetstream.base.files import Directory
+from hetstream.hetjob.master.state import (
     DISPATCHER,
     Begin,
     BeginElastic,
@@ -32,10 +33,9 @@ from hetjob.master.state import (
     StopRequested,
     data_worker,
 )
-from hetjob.ports import Child
-from hetjob.processes import next_signal
-from hetstream.base.files import Directory
-from mpi_dataworkers.errors import HetstreamError
+from hetstream.hetjob.ports import Child
+from hetstream.hetjob.processes import next_signal
+from hetstream.mpi_dataworkers.errors import HetstreamError
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetjob.table import RED, YELLOW, Cell, duration_words, rate_words, size_words, table
 from hetstream.base.text import printable
-from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status
+from hetstream.hetjob.table import RED, YELLOW, Cell, duration_words, rate_words, size_words, table
+from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status
 
 # A trainer that waits for a twentieth of its time is worth a look, for half of it a remedy.
 _WAITS_SOME, _WAITS_MUCH = 0.05, 0.5

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpi_dataworkers.visitation import ShardingPolicy, Visitation
+from hetstream.mpi_dataworkers.visitation import ShardingPolicy, Visitation
 
 if TYPE_CHECKING:
-    from mpi_dataworkers.data_state import merge_states
-    from mpi_dataworkers.generators import numpy_sample_generator, sample_generator
-    from mpi_dataworkers.loader import DataLoader, mix
+    from hetstream.mpi_dataworkers.data_state import merge_states
+    from hetstream.mpi_dataworkers.generators import numpy_sample_generator, sample_generator
+    from hetstream.mpi_dataworkers.loader import DataLoader, mix
 
 __all__ = [
     "DataLoader",
@@ -28,19 +28,19 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "DataLoader":
-        from mpi_dataworkers.loader import DataLoader
+        from hetstream.mpi_dataworkers.loader import DataLoader
 
         return DataLoader
     if name == "mix":
-        from mpi_dataworkers.loader import mix
+        from hetstream.mpi_dataworkers.loader import mix
 
         return mix
     if name == "merge_states":
-        from mpi_dataworkers.data_state import merge_states
+        from hetstream.mpi_dataworkers.data_state import merge_states
 
         return merge_states
     if name in ("numpy_sample_generator", "sample_generator"):
-        from mpi_dataworkers import generators
+        from hetstream.mpi_dataworkers import generators
 
         return getattr(generators, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from hetstream.base.files import Directory, UntrustedFile
-from mpi_dataworkers.errors import ConfigError, ServiceError, ServiceUnavailable
+from hetstream.mpi_dataworkers.errors import ConfigError, ServiceError, ServiceUnavailable
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.messages import PlannedOrder
-from mpi_dataworkers.sharding import EpochPlan, Indices, derive_seed, permute
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.messages import PlannedOrder
+from hetstream.mpi_dataworkers.sharding import EpochPlan, Indices, derive_seed, permute
 
 # So that the seeds of buckets and of the order of rounds are none of those of an epoch plan.
 _BUCKET_SEED = 0x6275636B

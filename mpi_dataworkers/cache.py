@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 
-from mpi_dataworkers.codec import Buffer
-from mpi_dataworkers.messages import Ranges
-from mpi_dataworkers.reorder import as_ranges
+from hetstream.mpi_dataworkers.codec import Buffer
+from hetstream.mpi_dataworkers.messages import Ranges
+from hetstream.mpi_dataworkers.reorder import as_ranges
 
 
 @dataclass(frozen=True)

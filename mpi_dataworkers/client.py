@@ -26,17 +26,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
-import mpi_dataworkers.errors
-from mpi_dataworkers.address import ServiceAddress, wait_for_address_file
-from mpi_dataworkers.codec import Buffer
-from mpi_dataworkers.config import Identity
-from mpi_dataworkers.connection import CONNECT_TIMEOUT_S, REPORT_S, Connection, ConnectionOptions, join_service
-from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
-from mpi_dataworkers.errors import HetstreamError, ProtocolError, RemoteError, ServiceError
-from mpi_dataworkers.faults import reach
-from mpi_dataworkers.interpreter import this_interpreter
-from mpi_dataworkers.memory import keep_freed_memory
-from mpi_dataworkers.messages import (
+import hetstream.mpi_dataworkers.errors
+from hetstream.mpi_dataworkers.address import ServiceAddress, wait_for_address_file
+from hetstream.mpi_dataworkers.codec import Buffer
+from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.connection import (
+    CONNECT_TIMEOUT_S,
+    REPORT_S,
+    Connection,
+    ConnectionOptions,
+    join_service,
+)
+from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
+from hetstream.mpi_dataworkers.errors import HetstreamError, ProtocolError, RemoteError, ServiceError
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.interpreter import this_interpreter
+from hetstream.mpi_dataworkers.memory import keep_freed_memory
+from hetstream.mpi_dataworkers.messages import (
     Alive,
     Batch,
     Batches,
@@ -71,10 +77,10 @@ from mpi_dataworkers.messages import (
     StepsLost,
     UnknownPeer,
 )
-from mpi_dataworkers.naming import LoaderName, title_of
-from mpi_dataworkers.reorder import ReorderBuffer
-from mpi_dataworkers.transports.base import ReceivedBatch, Reconnected
-from mpi_dataworkers.window import MAX_STEPS, StepSize, Window
+from hetstream.mpi_dataworkers.naming import LoaderName, title_of
+from hetstream.mpi_dataworkers.reorder import ReorderBuffer
+from hetstream.mpi_dataworkers.transports.base import ReceivedBatch, Reconnected
+from hetstream.mpi_dataworkers.window import MAX_STEPS, StepSize, Window
 
 _log = logging.getLogger(__name__)
 
@@ -678,7 +684,7 @@ class ServiceClient:
         if self._failure is not None:
             raise self._failure
         if not self._registered:
-            raise mpi_dataworkers.errors.ServiceUnavailable(
+            raise hetstream.mpi_dataworkers.errors.ServiceUnavailable(
                 f"the dispatcher let this loader in but did not answer within {CONNECT_TIMEOUT_S:g} s; "
                 "see the dispatcher's log"
             )
@@ -767,7 +773,7 @@ class ServiceClient:
                 _log.info("the dispatcher does not know this loader (restarted?): registering again")
                 self._register(now)
         elif isinstance(message, Refused):
-            kind = getattr(mpi_dataworkers.errors, message.code, ServiceError)
+            kind = getattr(hetstream.mpi_dataworkers.errors, message.code, ServiceError)
             raise kind(message.text)
         elif isinstance(message, Notice):
             _log.warning("hetstream: %s", message.text)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from mpi_dataworkers.errors import ProtocolError
-from mpi_dataworkers.messages import PROTOCOL_VERSION, AnyMessage, Message
+from hetstream.mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.messages import PROTOCOL_VERSION, AnyMessage, Message
 
 Buffer = bytes | bytearray | memoryview
 

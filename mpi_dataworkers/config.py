@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.base.installed import install_command
-from mpi_dataworkers.errors import ConfigError
+from hetstream.mpi_dataworkers.errors import ConfigError
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 DEFAULT_CACHE_BYTES = 256 << 20

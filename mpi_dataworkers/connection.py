@@ -23,13 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
-from mpi_dataworkers.errors import HetstreamError, ProtocolError, ServiceError
-from mpi_dataworkers.faults import reach
-from mpi_dataworkers.messages import Batches, Message
-from mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected, ToLoader
-from mpi_dataworkers.transports.rails import open_loader_endpoint
+from hetstream.mpi_dataworkers.address import ServiceAddress
+from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
+from hetstream.mpi_dataworkers.errors import HetstreamError, ProtocolError, ServiceError
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.messages import Batches, Message
+from hetstream.mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected, ToLoader
+from hetstream.mpi_dataworkers.transports.rails import open_loader_endpoint
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mpi_dataworkers.errors import StateError
-from mpi_dataworkers.interleave import gather
-from mpi_dataworkers.snapshots import is_text, pack, unpack
+from hetstream.mpi_dataworkers.errors import StateError
+from hetstream.mpi_dataworkers.interleave import gather
+from hetstream.mpi_dataworkers.snapshots import is_text, pack, unpack
 
 VERSION = 3
 # Epoch and turn travel together as one signed 64-bit number.

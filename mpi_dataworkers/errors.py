@@ -18,7 +18,7 @@
     ├── RemoteError              a data worker's exception that cannot have its own type here; also a RuntimeError
     └── DataWorkerDied           a sample ended data worker processes, or made them hang; also a RuntimeError
 
-`hetjob.errors` and `slurm_plugin.errors` add theirs below `HetstreamError`.
+`hetstream.hetjob.errors` and `hetstream.slurm_plugin.errors` add theirs below `HetstreamError`.
 """
 
 from __future__ import annotations

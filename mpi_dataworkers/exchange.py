@@ -21,10 +21,10 @@ from pathlib import Path
 
 import msgspec
 
-from mpi_dataworkers.children import is_stopped
-from mpi_dataworkers.handover import buffers_in, places_of, read_into
-from mpi_dataworkers.messages import ProvideDefinition
-from mpi_dataworkers.ops.pipeline import Definition
+from hetstream.mpi_dataworkers.children import is_stopped
+from hetstream.mpi_dataworkers.handover import buffers_in, places_of, read_into
+from hetstream.mpi_dataworkers.messages import ProvideDefinition
+from hetstream.mpi_dataworkers.ops.pipeline import Definition
 
 _NUM_SLOTS = 16
 # A small definition stays for processes that come later.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mpi_dataworkers.messages import ErrorPolicy, Failure
+from hetstream.mpi_dataworkers.messages import ErrorPolicy, Failure
 
 
 class Verdict(enum.Enum):

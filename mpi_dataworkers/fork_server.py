@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
-from mpi_dataworkers.children import (
+from hetstream.mpi_dataworkers.children import (
     FRESH_PROCESS,
     adopt_orphans,
     begin_child,
@@ -33,12 +33,12 @@ from mpi_dataworkers.children import (
     is_signalled,
     is_stopped,
 )
-from mpi_dataworkers.exchange import Exchange
-from mpi_dataworkers.forks import ForksEndHere
-from mpi_dataworkers.loaded import LoadedProgram
-from mpi_dataworkers.ops.holdings import Holdings
-from mpi_dataworkers.ops.pipeline import Definition, use_one_thread
-from mpi_dataworkers.watch import Answer, StackFile, WorkPage
+from hetstream.mpi_dataworkers.exchange import Exchange
+from hetstream.mpi_dataworkers.forks import ForksEndHere
+from hetstream.mpi_dataworkers.loaded import LoadedProgram
+from hetstream.mpi_dataworkers.ops.holdings import Holdings
+from hetstream.mpi_dataworkers.ops.pipeline import Definition, use_one_thread
+from hetstream.mpi_dataworkers.watch import Answer, StackFile, WorkPage
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mpi_dataworkers.codec import FUSE_BELOW_BYTES, Leaf, Parcel, shared_bytes, size_of
-from mpi_dataworkers.messages import Batch, Batches, Delivery
+from hetstream.mpi_dataworkers.codec import FUSE_BELOW_BYTES, Leaf, Parcel, shared_bytes, size_of
+from hetstream.mpi_dataworkers.messages import Batch, Batches, Delivery
 
 # What one message gathers at most: many times what its price buys in copies, little against a loader's window, and
 # below the 4 MiB from which NumPy asks for huge pages: most messages are not full.

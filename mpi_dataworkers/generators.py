@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.errors import PipelineError
 
 # The global generators are seeded with the seed itself; these streams have nothing in common with theirs.
 _APART = 0x5EED_0F_5A_3B1E

@@ -18,9 +18,9 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from mpi_dataworkers.codec import Buffer
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.messages import Contents
+from hetstream.mpi_dataworkers.codec import Buffer
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.messages import Contents
 
 # More than this is no message: it would hold up the heartbeats behind it, and lie in the dispatcher's memory and
 # journal.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpi_dataworkers.errors import StateError
+from hetstream.mpi_dataworkers.errors import StateError
 
 
 @dataclass

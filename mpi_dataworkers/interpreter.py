@@ -23,15 +23,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hetstream.base.files import Directory
-from mpi_dataworkers.address import has_ended, not_there
-from mpi_dataworkers.config import (
+from hetstream.mpi_dataworkers.address import has_ended, not_there
+from hetstream.mpi_dataworkers.config import (
     container_from_environment,
     environment_with_hash_seed,
     identity_from_environment,
     python_environment,
 )
-from mpi_dataworkers.errors import ConfigError
-from mpi_dataworkers.messages import Interpreter
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.mpi_dataworkers.messages import Interpreter
 
 _log = logging.getLogger(__name__)
 

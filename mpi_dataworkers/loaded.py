@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.messages import Program
-from mpi_dataworkers.ops.pipeline import Definition, Pipeline, load_pipeline
-from mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
-from mpi_dataworkers.programs import joined, serves
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.messages import Program
+from hetstream.mpi_dataworkers.ops.pipeline import Definition, Pipeline, load_pipeline
+from hetstream.mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
+from hetstream.mpi_dataworkers.programs import joined, serves
 
 _log = logging.getLogger(__name__)
 

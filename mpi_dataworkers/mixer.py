@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mpi_dataworkers.errors import ConfigError, StateError
-from mpi_dataworkers.sharding import Indices, derive_seed, derive_seeds
+from hetstream.mpi_dataworkers.errors import ConfigError, StateError
+from hetstream.mpi_dataworkers.sharding import Indices, derive_seed, derive_seeds
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle_until_all"]
 # Steps that are chosen at once: many for numpy, few for memory.

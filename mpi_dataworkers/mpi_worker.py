@@ -17,11 +17,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from mpi_dataworkers.address import has_ended, wait_for_address_file
-from mpi_dataworkers.errors import HetstreamError, ServiceEnded
-from mpi_dataworkers.memory import keep_freed_memory
-from mpi_dataworkers.ops.pipeline import use_one_thread
-from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker
+from hetstream.mpi_dataworkers.address import has_ended, wait_for_address_file
+from hetstream.mpi_dataworkers.errors import HetstreamError, ServiceEnded
+from hetstream.mpi_dataworkers.memory import keep_freed_memory
+from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
+from hetstream.mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def run_mpi_data_worker(address_file: Path, cache_bytes: int, num_threads: int =
     Raises:
         ServiceError: there is no MPI here.
     """
-    from mpi_dataworkers.transports.mpi import enter_world
+    from hetstream.mpi_dataworkers.transports.mpi import enter_world
 
     world = enter_world(is_trainer=False)
     code = 0

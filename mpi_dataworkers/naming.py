@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.config import Identity
 
 _SITE = {"site-packages", "dist-packages"}
 _OWN_PACKAGES = ("mpi_dataworkers", "hetstream", "hetjob", "slurm_plugin")

@@ -9,7 +9,7 @@ import functools
 
 import msgspec
 
-from mpi_dataworkers.messages import Interpreter, Program
+from hetstream.mpi_dataworkers.messages import Interpreter, Program
 
 
 def serves(loaded: Program, wanted: Program) -> bool:

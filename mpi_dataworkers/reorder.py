@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from mpi_dataworkers.messages import Ranges
+from hetstream.mpi_dataworkers.messages import Ranges
 
 # Revoked tokens worth remembering: batches of older leases are long gone or long consumed.
 _TOKENS_KEPT = 4096

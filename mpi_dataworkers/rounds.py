@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mpi_dataworkers.bucketing import boundary_problems
-from mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.bucketing import boundary_problems
+from hetstream.mpi_dataworkers.errors import PipelineError
 
 T = TypeVar("T")
 

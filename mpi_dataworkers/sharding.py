@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.errors import PipelineError
 
 Indices = npt.NDArray[np.int64]
 

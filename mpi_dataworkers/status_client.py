@@ -6,11 +6,11 @@ import secrets
 import time
 from pathlib import Path
 
-from mpi_dataworkers.address import ServiceAddress, read_address_file
-from mpi_dataworkers.errors import ServiceError, ServiceUnavailable
-from mpi_dataworkers.messages import Refused, RequestStatus, Status, SteerDataWorkers
-from mpi_dataworkers.transports.base import Reconnected
-from mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
+from hetstream.mpi_dataworkers.address import ServiceAddress, read_address_file
+from hetstream.mpi_dataworkers.errors import ServiceError, ServiceUnavailable
+from hetstream.mpi_dataworkers.messages import Refused, RequestStatus, Status, SteerDataWorkers
+from hetstream.mpi_dataworkers.transports.base import Reconnected
+from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
 
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 5.0

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from mpi_dataworkers.address import ServiceAddress, has_ended, wait_for_address_file
-from mpi_dataworkers.children import (
+from hetstream.mpi_dataworkers.address import ServiceAddress, has_ended, wait_for_address_file
+from hetstream.mpi_dataworkers.children import (
     END_SIGNALS,
     FRESH_PROCESS,
     HELD_SIGNALS,
@@ -35,16 +35,16 @@ from mpi_dataworkers.children import (
     fork_child,
     is_signalled,
 )
-from mpi_dataworkers.ending import Ending
-from mpi_dataworkers.errors import HetstreamError, ServiceEnded
-from mpi_dataworkers.exchange import Exchange
-from mpi_dataworkers.fork_server import ForkServers
-from mpi_dataworkers.loaded import LoadedProgram
-from mpi_dataworkers.memory import keep_freed_memory
-from mpi_dataworkers.messages import Fate
-from mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
-from mpi_dataworkers.watch import Answer, StackFile, Work, WorkPage, count_oom_kills, fate_of, how_it_ended
-from mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker
+from hetstream.mpi_dataworkers.ending import Ending
+from hetstream.mpi_dataworkers.errors import HetstreamError, ServiceEnded
+from hetstream.mpi_dataworkers.exchange import Exchange
+from hetstream.mpi_dataworkers.fork_server import ForkServers
+from hetstream.mpi_dataworkers.loaded import LoadedProgram
+from hetstream.mpi_dataworkers.memory import keep_freed_memory
+from hetstream.mpi_dataworkers.messages import Fate
+from hetstream.mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
+from hetstream.mpi_dataworkers.watch import Answer, StackFile, Work, WorkPage, count_oom_kills, fate_of, how_it_ended
+from hetstream.mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker
 
 _log = logging.getLogger(__name__)
 

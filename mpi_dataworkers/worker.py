@@ -21,22 +21,22 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.bucketing import LengthBuckets, plan_of
-from mpi_dataworkers.cache import BatchCache, CachedBatch
-from mpi_dataworkers.codec import Leaf, fuse
-from mpi_dataworkers.config import slurm_job_from_environment
-from mpi_dataworkers.dispatcher.state import HEARTBEAT_S
-from mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
-from mpi_dataworkers.exchange import Exchange
-from mpi_dataworkers.faults import reach
-from mpi_dataworkers.fork_server import FORK_FROM_BYTES, ask_to_be_forked, objects_bytes
-from mpi_dataworkers.forks import ForksEndHere
-from mpi_dataworkers.gather import Gatherer
-from mpi_dataworkers.handover import HandoverFailed
-from mpi_dataworkers.interpreter import this_interpreter
-from mpi_dataworkers.loaded import LoadedProgram, OtherProgram
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.address import ServiceAddress
+from hetstream.mpi_dataworkers.bucketing import LengthBuckets, plan_of
+from hetstream.mpi_dataworkers.cache import BatchCache, CachedBatch
+from hetstream.mpi_dataworkers.codec import Leaf, fuse
+from hetstream.mpi_dataworkers.config import slurm_job_from_environment
+from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
+from hetstream.mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
+from hetstream.mpi_dataworkers.exchange import Exchange
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.fork_server import FORK_FROM_BYTES, ask_to_be_forked, objects_bytes
+from hetstream.mpi_dataworkers.forks import ForksEndHere
+from hetstream.mpi_dataworkers.gather import Gatherer
+from hetstream.mpi_dataworkers.handover import HandoverFailed
+from hetstream.mpi_dataworkers.interpreter import this_interpreter
+from hetstream.mpi_dataworkers.loaded import LoadedProgram, OtherProgram
+from hetstream.mpi_dataworkers.messages import (
     AddProcess,
     Alive,
     Batch,
@@ -71,9 +71,9 @@ from mpi_dataworkers.messages import (
     WorkerHeartbeat,
     WorkerRegistered,
 )
-from mpi_dataworkers.ops.index_form import INTS, IndexForm, unpack_indices
-from mpi_dataworkers.ops.iterable import ShardReader
-from mpi_dataworkers.ops.pipeline import (
+from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm, unpack_indices
+from hetstream.mpi_dataworkers.ops.iterable import ShardReader
+from hetstream.mpi_dataworkers.ops.pipeline import (
     Definition,
     EnteredPipeline,
     Pipeline,
@@ -83,15 +83,15 @@ from mpi_dataworkers.ops.pipeline import (
     use_one_thread,
     without,
 )
-from mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
-from mpi_dataworkers.ops.shared_memory import WriteWatch
-from mpi_dataworkers.ops.tree import flatten
-from mpi_dataworkers.sharding import Indices, SampleSeeds
-from mpi_dataworkers.threads import ThreadTeam
-from mpi_dataworkers.transports.base import PeerUnreachable, Reconnected, WorkerEndpoint
-from mpi_dataworkers.transports.rails import RailSender, Receivers
-from mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
-from mpi_dataworkers.watch import WorkPage
+from hetstream.mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
+from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
+from hetstream.mpi_dataworkers.ops.tree import flatten
+from hetstream.mpi_dataworkers.sharding import Indices, SampleSeeds
+from hetstream.mpi_dataworkers.threads import ThreadTeam
+from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, Reconnected, WorkerEndpoint
+from hetstream.mpi_dataworkers.transports.rails import RailSender, Receivers
+from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
+from hetstream.mpi_dataworkers.watch import WorkPage
 
 _log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from hetjob.ended_job import EndedJob
-from hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
-from slurm_plugin.client.accounting import Usage
-from slurm_plugin.client.model import Job, Snapshot
-from slurm_plugin.fragmentation import measure_table
-from slurm_plugin.node_table import NodeTable
-from slurm_plugin.shapes import alike_jobs, pending_shapes, shape_of
-from slurm_plugin.why import Explainer
+from hetstream.hetjob.ended_job import EndedJob
+from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
+from hetstream.slurm_plugin.client.accounting import Usage
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.fragmentation import measure_table
+from hetstream.slurm_plugin.node_table import NodeTable
+from hetstream.slurm_plugin.shapes import alike_jobs, pending_shapes, shape_of
+from hetstream.slurm_plugin.why import Explainer
 
 # A trainer that waits for a twentieth of its time is worth a look.
 MUCH_WAITING = 0.05

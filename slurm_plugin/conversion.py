@@ -11,16 +11,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetjob.convert import MissingPartition, check_cluster, convert, script_options
-from hetjob.directives import from_command_line, is_own, late_directives, near_misses, read_directives, read_spec
-from hetjob.errors import SlurmCommandError, UsageError
-from hetjob.plan import HetPlan
-from hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
-from hetjob.render import render
-from hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment, parse_words
-from hetjob.spec import OPTIONS, JobSpec
-from slurm_plugin.client.values import seconds
-from slurm_plugin.report import duration
+from hetstream.hetjob.convert import MissingPartition, check_cluster, convert, script_options
+from hetstream.hetjob.directives import (
+    from_command_line,
+    is_own,
+    late_directives,
+    near_misses,
+    read_directives,
+    read_spec,
+)
+from hetstream.hetjob.errors import SlurmCommandError, UsageError
+from hetstream.hetjob.plan import HetPlan
+from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
+from hetstream.hetjob.render import render
+from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment, parse_words
+from hetstream.hetjob.spec import OPTIONS, JobSpec
+from hetstream.slurm_plugin.client.values import seconds
+from hetstream.slurm_plugin.report import duration
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ def convert_script(
         program: how the job calls hetstream.
 
     Raises:
-        UsageError: directives, options or Slurm limits; see `hetjob.errors`.
+        UsageError: directives, options or Slurm limits; see `hetstream.hetjob.errors`.
     """
     text = body.decode(errors="surrogateescape")
     spec = read_spec([*read_directives(text, name), *from_command_line(command_line)], name)

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from slurm_plugin.client.hostlist import compress, expand
-from slurm_plugin.client.model import Snapshot
-from slurm_plugin.client.read import release_of
-from slurm_plugin.lua_settings import OPTIONS, WITHOUT
+from hetstream.slurm_plugin.client.hostlist import compress, expand
+from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.read import release_of
+from hetstream.slurm_plugin.lua_settings import OPTIONS, WITHOUT
 
 DEFAULT_BF_INTERVAL_S = 30
 GOOD_BF_INTERVAL_S = 5

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from hetjob.ended_job import EndedJob, read_ended
+from hetstream.hetjob.ended_job import EndedJob, read_ended
 
 
 def ended_jobs(places: Iterable[Path], since_s: float) -> list[EndedJob]:

@@ -17,13 +17,13 @@
     ├── DaemonStateError         the site daemon's directory is in use, damaged or another program's
     └── ServeError               an address cannot be listened on, or a package for it is missing
 
-Slurm commands that fail raise `hetjob.errors.SlurmCommandError`.
+Slurm commands that fail raise `hetstream.hetjob.errors.SlurmCommandError`.
 """
 
 from __future__ import annotations
 
 from hetstream.base.text import shortened
-from mpi_dataworkers.errors import HetstreamError
+from hetstream.mpi_dataworkers.errors import HetstreamError
 
 __all__ = [
     "BootFailed",

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slurm_plugin.client.model import Job, Node, Partition, gpu_share
-from slurm_plugin.node_table import Counts, Mask, NodeTable
-from slurm_plugin.shapes import RESOURCES, Shape, alike_jobs, pending_shapes
+from hetstream.slurm_plugin.client.model import Job, Node, Partition, gpu_share
+from hetstream.slurm_plugin.node_table import Counts, Mask, NodeTable
+from hetstream.slurm_plugin.shapes import RESOURCES, Shape, alike_jobs, pending_shapes
 
 # The paper counts machines with all CPUs taken and more than this share of the GPUs free, and the reverse.
 MUCH_FREE = 0.25

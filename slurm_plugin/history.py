@@ -19,8 +19,8 @@ from types import TracebackType
 import msgspec
 
 from hetstream.base.files import others_can_write
-from slurm_plugin.errors import HistoryError
-from slurm_plugin.observation import Sample
+from hetstream.slurm_plugin.errors import HistoryError
+from hetstream.slurm_plugin.observation import Sample
 
 KEEP_S = 92 * 86400.0
 # Marks the file as ours (pragma application_id): "hets".

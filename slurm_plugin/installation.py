@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetjob.errors import UsageError
-from slurm_plugin.devcluster.umask import readable_by_all
-from slurm_plugin.errors import DamagedRecord, StillInUse
-from slurm_plugin.lua_settings import OPTIONS, WITHOUT, asked_for
+from hetstream.hetjob.errors import UsageError
+from hetstream.slurm_plugin.devcluster.umask import readable_by_all
+from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse
+from hetstream.slurm_plugin.lua_settings import OPTIONS, WITHOUT, asked_for
 
 LUA_DIR = Path(__file__).with_name("lua")
 HOOKS = {

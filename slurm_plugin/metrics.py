@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from hetstream.base.installed import install_command
-from slurm_plugin.client.model import Node, Partition
-from slurm_plugin.errors import ServeError
-from slurm_plugin.fragmentation import NodeFragmentation
-from slurm_plugin.monitor import Reading
-from slurm_plugin.observation import Observation, Waiting
-from slurm_plugin.web import listening
+from hetstream.slurm_plugin.client.model import Node, Partition
+from hetstream.slurm_plugin.errors import ServeError
+from hetstream.slurm_plugin.fragmentation import NodeFragmentation
+from hetstream.slurm_plugin.monitor import Reading
+from hetstream.slurm_plugin.observation import Observation, Waiting
+from hetstream.slurm_plugin.web import listening
 
 try:
     import prometheus_client
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
 
-    from mpi_dataworkers.dispatcher.exposition import Exposition
+    from hetstream.mpi_dataworkers.dispatcher.exposition import Exposition
 except ImportError as error:
     raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 

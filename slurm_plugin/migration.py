@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from checkpoint.config import TAKES_OVER
-from checkpoint.ownership import Event, Owner
-from hetjob.errors import UsageError
-from hetjob.sbatch_options import SbatchOption, SbatchOptions
+from hetstream.checkpoint.config import TAKES_OVER
+from hetstream.checkpoint.ownership import Event, Owner
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions
 
 
 def export_option(job_id: str, script: Sequence[SbatchOption], given: Sequence[SbatchOption]) -> SbatchOption:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hetjob.errors import HetstreamError
-from slurm_plugin.client.model import Job, Snapshot
-from slurm_plugin.history import History
-from slurm_plugin.observation import Observation, observe
+from hetstream.hetjob.errors import HetstreamError
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.history import History
+from hetstream.slurm_plugin.observation import Observation, observe
 
 logger = logging.getLogger(__name__)
 

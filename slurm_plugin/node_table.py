@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurm_plugin.client.model import Job, Node, Partition
+from hetstream.slurm_plugin.client.model import Job, Node, Partition
 
 Mask = NDArray[np.bool_]
 Counts = NDArray[np.int64]

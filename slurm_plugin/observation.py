@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slurm_plugin.client.model import Job, Snapshot
-from slurm_plugin.fragmentation import Fragmentation, measure
-from slurm_plugin.shapes import alike_jobs
-from slurm_plugin.why import Explainer
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.fragmentation import Fragmentation, measure
+from hetstream.slurm_plugin.shapes import alike_jobs
+from hetstream.slurm_plugin.why import Explainer
 
 # Between these lie the classes of GoldMiner's indicator, from "CPUs gone" over "in step" to "GPUs gone".
 CLASS_EDGES = (-0.5, -0.25, 0.25, 0.5)

@@ -17,8 +17,8 @@ from statistics import fmean
 from typing import Any
 
 from hetstream.base.text import printable
-from slurm_plugin.advise import Advice, advise
-from slurm_plugin.charts import (
+from hetstream.slurm_plugin.advise import Advice, advise
+from hetstream.slurm_plugin.charts import (
     Axis,
     Series,
     cell,
@@ -31,9 +31,9 @@ from slurm_plugin.charts import (
     ticked,
     with_gaps,
 )
-from slurm_plugin.fragmentation import NodeFragmentation
-from slurm_plugin.observation import NUM_CLASSES, Observation, Sample, WaitingJob, class_of
-from slurm_plugin.report import duration, percent, signed
+from hetstream.slurm_plugin.fragmentation import NodeFragmentation
+from hetstream.slurm_plugin.observation import NUM_CLASSES, Observation, Sample, WaitingJob, class_of
+from hetstream.slurm_plugin.report import duration, percent, signed
 
 NUM_WORST = 10
 # Widths for which each chart is drawn: one for desktops, one for phones. The style sheet shows one of them.

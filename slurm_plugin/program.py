@@ -9,13 +9,13 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NoReturn
 
-from hetjob.errors import ProgramNotFound
 from hetstream.base.installed import install_command
-from mpi_dataworkers.config import environment_of_python
-from mpi_dataworkers.interpreter import PythonEnvironment
+from hetstream.hetjob.errors import ProgramNotFound
+from hetstream.mpi_dataworkers.config import environment_of_python
+from hetstream.mpi_dataworkers.interpreter import PythonEnvironment
 
 # What comes before the import: else modules of the working directory would be found first.
-_START = "import sys; sys.path[:1] = filter(None, sys.path[:1]); from slurm_plugin.cli import main; sys.exit(main())"
+_START = "import sys; sys.path[:1] = filter(None, sys.path[:1]); from hetstream.slurm_plugin.cli import main; sys.exit(main())"
 
 
 def own_program() -> tuple[str, ...]:

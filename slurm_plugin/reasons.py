@@ -11,7 +11,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from slurm_plugin.client.model import Job, is_resource_reason
+from hetstream.slurm_plugin.client.model import Job, is_resource_reason
 
 # Reason, as a pattern of its beginning -> kind, in words, the next step. {id}, {array}, {dependency}, {reason}, {user},
 # {account}, {qos}, {partition}, {reservation} and {begin} are filled in.

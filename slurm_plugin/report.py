@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetjob.table import Cell, table
 from hetstream.base.text import printable
-from slurm_plugin.client.hostlist import compress
+from hetstream.hetjob.table import Cell, table
+from hetstream.slurm_plugin.client.hostlist import compress
 
 # Grows when a key changes its meaning or goes; new keys may come at any time.
 SCHEMA_VERSION = 1

@@ -10,9 +10,9 @@ from collections.abc import Collection
 
 import numpy as np
 
-from slurm_plugin.client.model import Job
-from slurm_plugin.node_table import Counts, Mask, NodeTable
-from slurm_plugin.shapes import RESOURCES, Shape
+from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.node_table import Counts, Mask, NodeTable
+from hetstream.slurm_plugin.shapes import RESOURCES, Shape
 
 
 class Room:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.client.model import Job
 
 RESOURCES = ("GPUs", "CPUs", "memory")
 

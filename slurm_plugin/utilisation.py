@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slurm_plugin.client.accounting import Usage
-from slurm_plugin.client.model import Node
+from hetstream.slurm_plugin.client.accounting import Usage
+from hetstream.slurm_plugin.client.model import Node
 
 HOUR_S = 3600.0
 

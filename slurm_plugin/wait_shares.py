@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hetjob.errors import HetstreamError
-from hetjob.find_service import job_directory
-from slurm_plugin.client.model import Job
-from slurm_plugin.client.users import is_own
+from hetstream.hetjob.errors import HetstreamError
+from hetstream.hetjob.find_service import job_directory
+from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.client.users import is_own
 
 # What a job told longer ago is not shown: its file system may have gone away meanwhile.
 _KNOWN_FOR_S = 300.0
@@ -130,7 +130,7 @@ def _mount_of(path: str, mounts: Sequence[str]) -> str:
 
 def _ask(path: Path) -> float | None:
     # Only here: it brings ZeroMQ, which no reading of a cluster needs.
-    from mpi_dataworkers.status_client import StatusClient, running_service
+    from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 
     try:
         with StatusClient(running_service(path)) as client:

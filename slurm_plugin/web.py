@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from hetstream.base.web import Document, WebServer
-from slurm_plugin.errors import ServeError
+from hetstream.slurm_plugin.errors import ServeError
 
 
 def serve_documents(host: str, port: int, documents: Callable[[], Mapping[str, Document]]) -> WebServer:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
-from slurm_plugin.client.hostlist import compress
-from slurm_plugin.client.model import Job, Node, Reservation, Snapshot
-from slurm_plugin.node_table import Mask, NodeTable
-from slurm_plugin.reasons import told_by_slurm
-from slurm_plugin.report import duration
-from slurm_plugin.room import Room
-from slurm_plugin.shapes import RESOURCES, Shape, alike_jobs, shape_of
+from hetstream.hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
+from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
+from hetstream.slurm_plugin.node_table import Mask, NodeTable
+from hetstream.slurm_plugin.reasons import told_by_slurm
+from hetstream.slurm_plugin.report import duration
+from hetstream.slurm_plugin.room import Room
+from hetstream.slurm_plugin.shapes import RESOURCES, Shape, alike_jobs, shape_of
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import pytest
 
-from slurm_plugin.client.run import CompletedCommand, run_slurm
-from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.programs import SlurmPrograms, missing_programs
-from slurm_plugin.devcluster.record import ClusterRecord
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from slurm_plugin.devcluster.teardown import tear_down
+from hetstream.slurm_plugin.client.run import CompletedCommand, run_slurm
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms, missing_programs
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.devcluster.teardown import tear_down
 
 # Slurm's releases that a test marked `every_release` runs on: the host's, and beside the slow tests the newer ones.
 RELEASES = (HOST, *(pytest.param(release, marks=pytest.mark.slow) for release in ("24.11", "26.05")))

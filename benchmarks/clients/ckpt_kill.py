@@ -22,8 +22,8 @@ import torch
 import torch._dynamo  # an optimizer would import it in each trainer, which takes longer than what they do
 from torch import nn
 
-from checkpoint import FlashCheckpointer
-from mpi_dataworkers import DataLoader
+from hetstream.checkpoint import FlashCheckpointer
+from hetstream.mpi_dataworkers import DataLoader
 
 WIDTH, HIDDEN, NUM_SAMPLES = 128, 1024, 999
 

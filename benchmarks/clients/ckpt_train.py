@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from checkpoint import FlashCheckpointer
-from mpi_dataworkers import DataLoader
+from hetstream.checkpoint import FlashCheckpointer
+from hetstream.mpi_dataworkers import DataLoader
 
 SAMPLES = 640
 BATCH = 16

@@ -22,8 +22,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.window import Meter, touch
-from mpi_dataworkers.sources.images import ImageFolder
-from mpi_dataworkers.sources.transforms import RandomResizedCrop
+from hetstream.mpi_dataworkers.sources.images import ImageFolder
+from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
 
 BATCH_SIZE = 64
 # One pass over a small folder is shorter than the window; passes are chained so that no epoch ends inside it.
@@ -140,7 +140,7 @@ def torch_loader(request: Request, options: Options) -> list[Timing]:
 
 def hetstream(request: Request, options: Options) -> list[Timing]:
     """Run hetstream's dispatcher, data workers and loader."""
-    from mpi_dataworkers import DataLoader as StreamingLoader  # here: the peers of this client do without
+    from hetstream.mpi_dataworkers import DataLoader as StreamingLoader  # here: the peers of this client do without
 
     with ExitStack() as stack:
         service = stack.enter_context(running(processes=options.workers, cores=set(options.cores)))

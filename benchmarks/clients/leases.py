@@ -19,10 +19,10 @@ import zmq
 
 from benchmarks.clients.service import running
 from benchmarks.clients.window import Meter, Request, read_request
-from mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file
-from mpi_dataworkers.codec import decode, encode
-from mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER, TARGET_LEASE_S
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file
+from hetstream.mpi_dataworkers.codec import decode, encode
+from hetstream.mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER, TARGET_LEASE_S
+from hetstream.mpi_dataworkers.messages import (
     ConsumerRegistered,
     FinishLease,
     GrantLease,
@@ -39,7 +39,7 @@ from mpi_dataworkers.messages import (
     UnknownPeer,
     WorkerHeartbeat,
 )
-from mpi_dataworkers.reorder import as_ranges
+from hetstream.mpi_dataworkers.reorder import as_ranges
 
 STEPS = 1 << 40
 STATS = LoaderStats()

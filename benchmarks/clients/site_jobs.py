@@ -16,11 +16,11 @@ import sys
 import threading
 import time
 
-from hetjob.master.elastic import READ_WITHIN_S
-from hetjob.master.looks import Looks
-from hetjob.site.address import read_settings
-from hetjob.site.link import SiteLink
-from slurm_plugin.client.slurm import CommandSlurm
+from hetstream.hetjob.master.elastic import READ_WITHIN_S
+from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.site.address import read_settings
+from hetstream.hetjob.site.link import SiteLink
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
 # Companions have waited for this long when the measurement begins.
 WAITED_S = (60, 3600)

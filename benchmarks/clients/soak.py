@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.sharding import EpochPlan
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.sharding import EpochPlan
 
 BATCH_SIZE = 4
 SAVE_EVERY = 500

@@ -19,8 +19,8 @@ from torch.utils.data import ConcatDataset, DataLoader
 from benchmarks.clients.images import BATCH_SIZE, PASSES, Options, Request, Timing, file_class, timed
 from benchmarks.clients.service import running, streaming
 from benchmarks.startup import pss_bytes
-from mpi_dataworkers.sources.images import ImageFolder
-from mpi_dataworkers.sources.transforms import RandomResizedCrop
+from hetstream.mpi_dataworkers.sources.images import ImageFolder
+from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
 
 
 class Passes(ConcatDataset[Any]):
@@ -62,7 +62,7 @@ def torch_loader(request: Request, options: Options) -> Measured:
 
 def hetstream(num_threads: int, request: Request, options: Options) -> Measured:
     """hetstream's dispatcher, one data worker and loader."""
-    from mpi_dataworkers import DataLoader as StreamingLoader  # here: the peers of this client do without
+    from hetstream.mpi_dataworkers import DataLoader as StreamingLoader  # here: the peers of this client do without
 
     with ExitStack() as stack:
         service = stack.enter_context(running(options.workers, set(options.cores), num_threads))

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from checkpoint.errors import OptionsError, UnsupportedState
-from checkpoint.flash import rng
-from checkpoint.flash.copy_plan import Plan, make_plan
-from checkpoint.flash.options import Options
-from checkpoint.flash.tensors import Flattener, Leaves, Signature
-from checkpoint.formats.part import check_structure
-from checkpoint.segment import join_metadata
-from checkpoint.structure import Record
+from hetstream.checkpoint.errors import OptionsError, UnsupportedState
+from hetstream.checkpoint.flash import rng
+from hetstream.checkpoint.flash.copy_plan import Plan, make_plan
+from hetstream.checkpoint.flash.options import Options
+from hetstream.checkpoint.flash.tensors import Flattener, Leaves, Signature
+from hetstream.checkpoint.formats.part import check_structure
+from hetstream.checkpoint.segment import join_metadata
+from hetstream.checkpoint.structure import Record
 
 # The key of the generators' states beside the program's own keys.
 RNG = "_rng"

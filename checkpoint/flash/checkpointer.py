@@ -23,35 +23,35 @@ from typing import Any
 
 import torch
 
-from checkpoint.adoption import newest_attempt
-from checkpoint.config import directory_of_job, job_and_component, job_has_savers, takes_over
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import CheckpointError, OptionsError
-from checkpoint.flash import collector
-from checkpoint.flash.capture import RNG, Capture
-from checkpoint.flash.distributed import Communicator, communicator, gather, together
-from checkpoint.flash.handover import Entry
-from checkpoint.flash.host import find_host
-from checkpoint.flash.newest import Newest
-from checkpoint.flash.options import Options, check_arguments, checked_step
-from checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
-from checkpoint.flash.saver_link import SaverLink
-from checkpoint.flash.saving import Saving
-from checkpoint.flash.slurm_task import task_that_sigterm_ends
-from checkpoint.flash.source import Memory
-from checkpoint.flash.stats import Stats
-from checkpoint.flash.stop import StopRequest
-from checkpoint.flash.tensors import Leaves
-from checkpoint.flash.tenure import Tenure
-from checkpoint.flash.timing import Timing
-from checkpoint.flash.watch import Watch
-from checkpoint.generation import Generation
-from checkpoint.ownership import Identity as JobIdentity
-from checkpoint.policy.interval import Adaptive, Every
-from checkpoint.policy.retention import Retention
-from checkpoint.replica.trainer import TrainerReplicas
-from checkpoint.store import Store
-from checkpoint.store_files import FALLBACK, Identity, make_fallback
+from hetstream.checkpoint.adoption import newest_attempt
+from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_savers, takes_over
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import CheckpointError, OptionsError
+from hetstream.checkpoint.flash import collector
+from hetstream.checkpoint.flash.capture import RNG, Capture
+from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
+from hetstream.checkpoint.flash.handover import Entry
+from hetstream.checkpoint.flash.host import find_host
+from hetstream.checkpoint.flash.newest import Newest
+from hetstream.checkpoint.flash.options import Options, check_arguments, checked_step
+from hetstream.checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
+from hetstream.checkpoint.flash.saver_link import SaverLink
+from hetstream.checkpoint.flash.saving import Saving
+from hetstream.checkpoint.flash.slurm_task import task_that_sigterm_ends
+from hetstream.checkpoint.flash.source import Memory
+from hetstream.checkpoint.flash.stats import Stats
+from hetstream.checkpoint.flash.stop import StopRequest
+from hetstream.checkpoint.flash.tensors import Leaves
+from hetstream.checkpoint.flash.tenure import Tenure
+from hetstream.checkpoint.flash.timing import Timing
+from hetstream.checkpoint.flash.watch import Watch
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.ownership import Identity as JobIdentity
+from hetstream.checkpoint.policy.interval import Adaptive, Every
+from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.replica.trainer import TrainerReplicas
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import FALLBACK, Identity, make_fallback
 
 _log = logging.getLogger(__name__)
 

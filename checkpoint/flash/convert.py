@@ -33,9 +33,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from checkpoint.commit import commit
-from checkpoint.conversion import Kind, Source, attempt_on, choose
-from checkpoint.errors import (
+from hetstream.base.files import Directory, temporary_name
+from hetstream.checkpoint.commit import commit
+from hetstream.checkpoint.conversion import Kind, Source, attempt_on, choose
+from hetstream.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpoint,
     NotEnoughSpace,
@@ -43,14 +44,13 @@ from checkpoint.errors import (
     UnsupportedState,
     first_line,
 )
-from checkpoint.flash.shards import Clash, Parts, open_parts, part_of
-from checkpoint.flash.tensors import tensor_of
-from checkpoint.flash.write import plan_state, write_state
-from checkpoint.formats.part import STRUCTURE, Format, read_part, structure_in
-from checkpoint.generation import Generation
-from checkpoint.manifest import Part
-from checkpoint.rank_file import write_file
-from hetstream.base.files import Directory, temporary_name
+from hetstream.checkpoint.flash.shards import Clash, Parts, open_parts, part_of
+from hetstream.checkpoint.flash.tensors import tensor_of
+from hetstream.checkpoint.flash.write import plan_state, write_state
+from hetstream.checkpoint.formats.part import STRUCTURE, Format, read_part, structure_in
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.manifest import Part
+from hetstream.checkpoint.rank_file import write_file
 
 _NO_PATH = ""
 # What torch.distributed.checkpoint's metadata are made of. Nothing else is made, and nothing is called, for a file.

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 import torch
 
-from checkpoint.flash.tensors import CARRIERS, DTYPES, NAMES, Leaves, Move, Signature, dtype_of, view_of
-from checkpoint.layout import ALIGN_BYTES, ITEM_BYTES, Layout, TensorSpec, lay_out
-from checkpoint.structure import TensorRef
+from hetstream.checkpoint.flash.tensors import CARRIERS, DTYPES, NAMES, Leaves, Move, Signature, dtype_of, view_of
+from hetstream.checkpoint.layout import ALIGN_BYTES, ITEM_BYTES, Layout, TensorSpec, lay_out
+from hetstream.checkpoint.structure import TensorRef
 
 # Overlapping tensors are kept as the memory that they span unless that is so much more than the tensors themselves.
 _MAX_SPAN_FACTOR = 2

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from checkpoint.errors import UnsupportedState
-from checkpoint.flash.shards import CheckpointPath, Parts, Piece, Whole, open_parts, walk
+from hetstream.checkpoint.errors import UnsupportedState
+from hetstream.checkpoint.flash.shards import CheckpointPath, Parts, Piece, Whole, open_parts, walk
 
 
 class FlashStorageReader(StorageReader):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.flash.tensors import Move
+from hetstream.checkpoint.flash.tensors import Move
 
 _log = logging.getLogger(__name__)
 

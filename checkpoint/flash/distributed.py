@@ -13,9 +13,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from checkpoint import errors, typed_json
-from checkpoint.config import several_ranks
-from checkpoint.flash.horovod import HorovodCommunicator, imported_horovod
+from hetstream.checkpoint import errors, typed_json
+from hetstream.checkpoint.config import several_ranks
+from hetstream.checkpoint.flash.horovod import HorovodCommunicator, imported_horovod
 
 T = TypeVar("T")
 

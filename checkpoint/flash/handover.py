@@ -17,12 +17,12 @@ from __future__ import annotations
 import logging
 import time
 
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import DirectoryInUse
-from checkpoint.handover import Claim, living_request
-from checkpoint.ownership import Identity
-from checkpoint.policy.handover import Action, Seen, Taking, decide
-from checkpoint.policy.retention import Retention
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import DirectoryInUse
+from hetstream.checkpoint.handover import Claim, living_request
+from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.policy.handover import Action, Seen, Taking, decide
+from hetstream.checkpoint.policy.retention import Retention
 
 _log = logging.getLogger(__name__)
 

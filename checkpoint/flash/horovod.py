@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from checkpoint.errors import OptionsError
+from hetstream.checkpoint.errors import OptionsError
 
 
 def imported_horovod() -> ModuleType | None:
@@ -16,7 +16,7 @@ def imported_horovod() -> ModuleType | None:
 
 
 class HorovodCommunicator:
-    """Exchanges bytes among all ranks of Horovod; see `checkpoint.flash.distributed.Communicator`.
+    """Exchanges bytes among all ranks of Horovod; see `hetstream.checkpoint.flash.distributed.Communicator`.
 
     Attributes:
         rank: of this process.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.flash.distributed import Communicator, gather
-from checkpoint.segment import boot_id
-from checkpoint.store import Store
+from hetstream.checkpoint.flash.distributed import Communicator, gather
+from hetstream.checkpoint.segment import boot_id
+from hetstream.checkpoint.store import Store
 
 
 @dataclass(frozen=True)

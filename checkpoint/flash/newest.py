@@ -14,16 +14,16 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.agreement import Choice, Held, Offer, Source, agree, steps_of, with_disk
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OptionsError, OtherRelease
-from checkpoint.flash.distributed import Communicator, gather, together
-from checkpoint.flash.host import Host
-from checkpoint.flash.restore import Part
-from checkpoint.flash.source import Disk, Memory
-from checkpoint.generation import Generation
-from checkpoint.policy.lineage import Lineage
-from checkpoint.replica.trainer import TrainerReplicas
+from hetstream.checkpoint.agreement import Choice, Held, Offer, Source, agree, steps_of, with_disk
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OptionsError, OtherRelease
+from hetstream.checkpoint.flash.distributed import Communicator, gather, together
+from hetstream.checkpoint.flash.host import Host
+from hetstream.checkpoint.flash.restore import Part
+from hetstream.checkpoint.flash.source import Disk, Memory
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.replica.trainer import TrainerReplicas
 
 _log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from checkpoint.errors import OptionsError
-from checkpoint.formats.part import FORMATS, Format
-from checkpoint.generation import MAX_NUMBER
-from checkpoint.policy.interval import Adaptive, Every
-from checkpoint.policy.retention import Retention
-from checkpoint.store import MIN_SLOTS
-from checkpoint.store_files import SHARED_MEMORY
+from hetstream.checkpoint.errors import OptionsError
+from hetstream.checkpoint.formats.part import FORMATS, Format
+from hetstream.checkpoint.generation import MAX_NUMBER
+from hetstream.checkpoint.policy.interval import Adaptive, Every
+from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.store import MIN_SLOTS
+from hetstream.checkpoint.store_files import SHARED_MEMORY
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from checkpoint.flash.tensors import bytes_as_tensor, tensor_of
-from checkpoint.layout import Entry
+from hetstream.checkpoint.flash.tensors import bytes_as_tensor, tensor_of
+from hetstream.checkpoint.layout import Entry
 
 
 class Payload:

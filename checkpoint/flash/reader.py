@@ -11,15 +11,15 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import NoCheckpoint
-from checkpoint.flash import collector
-from checkpoint.flash.capture import Capture
-from checkpoint.flash.distributed import Communicator, communicator, gather, together
-from checkpoint.flash.newest import Newest
-from checkpoint.flash.options import Options, checked_step
-from checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
-from checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import NoCheckpoint
+from hetstream.checkpoint.flash import collector
+from hetstream.checkpoint.flash.capture import Capture
+from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
+from hetstream.checkpoint.flash.newest import Newest
+from hetstream.checkpoint.flash.options import Options, checked_step
+from hetstream.checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
+from hetstream.checkpoint.policy.lineage import Lineage
 
 
 class CheckpointReader:

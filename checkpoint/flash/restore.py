@@ -23,14 +23,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
-from checkpoint.errors import DamagedCheckpoint, StateMismatch
-from checkpoint.flash.device import copy_in_memory
-from checkpoint.flash.payload import Payload
-from checkpoint.flash.shards import Box, Whole, cut, is_inside, overlap_of
-from checkpoint.flash.tensors import DTYPES, Leaves, Move, dtype_of, is_whole, make_foreign, view_of
-from checkpoint.flash.wrappers import advice
-from checkpoint.layout import Entry
-from checkpoint.structure import Record, TensorRef
+from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch
+from hetstream.checkpoint.flash.device import copy_in_memory
+from hetstream.checkpoint.flash.payload import Payload
+from hetstream.checkpoint.flash.shards import Box, Whole, cut, is_inside, overlap_of
+from hetstream.checkpoint.flash.tensors import DTYPES, Leaves, Move, dtype_of, is_whole, make_foreign, view_of
+from hetstream.checkpoint.flash.wrappers import advice
+from hetstream.checkpoint.layout import Entry
+from hetstream.checkpoint.structure import Record, TensorRef
 
 _log = logging.getLogger(__name__)
 

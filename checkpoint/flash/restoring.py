@@ -7,13 +7,13 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoint.agreement import Choice
-from checkpoint.flash import rng
-from checkpoint.flash.capture import RNG
-from checkpoint.flash.newest import Newest
-from checkpoint.flash.restore import Part, Restore, owned
-from checkpoint.flash.tensors import Leaves
-from checkpoint.generation import Generation
+from hetstream.checkpoint.agreement import Choice
+from hetstream.checkpoint.flash import rng
+from hetstream.checkpoint.flash.capture import RNG
+from hetstream.checkpoint.flash.newest import Newest
+from hetstream.checkpoint.flash.restore import Part, Restore, owned
+from hetstream.checkpoint.flash.tensors import Leaves
+from hetstream.checkpoint.generation import Generation
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoint.errors import StateMismatch
+from hetstream.checkpoint.errors import StateMismatch
 
 _NUM_WORDS = 625  # of Python's Mersenne twister: 624 and the position
 _FORM = struct.Struct(f"<{_NUM_WORDS}I")

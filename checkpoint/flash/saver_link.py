@@ -11,10 +11,10 @@ import threading
 import time
 from pathlib import Path
 
-from checkpoint.errors import CheckpointError
-from checkpoint.generation import Generation
-from checkpoint.saver import spawn_saver
-from checkpoint.store import Store
+from hetstream.checkpoint.errors import CheckpointError
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.saver import spawn_saver
+from hetstream.checkpoint.store import Store
 
 _log = logging.getLogger(__name__)
 

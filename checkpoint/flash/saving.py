@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoint.checksum import checksum
-from checkpoint.errors import CheckpointError, SharedMemoryFull
-from checkpoint.faults import reach
-from checkpoint.flash import collector
-from checkpoint.flash.capture import Capture
-from checkpoint.flash.copy_plan import Plan
-from checkpoint.flash.device import Copier
-from checkpoint.flash.slots import SlotViews
-from checkpoint.flash.stats import Stats
-from checkpoint.generation import Generation
-from checkpoint.store import Store
-from checkpoint.writable_slot import WritableSlot
+from hetstream.checkpoint.checksum import checksum
+from hetstream.checkpoint.errors import CheckpointError, SharedMemoryFull
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.flash import collector
+from hetstream.checkpoint.flash.capture import Capture
+from hetstream.checkpoint.flash.copy_plan import Plan
+from hetstream.checkpoint.flash.device import Copier
+from hetstream.checkpoint.flash.slots import SlotViews
+from hetstream.checkpoint.flash.stats import Stats
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.writable_slot import WritableSlot
 
 _log = logging.getLogger(__name__)
 

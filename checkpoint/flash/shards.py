@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoint import commit
-from checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint
-from checkpoint.flash.tensors import make_foreign, tensor_of, view_of
-from checkpoint.generation import Generation
-from checkpoint.layout import Entry
-from checkpoint.rank_file import Compare, open_file
-from checkpoint.structure import Record, TensorRef
+from hetstream.checkpoint import commit
+from hetstream.checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint
+from hetstream.checkpoint.flash.tensors import make_foreign, tensor_of, view_of
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.layout import Entry
+from hetstream.checkpoint.rank_file import Compare, open_file
+from hetstream.checkpoint.structure import Record, TensorRef
 
 CheckpointPath = str | os.PathLike[str]
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and shape, one number for each dimension

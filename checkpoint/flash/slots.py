@@ -9,10 +9,10 @@ import weakref
 
 import torch
 
-from checkpoint.flash.copy_plan import Plan
-from checkpoint.flash.device import pin
-from checkpoint.flash.tensors import bytes_as_tensor
-from checkpoint.segment import Segment
+from hetstream.checkpoint.flash.copy_plan import Plan
+from hetstream.checkpoint.flash.device import pin
+from hetstream.checkpoint.flash.tensors import bytes_as_tensor
+from hetstream.checkpoint.segment import Segment
 
 
 class SlotViews:

@@ -10,21 +10,21 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from checkpoint.agreement import Held
-from checkpoint.comparison import files_of_host, share_of
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import CheckpointError, Damaged, DamagedSegment, NoCheckpoint
-from checkpoint.flash.host import Host
-from checkpoint.flash.payload import Payload
-from checkpoint.flash.restore import Part, Stock
-from checkpoint.flash.shards import Whole, names_of, open_parts
-from checkpoint.generation import Generation
-from checkpoint.layout import Layout, from_json
-from checkpoint.rank_file import RankFile
-from checkpoint.segment import Header, Segment, split_metadata
-from checkpoint.store import Store
-from checkpoint.store_files import StoreFiles
-from checkpoint.structure import Record, TensorRef, read_origin
+from hetstream.checkpoint.agreement import Held
+from hetstream.checkpoint.comparison import files_of_host, share_of
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import CheckpointError, Damaged, DamagedSegment, NoCheckpoint
+from hetstream.checkpoint.flash.host import Host
+from hetstream.checkpoint.flash.payload import Payload
+from hetstream.checkpoint.flash.restore import Part, Stock
+from hetstream.checkpoint.flash.shards import Whole, names_of, open_parts
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.layout import Layout, from_json
+from hetstream.checkpoint.rank_file import RankFile
+from hetstream.checkpoint.segment import Header, Segment, split_metadata
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import StoreFiles
+from hetstream.checkpoint.structure import Record, TensorRef, read_origin
 
 # One waits for the disk while another compares; many ranks of a host read at the same time.
 _MAX_READERS = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from checkpoint.generation import Generation
-from checkpoint.store_files import SaverStatus
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.store_files import SaverStatus
 
 
 @dataclass

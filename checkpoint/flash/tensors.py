@@ -21,10 +21,10 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree
 
-from checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
-from checkpoint.layout import Entry
-from checkpoint.structure import Shard, TensorRef
-from checkpoint.tree import (
+from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
+from hetstream.checkpoint.layout import Entry
+from hetstream.checkpoint.structure import Shard, TensorRef
+from hetstream.checkpoint.tree import (
     MAX_INLINE_BYTES,
     TENSOR,
     Data,

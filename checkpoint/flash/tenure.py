@@ -12,18 +12,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from checkpoint.config import host_of_this_process
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import DirectoryReplaced, OptionsError
-from checkpoint.faults import reach
-from checkpoint.flash.distributed import Communicator, gather, together
-from checkpoint.flash.handover import Entry
-from checkpoint.generation import Generation
-from checkpoint.ownership import Identity
-from checkpoint.policy.lineage import Lineage
-from checkpoint.replica import rendezvous
-from checkpoint.replica.trainer import TrainerReplicas, forget_replicas
-from checkpoint.store import Store
+from hetstream.checkpoint.config import host_of_this_process
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import DirectoryReplaced, OptionsError
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.flash.distributed import Communicator, gather, together
+from hetstream.checkpoint.flash.handover import Entry
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.replica import rendezvous
+from hetstream.checkpoint.replica.trainer import TrainerReplicas, forget_replicas
+from hetstream.checkpoint.store import Store
 
 _log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.flash.distributed import Communicator, gather
-from checkpoint.flash.stats import Stats
-from checkpoint.generation import Generation
-from checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree
-from checkpoint.store_files import SaverStatus
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.flash.distributed import Communicator, gather
+from hetstream.checkpoint.flash.stats import Stats
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree
+from hetstream.checkpoint.store_files import SaverStatus
 
 _log = logging.getLogger(__name__)
 

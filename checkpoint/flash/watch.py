@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.faults import reach
-from checkpoint.flash.distributed import Communicator, gather
-from checkpoint.handover import Request, living_request, read_request
-from checkpoint.ownership import Identity
-from checkpoint.policy.handover import Asked, answer
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.flash.distributed import Communicator, gather
+from hetstream.checkpoint.handover import Request, living_request, read_request
+from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.policy.handover import Asked, answer
 
 _log = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from checkpoint.commit import write_part
-from checkpoint.errors import NotEnoughSpace
-from checkpoint.flash.copy_plan import make_plan
-from checkpoint.flash.tensors import Flattener, bytes_as_tensor
-from checkpoint.formats.part import plan_part
-from checkpoint.formats.plan import FilePlan
-from checkpoint.manifest import Part
-from checkpoint.structure import Record
+from hetstream.checkpoint.commit import write_part
+from hetstream.checkpoint.errors import NotEnoughSpace
+from hetstream.checkpoint.flash.copy_plan import make_plan
+from hetstream.checkpoint.flash.tensors import Flattener, bytes_as_tensor
+from hetstream.checkpoint.formats.part import plan_part
+from hetstream.checkpoint.formats.plan import FilePlan
+from hetstream.checkpoint.manifest import Part
+from hetstream.checkpoint.structure import Record
 
 
 def write_state(

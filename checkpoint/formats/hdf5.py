@@ -16,13 +16,13 @@ from urllib.parse import quote, unquote
 import msgspec
 import numpy as np
 
-from checkpoint import typed_json
-from checkpoint.errors import DamagedCheckpoint, DamagedLayout
-from checkpoint.generation import Generation
-from checkpoint.layout import TensorSpec, lay_out
-from checkpoint.structure import Record, TensorRef
-from checkpoint.tree import MAX_DEPTH, TENSOR, Node
 from hetstream.base.installed import install_command
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedLayout
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.layout import TensorSpec, lay_out
+from hetstream.checkpoint.structure import Record, TensorRef
+from hetstream.checkpoint.tree import MAX_DEPTH, TENSOR, Node
 
 try:
     import h5py

@@ -12,12 +12,12 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
-from checkpoint.errors import DamagedCheckpoint, OtherRelease
-from checkpoint.formats import safetensors
-from checkpoint.formats.plan import FilePlan, Range
-from checkpoint.formats.torch_zip import plan_torch, read_torch
-from checkpoint.layout import Entry, Layout
-from checkpoint.structure import Record
+from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease
+from hetstream.checkpoint.formats import safetensors
+from hetstream.checkpoint.formats.plan import FilePlan, Range
+from hetstream.checkpoint.formats.torch_zip import plan_torch, read_torch
+from hetstream.checkpoint.layout import Entry, Layout
+from hetstream.checkpoint.structure import Record
 
 Format = Literal["safetensors", "torch"]  # as in `structure.Record`
 FORMATS: tuple[Format, ...] = get_args(Format)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, cast
 
-from checkpoint.errors import DamagedCheckpoint
-from checkpoint.formats.plan import FilePlan, Range
+from hetstream.checkpoint.errors import DamagedCheckpoint
+from hetstream.checkpoint.formats.plan import FilePlan, Range
 
 # A storage begins on a cache line, so that a mapped file can be used in place.
 ALIGN_BYTES = 64

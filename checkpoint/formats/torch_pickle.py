@@ -26,10 +26,10 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from checkpoint.errors import DamagedCheckpoint
-from checkpoint.layout import Entry
-from checkpoint.structure import Record, TensorRef
-from checkpoint.tree import TENSOR
+from hetstream.checkpoint.errors import DamagedCheckpoint
+from hetstream.checkpoint.layout import Entry
+from hetstream.checkpoint.structure import Record, TensorRef
+from hetstream.checkpoint.tree import TENSOR
 
 
 class _Dtype(NamedTuple):

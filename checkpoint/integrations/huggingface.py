@@ -28,8 +28,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpoint.errors import OptionsError
-from checkpoint.flash.checkpointer import FlashCheckpointer
+from hetstream.checkpoint.errors import OptionsError
+from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 
 _SHARED = ("model", "optimizer", "scheduler", "trainer")
 _SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)

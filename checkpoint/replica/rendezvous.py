@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint import typed_json
-from checkpoint.errors import ForeignOwner, ReplicaError
 from hetstream.base.files import Directory
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.errors import ForeignOwner, ReplicaError
 
 _FOLDER = "replicas"
 _KEY_BYTES = 32

@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError
-from checkpoint.faults import reach
-from checkpoint.generation import Generation
-from checkpoint.replica import rendezvous
-from checkpoint.replica.callers import UnknownCallers
-from checkpoint.replica.peers import Order
-from checkpoint.replica.rendezvous import Endpoint
-from checkpoint.replica.stock import check_record, forget_others, make_slot, on_this_host
-from checkpoint.replica.wire import Channel, Reply, Request, words
-from checkpoint.segment import MAX_METADATA_BYTES, Header, Segment
-from checkpoint.store_files import StoreFiles
+from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.replica import rendezvous
+from hetstream.checkpoint.replica.callers import UnknownCallers
+from hetstream.checkpoint.replica.peers import Order
+from hetstream.checkpoint.replica.rendezvous import Endpoint
+from hetstream.checkpoint.replica.stock import check_record, forget_others, make_slot, on_this_host
+from hetstream.checkpoint.replica.wire import Channel, Reply, Request, words
+from hetstream.checkpoint.segment import MAX_METADATA_BYTES, Header, Segment
+from hetstream.checkpoint.store_files import StoreFiles
 
 _log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 
-from checkpoint.agreement import Replica
-from checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError
-from checkpoint.faults import reach
-from checkpoint.layout import from_json
-from checkpoint.segment import Segment, check_memory, check_room, file_bytes, split_metadata
-from checkpoint.store_files import SlotContent, StoreFiles
-from checkpoint.structure import Origin, Record, read_origin
+from hetstream.checkpoint.agreement import Replica
+from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.layout import from_json
+from hetstream.checkpoint.segment import Segment, check_memory, check_room, file_bytes, split_metadata
+from hetstream.checkpoint.store_files import SlotContent, StoreFiles
+from hetstream.checkpoint.structure import Origin, Record, read_origin
 
 NUM_SLOTS = 2
 

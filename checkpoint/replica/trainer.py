@@ -9,18 +9,18 @@ from pathlib import Path
 
 import msgspec
 
-from checkpoint.agreement import Replica
-from checkpoint.errors import CheckpointError, NoCheckpoint, ReplicaError
-from checkpoint.files import write_whole
-from checkpoint.generation import Generation
-from checkpoint.replica import rendezvous
-from checkpoint.replica.peers import order_of
-from checkpoint.replica.rendezvous import Endpoint
-from checkpoint.replica.stock import check_record, for_others
-from checkpoint.replica.wire import Channel, Reply, Request
-from checkpoint.segment import MAX_METADATA_BYTES
-from checkpoint.store import Store
-from checkpoint.store_files import StoreFiles
+from hetstream.checkpoint.agreement import Replica
+from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, ReplicaError
+from hetstream.checkpoint.files import write_whole
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.replica import rendezvous
+from hetstream.checkpoint.replica.peers import order_of
+from hetstream.checkpoint.replica.rendezvous import Endpoint
+from hetstream.checkpoint.replica.stock import check_record, for_others
+from hetstream.checkpoint.replica.wire import Channel, Reply, Request
+from hetstream.checkpoint.segment import MAX_METADATA_BYTES
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import StoreFiles
 
 _log = logging.getLogger(__name__)
 

@@ -25,13 +25,13 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from checkpoint import typed_json
-from checkpoint.checksum import Checksum
-from checkpoint.errors import DamagedSegment, ReplicaError
-from checkpoint.faults import reach
-from checkpoint.generation import Generation
-from checkpoint.replica.rendezvous import Endpoint
-from checkpoint.segment import Header, Segment
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.checksum import Checksum
+from hetstream.checkpoint.errors import DamagedSegment, ReplicaError
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.replica.rendezvous import Endpoint
+from hetstream.checkpoint.segment import Header, Segment
 
 _MAGIC = b"HETREPL1"
 _NONCE_BYTES = 32

@@ -1,6 +1,6 @@
 """Decides how many companions a job has: (snapshot, now) -> Decision with its reason. Pure; the clock is an argument.
 
-Called by `hetjob.master.elastic` about once a second; it never asks Slurm or the dispatcher itself.
+Called by `hetstream.hetjob.master.elastic` about once a second; it never asks Slurm or the dispatcher itself.
 
     BASELINE --local loading keeps up--------> LOCAL
        |                                       |   ^
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from hetjob.elastic.memory import Memory, Stage
-from hetjob.elastic.policy import capacity_per_s, needed, slowest
-from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
-from hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
+from hetstream.hetjob.elastic.memory import Memory, Stage
+from hetstream.hetjob.elastic.policy import capacity_per_s, needed, slowest
+from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
+from hetstream.hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
 
 # A trainer that waits for more than this share of its time is starving; the aim is to stay below it.
 STARVING_SHARE = 0.05

@@ -1,6 +1,6 @@
 """What the elastic controller has found out, for the next job master of the same job: one that was killed. Pure data.
 
-Made and taken by `controller.py`, kept by `hetjob.master.notebook`. Without it a controller that finds companions
+Made and taken by `controller.py`, kept by `hetstream.hetjob.master.notebook`. Without it a controller that finds companions
 could not measure local loading any more, and would never know that they do not pay.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from hetjob.elastic.tuning import LocalLoading, SizeProgress
+from hetstream.hetjob.elastic.tuning import LocalLoading, SizeProgress
 
 
 class Stage(Enum):

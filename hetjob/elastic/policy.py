@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hetjob.elastic.snapshot import Companion, CompanionState, Snapshot
+from hetstream.hetjob.elastic.snapshot import Companion, CompanionState, Snapshot
 
 # Nearly all of the time waited tells nothing of how fast the trainer would be: at most so many times faster.
 _MOST_SPEED_UP = 20.0

@@ -1,6 +1,6 @@
 """What the elastic controller sees and says: a `Snapshot` of one moment, a `Decision` with its reason. Pure data.
 
-Made by `hetjob.master.elastic`, which asks the dispatcher and Slurm; read by `controller.py`. A data worker here is a
+Made by `hetstream.hetjob.master.elastic`, which asks the dispatcher and Slurm; read by `controller.py`. A data worker here is a
 whole one, however many processes it has.
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from hetjob.elastic.snapshot import Snapshot
+from hetstream.hetjob.elastic.snapshot import Snapshot
 
 # Twice the CPUs must bring this share of twice the speed to be worth it: below it two small ones are better.
 LINEAR_SHARE = 0.8

@@ -10,9 +10,9 @@ import contextlib
 import shlex
 from collections.abc import Callable, Sequence
 
-from hetjob.job_environment import JobEnvironment
-from hetjob.ports import MarkedJob, SlurmClient
 from hetstream.base.text import printable
+from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.ports import MarkedJob, SlurmClient
 
 # Slurm is still taking such a job down; its CPUs are as good as free.
 _ENDING = ("COMPLETING",)

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetjob.elastic.controller import Controller
-from hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
-from hetjob.master.companions import CompanionJobs
-from hetjob.master.looks import Looks
-from hetjob.master.notebook import Notebook
-from hetjob.ports import MarkedJob, SiteLimit
-from mpi_dataworkers.errors import HetstreamError
-from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
+from hetstream.hetjob.elastic.controller import Controller
+from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
+from hetstream.hetjob.master.companions import CompanionJobs
+from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.master.notebook import Notebook
+from hetstream.hetjob.ports import MarkedJob, SiteLimit
+from hetstream.mpi_dataworkers.errors import HetstreamError
+from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ READ_WITHIN_S = 300.0
 
 
 class Steering(Protocol):
-    """A connection to the dispatcher; `mpi_dataworkers.status_client.StatusClient` is one."""
+    """A connection to the dispatcher; `hetstream.mpi_dataworkers.status_client.StatusClient` is one."""
 
     def steer(self, order: SteerDataWorkers) -> Status:
         """Tell what this side does, and hear what goes on."""

@@ -11,8 +11,8 @@ import signal
 import time
 from collections.abc import Sequence
 
-from hetjob.master.state import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_AFTER_S
-from hetjob.processes import next_signal, signals_held, start_child
+from hetstream.hetjob.master.state import FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_AFTER_S
+from hetstream.hetjob.processes import next_signal, signals_held, start_child
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from hetjob.elastic.memory import Memory
+from hetstream.hetjob.elastic.memory import Memory
 
 log = logging.getLogger(__name__)
 

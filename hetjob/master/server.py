@@ -17,25 +17,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetjob.elastic.controller import Controller
-from hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
-from hetjob.ended_job import SUMMARY_FILE, ended_of
-from hetjob.errors import MasterError
-from hetjob.job_environment import JobEnvironment, export_variables
-from hetjob.master.companions import CompanionJobs
-from hetjob.master.elastic import Elastic
-from hetjob.master.notebook import Notebook
-from hetjob.master.state import MasterState, Phase
-from hetjob.ports import Child, SiteLimit, SlurmClient
-from hetjob.processes import signals_held, start_child
-from hetjob.service import Service, read_summary, summary_line
 from hetstream.base.files import Directory
 from hetstream.base.private import make_private
-from mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
-from mpi_dataworkers.dispatcher.journal import remove_leftovers
-from mpi_dataworkers.errors import ServiceError
-from mpi_dataworkers.interpreter import remove_announcement
-from mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.hetjob.elastic.controller import Controller
+from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
+from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
+from hetstream.hetjob.errors import MasterError
+from hetstream.hetjob.job_environment import JobEnvironment, export_variables
+from hetstream.hetjob.master.companions import CompanionJobs
+from hetstream.hetjob.master.elastic import Elastic
+from hetstream.hetjob.master.notebook import Notebook
+from hetstream.hetjob.master.state import MasterState, Phase
+from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
+from hetstream.hetjob.processes import signals_held, start_child
+from hetstream.hetjob.service import Service, read_summary, summary_line
+from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
+from hetstream.mpi_dataworkers.dispatcher.journal import remove_leftovers
+from hetstream.mpi_dataworkers.errors import ServiceError
+from hetstream.mpi_dataworkers.interpreter import remove_announcement
+from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 
 log = logging.getLogger(__name__)
 

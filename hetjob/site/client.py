@@ -10,9 +10,9 @@ import struct
 import time
 from dataclasses import dataclass
 
-from hetjob.errors import SiteError
-from hetjob.site.address import SiteSettings, TcpAddress, UnixAddress
-from hetjob.site.messages import (
+from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress
+from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_ANSWER_BYTES,
     Answer,
@@ -21,7 +21,7 @@ from hetjob.site.messages import (
     encode_request,
     new_request,
 )
-from hetjob.site.munge import Munge
+from hetstream.hetjob.site.munge import Munge
 
 DEFAULT_LIMIT_S = 5.0
 

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
-from hetjob.errors import HetstreamError
-from hetjob.ports import MarkedJob, SiteReading
-from hetjob.site.address import SiteSettings, read_settings
-from hetjob.site.client import ask
-from hetjob.site.messages import GrantLimit, ReportDemand
-from mpi_dataworkers.errors import ConfigError
+from hetstream.hetjob.errors import HetstreamError
+from hetstream.hetjob.ports import MarkedJob, SiteReading
+from hetstream.hetjob.site.address import SiteSettings, read_settings
+from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.messages import GrantLimit, ReportDemand
+from hetstream.mpi_dataworkers.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def linked(environ: Mapping[str, str], job_id: int) -> Iterator[SiteLink | None]
 
 
 class SiteLink:
-    """The thread; `hetjob.ports.SiteLimit` for the elastic controller.
+    """The thread; `hetstream.hetjob.ports.SiteLimit` for the elastic controller.
 
     Args:
         settings: with an address.

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from hetjob.errors import SiteError
+from hetstream.hetjob.errors import SiteError
 
 VERSION = 1
 # A question has less than 1 kB of JSON; a credential is a third longer.

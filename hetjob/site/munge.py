@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetjob.errors import SiteError
+from hetstream.hetjob.errors import SiteError
 
 # munged answers within a millisecond or so; it is on the same host.
 _TIMEOUT_S = 5.0

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base.files import Directory
-from mpi_dataworkers.dispatcher.events import ALL_EVENTS, Event, MessageRefused
+from hetstream.mpi_dataworkers.dispatcher.events import ALL_EVENTS, Event, MessageRefused
 
 _log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ import msgspec
 
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.private import own_directory
-from mpi_dataworkers.errors import ServiceError
-from mpi_dataworkers.faults import reach
-from mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterConsumer
+from hetstream.mpi_dataworkers.errors import ServiceError
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterConsumer
 
 # Also of the messages in it: a release whose `ProvideDefinition` or `LoaderStats` has another form has another number.
 _SCHEMA_VERSION = 3

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from mpi_dataworkers.dispatcher import events
-from mpi_dataworkers.dispatcher.records import (
+from hetstream.mpi_dataworkers.dispatcher import events
+from hetstream.mpi_dataworkers.dispatcher.records import (
     Binding,
     ConsumerRecord,
     Instruction,
@@ -28,9 +28,9 @@ from mpi_dataworkers.dispatcher.records import (
     SessionRecord,
     WorkerRecord,
 )
-from mpi_dataworkers.dispatcher.sharing import ShareGroup, ShareGroups
-from mpi_dataworkers.failures import StepFailures, Verdict
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.dispatcher.sharing import ShareGroup, ShareGroups
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.messages import (
     Failure,
     GrantLease,
     LeaseRevoked,
@@ -45,9 +45,9 @@ from mpi_dataworkers.messages import (
     StepsLost,
     TrimLease,
 )
-from mpi_dataworkers.programs import joined, serves, why_unfit
-from mpi_dataworkers.rates import RecentRates
-from mpi_dataworkers.reorder import as_ranges
+from hetstream.mpi_dataworkers.programs import joined, serves, why_unfit
+from hetstream.mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.reorder import as_ranges
 
 # A worker that could not reach a loader is not sent there again for this long.
 UNREACHABLE_S = 10.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 
-from mpi_dataworkers.messages import RegisterConsumer
+from hetstream.mpi_dataworkers.messages import RegisterConsumer
 
 
 def description_of(loader: RegisterConsumer) -> Hashable:

@@ -11,14 +11,14 @@ from typing import TypeVar
 
 from hetstream.base.installed import install_command
 from hetstream.base.web import WebServer
-from mpi_dataworkers.errors import ServiceError
-from mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status
+from hetstream.mpi_dataworkers.errors import ServiceError
+from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
 
-    from mpi_dataworkers.dispatcher.exposition import Exposition
+    from hetstream.mpi_dataworkers.dispatcher.exposition import Exposition
 except ImportError as error:
     raise ServiceError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 

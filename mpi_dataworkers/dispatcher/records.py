@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mpi_dataworkers.dispatcher.standing import Standing
-from mpi_dataworkers.failures import StepFailures
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.dispatcher.standing import Standing
+from hetstream.mpi_dataworkers.failures import StepFailures
+from hetstream.mpi_dataworkers.messages import (
     Interpreter,
     LoaderStats,
     Message,
@@ -27,7 +27,7 @@ from mpi_dataworkers.messages import (
     Session,
     ShardOrder,
 )
-from mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.rates import RecentRates
 
 # More than a data worker has leases that are not yet reported; if it is fewer, a shard is read from its beginning.
 _SNAPSHOTS_KEPT = 16

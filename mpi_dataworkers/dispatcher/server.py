@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetstream.base.files import Directory
-from mpi_dataworkers.address import ServiceAddress, remove_address_file, write_address_file
-from mpi_dataworkers.dispatcher.event_log import EventLog
-from mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped
-from mpi_dataworkers.dispatcher.journal import Journal
-from mpi_dataworkers.dispatcher.records import (
+from hetstream.mpi_dataworkers.address import ServiceAddress, remove_address_file, write_address_file
+from hetstream.mpi_dataworkers.dispatcher.event_log import EventLog
+from hetstream.mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped
+from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.dispatcher.records import (
     ForgetDefinition,
     ForgetWorker,
     Instruction,
@@ -26,17 +26,17 @@ from mpi_dataworkers.dispatcher.records import (
     RememberWorker,
     Send,
 )
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.errors import AddressInUse, ProtocolError, ServiceError
-from mpi_dataworkers.faults import reach
-from mpi_dataworkers.handover import is_there, remove_all, remove_unused
-from mpi_dataworkers.memory import give_back_freed_memory
-from mpi_dataworkers.messages import ShutDown, ToDispatcher
-from mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received, parse_peer
-from mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.errors import AddressInUse, ProtocolError, ServiceError
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.handover import is_there, remove_all, remove_unused
+from hetstream.mpi_dataworkers.memory import give_back_freed_memory
+from hetstream.mpi_dataworkers.messages import ShutDown, ToDispatcher
+from hetstream.mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received, parse_peer
+from hetstream.mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
 
 if TYPE_CHECKING:
-    from mpi_dataworkers.dispatcher.metrics import MetricsServer
+    from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _open_metrics(where: tuple[str, int] | None, state: DispatcherState) -> Metr
     if where is None:
         return None
     try:
-        from mpi_dataworkers.dispatcher.metrics import MetricsServer
+        from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
 
         server = MetricsServer(*where, state.status(time.monotonic()))
     except ServiceError as error:

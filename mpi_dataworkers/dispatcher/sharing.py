@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from mpi_dataworkers.dispatcher.matching import is_same_process
-from mpi_dataworkers.messages import ProvideDefinition, Ranges, RegisterConsumer
+from hetstream.mpi_dataworkers.dispatcher.matching import is_same_process
+from hetstream.mpi_dataworkers.messages import ProvideDefinition, Ranges, RegisterConsumer
 
 # Positions of one stream whose makers are remembered; workers say which of them left their caches.
 _MAX_POSITIONS = 8192

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from mpi_dataworkers.dispatcher import events
-from mpi_dataworkers.dispatcher.leasing import first_line
-from mpi_dataworkers.dispatcher.matching import RanksSeen, cannot_be_one_job, conflict, key_of
-from mpi_dataworkers.dispatcher.records import (
+from hetstream.mpi_dataworkers.dispatcher import events
+from hetstream.mpi_dataworkers.dispatcher.leasing import first_line
+from hetstream.mpi_dataworkers.dispatcher.matching import RanksSeen, cannot_be_one_job, conflict, key_of
+from hetstream.mpi_dataworkers.dispatcher.records import (
     Binding,
     ConsumerRecord,
     ForgetDefinition,
@@ -35,12 +35,12 @@ from mpi_dataworkers.dispatcher.records import (
     WorkDone,
     WorkerRecord,
 )
-from mpi_dataworkers.dispatcher.rooms import Rooms
-from mpi_dataworkers.dispatcher.sharing import Reader, different_under_one_name, shares_with_nobody
-from mpi_dataworkers.dispatcher.status import note_rates, status_of
-from mpi_dataworkers.errors import ProtocolError
-from mpi_dataworkers.failures import StepFailures, Verdict
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.dispatcher.rooms import Rooms
+from hetstream.mpi_dataworkers.dispatcher.sharing import Reader, different_under_one_name, shares_with_nobody
+from hetstream.mpi_dataworkers.dispatcher.status import note_rates, status_of
+from hetstream.mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.messages import (
     Alive,
     BatchFailed,
     CloseEpoch,
@@ -82,8 +82,8 @@ from mpi_dataworkers.messages import (
     WorkerRegistered,
     WorkerToDispatcher,
 )
-from mpi_dataworkers.programs import why_unfit
-from mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.programs import why_unfit
+from hetstream.mpi_dataworkers.rates import RecentRates
 
 # A worker is lost when it was silent this long and has no work; it sends a heartbeat every HEARTBEAT_S. One that works
 # may hold the GIL: while its connection is alive, its sample has the time that the program gives a sample.

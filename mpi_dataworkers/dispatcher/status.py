@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mpi_dataworkers.dispatcher.matching import key_of
-from mpi_dataworkers.dispatcher.records import ConsumerRecord, SessionRecord, WorkerRecord
-from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStatus, PastDecision, Status
-from mpi_dataworkers.rates import step_time_s
+from hetstream.mpi_dataworkers.dispatcher.matching import key_of
+from hetstream.mpi_dataworkers.dispatcher.records import ConsumerRecord, SessionRecord, WorkerRecord
+from hetstream.mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStatus, PastDecision, Status
+from hetstream.mpi_dataworkers.rates import step_time_s
 
 if TYPE_CHECKING:
-    from mpi_dataworkers.dispatcher.state import DispatcherState
+    from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 
 # A data worker speaks every half second; one that missed three turns is called silent.
 _SILENT_S = 1.5

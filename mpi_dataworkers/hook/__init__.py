@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpi_dataworkers.config import hash_seed
+from hetstream.mpi_dataworkers.config import hash_seed
 
 _HOOK_DIRECTORY = str(Path(__file__).with_name("path"))
 

@@ -37,7 +37,7 @@ def _patch(module: ModuleType) -> None:
 
     @functools.wraps(get_iterator)
     def _get_iterator(self: Any) -> Iterator[Any]:
-        from mpi_dataworkers.loader.unmodified import make_iterator  # torch is complete only by now
+        from hetstream.mpi_dataworkers.loader.unmodified import make_iterator  # torch is complete only by now
 
         return make_iterator(self, get_iterator)
 
@@ -46,7 +46,7 @@ def _patch(module: ModuleType) -> None:
 
     @functools.wraps(begin)
     def __init__(self: Any, loader: Any, *args: Any, **keywords: Any) -> None:
-        from mpi_dataworkers.loader.unmodified import notice
+        from hetstream.mpi_dataworkers.loader.unmodified import notice
 
         notice(self, loader)
         begin(self, loader, *args, **keywords)
@@ -59,10 +59,10 @@ def _patch(module: ModuleType) -> None:
 
 def _announce() -> None:
     """Tell data workers, which were started before the script's own environment, which Python this is."""
-    from mpi_dataworkers.address import parse_service
-    from mpi_dataworkers.config import service_from_environment
-    from mpi_dataworkers.errors import ConfigError
-    from mpi_dataworkers.interpreter import announce
+    from hetstream.mpi_dataworkers.address import parse_service
+    from hetstream.mpi_dataworkers.config import service_from_environment
+    from hetstream.mpi_dataworkers.errors import ConfigError
+    from hetstream.mpi_dataworkers.interpreter import announce
 
     service = service_from_environment()
     if service is not None:

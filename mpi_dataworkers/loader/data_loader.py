@@ -12,30 +12,30 @@ import msgspec
 import torch
 import torch.utils.data
 
-from mpi_dataworkers.bucketing import BucketPlan, LengthBuckets, padding_waste, step_spread
-from mpi_dataworkers.config import service_from_environment
-from mpi_dataworkers.data_state import MAX_EPOCH, DataState
-from mpi_dataworkers.errors import OptionsError, PipelineError, StateError
-from mpi_dataworkers.faults import reach
-from mpi_dataworkers.loader.device import OnDevice
-from mpi_dataworkers.loader.options import LoaderOptions
-from mpi_dataworkers.loader.order import ListedPass, Order, PlannedPass
-from mpi_dataworkers.loader.sampler_state import SamplerEpochs, beginning_again, beginning_of
-from mpi_dataworkers.loader.shards import Division, LocalShardedIterator, ShardedIterator, own_position
-from mpi_dataworkers.loader.sharing import SharedStream, SharingMode
-from mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
-from mpi_dataworkers.loader.stream import LocalIterator, StreamIterator
-from mpi_dataworkers.loader.torch_loader import (
+from hetstream.mpi_dataworkers.bucketing import BucketPlan, LengthBuckets, padding_waste, step_spread
+from hetstream.mpi_dataworkers.config import service_from_environment
+from hetstream.mpi_dataworkers.data_state import MAX_EPOCH, DataState
+from hetstream.mpi_dataworkers.errors import OptionsError, PipelineError, StateError
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.loader.device import OnDevice
+from hetstream.mpi_dataworkers.loader.options import LoaderOptions
+from hetstream.mpi_dataworkers.loader.order import ListedPass, Order, PlannedPass
+from hetstream.mpi_dataworkers.loader.sampler_state import SamplerEpochs, beginning_again, beginning_of
+from hetstream.mpi_dataworkers.loader.shards import Division, LocalShardedIterator, ShardedIterator, own_position
+from hetstream.mpi_dataworkers.loader.sharing import SharedStream, SharingMode
+from hetstream.mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
+from hetstream.mpi_dataworkers.loader.stream import LocalIterator, StreamIterator
+from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     make_stream,
     pipeline_now,
     say_pinning_has_no_effect,
     torch_options,
 )
-from mpi_dataworkers.ops.pipeline import fingerprint_of
-from mpi_dataworkers.rounds import StreamBuckets
-from mpi_dataworkers.sharding import EpochPlan
-from mpi_dataworkers.visitation import Cut, ShardingPolicy, Visitation
+from hetstream.mpi_dataworkers.ops.pipeline import fingerprint_of
+from hetstream.mpi_dataworkers.rounds import StreamBuckets
+from hetstream.mpi_dataworkers.sharding import EpochPlan
+from hetstream.mpi_dataworkers.visitation import Cut, ShardingPolicy, Visitation
 
 # What reading by length saves is judged by so many steps of all ranks: a lookup of some 0.1 ms each.
 _STEPS_JUDGED = 16

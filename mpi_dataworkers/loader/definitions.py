@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpi_dataworkers.client import service_at
-from mpi_dataworkers.codec import Buffer
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.handover import HandoverFailed, buffers_in, pack, places_of, read_into
-from mpi_dataworkers.messages import ProvideDefinition
-from mpi_dataworkers.ops.pipeline import (
+from hetstream.mpi_dataworkers.client import service_at
+from hetstream.mpi_dataworkers.codec import Buffer
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.handover import HandoverFailed, buffers_in, pack, places_of, read_into
+from hetstream.mpi_dataworkers.messages import ProvideDefinition
+from hetstream.mpi_dataworkers.ops.pipeline import (
     Definition,
     EnteredPipeline,
     Pipeline,
@@ -25,7 +25,7 @@ from mpi_dataworkers.ops.pipeline import (
     difference,
     has_changed,
 )
-from mpi_dataworkers.ops.shared_memory import WriteWatch
+from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
 
 _log = logging.getLogger(__name__)
 

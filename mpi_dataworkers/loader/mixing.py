@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch.utils.data
 
-from mpi_dataworkers.data_state import MAX_EPOCH
-from mpi_dataworkers.errors import ConfigError, StateError
-from mpi_dataworkers.mixer import Mixer, Stop, check_mixture, choices_of
+from hetstream.mpi_dataworkers.data_state import MAX_EPOCH
+from hetstream.mpi_dataworkers.errors import ConfigError, StateError
+from hetstream.mpi_dataworkers.mixer import Mixer, Stop, check_mixture, choices_of
 
 _STATE_VERSION = 1
 # Passes of a part within one epoch of the mixture get epochs of their own, far from those of other epochs.

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from mpi_dataworkers.address import parse_service
-from mpi_dataworkers.bucketing import LengthBuckets, boundary_problems
-from mpi_dataworkers.config import (
+from hetstream.mpi_dataworkers.address import parse_service
+from hetstream.mpi_dataworkers.bucketing import LengthBuckets, boundary_problems
+from hetstream.mpi_dataworkers.config import (
     Identity,
     buffer_bytes_from_environment,
     compression_from_environment,
@@ -30,13 +30,13 @@ from mpi_dataworkers.config import (
     rails_from_environment,
     service_from_environment,
 )
-from mpi_dataworkers.data_state import MAX_EPOCH
-from mpi_dataworkers.errors import HetstreamError, OptionsError
-from mpi_dataworkers.loader.device import check_device
-from mpi_dataworkers.loader.skipped import quarantine_file, writing_problem
-from mpi_dataworkers.messages import ErrorPolicy
-from mpi_dataworkers.ops.iterable import files_of, generator_problem
-from mpi_dataworkers.visitation import Guarantee, Traits, decide
+from hetstream.mpi_dataworkers.data_state import MAX_EPOCH
+from hetstream.mpi_dataworkers.errors import HetstreamError, OptionsError
+from hetstream.mpi_dataworkers.loader.device import check_device
+from hetstream.mpi_dataworkers.loader.skipped import quarantine_file, writing_problem
+from hetstream.mpi_dataworkers.messages import ErrorPolicy
+from hetstream.mpi_dataworkers.ops.iterable import files_of, generator_problem
+from hetstream.mpi_dataworkers.visitation import Guarantee, Traits, decide
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from mpi_dataworkers.errors import StateError
+from hetstream.mpi_dataworkers.errors import StateError
 
 # torch's samplers that draw from `generator`, or from torch's global one where that is None.
 _DRAWING = (

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch.utils.data
 
-from mpi_dataworkers.client import Delivered, Ended, MakeItYourself, Pass
-from mpi_dataworkers.errors import StateError
-from mpi_dataworkers.interleave import Interleave, Place, deal
-from mpi_dataworkers.loader.order import PlannedPass
-from mpi_dataworkers.loader.stream import (
+from hetstream.mpi_dataworkers.client import Delivered, Ended, MakeItYourself, Pass
+from hetstream.mpi_dataworkers.errors import StateError
+from hetstream.mpi_dataworkers.interleave import Interleave, Place, deal
+from hetstream.mpi_dataworkers.loader.order import PlannedPass
+from hetstream.mpi_dataworkers.loader.stream import (
     BeginWorker,
     FailedStep,
     LocalFailure,
@@ -28,13 +28,13 @@ from mpi_dataworkers.loader.stream import (
     no_collate,
     rebuild_error,
 )
-from mpi_dataworkers.messages import BatchFailed, ErrorPolicy, ShardOrder
-from mpi_dataworkers.ops.iterable import ShardReader
-from mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
-from mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
-from mpi_dataworkers.reorder import as_ranges
-from mpi_dataworkers.sharding import EpochPlan, derive_seed
-from mpi_dataworkers.visitation import Cut, Guarantee
+from hetstream.mpi_dataworkers.messages import BatchFailed, ErrorPolicy, ShardOrder
+from hetstream.mpi_dataworkers.ops.iterable import ShardReader
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
+from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
+from hetstream.mpi_dataworkers.reorder import as_ranges
+from hetstream.mpi_dataworkers.sharding import EpochPlan, derive_seed
+from hetstream.mpi_dataworkers.visitation import Cut, Guarantee
 
 # A state with more was not written by a loader: there are not so many data workers.
 _MAX_COPIES = 1 << 16

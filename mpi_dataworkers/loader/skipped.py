@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hetstream.base.files import Directory
-from mpi_dataworkers.config import Identity
-from mpi_dataworkers.errors import PipelineError, StateError
-from mpi_dataworkers.messages import ErrorPolicy, Failure
+from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.errors import PipelineError, StateError
+from hetstream.mpi_dataworkers.messages import ErrorPolicy, Failure
 
 _log = logging.getLogger(__name__)
 

@@ -9,16 +9,16 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-from mpi_dataworkers.bucketing import LengthBuckets
-from mpi_dataworkers.config import Identity
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.horovod import horovod_identity
-from mpi_dataworkers.loader.order import LookAhead
-from mpi_dataworkers.loader.sharing import SharedStream
-from mpi_dataworkers.loader.skipped import SkippedSamples
-from mpi_dataworkers.loader.stream import Stream
-from mpi_dataworkers.ops.pipeline import Pipeline
-from mpi_dataworkers.rounds import StreamBuckets
+from hetstream.mpi_dataworkers.bucketing import LengthBuckets
+from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.horovod import horovod_identity
+from hetstream.mpi_dataworkers.loader.order import LookAhead
+from hetstream.mpi_dataworkers.loader.sharing import SharedStream
+from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
+from hetstream.mpi_dataworkers.loader.stream import Stream
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
+from hetstream.mpi_dataworkers.rounds import StreamBuckets
 
 
 def distributed_identity() -> tuple[int, int] | None:
@@ -33,7 +33,7 @@ def why_not_streamable(loader: Any) -> str | None:
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return (
             f"{type(loader.dataset).__name__} is an IterableDataset, and the start-up hook streams indexed datasets "
-            "only. To stream it, use mpi_dataworkers.DataLoader"
+            "only. To stream it, use hetstream.mpi_dataworkers.DataLoader"
         )
     if not hasattr(loader.dataset, "__len__") and loader.batch_sampler is None and loader.sampler is None:
         return f"{type(loader.dataset).__name__} has no length and there is no sampler"

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader as torch_dataloader
 
-from mpi_dataworkers.config import identity_from_environment, service_from_environment
-from mpi_dataworkers.errors import HetstreamError, PipelineError
-from mpi_dataworkers.loader.definitions import Sent
-from mpi_dataworkers.loader.order import PartlyListedPass
-from mpi_dataworkers.loader.stream import LocalIterator, PlainLoader, Stream, StreamIterator
-from mpi_dataworkers.loader.torch_loader import (
+from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
+from hetstream.mpi_dataworkers.errors import HetstreamError, PipelineError
+from hetstream.mpi_dataworkers.loader.definitions import Sent
+from hetstream.mpi_dataworkers.loader.order import PartlyListedPass
+from hetstream.mpi_dataworkers.loader.stream import LocalIterator, PlainLoader, Stream, StreamIterator
+from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     look_ahead_of,
     make_stream,
@@ -30,7 +30,7 @@ from mpi_dataworkers.loader.torch_loader import (
     torch_options,
     why_not_streamable,
 )
-from mpi_dataworkers.ops.reachable import device_of
+from hetstream.mpi_dataworkers.ops.reachable import device_of
 
 _log = logging.getLogger(__name__)
 _TorchIterator: Any = torch_dataloader._BaseDataLoaderIter

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mpi_dataworkers.ops.shared_memory import shared_mappings
+from hetstream.mpi_dataworkers.ops.shared_memory import shared_mappings
 
 _cuda: Any = torch.cuda
 

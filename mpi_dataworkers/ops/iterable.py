@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 from torch.utils.data._utils import worker as torch_worker
 
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.generators import making_sample
-from mpi_dataworkers.messages import Failure, ShardOrder
-from mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
-from mpi_dataworkers.reorder import as_ranges
-from mpi_dataworkers.sharding import derive_seed, permute
-from mpi_dataworkers.snapshots import pack, unpack
-from mpi_dataworkers.visitation import Cut
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.generators import making_sample
+from hetstream.mpi_dataworkers.messages import Failure, ShardOrder
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
+from hetstream.mpi_dataworkers.reorder import as_ranges
+from hetstream.mpi_dataworkers.sharding import derive_seed, permute
+from hetstream.mpi_dataworkers.snapshots import pack, unpack
+from hetstream.mpi_dataworkers.visitation import Cut
 
 _DIVIDE_THEMSELVES = (Cut.ITSELF.value, Cut.ITSELF_FOR_RANKS.value)
 # An iterator that raises so often without an element between does not get any further.

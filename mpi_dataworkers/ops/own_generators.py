@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpi_dataworkers.ops.reachable import reachable
-from mpi_dataworkers.sharding import derive_seed
+from hetstream.mpi_dataworkers.ops.reachable import reachable
+from hetstream.mpi_dataworkers.sharding import derive_seed
 
 
 class OwnGenerators:

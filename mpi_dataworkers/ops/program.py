@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from mpi_dataworkers.config import travelling_environment
-from mpi_dataworkers.messages import Program
-from mpi_dataworkers.ops.reached import Place, Reached
+from hetstream.mpi_dataworkers.config import travelling_environment
+from hetstream.mpi_dataworkers.messages import Program
+from hetstream.mpi_dataworkers.ops.reached import Place, Reached
 
 _log = logging.getLogger(__name__)
 

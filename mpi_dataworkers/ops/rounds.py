@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.failures import StepFailures, Verdict
-from mpi_dataworkers.messages import ErrorPolicy, Failure, ShardOrder
-from mpi_dataworkers.ops.iterable import ShardReader
-from mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
-from mpi_dataworkers.rounds import RoundFormer
-from mpi_dataworkers.sharding import derive_seed
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.messages import ErrorPolicy, Failure, ShardOrder
+from hetstream.mpi_dataworkers.ops.iterable import ShardReader
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
+from hetstream.mpi_dataworkers.rounds import RoundFormer
+from hetstream.mpi_dataworkers.sharding import derive_seed
 
 # Rounds whose slices wait for the ranks that are behind: more than a lease is ahead of another.
 _KEPT_ROUNDS = 256

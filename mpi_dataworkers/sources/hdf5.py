@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from hetstream.base.installed import install_command
-from mpi_dataworkers.errors import SourceError
-from mpi_dataworkers.sources.together import transforms_what_it_reads
+from hetstream.mpi_dataworkers.errors import SourceError
+from hetstream.mpi_dataworkers.sources.together import transforms_what_it_reads
 
 try:
     import h5py
 except ImportError as exc:
-    raise ImportError(f"mpi_dataworkers.sources.hdf5 needs h5py: {install_command('hdf5')}") from exc
+    raise ImportError(f"hetstream.mpi_dataworkers.sources.hdf5 needs h5py: {install_command('hdf5')}") from exc
 
 # An h5py read call costs about as much as copying this many bytes: a smaller gap between two asked rows is read over.
 READ_OVER_BYTES = 32 * 1024

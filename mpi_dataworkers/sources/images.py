@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.installed import install_command
-from mpi_dataworkers.errors import SourceError
+from hetstream.mpi_dataworkers.errors import SourceError
 
 try:
     from PIL import Image
 except ImportError as exc:
-    raise ImportError(f"mpi_dataworkers.sources.images needs Pillow: {install_command('images')}") from exc
+    raise ImportError(f"hetstream.mpi_dataworkers.sources.images needs Pillow: {install_command('images')}") from exc
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 # Modes whose pixels do not fit 8 bits: Pillow would clip them to white without a word.

@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.installed import install_command
-from mpi_dataworkers.errors import ConfigError
-from mpi_dataworkers.generators import makes_sample, sample_generator
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.mpi_dataworkers.generators import makes_sample, sample_generator
 
 try:
     from PIL import Image
 except ImportError as exc:
-    raise ImportError(f"mpi_dataworkers.sources.transforms needs Pillow: {install_command('images')}") from exc
+    raise ImportError(
+        f"hetstream.mpi_dataworkers.sources.transforms needs Pillow: {install_command('images')}"
+    ) from exc
 
 _ATTEMPTS = 10
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mpi_dataworkers.codec import Buffer, Leaf
-from mpi_dataworkers.errors import HetstreamError, ProtocolError
-from mpi_dataworkers.messages import Delivery, Message
+from hetstream.mpi_dataworkers.codec import Buffer, Leaf
+from hetstream.mpi_dataworkers.errors import HetstreamError, ProtocolError
+from hetstream.mpi_dataworkers.messages import Delivery, Message
 
 # For `close`: nothing that is queued is waited for.
 AT_ONCE = 0.0

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpi_dataworkers.codec import Buffer
-from mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.codec import Buffer
+from hetstream.mpi_dataworkers.errors import ProtocolError
 
 try:
     import zstandard

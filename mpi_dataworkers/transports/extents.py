@@ -9,7 +9,7 @@ import bisect
 import struct
 from collections.abc import Sequence
 
-from mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.errors import ProtocolError
 
 # Extents begin on pages and tensors on cache lines.
 PAGE_BYTES = 4096

@@ -12,14 +12,20 @@ import logging
 import secrets
 from collections.abc import Collection, Sequence
 
-from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.codec import Leaf
-from mpi_dataworkers.errors import ServiceError
-from mpi_dataworkers.messages import Delivery
-from mpi_dataworkers.transports.base import BatchReceiver, BatchSender, LoaderEndpoint, PeerUnreachable, rail_of
-from mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
-from mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver, local_address_towards
-from mpi_dataworkers.transports.zmq import ZmqLoaderEndpoint
+from hetstream.mpi_dataworkers.address import ServiceAddress
+from hetstream.mpi_dataworkers.codec import Leaf
+from hetstream.mpi_dataworkers.errors import ServiceError
+from hetstream.mpi_dataworkers.messages import Delivery
+from hetstream.mpi_dataworkers.transports.base import (
+    BatchReceiver,
+    BatchSender,
+    LoaderEndpoint,
+    PeerUnreachable,
+    rail_of,
+)
+from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
+from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver, local_address_towards
+from hetstream.mpi_dataworkers.transports.zmq import ZmqLoaderEndpoint
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +62,7 @@ def open_receivers(
     receivers: list[BatchReceiver] = []
     if "mpi" in rails:
         # Imported here: the import calls MPI_Init, which only the ranks of an MPI step should do.
-        from mpi_dataworkers.transports.mpi import MpiReceiver
+        from hetstream.mpi_dataworkers.transports.mpi import MpiReceiver
 
         receivers.append(MpiReceiver(service.batch_key))
     if "shm" in rails:
@@ -95,7 +101,7 @@ class RailSender:
             "tcp": over_sockets,
         }
         if over_mpi:
-            from mpi_dataworkers.transports.mpi import MpiBatchSender
+            from hetstream.mpi_dataworkers.transports.mpi import MpiBatchSender
 
             self._senders["mpi"] = MpiBatchSender(batch_key, worker_id)
         self._chosen: dict[Receivers, int] = {}

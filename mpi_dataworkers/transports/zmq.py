@@ -18,9 +18,9 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.codec import Buffer, chop, decode, encode, join
-from mpi_dataworkers.errors import (
+from hetstream.mpi_dataworkers.address import ServiceAddress
+from hetstream.mpi_dataworkers.codec import Buffer, chop, decode, encode, join
+from hetstream.mpi_dataworkers.errors import (
     AddressInUse,
     AuthenticationError,
     ProtocolError,
@@ -28,8 +28,8 @@ from mpi_dataworkers.errors import (
     ServiceError,
     ServiceUnavailable,
 )
-from mpi_dataworkers.messages import Message
-from mpi_dataworkers.transports.base import (
+from hetstream.mpi_dataworkers.messages import Message
+from hetstream.mpi_dataworkers.transports.base import (
     BatchReceiver,
     Disconnected,
     Received,
@@ -39,7 +39,7 @@ from mpi_dataworkers.transports.base import (
     parse_peer,
     peer_name,
 )
-from mpi_dataworkers.transports.peer import Newcomers, most_unproven
+from hetstream.mpi_dataworkers.transports.peer import Newcomers, most_unproven
 
 # Frames that libzmq takes; larger messages (datasets in pickled form, which are rare) travel in pieces. What a stranger
 # can make a process hold is one frame for each connection, until the handshake's time is over.

@@ -18,10 +18,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from checkpoint.errors import CheckpointError, OptionsError
-from hetjob.errors import HetstreamError, UsageError
 from hetstream.base.files import UntrustedFile
 from hetstream.base.text import PrintableFormatter, printable
+from hetstream.checkpoint.errors import CheckpointError, OptionsError
+from hetstream.hetjob.errors import HetstreamError, UsageError
 
 VERBS = {
     "convert": "print the heterogeneous script that an sbatch script becomes",
@@ -66,7 +66,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, summary in VERBS.items():
         if only in (None, verb):
-            importlib.import_module(f"slurm_plugin.cli.{verb}").add_parser(subparsers, summary)
+            importlib.import_module(f"hetstream.slurm_plugin.cli.{verb}").add_parser(subparsers, summary)
         else:
             subparsers.add_parser(verb, help=summary)
     return parser

@@ -1,7 +1,7 @@
-"""`python -m slurm_plugin.cli`: the `hetstream` command where the console script is not on the path."""
+"""`python -m hetstream.slurm_plugin.cli`: the `hetstream` command where the console script is not on the path."""
 
 import sys
 
-from slurm_plugin.cli import main
+from hetstream.slurm_plugin.cli import main
 
 sys.exit(main())

@@ -23,4 +23,4 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, text in _ACTIONS.items():
-        importlib.import_module(f"slurm_plugin.cli.ckpt_{action}").add_parser(actions, text)
+        importlib.import_module(f"hetstream.slurm_plugin.cli.ckpt_{action}").add_parser(actions, text)

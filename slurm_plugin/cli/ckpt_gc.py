@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checkpoint.bounds import bounded
-from checkpoint.config import NO_JOB
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.policy.collection import reason_to_keep, reason_to_remove
-from checkpoint.view import FoundStore, StoreView, find_stores, places
-from hetjob.errors import SlurmCommandError
-from hetjob.table import size_words
 from hetstream.base.text import printable
-from slurm_plugin.cli.ckpt_ls import existing
-from slurm_plugin.client.slurm import CommandSlurm
+from hetstream.checkpoint.bounds import bounded
+from hetstream.checkpoint.config import NO_JOB
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
+from hetstream.checkpoint.view import FoundStore, StoreView, find_stores, places
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.table import size_words
+from hetstream.slurm_plugin.cli.ckpt_ls import existing
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
 EPILOG = """\
 Memory: a store of this user goes if no process holds it, its job is over (squeue is asked; a requeued job is not over)

@@ -10,16 +10,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpoint.errors import CheckpointError
-from checkpoint.saver import Options, Saver, serve_job
-from checkpoint.store_files import SaverStatus, StoreFiles
-from checkpoint.view import FoundStore, find_stores
-from hetjob.errors import UsageError
-from hetjob.job_end import JobEnd
-from hetjob.job_environment import JobEnvironment
-from hetjob.savers import log_file, ready_file
 from hetstream.base.private import make_private
-from slurm_plugin.client.slurm import CommandSlurm
+from hetstream.checkpoint.errors import CheckpointError
+from hetstream.checkpoint.saver import Options, Saver, serve_job
+from hetstream.checkpoint.store_files import SaverStatus, StoreFiles
+from hetstream.checkpoint.view import FoundStore, find_stores
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.job_end import JobEnd
+from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.savers import log_file, ready_file
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from checkpoint.config import DIRECTORY
-from hetjob.errors import HetstreamError
-from hetjob.job_environment import export_lines, export_variables
-from hetjob.savers import start
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.program import own_program
+from hetstream.checkpoint.config import DIRECTORY
+from hetstream.hetjob.errors import HetstreamError
+from hetstream.hetjob.job_environment import export_lines, export_variables
+from hetstream.hetjob.savers import start
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.program import own_program
 
 EPILOG = """\
 In a batch script, before the line that starts the trainers:

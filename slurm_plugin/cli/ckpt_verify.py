@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpoint.bounds import bounded
-from checkpoint.directory import Checkpoint
-from checkpoint.errors import NoCheckpoint
-from hetjob.table import size_words
 from hetstream.base.text import printable
-from slurm_plugin.cli.ckpt_ls import as_fields, existing
+from hetstream.checkpoint.bounds import bounded
+from hetstream.checkpoint.directory import Checkpoint
+from hetstream.checkpoint.errors import NoCheckpoint
+from hetstream.hetjob.table import size_words
+from hetstream.slurm_plugin.cli.ckpt_ls import as_fields, existing
 
 EPILOG = """\
 A checkpoint that turns out to be damaged is marked (`damaged.txt` in its directory), so that no restore takes it; one

@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from hetjob.errors import UsageError
-from hetjob.job_cleaning import JobLeft, jobs_left, remove
-from hetjob.table import duration_words, size_words
 from hetstream.base.text import printable
-from slurm_plugin.client.slurm import CommandSlurm
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.job_cleaning import JobLeft, jobs_left, remove
+from hetstream.hetjob.table import duration_words, size_words
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 

@@ -9,13 +9,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hetjob.errors import UsageError
-from hetjob.sbatch_options import parse_words
-from hetjob.spec import OPTIONS
 from hetstream.base.text import printable
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
-from slurm_plugin.program import own_program
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.sbatch_options import parse_words
+from hetstream.hetjob.spec import OPTIONS
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
+from hetstream.slurm_plugin.program import own_program
 
 HELP = """\
 usage: hetstream convert [--json] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [-- MORE OPTIONS]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hetjob.errors import SiteError, UsageError
-from hetjob.site.address import (
+from hetstream.hetjob.errors import SiteError, UsageError
+from hetstream.hetjob.site.address import (
     ADDRESS_VARIABLE,
     SITE_FILE,
     SiteSettings,
@@ -21,15 +21,15 @@ from hetjob.site.address import (
     parse_address,
     read_settings,
 )
-from hetjob.site.client import ask
-from hetjob.site.messages import AskStatus, JobStatus, ShowStatus
-from hetjob.table import duration_words
-from mpi_dataworkers.errors import ConfigError
-from slurm_plugin.cli.output import add_output_arguments, emit, meta_of
-from slurm_plugin.cli.watching import interval_of
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.daemon.options import DaemonOptions
-from slurm_plugin.report import Column, Report, Section
+from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.messages import AskStatus, JobStatus, ShowStatus
+from hetstream.hetjob.table import duration_words
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.cli.watching import interval_of
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.daemon.options import DaemonOptions
+from hetstream.slurm_plugin.report import Column, Report, Section
 
 DEFAULT_STATE_DIR = Path("/var/lib/hetstreamd")
 DEFAULT_ADDRESS = UnixAddress(Path("/run/hetstream/daemon.sock"))
@@ -108,8 +108,8 @@ def settings_of(args: argparse.Namespace) -> SiteSettings:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     # Only here: they bring asyncio and sqlite3, which `status` does not need.
-    from slurm_plugin.daemon.server import Daemon
-    from slurm_plugin.daemon.store import Store
+    from hetstream.slurm_plugin.daemon.server import Daemon
+    from hetstream.slurm_plugin.daemon.store import Store
 
     partitions = tuple(args.pool.split(",")) if args.pool else None
     options = DaemonOptions(settings_of(args), args.state_dir, args.allocate, partitions, interval_of(args))
@@ -164,8 +164,8 @@ def status_report(status: ShowStatus) -> Report:
 
 def planned(options: DaemonOptions) -> Report:
     """What a daemon with these options would do now. Reads Slurm once, and the state without locking it."""
-    from slurm_plugin.daemon.registry import Registry
-    from slurm_plugin.daemon.store import HISTORY_FILE, STATE_FILE, remembered_jobs
+    from hetstream.slurm_plugin.daemon.registry import Registry
+    from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, STATE_FILE, remembered_jobs
 
     snapshot = CommandSlurm().snapshot()
     unknown = set(options.partitions or ()) - {partition.name for partition in snapshot.partitions}
@@ -203,7 +203,7 @@ def _jobs(jobs: Sequence[JobStatus]) -> Section:
 
 def main() -> int:
     """The console script `hetstreamd`: `hetstream daemon` by another name."""
-    from slurm_plugin.cli import main as hetstream
+    from hetstream.slurm_plugin.cli import main as hetstream
 
     return hetstream(["daemon", *sys.argv[1:]])
 

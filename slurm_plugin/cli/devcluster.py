@@ -11,15 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hetjob.errors import UsageError
-from mpi_dataworkers.errors import ConfigError
-from slurm_plugin.client.run import become
-from slurm_plugin.devcluster import install, render
-from slurm_plugin.devcluster.boot import BootRequest, boot, plan_cluster
-from slurm_plugin.devcluster.network import ClusterNetwork
-from slurm_plugin.devcluster.programs import SlurmPrograms
-from slurm_plugin.devcluster.record import ClusterRecord, read_record
-from slurm_plugin.devcluster.roots import (
+from hetstream.hetjob.errors import UsageError
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.slurm_plugin.client.run import become
+from hetstream.slurm_plugin.devcluster import install, render
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot, plan_cluster
+from hetstream.slurm_plugin.devcluster.network import ClusterNetwork
+from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_record
+from hetstream.slurm_plugin.devcluster.roots import (
     DEFAULT_CACHE_DIR,
     HOST,
     RELEASES,
@@ -27,11 +27,11 @@ from slurm_plugin.devcluster.roots import (
     needs_root,
     root_of,
 )
-from slurm_plugin.devcluster.sites import ACCOUNTING, SITES, commands, slurmdbd_conf
-from slurm_plugin.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
-from slurm_plugin.devcluster.status import observe
-from slurm_plugin.devcluster.teardown import plan_teardown, tear_down
-from slurm_plugin.errors import NoCluster
+from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING, SITES, commands, slurmdbd_conf
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_NAME, DEFAULT_STATE_ROOT, ClusterShape, check_name
+from hetstream.slurm_plugin.devcluster.status import observe
+from hetstream.slurm_plugin.devcluster.teardown import plan_teardown, tear_down
+from hetstream.slurm_plugin.errors import NoCluster
 
 EPILOG = """\
 examples:

@@ -6,7 +6,7 @@ import argparse
 import signal
 from pathlib import Path
 
-from hetjob.errors import UsageError
+from hetstream.hetjob.errors import UsageError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
@@ -36,8 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
-    from mpi_dataworkers.config import metrics_address, metrics_from_environment
-    from mpi_dataworkers.dispatcher.server import serve
+    from hetstream.mpi_dataworkers.config import metrics_address, metrics_from_environment
+    from hetstream.mpi_dataworkers.dispatcher.server import serve
 
     scheme, _, rest = args.bind.partition("://")
     host, _, port = rest.rpartition(":")

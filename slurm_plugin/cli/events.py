@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hetjob.errors import UsageError
 from hetstream.base.text import printable
-from slurm_plugin.cli.top import add_service_arguments, address_file_of
+from hetstream.hetjob.errors import UsageError
+from hetstream.slurm_plugin.cli.top import add_service_arguments, address_file_of
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def run(args: argparse.Namespace) -> int:
     """Print them."""
-    from mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, follow_events, read_events, render_line
+    from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, follow_events, read_events, render_line
 
     directory = address_file_of(args).parent
     places = [place / EVENTS_FILE for place in (directory / "dispatcher", directory)]

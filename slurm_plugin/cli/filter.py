@@ -15,14 +15,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hetjob.directives import read_directives
-from hetjob.errors import ConversionError, UsageError
-from hetjob.sbatch_options import ENVIRONMENT, SbatchOptions, parse_words
-from hetjob.spec import OPTIONS
 from hetstream.base.text import printable
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.conversion import convert_script
-from slurm_plugin.program import own_program
+from hetstream.hetjob.directives import read_directives
+from hetstream.hetjob.errors import ConversionError, UsageError
+from hetstream.hetjob.sbatch_options import ENVIRONMENT, SbatchOptions, parse_words
+from hetstream.hetjob.spec import OPTIONS
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.conversion import convert_script
+from hetstream.slurm_plugin.program import own_program
 
 # A word of the plugin's, in the two lines between which it looks for the plan.
 NONCE = "HETSTREAM_FILTER_NONCE"

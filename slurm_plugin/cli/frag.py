@@ -6,8 +6,8 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from hetjob.table import RED, YELLOW
-from slurm_plugin.cli.output import (
+from hetstream.hetjob.table import RED, YELLOW
+from hetstream.slurm_plugin.cli.output import (
     EXIT_CODES,
     add_node_arguments,
     add_output_arguments,
@@ -16,11 +16,11 @@ from slurm_plugin.cli.output import (
     emit,
     meta_of,
 )
-from slurm_plugin.client.hostlist import compress
-from slurm_plugin.client.model import Snapshot
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.fragmentation import Fragmentation, NodeFragmentation, measure
-from slurm_plugin.report import Column, Report, Row, Section, gib, percent, signed
+from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.fragmentation import Fragmentation, NodeFragmentation, measure
+from hetstream.slurm_plugin.report import Column, Report, Row, Section, gib, percent, signed
 
 EPILOG = f"""\
 FRAG is GoldMiner's indicator of a node, freeCPU/CPU - freeGPU/GPU: below zero its CPUs are gone before its GPUs, above

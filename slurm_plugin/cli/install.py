@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from hetjob.errors import UsageError
-from slurm_plugin.installation import (
+from hetstream.hetjob.errors import UsageError
+from hetstream.slurm_plugin.installation import (
     HOOKS,
     LUA_DIR,
     Action,
@@ -26,9 +26,9 @@ from slurm_plugin.installation import (
     put_below,
     site_name,
 )
-from slurm_plugin.manual import bash_completion, man_pages, verbs_of
-from slurm_plugin.program import own_program
-from slurm_plugin.unit import DAEMON_ENVIRONMENT, EXPORTER_ENVIRONMENT, daemon_unit, exporter_unit
+from hetstream.slurm_plugin.manual import bash_completion, man_pages, verbs_of
+from hetstream.slurm_plugin.program import own_program
+from hetstream.slurm_plugin.unit import DAEMON_ENVIRONMENT, EXPORTER_ENVIRONMENT, daemon_unit, exporter_unit
 
 EPILOG = """\
 Below DIR: share/hetstream/lua (the modules), etc/hetstream/policy.lua (the site's rules, all commented out; for /usr
@@ -122,7 +122,7 @@ def planned(prefix: Path, slurm_dir: Path | None, program: str) -> tuple[dict[Pa
 
 def documents(prefix: Path) -> dict[Path, str]:
     """Man pages and completion of every verb."""
-    from slurm_plugin.cli import VERBS, build_parser
+    from hetstream.slurm_plugin.cli import VERBS, build_parser
 
     parser = build_parser()
     help_texts = {verb: _own_help(verb) for verb, sub in verbs_of(parser).items() if not sub.add_help}
@@ -191,5 +191,5 @@ def _own_help(verb: str) -> str:
     """What a verb that reads its own words says to --help."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        importlib.import_module(f"slurm_plugin.cli.{verb}").run(argparse.Namespace(words=["--help"]))
+        importlib.import_module(f"hetstream.slurm_plugin.cli.{verb}").run(argparse.Namespace(words=["--help"]))
     return out.getvalue()

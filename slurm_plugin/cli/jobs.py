@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 
-from hetjob.errors import UsageError
-from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
-from slurm_plugin.cli.why import named_jobs
-from slurm_plugin.client.hostlist import compress
-from slurm_plugin.client.model import Gres, Job, Snapshot
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.client.users import names_of, uid_of
-from slurm_plugin.report import Column, Report, Row, Section, duration, gib
-from slurm_plugin.why import Explainer
+from hetstream.hetjob.errors import UsageError
+from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
+from hetstream.slurm_plugin.cli.why import named_jobs
+from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.client.users import names_of, uid_of
+from hetstream.slurm_plugin.report import Column, Report, Row, Section, duration, gib
+from hetstream.slurm_plugin.why import Explainer
 
 EPILOG = f"""\
 CPUS, GPUS and GIB are totals over all nodes of a job; of pending jobs what they ask for. WAITS FOR is made from what is

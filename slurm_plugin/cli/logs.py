@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hetjob.errors import UsageError
-from hetjob.find_service import find_directory
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable
-from slurm_plugin.cli.output import EXIT_CODES
-from slurm_plugin.client.job_place import job_place
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.find_service import find_directory
+from hetstream.slurm_plugin.cli.output import EXIT_CODES
+from hetstream.slurm_plugin.client.job_place import job_place
 
 _MAX_BYTES = 256 << 20
 _DEFAULT_LINES = 20

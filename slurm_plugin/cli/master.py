@@ -8,14 +8,14 @@ import os
 import shlex
 import sys
 
-from hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
-from hetjob.errors import HetstreamError
-from hetjob.job_environment import JobEnvironment, export_lines, plain_variables
-from hetjob.master.keeper import keep
-from hetjob.master.server import MasterConfig, serve, start
-from hetjob.site.link import linked
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.program import own_program, program_of
+from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
+from hetstream.hetjob.errors import HetstreamError
+from hetstream.hetjob.job_environment import JobEnvironment, export_lines, plain_variables
+from hetstream.hetjob.master.keeper import keep
+from hetstream.hetjob.master.server import MasterConfig, serve, start
+from hetstream.hetjob.site.link import linked
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.program import own_program, program_of
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
@@ -59,7 +59,7 @@ def _config(args: argparse.Namespace) -> MasterConfig:
 
 
 def _start(args: argparse.Namespace) -> int:
-    from mpi_dataworkers.hook import environment
+    from hetstream.mpi_dataworkers.hook import environment
 
     # Printed first: the script needs them even if the master does not start.
     sys.stdout.write(export_lines(plain_variables(os.environ)))

@@ -13,21 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.handover import living_request
-from checkpoint.ownership import history, read_owner
-from hetjob.convert import AlreadyHeterogeneous, script_options
-from hetjob.directives import from_command_line, read_directives, read_spec
-from hetjob.errors import SlurmCommandError, UsageError
-from hetjob.render import without_block
-from hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
-from hetjob.spec import OPTIONS
-from slurm_plugin.cli.why import named_jobs
-from slurm_plugin.client.model import Job
-from slurm_plugin.client.slurm import CommandSlurm, submit_script
-from slurm_plugin.client.users import is_own
-from slurm_plugin.conversion import Conversion, convert_script
-from slurm_plugin.migration import Sight, Stage, arguments_of, export_option, stage
-from slurm_plugin.program import own_program
+from hetstream.checkpoint.handover import living_request
+from hetstream.checkpoint.ownership import history, read_owner
+from hetstream.hetjob.convert import AlreadyHeterogeneous, script_options
+from hetstream.hetjob.directives import from_command_line, read_directives, read_spec
+from hetstream.hetjob.errors import SlurmCommandError, UsageError
+from hetstream.hetjob.render import without_block
+from hetstream.hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
+from hetstream.hetjob.spec import OPTIONS
+from hetstream.slurm_plugin.cli.why import named_jobs
+from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.client.slurm import CommandSlurm, submit_script
+from hetstream.slurm_plugin.client.users import is_own
+from hetstream.slurm_plugin.conversion import Conversion, convert_script
+from hetstream.slurm_plugin.migration import Sight, Stage, arguments_of, export_option, stage
+from hetstream.slurm_plugin.program import own_program
 
 HELP = """\
 usage: hetstream migrate JOBID [OPTIONS OF SBATCH AND HETSTREAM] [--dry-run] [--json] [--no-wait] [--timeout=S]

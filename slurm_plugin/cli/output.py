@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Collection
 
-from hetjob.errors import UsageError
 from hetstream.base.text import printable
-from slurm_plugin.client.hostlist import expand
-from slurm_plugin.client.model import Snapshot
-from slurm_plugin.report import Report, as_csv, as_json, as_table
+from hetstream.hetjob.errors import UsageError
+from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.report import Report, as_csv, as_json, as_table
 
 EXIT_CODES = """\
 exit codes:

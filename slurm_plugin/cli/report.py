@@ -10,15 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from hetjob.errors import UsageError
-from slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
-from slurm_plugin.cli.util import parse_time
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.history import History
-from slurm_plugin.observation import Observation, Sample, observe
-from slurm_plugin.page import page
-from slurm_plugin.report import Column, Report, Section, duration
-from slurm_plugin.wait_shares import wait_shares
+from hetstream.hetjob.errors import UsageError
+from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.cli.util import parse_time
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.history import History
+from hetstream.slurm_plugin.observation import Observation, Sample, observe
+from hetstream.slurm_plugin.page import page
+from hetstream.slurm_plugin.report import Column, Report, Section, duration
+from hetstream.slurm_plugin.wait_shares import wait_shares
 
 EPILOG = f"""\
 The page holds everything that it shows: no script, no outside resource. It names users and jobs, so mind whom you send

@@ -10,11 +10,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from hetjob.errors import UsageError
-from hetjob.local import LocalConfig, run_local
-from hetjob.service import summary_line
-from mpi_dataworkers.hook import environment
-from slurm_plugin.program import own_program
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.local import LocalConfig, run_local
+from hetstream.hetjob.service import summary_line
+from hetstream.mpi_dataworkers.hook import environment
+from hetstream.slurm_plugin.program import own_program
 
 EPILOG = """\
 The program's exit code is passed on (128 + N when signal N ended it), and so are its signals.

@@ -13,17 +13,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetjob.convert import AlreadyHeterogeneous
-from hetjob.directives import is_own
-from hetjob.errors import UsageError
-from hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
-from hetjob.spec import OPTIONS
-from hetjob.temporary import temporary_directory
 from hetstream.base.text import printable
-from slurm_plugin.client.run import become
-from slurm_plugin.client.slurm import CommandSlurm, run_sbatch
-from slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, options_behind
-from slurm_plugin.program import own_program
+from hetstream.hetjob.convert import AlreadyHeterogeneous
+from hetstream.hetjob.directives import is_own
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
+from hetstream.hetjob.spec import OPTIONS
+from hetstream.hetjob.temporary import temporary_directory
+from hetstream.slurm_plugin.client.run import become
+from hetstream.slurm_plugin.client.slurm import CommandSlurm, run_sbatch
+from hetstream.slurm_plugin.conversion import Conversion, convert_script, note_on_arguments, options_behind
+from hetstream.slurm_plugin.program import own_program
 
 HELP = """\
 usage: hetstream sbatch [--dry-run] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [ARGUMENTS OF THE SCRIPT]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from hetjob.errors import UsageError
-from hetjob.find_service import check_running, find_address_file
-from hetjob.top import render
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.find_service import check_running, find_address_file
+from hetstream.hetjob.top import render
 
 EPILOG = """\
 WAITED is the share of the last seconds in which the training loop waited for data; BUSY the share in which a data
@@ -64,14 +64,14 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> None:
 
 def address_file_of(args: argparse.Namespace) -> Path:
     """Address file of the service that these arguments name."""
-    from slurm_plugin.client.job_place import job_place
+    from hetstream.slurm_plugin.client.job_place import job_place
 
     return find_address_file(args.job, args.service, os.environ, Path.cwd(), lambda job: job_place(job, os.environ))
 
 
 def run(args: argparse.Namespace) -> int:
     """Show it until the user has seen enough."""
-    from mpi_dataworkers.status_client import StatusClient, running_service
+    from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 
     if args.interval <= 0:
         raise UsageError(f"--interval {args.interval:g}: must be more than 0")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from slurm_plugin.cli.install import add_arguments, report
-from slurm_plugin.installation import uninstall
+from hetstream.slurm_plugin.cli.install import add_arguments, report
+from hetstream.slurm_plugin.installation import uninstall
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:

@@ -8,14 +8,14 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from hetjob.errors import UsageError
-from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
-from slurm_plugin.client.accounting import Usage, has_accounting
-from slurm_plugin.client.model import Snapshot
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.report import Column, Report, Section, duration, percent
-from slurm_plugin.utilisation import BY, Utilisation, Window, capacity, share, together, utilisation
-from slurm_plugin.wait_shares import wait_shares
+from hetstream.hetjob.errors import UsageError
+from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
+from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
+from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.report import Column, Report, Section, duration, percent
+from hetstream.slurm_plugin.utilisation import BY, Utilisation, Window, capacity, share, together, utilisation
+from hetstream.slurm_plugin.wait_shares import wait_shares
 
 EPILOG = f"""\
 Times are Slurm's: 2026-11-20T16:00:00, now, now-1day, now-8hours, now-30minutes. Allocated hours are those that jobs

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from hetjob.errors import UsageError
-from mpi_dataworkers.config import metrics_address
-from mpi_dataworkers.errors import ConfigError
-from slurm_plugin.cli.output import add_history_argument
-from slurm_plugin.monitor import MIN_INTERVAL_S
+from hetstream.hetjob.errors import UsageError
+from hetstream.mpi_dataworkers.config import metrics_address
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.slurm_plugin.cli.output import add_history_argument
+from hetstream.slurm_plugin.monitor import MIN_INTERVAL_S
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser, listen: str) -> None:

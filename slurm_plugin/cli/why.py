@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hetjob.errors import UsageError
-from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
-from slurm_plugin.client.hostlist import compress
-from slurm_plugin.client.model import Job, Snapshot
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.errors import UnknownJob
-from slurm_plugin.report import Column, Report, Row, Section, duration
-from slurm_plugin.why import Explainer, Explanation, find_jobs
+from hetstream.hetjob.errors import UsageError
+from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.errors import UnknownJob
+from hetstream.slurm_plugin.report import Column, Report, Row, Section, duration
+from hetstream.slurm_plugin.why import Explainer, Explanation, find_jobs
 
 EPILOG = f"""\
 The explanation is made from what is free now. Priorities in the making, licenses, topology, --exclusive and complex

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.client.gres import parse_gres
-from slurm_plugin.client.jobstats import told_by_jobstats
-from slurm_plugin.client.model import Job, Snapshot, gpu_share, total
-from slurm_plugin.client.parse_text import FIELD_END, new_separators
-from slurm_plugin.client.read import plain_environ
-from slurm_plugin.client.run import EXIT_TIMED_OUT, run_slurm
-from slurm_plugin.client.values import moment, text_or_empty, tres
-from slurm_plugin.errors import UnreadableAnswer
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.jobstats import told_by_jobstats
+from hetstream.slurm_plugin.client.model import Job, Snapshot, gpu_share, total
+from hetstream.slurm_plugin.client.parse_text import FIELD_END, new_separators
+from hetstream.slurm_plugin.client.read import plain_environ
+from hetstream.slurm_plugin.client.run import EXIT_TIMED_OUT, run_slurm
+from hetstream.slurm_plugin.client.values import moment, text_or_empty, tres
+from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 SACCT_FIELDS = (
     "JobIDRaw", "User", "Account", "Partition", "State", "Start", "End", "ElapsedRaw", "AllocCPUS", "AllocTRES",

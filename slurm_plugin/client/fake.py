@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGTERM
 
-from hetjob.errors import SlurmCommandError
-from hetjob.ports import Child, Cluster, MarkedJob
-from hetjob.processes import start_child
-from slurm_plugin.client.accounting import Usage, from_queue
-from slurm_plugin.client.model import Snapshot
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.ports import Child, Cluster, MarkedJob
+from hetstream.hetjob.processes import start_child
+from hetstream.slurm_plugin.client.accounting import Usage, from_queue
+from hetstream.slurm_plugin.client.model import Snapshot
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from slurm_plugin.client.model import Gres
+from hetstream.slurm_plugin.client.model import Gres
 
 _EMPTY = frozenset({"", "(null)", "N/A", "none"})
 _ITEM = re.compile(r"((?:[^,(]|\([^)]*\))+)")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from slurm_plugin.client.model import Gres, Job, Node, Partition
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition
 
 
 def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Iterable[Partition] = ()) -> tuple[Job, ...]:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hetjob.errors import SlurmCommandError
-from hetjob.find_service import JobPlace
-from slurm_plugin.client.run import run_slurm
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.find_service import JobPlace
+from hetstream.slurm_plugin.client.run import run_slurm
 
 # Ids and states hold no blank, so what follows the third one is the directory, whatever is in it.
 _SQUEUE = ("squeue", "--noheader", "--states=all", "--format=%i %A %T %Z")

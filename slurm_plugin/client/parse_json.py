@@ -10,12 +10,19 @@ from typing import TypeVar
 
 import msgspec
 
-from slurm_plugin.client.gres import parse_gres
-from slurm_plugin.client.hostlist import expand
-from slurm_plugin.client.model import HetComponent, Job, Node, NodeShare, total
-from slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, has_no_end, in_use, node_states, readable
-from slurm_plugin.client.values import megabytes, tres
-from slurm_plugin.errors import UnreadableAnswer
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, NodeShare, total
+from hetstream.slurm_plugin.client.parse_text import (
+    NO_LIMIT_S,
+    allocated_gres,
+    has_no_end,
+    in_use,
+    node_states,
+    readable,
+)
+from hetstream.slurm_plugin.client.values import megabytes, tres
+from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 
 class _Number(msgspec.Struct):

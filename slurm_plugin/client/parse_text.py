@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from slurm_plugin.client.gres import parse_gres
-from slurm_plugin.client.hostlist import expand
-from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, total
-from slurm_plugin.client.values import megabytes, moment, seconds, text_or_empty, tres, whole
-from slurm_plugin.errors import UnreadableAnswer
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, total
+from hetstream.slurm_plugin.client.values import megabytes, moment, seconds, text_or_empty, tres, whole
+from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # What separates by default; `new_separators` makes those that no user can write into a name.
 FIELD_END, RECORD_END = "\x1f", "\x1e"

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from hetjob.ports import NodeSize, PartitionLimits
-from slurm_plugin.client.values import seconds
+from hetstream.hetjob.ports import NodeSize, PartitionLimits
+from hetstream.slurm_plugin.client.values import seconds
 
 # Of sinfo, one line for each kind of node of a partition: name (the default one with `*`), CPUs, MB, nodes, GRES.
 SINFO_FORMAT = "--format=%P|%c|%m|%D|%G"

@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
-from slurm_plugin.client.gres import parse_gres
-from slurm_plugin.client.hostlist import expand
-from slurm_plugin.client.model import HetComponent, Job, Node, total
-from slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, in_use, node_states
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.client.values import megabytes, text_or_empty, tres
-from slurm_plugin.errors import UnreadableAnswer
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, total
+from hetstream.slurm_plugin.client.parse_text import NO_LIMIT_S, allocated_gres, in_use, node_states
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.client.values import megabytes, text_or_empty, tres
+from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 # Later ones have lost the old interface.
 RELEASES = frozenset({(22, 5)})

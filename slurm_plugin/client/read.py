@@ -13,16 +13,16 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 
-from hetjob.errors import HetstreamError
-from hetjob.ports import MarkedJob
-from slurm_plugin.client import parse_json, parse_text, pyslurm_backend
-from slurm_plugin.client.held import with_held_gpus
-from slurm_plugin.client.model import Job, Node, Partition, Reservation, Snapshot
-from slurm_plugin.client.parse_text import JOB_FIELDS
-from slurm_plugin.client.reservations import parse_reservations, with_reservations
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.client.values import NONE_WORDS, moment, whole
-from slurm_plugin.errors import UnsupportedSlurm
+from hetstream.hetjob.errors import HetstreamError
+from hetstream.hetjob.ports import MarkedJob
+from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
+from hetstream.slurm_plugin.client.held import with_held_gpus
+from hetstream.slurm_plugin.client.model import Job, Node, Partition, Reservation, Snapshot
+from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS
+from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.client.values import NONE_WORDS, moment, whole
+from hetstream.slurm_plugin.errors import UnsupportedSlurm
 
 OLDEST = (22, 5)
 SUBMISSION_FIELDS = ("JobID", "ArrayJobID", "ArrayTaskID", "HetJobID", "UserID", "Comment")

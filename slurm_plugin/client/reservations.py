@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from slurm_plugin.client.hostlist import expand
-from slurm_plugin.client.model import RESERVED, Node, Reservation
-from slurm_plugin.client.parse_text import record
-from slurm_plugin.client.values import moment
-from slurm_plugin.errors import UnreadableAnswer
+from hetstream.slurm_plugin.client.hostlist import expand
+from hetstream.slurm_plugin.client.model import RESERVED, Node, Reservation
+from hetstream.slurm_plugin.client.parse_text import record
+from hetstream.slurm_plugin.client.values import moment
+from hetstream.slurm_plugin.errors import UnreadableAnswer
 
 
 def parse_reservations(text: str) -> tuple[Reservation, ...]:

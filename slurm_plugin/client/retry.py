@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.client.run import EXIT_TIMED_OUT
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client.run import EXIT_TIMED_OUT
 
 # Together 12.6 s: longer than the 1-3 s that an update is refused after a submission, and than one MessageTimeout.
 DELAYS_S = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from hetjob.errors import SlurmCommandError
+from hetstream.hetjob.errors import SlurmCommandError
 
 # slurmctld answers within milliseconds; a client gives up on a silent one after its own MessageTimeout (10 s) and
 # retries, so a minute means that something is broken for good.

@@ -1,4 +1,4 @@
-"""The Slurm client: `hetjob.ports.SlurmClient` over the command line, and all that hetstream reads and changes.
+"""The Slurm client: `hetstream.hetjob.ports.SlurmClient` over the command line, and all that hetstream reads and changes.
 
 Used by the job master, `hetstream sbatch` and the commands for admins. `read.py` reads, `retry.py` says which failures
 pass by themselves. It never uses more rights than its user has, and never goes round a refusal.
@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hetjob.errors import SlurmCommandError
-from hetjob.ports import Child, Cluster, MarkedJob
-from hetjob.processes import next_signal, signals_held, start_child
-from hetjob.sbatch_options import refuse_other_words
-from slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
-from slurm_plugin.client.held import with_held_gpus
-from slurm_plugin.client.model import Snapshot
-from slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
-from slurm_plugin.client.read import CommandReader, plain_environ, release_of
-from slurm_plugin.client.retry import with_retries
-from slurm_plugin.client.run import EXIT_NOT_FOUND, run_slurm
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.ports import Child, Cluster, MarkedJob
+from hetstream.hetjob.processes import next_signal, signals_held, start_child
+from hetstream.hetjob.sbatch_options import refuse_other_words
+from hetstream.slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
+from hetstream.slurm_plugin.client.held import with_held_gpus
+from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
+from hetstream.slurm_plugin.client.read import CommandReader, plain_environ, release_of
+from hetstream.slurm_plugin.client.retry import with_retries
+from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, run_slurm
 
 # Signals that end a program which waits for sbatch; and how long a wake-up that was missed costs.
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 
-from slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.client.model import Job
 
 
 def names_of(uid: int) -> set[str]:

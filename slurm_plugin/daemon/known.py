@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from hetjob.site.messages import CompanionSeen, ReportDemand
-from slurm_plugin.client.model import Job, Snapshot
-from slurm_plugin.daemon.policy import Demand
+from hetstream.hetjob.site.messages import CompanionSeen, ReportDemand
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.daemon.policy import Demand
 
 
 @dataclass(frozen=True, slots=True)

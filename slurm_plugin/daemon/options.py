@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetjob.site.address import SiteSettings
+from hetstream.hetjob.site.address import SiteSettings
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from hetjob.site.messages import CompanionSeen, GrantLimit, JobStatus, RefuseReport, ReportDemand
-from slurm_plugin.client.model import Job, Snapshot
-from slurm_plugin.daemon.known import (
+from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, JobStatus, RefuseReport, ReportDemand
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.daemon.known import (
     Held,
     companions_of_jobs,
     demand_of,
@@ -24,7 +24,7 @@ from slurm_plugin.daemon.known import (
     own_minimum,
     silent_after_s,
 )
-from slurm_plugin.daemon.policy import Policy, Pool, allocate
+from hetstream.slurm_plugin.daemon.policy import Policy, Pool, allocate
 
 # Jobs report this often, or less if there are so many that it would be more than so many reports a second.
 REPORT_S = 10.0

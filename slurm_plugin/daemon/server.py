@@ -18,9 +18,11 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from hetjob.errors import HetstreamError, SiteError
-from hetjob.site.address import TcpAddress, UnixAddress
-from hetjob.site.messages import (
+from hetstream.base.places import Places
+from hetstream.base.turns import Turns
+from hetstream.hetjob.errors import HetstreamError, SiteError
+from hetstream.hetjob.site.address import TcpAddress, UnixAddress
+from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_QUESTION_BYTES,
     Answer,
@@ -31,19 +33,17 @@ from hetjob.site.messages import (
     decode_request,
     encode_answer,
 )
-from hetjob.site.munge import Munge
-from hetstream.base.places import Places
-from hetstream.base.turns import Turns
-from mpi_dataworkers.errors import ConfigError
-from mpi_dataworkers.faults import reach
-from slurm_plugin.client.model import Job
-from slurm_plugin.client.users import names_of
-from slurm_plugin.daemon.options import DaemonOptions
-from slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, Change, Registry
-from slurm_plugin.daemon.store import HISTORY_FILE, Store
-from slurm_plugin.errors import ServeError
-from slurm_plugin.history import History
-from slurm_plugin.monitor import MIN_INTERVAL_S, Cluster, Monitor, Reading
+from hetstream.hetjob.site.munge import Munge
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.client.users import names_of
+from hetstream.slurm_plugin.daemon.options import DaemonOptions
+from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, Change, Registry
+from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, Store
+from hetstream.slurm_plugin.errors import ServeError
+from hetstream.slurm_plugin.history import History
+from hetstream.slurm_plugin.monitor import MIN_INTERVAL_S, Cluster, Monitor, Reading
 
 log = logging.getLogger(__name__)
 

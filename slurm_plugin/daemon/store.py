@@ -16,11 +16,11 @@ from types import TracebackType
 
 import msgspec
 
-from hetjob.site.messages import ReportDemand
-from mpi_dataworkers.faults import reach
-from slurm_plugin.daemon.registry import Registered
-from slurm_plugin.errors import DaemonStateError
-from slurm_plugin.history import create_private
+from hetstream.hetjob.site.messages import ReportDemand
+from hetstream.mpi_dataworkers.faults import reach
+from hetstream.slurm_plugin.daemon.registry import Registered
+from hetstream.slurm_plugin.errors import DaemonStateError
+from hetstream.slurm_plugin.history import create_private
 
 STATE_FILE = "daemon.sqlite"
 HISTORY_FILE = "history.sqlite"

@@ -22,27 +22,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.devcluster import cgroups, render, site_setup, sites
-from slurm_plugin.devcluster.lock import MACHINE, locked
-from slurm_plugin.devcluster.namespaces import free_subnet, make_network
-from slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork, plan_network
-from slurm_plugin.devcluster.processes import cluster_processes
-from slurm_plugin.devcluster.programs import SYSTEM_PATH, SlurmPrograms
-from slurm_plugin.devcluster.record import (
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.devcluster import cgroups, render, site_setup, sites
+from hetstream.slurm_plugin.devcluster.lock import MACHINE, locked
+from hetstream.slurm_plugin.devcluster.namespaces import free_subnet, make_network
+from hetstream.slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork, plan_network
+from hetstream.slurm_plugin.devcluster.processes import cluster_processes
+from hetstream.slurm_plugin.devcluster.programs import SYSTEM_PATH, SlurmPrograms
+from hetstream.slurm_plugin.devcluster.record import (
     MARKER_VARIABLE,
     ClusterRecord,
     read_daemons,
     read_record,
     write_record,
 )
-from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths, ports_needed
-from slurm_plugin.devcluster.status import is_live, list_nodes
-from slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
-from slurm_plugin.devcluster.umask import readable_by_all
-from slurm_plugin.errors import BootFailed, ClusterExists
-from slurm_plugin.installation import HOOKS, LUA_DIR, hook_text
-from slurm_plugin.program import own_program
+from hetstream.slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths, ports_needed
+from hetstream.slurm_plugin.devcluster.status import is_live, list_nodes
+from hetstream.slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
+from hetstream.slurm_plugin.devcluster.umask import readable_by_all
+from hetstream.slurm_plugin.errors import BootFailed, ClusterExists
+from hetstream.slurm_plugin.installation import HOOKS, LUA_DIR, hook_text
+from hetstream.slurm_plugin.program import own_program
 
 # Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.
 READY_TIMEOUT_S = 60.0

@@ -12,7 +12,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from slurm_plugin.devcluster.render import version_tuple
+from hetstream.slurm_plugin.devcluster.render import version_tuple
 
 ROOT = Path("/sys/fs/cgroup")
 # Of proctrack/cgroup, and of task/cgroup with ConstrainDevices.

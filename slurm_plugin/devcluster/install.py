@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_plugin.devcluster import programs
-from slurm_plugin.devcluster.apt import has_apt, run_quietly
-from slurm_plugin.devcluster.lock import MACHINE, locked
-from slurm_plugin.devcluster.programs import missing_of, missing_programs
-from slurm_plugin.errors import InstallFailed, SlurmMissing
+from hetstream.slurm_plugin.devcluster import programs
+from hetstream.slurm_plugin.devcluster.apt import has_apt, run_quietly
+from hetstream.slurm_plugin.devcluster.lock import MACHINE, locked
+from hetstream.slurm_plugin.devcluster.programs import missing_of, missing_programs
+from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
 
 # Slurm's plugins for Lua need liblua, but nothing depends on it.
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "liblua5.1-0")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slurm_plugin.errors import DevclusterError
+from hetstream.slurm_plugin.errors import DevclusterError
 
 POLL_INTERVAL_S = 0.05
 

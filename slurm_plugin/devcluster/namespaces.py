@@ -15,9 +15,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurm_plugin.devcluster.network import ClusterNetwork, choose_subnet
-from slurm_plugin.devcluster.programs import search_path
-from slurm_plugin.errors import NetworkFailed
+from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, choose_subnet
+from hetstream.slurm_plugin.devcluster.programs import search_path
+from hetstream.slurm_plugin.errors import NetworkFailed
 
 NETNS_DIR = Path("/run/netns")
 _TIMEOUT_S = 30.0

@@ -12,8 +12,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_plugin.devcluster.programs import COMMANDS
-from slurm_plugin.devcluster.record import MARKER_VARIABLE, ClusterRecord
+from hetstream.slurm_plugin.devcluster.programs import COMMANDS
+from hetstream.slurm_plugin.devcluster.record import MARKER_VARIABLE, ClusterRecord
 
 PROC = Path("/proc")
 

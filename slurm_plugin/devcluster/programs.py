@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.devcluster.spec import RootPaths
-from slurm_plugin.errors import SlurmMissing
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.devcluster.spec import RootPaths
+from hetstream.slurm_plugin.errors import SlurmMissing
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 # What accounting needs beside them: Slurm's daemon, and a database that is MariaDB's wherever Slurm is from.

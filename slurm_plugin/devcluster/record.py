@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_plugin.devcluster.network import ClusterNetwork, VirtualHost
-from slurm_plugin.errors import DevclusterError
+from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, VirtualHost
+from hetstream.slurm_plugin.errors import DevclusterError
 
 RECORD_FILE = "cluster.json"
 DAEMONS_FILE = "daemons.json"

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurm_plugin.devcluster import sites
-from slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork
-from slurm_plugin.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
+from hetstream.slurm_plugin.devcluster import sites
+from hetstream.slurm_plugin.devcluster.network import CONTROLLER, ClusterNetwork
+from hetstream.slurm_plugin.devcluster.spec import NODE_MEMORY_MB, ClusterSpec, NodeGroup
 
 # Heterogeneous jobs start only through the backfill scheduler, which by default looks every 30 s.
 TUNED_SCHEDULER = "sched_min_interval=0,bf_interval=1,batch_sched_delay=0"

@@ -19,19 +19,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_plugin.devcluster.apt import has_apt, run_quietly
-from slurm_plugin.devcluster.install import PACKAGES, SLURMDBD_PACKAGES
-from slurm_plugin.devcluster.lock import locked
-from slurm_plugin.devcluster.programs import (
+from hetstream.slurm_plugin.devcluster.apt import has_apt, run_quietly
+from hetstream.slurm_plugin.devcluster.install import PACKAGES, SLURMDBD_PACKAGES
+from hetstream.slurm_plugin.devcluster.lock import locked
+from hetstream.slurm_plugin.devcluster.programs import (
     SLURMDBD,
     SlurmPrograms,
     host_programs,
     missing_programs,
     slurm_version,
 )
-from slurm_plugin.devcluster.spec import RootPaths
-from slurm_plugin.devcluster.umask import readable_by_all
-from slurm_plugin.errors import InstallFailed, SlurmMissing
+from hetstream.slurm_plugin.devcluster.spec import RootPaths
+from hetstream.slurm_plugin.devcluster.umask import readable_by_all
+from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
 
 DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")
 

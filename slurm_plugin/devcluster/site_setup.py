@@ -11,14 +11,21 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.devcluster import sites
-from slurm_plugin.devcluster.private_run import command_text
-from slurm_plugin.devcluster.programs import COMMANDS, MARIADB, SYSTEM_PATH, SlurmPrograms, missing_of, search_path
-from slurm_plugin.devcluster.record import ClusterRecord
-from slurm_plugin.devcluster.render import version_tuple
-from slurm_plugin.devcluster.spec import ClusterSpec, RootPaths
-from slurm_plugin.errors import BootFailed, SlurmMissing
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.devcluster import sites
+from hetstream.slurm_plugin.devcluster.private_run import command_text
+from hetstream.slurm_plugin.devcluster.programs import (
+    COMMANDS,
+    MARIADB,
+    SYSTEM_PATH,
+    SlurmPrograms,
+    missing_of,
+    search_path,
+)
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord
+from hetstream.slurm_plugin.devcluster.render import version_tuple
+from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, RootPaths
+from hetstream.slurm_plugin.errors import BootFailed, SlurmMissing
 
 # Small enough for a laptop; Slurm's jobs of a day need no more.
 DATABASE_OPTIONS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from slurm_plugin.devcluster.spec import ClusterSpec, NodeGroup
+from hetstream.slurm_plugin.devcluster.spec import ClusterSpec, NodeGroup
 
 ACCOUNTING, POWER_SAVING = "accounting", "power-saving"
 RESERVATIONS, HIDDEN, EXCLUSIVE, LIMITS = "reservations", "hidden", "exclusive", "limits"

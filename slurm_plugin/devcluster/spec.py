@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpi_dataworkers.errors import ConfigError
-from slurm_plugin.devcluster.network import ClusterNetwork
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.slurm_plugin.devcluster.network import ClusterNetwork
 
 # Slurm puts the name into SLURM_CLUSTER_NAME and file names, and turns it to lower case.
 NAME_RULE = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")

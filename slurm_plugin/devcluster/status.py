@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.devcluster.processes import cluster_processes, start_ticks
-from slurm_plugin.devcluster.record import ClusterRecord, DaemonState, read_daemons
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.devcluster.processes import cluster_processes, start_ticks
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord, DaemonState, read_daemons
 
 # Without these no Slurm command gets an answer, and each would try for many seconds.
 NEEDED_BY_COMMANDS = ("munged", "slurmctld")

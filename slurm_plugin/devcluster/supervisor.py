@@ -1,6 +1,6 @@
 """The process that starts a cluster's daemons and adopts everything they leave behind.
 
-Started by boot.py as `python -m slurm_plugin.devcluster.supervisor PLAN`, where PLAN is a JSON file. It is the
+Started by boot.py as `python -m hetstream.slurm_plugin.devcluster.supervisor PLAN`, where PLAN is a JSON file. It is the
 "subreaper" of the cluster: an orphan below it becomes its child instead of init's, so a job's detached process can
 always be found. It restarts nothing, and ends when its last child has ended or when `down` kills it.
 """
@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slurm_plugin.devcluster import cgroups, private_run
-from slurm_plugin.devcluster.namespaces import enter
-from slurm_plugin.devcluster.processes import start_ticks
-from slurm_plugin.devcluster.record import DaemonState, write_daemons
+from hetstream.slurm_plugin.devcluster import cgroups, private_run
+from hetstream.slurm_plugin.devcluster.namespaces import enter
+from hetstream.slurm_plugin.devcluster.processes import start_ticks
+from hetstream.slurm_plugin.devcluster.record import DaemonState, write_daemons
 
 PR_SET_CHILD_SUBREAPER = 36
 READY_TIMEOUT_S = 30.0

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_plugin.devcluster.cgroups import groups_of, remove_groups
-from slurm_plugin.devcluster.lock import MACHINE, locked
-from slurm_plugin.devcluster.namespaces import left_of, remove_network
-from slurm_plugin.devcluster.processes import Process, cluster_processes, start_ticks
-from slurm_plugin.devcluster.record import RECORD_FILE, read_record
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT
-from slurm_plugin.errors import TeardownFailed
+from hetstream.slurm_plugin.devcluster.cgroups import groups_of, remove_groups
+from hetstream.slurm_plugin.devcluster.lock import MACHINE, locked
+from hetstream.slurm_plugin.devcluster.namespaces import left_of, remove_network
+from hetstream.slurm_plugin.devcluster.processes import Process, cluster_processes, start_ticks
+from hetstream.slurm_plugin.devcluster.record import RECORD_FILE, read_record
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT
+from hetstream.slurm_plugin.errors import TeardownFailed
 
 # Programs of jobs get this long after SIGTERM to remove what they made outside the state directory.
 TERM_GRACE_S = 2.0
@@ -29,7 +29,7 @@ KILL_TIMEOUT_S = 10.0
 REAP_TIMEOUT_S = 0.5
 LOCK_TIMEOUT_S = 90.0
 POLL_INTERVAL_S = 0.02
-SUPERVISOR_MODULE = "slurm_plugin.devcluster.supervisor"
+SUPERVISOR_MODULE = "hetstream.slurm_plugin.devcluster.supervisor"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slurm_plugin.cli import main
+from hetstream.slurm_plugin.cli import main
 
 HARMLESS = "harmless"
 HOSTILE = {

@@ -11,8 +11,8 @@ import pytest
 
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.private import make_private, own_directory
-from mpi_dataworkers.dispatcher.event_log import EventLog
-from mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.dispatcher.event_log import EventLog
+from hetstream.mpi_dataworkers.dispatcher.journal import Journal
 
 # Numbers that no account has: the processes need no more than that.
 VICTIM, STRANGER = 61001, 61002

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import overhead
 from benchmarks.clients.images import file_class
-from mpi_dataworkers.sources.images import ImageFolder
+from hetstream.mpi_dataworkers.sources.images import ImageFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint import FlashCheckpointer, Options
-from checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint import FlashCheckpointer, Options
+from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.trainers import Trainers
 
 WaitUntil = Callable[..., None]

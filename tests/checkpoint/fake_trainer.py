@@ -10,14 +10,14 @@ import hashlib
 import sys
 from pathlib import Path
 
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.generation import Generation
-from checkpoint.layout import Layout, TensorSpec, lay_out
-from checkpoint.segment import join_metadata
-from checkpoint.store import Store
-from checkpoint.store_files import Identity
-from checkpoint.structure import Record, TensorRef
-from checkpoint.tree import TENSOR
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.layout import Layout, TensorSpec, lay_out
+from hetstream.checkpoint.segment import join_metadata
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import Identity
+from hetstream.checkpoint.structure import Record, TensorRef
+from hetstream.checkpoint.tree import TENSOR
 
 
 def layout_of(num_bytes: int) -> Layout:

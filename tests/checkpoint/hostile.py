@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoint import typed_json
-from checkpoint.checksum import checksum
-from checkpoint.commit import commit
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import Damaged
-from checkpoint.flash.write import write_state
-from checkpoint.formats.part import STRUCTURE, Format
-from checkpoint.formats.stored_zip import Record as ZipRecord
-from checkpoint.formats.stored_zip import find_records, plan_zip
-from checkpoint.generation import Generation
-from checkpoint.manifest import Part
-from checkpoint.ownership import Identity
+from hetstream.checkpoint import typed_json
+from hetstream.checkpoint.checksum import checksum
+from hetstream.checkpoint.commit import commit
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import Damaged
+from hetstream.checkpoint.flash.write import write_state
+from hetstream.checkpoint.formats.part import STRUCTURE, Format
+from hetstream.checkpoint.formats.stored_zip import Record as ZipRecord
+from hetstream.checkpoint.formats.stored_zip import find_records, plan_zip
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.manifest import Part
+from hetstream.checkpoint.ownership import Identity
 
 STEPS = (Generation(1, 10), Generation(1, 20))
 Point = namedtuple("Point", "x y")
@@ -288,7 +288,7 @@ _EVIL: tuple[JsonTree, ...] = (
     {"$named": ["os:stat_result", {"x" * 1000: 1}]},
     {"$named": ["x:y.class", {"a b": 1, "def": 2}]},
     {"$data": ["subprocess:Popen", {"args": "touch owned"}]},
-    {"$data": ["checkpoint.flash.options:Options", {"num_slots": 2}]},
+    {"$data": ["hetstream.checkpoint.flash.options:Options", {"num_slots": 2}]},
     {"$array": ["<f8", [2**40], ""]},
     {"$array": ["<f8", [2**62, 0, 2**62], ""]},
     {"$array": ["|O", [1], "AAAAAAAAAAA="]},
@@ -367,7 +367,7 @@ def describe(step: Path, chance: Chance | None = None, **fields: Any) -> None:
         manifest["itself"] = ""
         try:
             # As the reader writes it down to compare: fields in its order, floats in its form.
-            from checkpoint.manifest import Manifest
+            from hetstream.checkpoint.manifest import Manifest
 
             known = typed_json.decode(json.dumps(manifest), Manifest)
             manifest["itself"] = known._checksum()

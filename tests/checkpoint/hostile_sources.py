@@ -15,7 +15,7 @@ import h5py
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint.formats.hdf5 import FORMAT, VERSION
+from hetstream.checkpoint.formats.hdf5 import FORMAT, VERSION
 from tests.checkpoint.hostile import Chance
 
 NAME = "step-0000000010.1"

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.commit import commit, write_part
-from checkpoint.formats.plan import FilePlan
-from checkpoint.formats.safetensors import plan_file
-from checkpoint.generation import Generation
-from checkpoint.layout import Layout, TensorSpec, lay_out
-from checkpoint.manifest import Part
+from hetstream.checkpoint.commit import commit, write_part
+from hetstream.checkpoint.formats.plan import FilePlan
+from hetstream.checkpoint.formats.safetensors import plan_file
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.layout import Layout, TensorSpec, lay_out
+from hetstream.checkpoint.manifest import Part
 
 SPECS = (
     TensorSpec("model.weight", "F32", (64, 33)),

@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.agreement import Held, Offer, Replica, agree
-from checkpoint.generation import Generation
+from hetstream.checkpoint.agreement import Held, Offer, Replica, agree
+from hetstream.checkpoint.generation import Generation
 
 
 def offer(memory: Sequence[tuple[int, ...]] = (), disk: Sequence[tuple[int, ...]] = (), world_size: int = 2) -> Offer:

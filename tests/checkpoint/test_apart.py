@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import bounds
-from checkpoint.apart import read_apart
-from checkpoint.errors import DamagedCheckpoint, NoCheckpoint
+from hetstream.checkpoint import bounds
+from hetstream.checkpoint.apart import read_apart
+from hetstream.checkpoint.errors import DamagedCheckpoint, NoCheckpoint
 
 WaitUntil = Callable[..., None]
 

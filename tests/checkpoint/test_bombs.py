@@ -16,13 +16,13 @@ import h5py
 import numpy as np
 import pytest
 
-from checkpoint.bounds import bounded, bytes_on_disk
-from checkpoint.checksum import checksum
-from checkpoint.errors import DamagedCheckpoint
-from checkpoint.formats.safetensors import read_header
-from checkpoint.generation import Generation
-from checkpoint.manifest import MAX_RANKS, read_manifest
-from slurm_plugin.cli import main
+from hetstream.checkpoint.bounds import bounded, bytes_on_disk
+from hetstream.checkpoint.checksum import checksum
+from hetstream.checkpoint.errors import DamagedCheckpoint
+from hetstream.checkpoint.formats.safetensors import read_header
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.manifest import MAX_RANKS, read_manifest
+from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.parts import write_checkpoint
 from tests.checkpoint.programs.commands import Result
 
@@ -207,7 +207,7 @@ def test_convert_waits_for_no_pipe_and_reads_no_device(
 
 
 def test_values_that_an_hdf5_file_keeps_elsewhere_are_not_read(tmp_path: Path) -> None:
-    from checkpoint.formats.hdf5 import FORMAT, VERSION, read_hdf5
+    from hetstream.checkpoint.formats.hdf5 import FORMAT, VERSION, read_hdf5
 
     secret = tmp_path / "secret"
     secret.write_text("private " * 5)

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from checkpoint.commit import partial_path, write_part
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.generation import Generation
-from checkpoint.manifest import Part
-from checkpoint.policy.collection import reason_to_keep, reason_to_remove
-from checkpoint.segment import join_metadata
-from checkpoint.store import Store
-from checkpoint.store_files import Holder, Identity, SaverStatus
-from checkpoint.view import FoundStore, StoreView, find_stores
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.cli import ckpt_saver, main
-from slurm_plugin.client.slurm import CommandSlurm
+from hetstream.checkpoint.commit import partial_path, write_part
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.manifest import Part
+from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
+from hetstream.checkpoint.segment import join_metadata
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import Holder, Identity, SaverStatus
+from hetstream.checkpoint.view import FoundStore, StoreView, find_stores
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.cli import ckpt_saver, main
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from tests.checkpoint import fake_trainer
 from tests.checkpoint.parts import make_record, write_checkpoint
 
@@ -252,7 +252,7 @@ def test_reasons_name_the_job() -> None:
 @pytest.mark.parametrize("words", [["ls"], ["gc", "--dry-run"]])
 def test_commands_start_without_torch(words: list[str]) -> None:
     code = (
-        "import sys; from slurm_plugin.cli import main; "
+        "import sys; from hetstream.slurm_plugin.cli import main; "
         f"assert main(['ckpt', *{words!r}]) == 0; "
         "print(sorted({'torch', 'numpy', 'zmq'} & sys.modules.keys()))"
     )

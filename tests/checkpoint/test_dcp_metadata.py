@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from checkpoint.errors import DamagedCheckpoint
-from checkpoint.flash.convert import read_dcp
+from hetstream.checkpoint.errors import DamagedCheckpoint
+from hetstream.checkpoint.flash.convert import read_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,9 @@ def test_an_old_python_converts_what_a_newer_one_has_written_and_its_own(plain: 
         target = tmp_path / f"{source.name}.pt"
         if source != plain:
             assert _run_old("-c", WRITE, str(source)).returncode == 0
-        done = _run_old("-m", "slurm_plugin.cli", "ckpt", "convert", str(source), str(target), "--to", "torch")
+        done = _run_old(
+            "-m", "hetstream.slurm_plugin.cli", "ckpt", "convert", str(source), str(target), "--to", "torch"
+        )
         assert done.returncode == 0, done.stderr
         back = torch.load(target, weights_only=True)
         assert torch.equal(back["model"]["weight"], STATE["model"]["weight"])  # type: ignore[call-overload]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoint.flash.saving
-import checkpoint.store
-from checkpoint import FlashCheckpointer
-from checkpoint.errors import SharedMemoryFull
-from checkpoint.generation import Generation
-from checkpoint.segment import join_metadata
-from checkpoint.store import Store
-from checkpoint.store_files import Identity, StoreFiles
-from checkpoint.view import StoreView, find_stores
+import hetstream.checkpoint.flash.saving
+import hetstream.checkpoint.store
+from hetstream.checkpoint import FlashCheckpointer
+from hetstream.checkpoint.errors import SharedMemoryFull
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.segment import join_metadata
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import Identity, StoreFiles
+from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, payload_of, save
 from tests.checkpoint.test_replica_restore import Job, job

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.flash import device
-from checkpoint.flash.copy_plan import make_plan
-from checkpoint.flash.device import Copier
-from checkpoint.flash.restore import Copies
-from checkpoint.flash.tensors import Flattener
+from hetstream.checkpoint.flash import device
+from hetstream.checkpoint.flash.copy_plan import make_plan
+from hetstream.checkpoint.flash.device import Copier
+from hetstream.checkpoint.flash.restore import Copies
+from hetstream.checkpoint.flash.tensors import Flattener
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import DirectoryNotWritable, ForeignOwner
-from checkpoint.generation import Generation
-from slurm_plugin.cli import main
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import DirectoryNotWritable, ForeignOwner
+from hetstream.checkpoint.generation import Generation
+from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.mounted import mounted_memory
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts file systems and changes owners")

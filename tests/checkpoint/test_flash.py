@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import Adaptive, Every, FlashCheckpointer, Options, Retention
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import (
+from hetstream import checkpoint
+from hetstream.checkpoint import Adaptive, Every, FlashCheckpointer, Options, Retention
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import (
     CheckpointError,
     DirectoryInUse,
     DirectoryNotWritable,
@@ -31,12 +31,12 @@ from checkpoint.errors import (
     StateMismatch,
     UnsupportedState,
 )
-from checkpoint.flash import source
-from checkpoint.flash.device import Copier
-from checkpoint.flash.distributed import Alone
-from checkpoint.generation import Generation
-from checkpoint.segment import Segment
-from checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint.flash import source
+from hetstream.checkpoint.flash.device import Copier
+from hetstream.checkpoint.flash.distributed import Alone
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.segment import Segment
+from hetstream.checkpoint.view import StoreView, find_stores
 
 ROOT = Path(__file__).resolve().parents[2]
 WaitUntil = Callable[..., None]
@@ -466,7 +466,7 @@ def test_a_jobs_saver_asks_to_stop(make: Any, memory: Path) -> None:
 PROGRAM = """
     import os, signal, sys, threading, torch
     from pathlib import Path
-    from checkpoint import FlashCheckpointer, Options
+    from hetstream.checkpoint import FlashCheckpointer, Options
     checkpointer = FlashCheckpointer(sys.argv[1], options=Options(shared_memory=Path(sys.argv[2])))
     checkpointer.save(1, {"w": torch.ones(3)})
     END
@@ -536,7 +536,7 @@ def test_the_public_names_are_these() -> None:
         "Retention",
         "Stats",
     }
-    code = "import checkpoint, checkpoint.saver, sys; sys.exit('torch' in sys.modules)"
+    code = "from hetstream import checkpoint, checkpoint.saver, sys; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode
         == 0

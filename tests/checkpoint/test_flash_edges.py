@@ -20,18 +20,18 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import FlashCheckpointer, Loaded, Options, ownership, rank_file
-from checkpoint.config import environment_of_saver, job_and_component
-from checkpoint.errors import CheckpointError, DirectoryInUse, OptionsError, StateMismatch, UnsupportedState
-from checkpoint.flash import device
-from checkpoint.flash.capture import Capture
-from checkpoint.flash.device import Copier
-from checkpoint.flash.saving import Saving
-from checkpoint.generation import Generation
-from checkpoint.locks import FileLock
-from checkpoint.store import Store
-from checkpoint.store_files import Identity
-from checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint import FlashCheckpointer, Loaded, Options, ownership, rank_file
+from hetstream.checkpoint.config import environment_of_saver, job_and_component
+from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse, OptionsError, StateMismatch, UnsupportedState
+from hetstream.checkpoint.flash import device
+from hetstream.checkpoint.flash.capture import Capture
+from hetstream.checkpoint.flash.device import Copier
+from hetstream.checkpoint.flash.saving import Saving
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.locks import FileLock
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import Identity
+from hetstream.checkpoint.view import StoreView, find_stores
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -48,7 +48,7 @@ def test_children_that_outlive_a_killed_trainer_hold_nothing(make: Any, memory: 
     program = """
         import os, signal, subprocess, sys, torch
         from pathlib import Path
-        from checkpoint import FlashCheckpointer, Options
+        from hetstream.checkpoint import FlashCheckpointer, Options
         checkpointer = FlashCheckpointer(sys.argv[1], options=Options(shared_memory=Path(sys.argv[2])))
         checkpointer.save(1, {"w": torch.ones(3)})
         children = [subprocess.Popen(["sleep", "600"], close_fds=False).pid, os.fork()]
@@ -443,7 +443,7 @@ def test_modules_in_the_programs_directory_do_not_hide_the_savers(tmp_path: Path
     program = """
         import sys, torch
         from pathlib import Path
-        from checkpoint import FlashCheckpointer, Options
+        from hetstream.checkpoint import FlashCheckpointer, Options
         with FlashCheckpointer("ckpt", options=Options(shared_memory=Path(sys.argv[1]))) as checkpointer:
             checkpointer.save(1, {"w": torch.ones(3)})
             sys.exit(0 if checkpointer.wait(60) else 5)

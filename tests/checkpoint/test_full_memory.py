@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import FlashCheckpointer, Options
+from hetstream.checkpoint import FlashCheckpointer, Options
 from tests.checkpoint.mounted import fill, mounted_memory
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a file system")

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import FlashCheckpointer, Options
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import DirectoryInUse, OptionsError
-from checkpoint.flash.watch import Watch, steps_until_next
-from checkpoint.handover import Claim, living_request, read_request
-from checkpoint.ownership import Identity, history
-from checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
-from checkpoint.view import find_stores
+from hetstream.checkpoint import FlashCheckpointer, Options
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import DirectoryInUse, OptionsError
+from hetstream.checkpoint.flash.watch import Watch, steps_until_next
+from hetstream.checkpoint.handover import Claim, living_request, read_request
+from hetstream.checkpoint.ownership import Identity, history
+from hetstream.checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
+from hetstream.checkpoint.view import find_stores
 
 STEPS = 60
 STEP_S = 0.05

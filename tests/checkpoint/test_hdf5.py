@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from checkpoint.errors import DamagedCheckpoint
-from checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
-from checkpoint.generation import Generation
-from checkpoint.layout import TensorSpec
-from checkpoint.structure import Record, TensorRef
-from checkpoint.tree import Encoder
+from hetstream.checkpoint.errors import DamagedCheckpoint
+from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.layout import TensorSpec
+from hetstream.checkpoint.structure import Record, TensorRef
+from hetstream.checkpoint.tree import Encoder
 
 LOADER = {
     "version": 2,
@@ -170,6 +170,6 @@ def test_a_hostile_file_is_refused(tmp_path: Path, spoil: Any) -> None:
 
 
 def test_without_h5py_the_error_names_the_extra() -> None:
-    code = "import sys; sys.modules['h5py'] = None; import checkpoint.formats.hdf5"
+    code = "import sys; sys.modules['h5py'] = None; import hetstream.checkpoint.formats.hdf5"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert re.search(r"pip install '\S+\[hdf5\]'", done.stderr)

@@ -16,10 +16,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import OptionsError
-from checkpoint.flash.distributed import Alone, communicator
-from checkpoint.integrations.horovod import HorovodCommunicator
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import OptionsError
+from hetstream.checkpoint.flash.distributed import Alone, communicator
+from hetstream.checkpoint.integrations.horovod import HorovodCommunicator
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,7 +268,7 @@ import sys
 import horovod.torch as hvd
 import torch
 
-from checkpoint import FlashCheckpointer
+from hetstream.checkpoint import FlashCheckpointer
 
 directory, die_after = sys.argv[1], int(sys.argv[2])
 hvd.init()

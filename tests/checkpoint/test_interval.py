@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.errors import OptionsError
-from checkpoint.policy.interval import (
+from hetstream.checkpoint.errors import OptionsError
+from hetstream.checkpoint.policy.interval import (
     Adaptive,
     Attempt,
     Every,

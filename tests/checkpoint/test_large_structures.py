@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import CheckpointReader, tree
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import UnsupportedState
-from checkpoint.formats import safetensors
-from checkpoint.layout import Entry, TensorSpec, lay_out
-from slurm_plugin.cli import main
+from hetstream.checkpoint import CheckpointReader, tree
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import UnsupportedState
+from hetstream.checkpoint.formats import safetensors
+from hetstream.checkpoint.layout import Entry, TensorSpec, lay_out
+from hetstream.slurm_plugin.cli import main
 
 
 @pytest.mark.slow

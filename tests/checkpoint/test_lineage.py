@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import CheckpointReader, FlashCheckpointer, Retention
-from checkpoint.conversion import Source, choose
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import DamagedLineage, DirectoryReplaced, NoCheckpoint, OptionsError, SharedMemoryFull
-from checkpoint.generation import Generation
-from checkpoint.ownership import Identity
-from checkpoint.policy.collection import reason_to_keep, reason_to_remove
-from checkpoint.policy.lineage import Branch, Lineage, is_newest_removed
-from checkpoint.store import Store
-from checkpoint.view import find_stores
-from slurm_plugin.cli import main
+from hetstream.checkpoint import CheckpointReader, FlashCheckpointer, Retention
+from hetstream.checkpoint.conversion import Source, choose
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import DamagedLineage, DirectoryReplaced, NoCheckpoint, OptionsError, SharedMemoryFull
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
+from hetstream.checkpoint.policy.lineage import Branch, Lineage, is_newest_removed
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.view import find_stores
+from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.parts import delete_in_use, write_checkpoint
 from tests.checkpoint.test_saver import Bench, bench
 from tests.checkpoint.trainers import SIGKILL, Trainers, wait_for_disk

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from checkpoint.errors import NoCheckpoint
-from checkpoint.flash.host import Host
-from checkpoint.flash.source import Memory
-from checkpoint.view import find_stores
+from hetstream.checkpoint.errors import NoCheckpoint
+from hetstream.checkpoint.flash.host import Host
+from hetstream.checkpoint.flash.source import Memory
+from hetstream.checkpoint.view import find_stores
 from tests.checkpoint.programs.host_ranks import SIZE, came_to, trained
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from checkpoint import rank_file
-from checkpoint.errors import DamagedCheckpoint
-from checkpoint.formats.plan import FilePlan, Range
-from checkpoint.formats.safetensors import plan_file, read_header
-from checkpoint.generation import Generation
-from checkpoint.layout import ITEM_BYTES, TensorSpec
-from checkpoint.manifest import Manifest, Part
-from checkpoint.rank_file import RankFile, open_file, write_file
 from hetstream.base.files import Directory
+from hetstream.checkpoint import rank_file
+from hetstream.checkpoint.errors import DamagedCheckpoint
+from hetstream.checkpoint.formats.plan import FilePlan, Range
+from hetstream.checkpoint.formats.safetensors import plan_file, read_header
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.layout import ITEM_BYTES, TensorSpec
+from hetstream.checkpoint.manifest import Manifest, Part
+from hetstream.checkpoint.rank_file import RankFile, open_file, write_file
 from tests.checkpoint.parts import Record, make_record
 
 # What this safetensors and this torch know both.

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import CheckpointReader, FlashCheckpointer, Retention, commit
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import CheckpointError, NoCheckpoint, OptionsError, StateMismatch
-from checkpoint.flash import newest
-from checkpoint.flash.restore import Part
-from checkpoint.flash.source import Disk
-from checkpoint.generation import Generation
-from checkpoint.rank_file import open_file
-from slurm_plugin.cli import main
+from hetstream.checkpoint import CheckpointReader, FlashCheckpointer, Retention, commit
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, OptionsError, StateMismatch
+from hetstream.checkpoint.flash import newest
+from hetstream.checkpoint.flash.restore import Part
+from hetstream.checkpoint.flash.source import Disk
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.rank_file import open_file
+from hetstream.slurm_plugin.cli import main
 from tests.base.users import run_as
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ STRANGER = 12345
 # Each step fills all tensors with its number; retention leaves one checkpoint.
 TRAINING = """
 import sys, torch
-from checkpoint import FlashCheckpointer, Retention
+from hetstream.checkpoint import FlashCheckpointer, Retention
 model = torch.nn.Linear(300, 300)
 with FlashCheckpointer(sys.argv[1], keep=Retention(keep_last=1)) as checkpointer:
     for step in range(1, 1000):

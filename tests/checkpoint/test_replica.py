@@ -17,22 +17,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from checkpoint import commit
-from checkpoint.agreement import Held, Offer, Replica, agree
-from checkpoint.checksum import checksum
-from checkpoint.errors import ForeignOwner, NoCheckpoint, ReplicaError
-from checkpoint.files import write_whole
-from checkpoint.generation import Generation
-from checkpoint.replica import rendezvous
-from checkpoint.replica.peers import order_of, peer_of
-from checkpoint.replica.service import ReplicaService
-from checkpoint.replica.stock import for_others
-from checkpoint.replica.trainer import TrainerReplicas, forget_replicas
-from checkpoint.replica.wire import Channel, Reply, Request
-from checkpoint.segment import Segment
-from checkpoint.store import Store
-from checkpoint.store_files import Identity, SaverStatus, StoreFiles
-from checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint import commit
+from hetstream.checkpoint.agreement import Held, Offer, Replica, agree
+from hetstream.checkpoint.checksum import checksum
+from hetstream.checkpoint.errors import ForeignOwner, NoCheckpoint, ReplicaError
+from hetstream.checkpoint.files import write_whole
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.replica import rendezvous
+from hetstream.checkpoint.replica.peers import order_of, peer_of
+from hetstream.checkpoint.replica.service import ReplicaService
+from hetstream.checkpoint.replica.stock import for_others
+from hetstream.checkpoint.replica.trainer import TrainerReplicas, forget_replicas
+from hetstream.checkpoint.replica.wire import Channel, Reply, Request
+from hetstream.checkpoint.segment import Segment
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import Identity, SaverStatus, StoreFiles
+from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint import fake_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -336,7 +336,7 @@ def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
 ) -> None:
     save(source, 10)
     assert keeper.keep(source) == Reply()
-    monkeypatch.setattr("checkpoint.replica.trainer._LISTED_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("hetstream.checkpoint.replica.trainer._LISTED_TIMEOUT_S", 0.2)
     with open_store(tmp_path / "host-2", 0) as store:
         replicas = TrainerReplicas(store, keeper.directory, HOSTS, 0, 1)
         # The first holder has no saver; the second one has another generation, or this one.
@@ -439,7 +439,7 @@ class Pair:
         with open(self.path / "saver.log", "ab") as log:
             words = [f"--store={self.stores[rank]}", f"--directory={self.directory}", "--linger=0.3"]
             process = subprocess.Popen(
-                [sys.executable, "-m", "checkpoint.saver", *words],
+                [sys.executable, "-m", "hetstream.checkpoint.saver", *words],
                 stderr=log,
                 env={**os.environ, **request},
                 cwd=ROOT,

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from checkpoint import commit
-from checkpoint.generation import Generation
-from checkpoint.view import FoundStore, StoreView, find_stores
+from hetstream.checkpoint import commit
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.view import FoundStore, StoreView, find_stores
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0

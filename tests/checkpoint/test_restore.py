@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint.errors import StateMismatch
-from checkpoint.flash import rng
-from checkpoint.flash.restore import Restore
-from checkpoint.flash.tensors import Flattener
+from hetstream.checkpoint.errors import StateMismatch
+from hetstream.checkpoint.flash import rng
+from hetstream.checkpoint.flash.restore import Restore
+from hetstream.checkpoint.flash.tensors import Flattener
 from tests.checkpoint.test_tensors import pack
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.errors import OptionsError
-from checkpoint.policy.retention import Best, Retention, Saved, judge
+from hetstream.checkpoint.errors import OptionsError
+from hetstream.checkpoint.policy.retention import Best, Retention, Saved, judge
 
 rules = st.builds(
     Retention,

@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import commit
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.faults import POINTS
-from checkpoint.generation import Generation
-from checkpoint.ownership import Identity
-from checkpoint.policy.retention import Retention
-from checkpoint.saver import spawn_saver
-from checkpoint.store_files import SaverStatus
-from checkpoint.view import StoreView
+from hetstream.checkpoint import commit
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.faults import POINTS
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.saver import spawn_saver
+from hetstream.checkpoint.store_files import SaverStatus
+from hetstream.checkpoint.view import StoreView
 from tests.checkpoint import fake_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 TIMEOUT_S = 60.0
 WaitUntil = Callable[..., None]
-_SAVER = [sys.executable, "-m", "checkpoint.saver"]
+_SAVER = [sys.executable, "-m", "hetstream.checkpoint.saver"]
 
 
 @dataclass
@@ -509,7 +509,7 @@ def test_a_saver_killed_while_it_removes(bench: Bench, point: str) -> None:
 @pytest.mark.parametrize("point", ["owner.numbered", "owner.written"])
 def test_an_attempt_killed_while_it_gets_its_number(bench: Bench, point: str) -> None:
     program = (
-        "from checkpoint.directory import CheckpointDirectory; from checkpoint.ownership import Identity;"
+        "from hetstream.checkpoint.directory import CheckpointDirectory; from hetstream.checkpoint.ownership import Identity;"
         f"print(CheckpointDirectory({str(bench.directory)!r}).acquire(Identity('1', 'a', 1)))"
     )
 
@@ -567,7 +567,7 @@ def test_a_stopped_saver_does_not_hold_the_trainer_up(bench: Bench) -> None:
 JOB_SAVER = """
 import logging, sys
 from pathlib import Path
-from checkpoint.saver import serve_job
+from hetstream.checkpoint.saver import serve_job
 logging.basicConfig(level=logging.INFO)
 serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
 """

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.flash import saver_link
-from checkpoint.flash.saver_link import SaverLink
-from checkpoint.saver import spawn_saver
-from checkpoint.view import StoreView
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.flash import saver_link
+from hetstream.checkpoint.flash.saver_link import SaverLink
+from hetstream.checkpoint.saver import spawn_saver
+from hetstream.checkpoint.view import StoreView
 from tests.checkpoint.test_saver import TIMEOUT_S, Bench, bench
 
 __all__ = ["bench"]

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import pages
-from checkpoint.errors import DamagedSegment, OptionsError
-from checkpoint.generation import Generation
-from checkpoint.segment import (
+from hetstream.checkpoint import pages
+from hetstream.checkpoint.errors import DamagedSegment, OptionsError
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.segment import (
     PAGE_BYTES,
     Segment,
     State,
@@ -111,7 +111,7 @@ def test_populating_on_a_kernel_without_the_advice(
     def unknown(mapping: mmap.mmap, offset: int, num_bytes: int, _how: int) -> bool:
         return pages.populate(mapping, offset, num_bytes, 9999)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("checkpoint.segment.populate", unknown)
+    monkeypatch.setattr("hetstream.checkpoint.segment.populate", unknown)
     test_populating_changes_nothing(complete, path, writable)
 
 
@@ -163,7 +163,7 @@ def test_a_file_of_another_version_is_named(complete: Segment, path: Path) -> No
 def test_a_file_that_outlived_a_restart_of_the_host_is_refused(
     complete: Segment, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("checkpoint.segment.boot_id", lambda: bytes(16))
+    monkeypatch.setattr("hetstream.checkpoint.segment.boot_id", lambda: bytes(16))
     with pytest.raises(DamagedSegment, match="last start"):
         Segment.open(path)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import commit
-from checkpoint.flash.slurm_task import task_that_sigterm_ends
+from hetstream.checkpoint import commit
+from hetstream.checkpoint.flash.slurm_task import task_that_sigterm_ends
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "programs" / "asked_trainer.py"
@@ -23,7 +23,7 @@ WaitUntil = Callable[..., None]
 
 STOP_REQUEST = """
 import os, signal
-from checkpoint.flash.stop import StopRequest
+from hetstream.checkpoint.flash.stop import StopRequest
 now_s = 100.0
 died = []
 request = StopRequest([signal.SIGTERM, signal.SIGUSR1], lambda: print("dies", flush=True), lambda: now_s)
@@ -109,7 +109,7 @@ def test_processes_that_nobody_may_look_at_are_no_wrapper(tmp_path: Path) -> Non
 JOB_SAVER = """
 import logging, sys
 from pathlib import Path
-from checkpoint.saver import serve_job
+from hetstream.checkpoint.saver import serve_job
 logging.basicConfig(level=logging.INFO)
 serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
 """

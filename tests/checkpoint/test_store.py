@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.errors import (
+from hetstream.checkpoint.errors import (
     CheckpointError,
     DamagedSegment,
     ForeignOwner,
@@ -25,12 +25,12 @@ from checkpoint.errors import (
     SharedMemoryFull,
     StoreInUse,
 )
-from checkpoint.generation import Generation
-from checkpoint.mapped_slots import MappedSlots
-from checkpoint.segment import Segment
-from checkpoint.store import Store
-from checkpoint.store_files import Identity, SaverStatus, StoreFiles
-from checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.mapped_slots import MappedSlots
+from hetstream.checkpoint.segment import Segment
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import Identity, SaverStatus, StoreFiles
+from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.mounted import mounted_memory
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, payload_of, save, size_at
@@ -564,7 +564,7 @@ def test_without_shared_memory_the_store_is_elsewhere(
 
 
 def test_more_than_the_hosts_memory_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkpoint.segment.available_bytes", lambda: 1000)
+    monkeypatch.setattr("hetstream.checkpoint.segment.available_bytes", lambda: 1000)
     with pytest.raises(SharedMemoryFull, match="only 1000 bytes of memory"):
         save(store, 1, SIZE)
 
@@ -654,7 +654,7 @@ def test_only_what_nobody_uses_is_removed(identity: Identity, shared_memory: Pat
 
 def test_a_store_that_goes_while_stores_are_listed_is_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = StoreFiles(store.path.with_name(store.path.name[:-8] + "00000000"))
-    monkeypatch.setattr("checkpoint.view.list_stores", lambda *_: [gone, StoreFiles(store.path)])
+    monkeypatch.setattr("hetstream.checkpoint.view.list_stores", lambda *_: [gone, StoreFiles(store.path)])
     assert [one.path for one in find_stores()] == [store.path]
 
 

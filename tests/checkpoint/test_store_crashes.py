@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.errors import OptionsError
-from checkpoint.faults import POINTS, parse_faults
-from checkpoint.generation import Generation
-from checkpoint.store import Store
-from checkpoint.store_files import Identity, SaverStatus
-from checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint.errors import OptionsError
+from hetstream.checkpoint.faults import POINTS, parse_faults
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import Identity, SaverStatus
+from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, save, size_at
 from tests.checkpoint.test_store import ROOT, identity, running, shared_memory, start, steps

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint.errors import DamagedCheckpoint, UnsupportedState
-from checkpoint.flash.tensors import make_foreign
-from checkpoint.structure import Record, Shard, TensorRef
-from checkpoint.tree import MAX_INLINE_VALUES, TENSOR, Data, Encoder, Foreign, Node, decode
+from hetstream.checkpoint.errors import DamagedCheckpoint, UnsupportedState
+from hetstream.checkpoint.flash.tensors import make_foreign
+from hetstream.checkpoint.structure import Record, Shard, TensorRef
+from hetstream.checkpoint.tree import MAX_INLINE_VALUES, TENSOR, Data, Encoder, Foreign, Node, decode
 
 Point = namedtuple("Point", "x y")
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree
 
-from checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
-from checkpoint.flash.copy_plan import Plan, make_plan
-from checkpoint.flash.device import copy_in_memory
-from checkpoint.flash.payload import Payload
-from checkpoint.flash.restore import Part, Restore, Stock
-from checkpoint.flash.tensors import DTYPES, Flattener, Signature, bytes_as_tensor, view_of
-from checkpoint.layout import Entry
-from checkpoint.structure import Record, TensorRef
+from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
+from hetstream.checkpoint.flash.copy_plan import Plan, make_plan
+from hetstream.checkpoint.flash.device import copy_in_memory
+from hetstream.checkpoint.flash.payload import Payload
+from hetstream.checkpoint.flash.restore import Part, Restore, Stock
+from hetstream.checkpoint.flash.tensors import DTYPES, Flattener, Signature, bytes_as_tensor, view_of
+from hetstream.checkpoint.layout import Entry
+from hetstream.checkpoint.structure import Record, TensorRef
 
 # torch warns that complex32 is young.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -20,14 +20,14 @@ import torch
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from checkpoint.errors import DamagedCheckpoint
-from checkpoint.formats.plan import FilePlan, Range
-from checkpoint.formats.stored_zip import Record as ZipRecord
-from checkpoint.formats.stored_zip import plan_zip
-from checkpoint.formats.torch_zip import plan_torch, read_torch
-from checkpoint.layout import Entry, TensorSpec, lay_out
-from checkpoint.structure import Record, TensorRef
-from checkpoint.tree import Encoder
+from hetstream.checkpoint.errors import DamagedCheckpoint
+from hetstream.checkpoint.formats.plan import FilePlan, Range
+from hetstream.checkpoint.formats.stored_zip import Record as ZipRecord
+from hetstream.checkpoint.formats.stored_zip import plan_zip
+from hetstream.checkpoint.formats.torch_zip import plan_torch, read_torch
+from hetstream.checkpoint.layout import Entry, TensorSpec, lay_out
+from hetstream.checkpoint.structure import Record, TensorRef
+from hetstream.checkpoint.tree import Encoder
 
 Point = namedtuple("Point", ["x", "y"])
 WORDS = {
@@ -283,7 +283,7 @@ def test_any_reader_of_zip_archives_finds_its_checksums_right(tmp_path: Path) ->
 
 
 def _extent(data: bytes, name: str) -> tuple[int, int]:
-    from checkpoint.formats.stored_zip import find_records
+    from hetstream.checkpoint.formats.stored_zip import find_records
 
     offset, size = find_records(io.BytesIO(data), len(data))[name]
     return offset, offset + size

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from checkpoint.generation import Generation
-from checkpoint.turns import next_turn
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.turns import next_turn
 
 
 def g(*steps: int) -> set[Generation]:

@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-import checkpoint.flash.convert  # noqa: F401, as below
-from checkpoint import FlashCheckpointer, Options, commit
-from checkpoint.config import JOB_SAVER
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
-from checkpoint.flash.write import write_state
-from checkpoint.generation import MAX_NUMBER, Generation
-from checkpoint.manifest import Part
-from checkpoint.ownership import Identity
-from checkpoint.policy.retention import Retention
-from checkpoint.replica import rendezvous
-from checkpoint.store_files import FALLBACK
-from checkpoint.view import places
+import hetstream.checkpoint.flash.convert  # noqa: F401, as below
 from hetstream.base.files import UntrustedFile, temporary_name
-from slurm_plugin.cli import main
+from hetstream.checkpoint import FlashCheckpointer, Options, commit
+from hetstream.checkpoint.config import JOB_SAVER
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
+from hetstream.checkpoint.flash.write import write_state
+from hetstream.checkpoint.generation import MAX_NUMBER, Generation
+from hetstream.checkpoint.manifest import Part
+from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.replica import rendezvous
+from hetstream.checkpoint.store_files import FALLBACK
+from hetstream.checkpoint.view import places
+from hetstream.slurm_plugin.cli import main
 from tests.base.conftest import common_place  # noqa: F401, a fixture
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.checkpoint.parts import write_checkpoint

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.devcluster.boot import BootRequest
-from slurm_plugin.devcluster.network import VirtualHost
-from slurm_plugin.devcluster.record import ClusterRecord
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.devcluster.boot import BootRequest
+from hetstream.slurm_plugin.devcluster.network import VirtualHost
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 
 @dataclass(frozen=True)

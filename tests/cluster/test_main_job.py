@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.devcluster.boot import BootRequest
-from slurm_plugin.devcluster.programs import host_programs
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.devcluster.boot import BootRequest
+from hetstream.slurm_plugin.devcluster.programs import host_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 HETSTREAM = Path(sys.executable).with_name("hetstream")

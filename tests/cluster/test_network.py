@@ -22,14 +22,14 @@ from typing import Any
 
 import pytest
 
-from hetjob.errors import HetstreamError
-from hetjob.site.address import SiteSettings, TcpAddress
-from hetjob.site.client import ask
-from hetjob.site.messages import AskStatus, ShowStatus
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.devcluster.network import CONTROLLER
-from slurm_plugin.devcluster.record import read_daemons
-from slurm_plugin.devcluster.spec import ClusterShape
+from hetstream.hetjob.errors import HetstreamError
+from hetstream.hetjob.site.address import SiteSettings, TcpAddress
+from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.messages import AskStatus, ShowStatus
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.devcluster.network import CONTROLLER
+from hetstream.slurm_plugin.devcluster.record import read_daemons
+from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from tests.cluster.networked import Cluster, networked_cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
@@ -419,7 +419,7 @@ def test_a_cut_link_to_the_site_daemon_leaves_the_job_as_it_is(
     settings = SiteSettings(TcpAddress("root", host.address, 9420), munge)
     environ = {"HETSTREAM_DAEMON": str(settings.address), "HETSTREAM_MUNGE_SOCKET": str(munge)}
     words = ["daemon", "--address", str(settings.address), "--state-dir", str(tmp_path / "state"), "--interval", "5"]
-    argv = ["nsenter", f"--net=/run/netns/{host.namespace}", sys.executable, "-m", "slurm_plugin.cli", *words]
+    argv = ["nsenter", f"--net=/run/netns/{host.namespace}", sys.executable, "-m", "hetstream.slurm_plugin.cli", *words]
     with (tmp_path / "log").open("w") as log:
         daemon = subprocess.Popen(argv, env={**cluster.env, **environ}, stdout=log, stderr=log)
 

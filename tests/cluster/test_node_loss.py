@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from checkpoint import commit
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.devcluster.spec import ClusterShape
+from hetstream.checkpoint import commit
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from tests.cluster.networked import Cluster, networked_cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release, pytest.mark.timeout(600)]

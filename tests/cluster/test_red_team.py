@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from tests.base.hostile import HOSTILE, as_read, check_shown, said_of_words
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]

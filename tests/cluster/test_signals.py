@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.ckpt_job import HETSTREAM, CheckpointJob
-from checkpoint.directory import CheckpointDirectory
-from slurm_plugin.devcluster.boot import BootRequest
-from slurm_plugin.devcluster.cgroups import groups_of, why_not
-from slurm_plugin.devcluster.programs import host_programs
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.slurm_plugin.devcluster.boot import BootRequest
+from hetstream.slurm_plugin.devcluster.cgroups import groups_of, why_not
+from hetstream.slurm_plugin.devcluster.programs import host_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 pytestmark = pytest.mark.slurm
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.client.slurm import CommandSlurm
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
 HETSTREAM = Path(sys.executable).with_name("hetstream")
 DIRECTIVE = "#HETSTREAM --data-workers=1-2 --data-worker-cpus=1 --data-worker-partition=cpu\n"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from hetjob import convert as limits
-from hetjob.convert import check_cluster, convert
-from hetjob.errors import ConversionError, DirectiveError, UsageError
-from hetjob.plan import HetPlan
-from hetjob.ports import Cluster, NodeSize, PartitionLimits
-from hetjob.sbatch_options import parse_words
-from hetjob.spec import OPTIONS, JobSpec
+from hetstream.hetjob import convert as limits
+from hetstream.hetjob.convert import check_cluster, convert
+from hetstream.hetjob.errors import ConversionError, DirectiveError, UsageError
+from hetstream.hetjob.plan import HetPlan
+from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
+from hetstream.hetjob.sbatch_options import parse_words
+from hetstream.hetjob.spec import OPTIONS, JobSpec
 
 SPEC = JobSpec(2, 2, data_worker_partition="cpu")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjob.directives import (
+from hetstream.hetjob.directives import (
     from_command_line,
     late_directives,
     near_misses,
@@ -18,9 +18,9 @@ from hetjob.directives import (
     read_directives,
     read_spec,
 )
-from hetjob.errors import DirectiveError
-from hetjob.sbatch_options import parse_words
-from hetjob.spec import OPTIONS, JobSpec
+from hetstream.hetjob.errors import DirectiveError
+from hetstream.hetjob.sbatch_options import parse_words
+from hetstream.hetjob.spec import OPTIONS, JobSpec
 
 
 def spec_of(script: str, *command_line: str) -> JobSpec | None:

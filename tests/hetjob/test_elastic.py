@@ -12,19 +12,19 @@ from typing import ClassVar
 
 import pytest
 
-from hetjob.elastic.controller import Controller
-from hetjob.elastic.memory import Memory
-from hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
-from hetjob.elastic.tuning import LocalLoading
-from hetjob.job_environment import JobEnvironment
-from hetjob.master.companions import CompanionJobs
-from hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
-from hetjob.master.looks import Looks
-from hetjob.master.notebook import MOST_CHANGES, Notebook
-from hetjob.ports import MarkedJob, SiteReading
-from mpi_dataworkers.errors import ServiceUnavailable
-from mpi_dataworkers.messages import DataWorkerStatus, LoaderStats, LoaderStatus, Status, SteerDataWorkers
-from slurm_plugin.client.fake import FakeSlurm
+from hetstream.hetjob.elastic.controller import Controller
+from hetstream.hetjob.elastic.memory import Memory
+from hetstream.hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
+from hetstream.hetjob.elastic.tuning import LocalLoading
+from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.master.companions import CompanionJobs
+from hetstream.hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
+from hetstream.hetjob.master.looks import Looks
+from hetstream.hetjob.master.notebook import MOST_CHANGES, Notebook
+from hetstream.hetjob.ports import MarkedJob, SiteReading
+from hetstream.mpi_dataworkers.errors import ServiceUnavailable
+from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStats, LoaderStatus, Status, SteerDataWorkers
+from hetstream.slurm_plugin.client.fake import FakeSlurm
 
 WaitUntil = Callable[..., None]
 LOOK = ("marked_jobs", ("hets:start=7.0",))
@@ -123,8 +123,8 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil) -> Iterator[World]:
-    monkeypatch.setattr("hetjob.master.elastic._EVERY_S", 0.02)
-    monkeypatch.setattr("hetjob.master.looks._SOONEST_S", 0.0)
+    monkeypatch.setattr("hetstream.hetjob.master.elastic._EVERY_S", 0.02)
+    monkeypatch.setattr("hetstream.hetjob.master.looks._SOONEST_S", 0.0)
     world = World(tmp_path)
     yield world
     if world.elastic is not None:

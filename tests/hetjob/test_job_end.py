@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from hetjob.errors import SlurmCommandError
-from hetjob.job_end import JobEnd, lead_s
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.job_end import JobEnd, lead_s
 
 
 class Clock:

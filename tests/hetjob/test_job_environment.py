@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hetjob.errors import MasterError
-from hetjob.job_environment import JobEnvironment, export_variables, plain_variables
+from hetstream.hetjob.errors import MasterError
+from hetstream.hetjob.job_environment import JobEnvironment, export_variables, plain_variables
 
 ENVIRON = {"SLURM_JOB_ID": "17", "SLURMD_NODENAME": "gpu0", "SLURM_SUBMIT_DIR": "/data/my runs"}
 

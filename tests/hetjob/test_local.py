@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hetjob.errors import ProgramNotFound, UsageError
-from hetjob.local import LocalConfig, LocalResult, run_local
-from hetjob.service import summary_line
-from slurm_plugin.cli import main
+from hetstream.hetjob.errors import ProgramNotFound, UsageError
+from hetstream.hetjob.local import LocalConfig, LocalResult, run_local
+from hetstream.hetjob.service import summary_line
+from hetstream.slurm_plugin.cli import main
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 STAND_IN = (sys.executable, str(Path(__file__).parent / "programs" / "stand_in.py"))

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from hetjob.errors import MasterError
-from hetjob.job_environment import export_lines
-from hetjob.master.server import MasterConfig, start
-from hetjob.ports import Child
-from slurm_plugin.client.fake import FakeSlurm
+from hetstream.hetjob.errors import MasterError
+from hetstream.hetjob.job_environment import export_lines
+from hetstream.hetjob.master.server import MasterConfig, start
+from hetstream.hetjob.ports import Child
+from hetstream.slurm_plugin.client.fake import FakeSlurm
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "stand_in.py"))
 WaitUntil = Callable[..., None]

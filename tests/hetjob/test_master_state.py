@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjob.master.state import (
+from hetstream.hetjob.master.state import (
     DISPATCHER,
     LONGEST_DELAY_S,
     STEADY_AFTER_S,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjob.convert import convert
-from hetjob.directives import read_directives, read_spec
-from hetjob.errors import UsageError
-from hetjob.ports import Cluster
-from hetjob.render import render
-from hetjob.spec import JobSpec
+from hetstream.hetjob.convert import convert
+from hetstream.hetjob.directives import read_directives, read_spec
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.ports import Cluster
+from hetstream.hetjob.render import render
+from hetstream.hetjob.spec import JobSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 PROGRAM = ("/opt/het stream's/bin/hetstream",)

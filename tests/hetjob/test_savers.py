@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hetjob.errors import SaversError
-from hetjob.job_environment import JobEnvironment
-from hetjob.ports import Child
-from hetjob.savers import ready_file, start
-from slurm_plugin.client.fake import FakeSlurm
+from hetstream.hetjob.errors import SaversError
+from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.ports import Child
+from hetstream.hetjob.savers import ready_file, start
+from hetstream.slurm_plugin.client.fake import FakeSlurm
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "stand_in.py"))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjob.errors import UsageError
-from hetjob.sbatch_options import (
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.sbatch_options import (
     LETTERS,
     TAKES_VALUE,
     SbatchOptions,

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjob.errors import SiteError
-from hetjob.ports import MarkedJob, SiteReading
-from hetjob.site import link as link_module
-from hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address, read_settings
-from hetjob.site.client import ask
-from hetjob.site.link import HOLD_S, SiteLink, linked
-from hetjob.site.messages import (
+from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.ports import MarkedJob, SiteReading
+from hetstream.hetjob.site import link as link_module
+from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address, read_settings
+from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.link import HOLD_S, SiteLink, linked
+from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_ANSWER_BYTES,
     Answer,
@@ -37,7 +37,7 @@ from hetjob.site.messages import (
     encode_request,
     new_request,
 )
-from mpi_dataworkers.errors import ConfigError
+from hetstream.mpi_dataworkers.errors import ConfigError
 
 REPORT = (1, 2, 8, 4, 0.25)
 DEMAND = ReportDemand(8123, *REPORT)

@@ -8,10 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hetjob.errors import ServiceNotFound, UsageError
-from hetjob.find_service import JobPlace, check_running, find_address_file, find_directory
-from hetjob.top import render
-from mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStats, LoaderStatus, PastDecision, Status
+from hetstream.hetjob.errors import ServiceNotFound, UsageError
+from hetstream.hetjob.find_service import JobPlace, check_running, find_address_file, find_directory
+from hetstream.hetjob.top import render
+from hetstream.mpi_dataworkers.messages import (
+    DataWorkerState,
+    DataWorkerStatus,
+    LoaderStats,
+    LoaderStatus,
+    PastDecision,
+    Status,
+)
 
 
 def loader(rank: int, **changes: object) -> LoaderStatus:

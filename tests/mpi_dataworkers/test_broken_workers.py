@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from mpi_dataworkers.dispatcher import events
-from mpi_dataworkers.dispatcher.records import Instruction, Send
-from mpi_dataworkers.dispatcher.standing import FIRST_PAUSE_S, LONGEST_PAUSE_S, Standing
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.failures import StepFailures, Verdict
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.dispatcher import events
+from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.standing import FIRST_PAUSE_S, LONGEST_PAUSE_S, Standing
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.messages import (
     BatchFailed,
     ErrorPolicy,
     FailStep,

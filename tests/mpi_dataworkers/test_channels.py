@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mpi_dataworkers.errors import ProtocolError
-from mpi_dataworkers.messages import Delivery, EndOfShard
-from mpi_dataworkers.transports import channels
-from mpi_dataworkers.transports.base import PeerUnreachable
-from mpi_dataworkers.transports.channels import ChannelSender
+from hetstream.mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.messages import Delivery, EndOfShard
+from hetstream.mpi_dataworkers.transports import channels
+from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
+from hetstream.mpi_dataworkers.transports.channels import ChannelSender
 
 END = EndOfShard("s", 1, 1)
 

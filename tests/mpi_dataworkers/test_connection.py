@@ -16,15 +16,15 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from mpi_dataworkers import DataLoader, connection
-from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.client import DISPATCHER_SILENCE_S
-from mpi_dataworkers.connection import ConnectionOptions, join_service
-from mpi_dataworkers.dispatcher import server
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.errors import HetstreamError, RemoteError
-from mpi_dataworkers.hook import environment
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers import DataLoader, connection
+from hetstream.mpi_dataworkers.address import ServiceAddress
+from hetstream.mpi_dataworkers.client import DISPATCHER_SILENCE_S
+from hetstream.mpi_dataworkers.connection import ConnectionOptions, join_service
+from hetstream.mpi_dataworkers.dispatcher import server
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.errors import HetstreamError, RemoteError
+from hetstream.mpi_dataworkers.hook import environment
+from hetstream.mpi_dataworkers.messages import (
     Alive,
     Batch,
     Batches,
@@ -35,7 +35,7 @@ from mpi_dataworkers.messages import (
     Message,
     RegisterConsumer,
 )
-from mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
+from hetstream.mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
 
 DEADLINE_S = 10.0
 KEYS = "k" * 40, "k" * 40, "k" * 40, "00" * 32
@@ -349,8 +349,8 @@ import json, os, signal, sys
 import torch
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
 from sample_datasets import Augmented
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.errors import ServiceError
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.errors import ServiceError
 
 def read(passing):
     return [int(index) for batch in passing for index in batch[1]]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import sample_datasets as datasets
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.errors import OptionsError, StateError
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.errors import OptionsError, StateError
 
 BOUNDARIES = [10, 20, 40, 80]
 LENGTHS = np.random.default_rng(1).lognormal(3, 0.7, 1200).astype(int)

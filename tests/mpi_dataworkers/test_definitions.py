@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import sample_datasets as datasets
 
-from mpi_dataworkers import DataLoader, client, connection
-from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.client import ClientOptions, ServiceClient
-from mpi_dataworkers.config import Identity
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers import DataLoader, client, connection
+from hetstream.mpi_dataworkers.address import ServiceAddress
+from hetstream.mpi_dataworkers.client import ClientOptions, ServiceClient
+from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.messages import (
     ConsumerRegistered,
     Message,
     NeedDefinition,
@@ -31,8 +31,8 @@ from mpi_dataworkers.messages import (
     RegisterConsumer,
     UnknownPeer,
 )
-from mpi_dataworkers.naming import LoaderName
-from mpi_dataworkers.transports.base import ToLoader
+from hetstream.mpi_dataworkers.naming import LoaderName
+from hetstream.mpi_dataworkers.transports.base import ToLoader
 
 ORDER = PlannedOrder(10, 1, 1, 0, False, False, 0)
 

@@ -10,9 +10,9 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.errors import OptionsError
-from mpi_dataworkers.loader.device import OnDevice, move
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.errors import OptionsError
+from hetstream.mpi_dataworkers.loader.device import OnDevice, move
 
 Pair = namedtuple("Pair", "first second")
 DATA = datasets.Augmented(24)

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from mpi_dataworkers.dispatcher import rooms
-from mpi_dataworkers.dispatcher.records import Instruction, Send
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.dispatcher import rooms
+from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.messages import (
     AddProcess,
     CloseEpoch,
     DrainWorker,
@@ -31,7 +31,7 @@ from mpi_dataworkers.messages import (
     Sharing,
     WorkerHeartbeat,
 )
-from mpi_dataworkers.programs import joined, serves
+from hetstream.mpi_dataworkers.programs import joined, serves
 
 STATS = LoaderStats()
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from mpi_dataworkers.dispatcher.records import Instruction, Send
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.messages import (
     CloseEpoch,
     EndOfShard,
     FinishLease,
@@ -27,7 +27,7 @@ from mpi_dataworkers.messages import (
     ShardOrder,
     StepsLost,
 )
-from mpi_dataworkers.reorder import ReorderBuffer
+from hetstream.mpi_dataworkers.reorder import ReorderBuffer
 
 LOADER = "loader"
 STATS = LoaderStats()

@@ -8,9 +8,9 @@ from collections import Counter
 import msgspec
 import pytest
 
-from mpi_dataworkers.dispatcher import leasing
-from mpi_dataworkers.dispatcher import state as rules
-from mpi_dataworkers.dispatcher.records import (
+from hetstream.mpi_dataworkers.dispatcher import leasing
+from hetstream.mpi_dataworkers.dispatcher import state as rules
+from hetstream.mpi_dataworkers.dispatcher.records import (
     ForgetDefinition,
     ForgetWorker,
     Instruction,
@@ -21,8 +21,8 @@ from mpi_dataworkers.dispatcher.records import (
     RememberWorker,
     Send,
 )
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.messages import (
     CloseEpoch,
     CloseSession,
     ConsumerRegistered,
@@ -60,7 +60,7 @@ from mpi_dataworkers.messages import (
     UnknownPeer,
     WorkerHeartbeat,
 )
-from mpi_dataworkers.reorder import ReorderBuffer
+from hetstream.mpi_dataworkers.reorder import ReorderBuffer
 
 LOADER = "loader"
 STATS = LoaderStats()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mpi_dataworkers import worker
-from mpi_dataworkers.ending import Ending
-from mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
-from mpi_dataworkers.watch import WorkPage
+from hetstream.mpi_dataworkers import worker
+from hetstream.mpi_dataworkers.ending import Ending
+from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
+from hetstream.mpi_dataworkers.watch import WorkPage
 
 RULE_S = 2.0
 
@@ -81,7 +81,7 @@ class _Socket:
 
 @pytest.mark.parametrize(("until", "linger_ms"), [(100.25, 250), (99.0, 0), (math.inf, 1000), (1000.0, 1000)])
 def test_messages_leave_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch, until: float, linger_ms: int) -> None:
-    monkeypatch.setattr("mpi_dataworkers.transports.zmq.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.transports.zmq.time.monotonic", lambda: 100.0)
     endpoint: Any = ZmqWorkerEndpoint.__new__(ZmqWorkerEndpoint)
     endpoint._control, endpoint._close_control = _Socket(), lambda: None
     endpoint.close(until)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.dispatcher import events
-from mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, EventLog, older, read_events
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.dispatcher import events
+from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, EventLog, older, read_events
 
 LOST = events.DataWorkerLost(data_worker=3, host="cpu1", pid=7, orderly=False, cause="silent for 4.1 s")
 

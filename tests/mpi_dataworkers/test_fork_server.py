@@ -15,9 +15,9 @@ from typing import Any
 import large_datasets as datasets
 import pytest
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.ops.holdings import Holdings
-from mpi_dataworkers.watch import Answer, WorkPage
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.ops.holdings import Holdings
+from hetstream.mpi_dataworkers.watch import Answer, WorkPage
 
 # Of words, so many that their pickle is above the threshold.
 LENGTH = 3000

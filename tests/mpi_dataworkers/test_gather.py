@@ -7,9 +7,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from mpi_dataworkers.codec import FUSE_BELOW_BYTES, Leaf, Scattered, decode, encode, in_one_piece, size_of, split
-from mpi_dataworkers.gather import GATHER_BYTES, GATHER_S, Gatherer
-from mpi_dataworkers.messages import Batch, Batches, Delivery, EndOfShard
+from hetstream.mpi_dataworkers.codec import (
+    FUSE_BELOW_BYTES,
+    Leaf,
+    Scattered,
+    decode,
+    encode,
+    in_one_piece,
+    size_of,
+    split,
+)
+from hetstream.mpi_dataworkers.gather import GATHER_BYTES, GATHER_S, Gatherer
+from hetstream.mpi_dataworkers.messages import Batch, Batches, Delivery, EndOfShard
 
 Sent = list[tuple[Delivery, Sequence[Leaf]]]
 

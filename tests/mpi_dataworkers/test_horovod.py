@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from mpi_dataworkers.errors import ConfigError
-from mpi_dataworkers.horovod import horovod_identity
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.mpi_dataworkers.horovod import horovod_identity
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 101  # odd, so that the two ranks' last steps differ in size
@@ -26,7 +26,7 @@ import sys
 import horovod.torch as hvd
 import torch
 
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 
 
 class Squares(torch.utils.data.Dataset):

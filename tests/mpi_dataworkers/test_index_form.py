@@ -13,10 +13,10 @@ import torch
 from hooking import assert_no_local_step, hooked
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from mpi_dataworkers import DataLoader as OwnLoader
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.loader.order import ListedPass
-from mpi_dataworkers.ops.index_form import pack_indices, unpack_indices
+from hetstream.mpi_dataworkers import DataLoader as OwnLoader
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.loader.order import ListedPass
+from hetstream.mpi_dataworkers.ops.index_form import pack_indices, unpack_indices
 
 # What a sampler gives for a step, and whether that has an index for each of its samples.
 GIVEN: list[tuple[Any, bool]] = [

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpi_dataworkers.errors import ConfigError, StateError
-from mpi_dataworkers.interleave import Interleave, as_strides, deal, gather, take
-from mpi_dataworkers.mixer import Mixer, Stop, check_mixture, choices_of
+from hetstream.mpi_dataworkers.errors import ConfigError, StateError
+from hetstream.mpi_dataworkers.interleave import Interleave, as_strides, deal, gather, take
+from hetstream.mpi_dataworkers.mixer import Mixer, Stop, check_mixture, choices_of
 
 LENGTHS = st.lists(st.integers(0, 4), max_size=6)
 

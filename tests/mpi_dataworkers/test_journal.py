@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mpi_dataworkers.dispatcher import journal as journal_module
-from mpi_dataworkers.dispatcher.journal import Journal
-from mpi_dataworkers.errors import ServiceError
-from mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterConsumer
+from hetstream.mpi_dataworkers.dispatcher import journal as journal_module
+from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.errors import ServiceError
+from hetstream.mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterConsumer
 
 CONSUMER = RegisterConsumer("job", 0, 0, 1, "host", 1, "d", {})
 

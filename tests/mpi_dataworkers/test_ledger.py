@@ -21,8 +21,8 @@ from typing import Any
 import ledger_trainer
 import pytest
 
-from mpi_dataworkers.errors import ConfigError
-from mpi_dataworkers.faults import POINTS, parse_faults
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.mpi_dataworkers.faults import POINTS, parse_faults
 
 PROGRAM = Path(ledger_trainer.__file__)
 DEADLINE_S = 120.0

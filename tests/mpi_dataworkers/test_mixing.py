@@ -12,8 +12,8 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from mpi_dataworkers import DataLoader, mix
-from mpi_dataworkers.errors import ConfigError, StateError
+from hetstream.mpi_dataworkers import DataLoader, mix
+from hetstream.mpi_dataworkers.errors import ConfigError, StateError
 
 
 @pytest.fixture

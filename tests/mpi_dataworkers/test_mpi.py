@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from mpi_dataworkers.config import rails_from_environment
+from hetstream.mpi_dataworkers.config import rails_from_environment
 
 BIN = Path(sys.executable).parent
 MPIEXEC = BIN / "mpiexec"
 PROGRAM = """
 import json, sys
 import torch
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 
 class Squares(torch.utils.data.Dataset):
     def __init__(self, bad):
@@ -111,9 +111,9 @@ def test_a_trainer_that_fails_ends_the_whole_world_at_once(service: Any, tmp_pat
 def test_an_address_of_another_world_is_refused_at_once() -> None:
     """So that the data worker takes the next rail."""
     source = """
-from mpi_dataworkers.messages import EndOfShard
-from mpi_dataworkers.transports.base import PeerUnreachable
-from mpi_dataworkers.transports.mpi import MpiBatchSender, world_id
+from hetstream.mpi_dataworkers.messages import EndOfShard
+from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
+from hetstream.mpi_dataworkers.transports.mpi import MpiBatchSender, world_id
 for address in ("mpi:other/0/1/2", f"mpi:{world_id()}/9/1/2", "mpi:nonsense"):
     try:
         MpiBatchSender("5a" * 32, "w").send(address, EndOfShard("s", 1, 1), [])

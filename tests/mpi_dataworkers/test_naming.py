@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpi_dataworkers.config import Identity
-from mpi_dataworkers.naming import LoaderName, name_loader, title_of
+from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.naming import LoaderName, name_loader, title_of
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from mpi_dataworkers import DataLoader, handover
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.exchange import Exchange
-from mpi_dataworkers.handover import HandoverFailed, pack, read_into, remove_unused
-from mpi_dataworkers.messages import Contents, Program, ProvideDefinition
-from mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
-from mpi_dataworkers.ops.pipeline import Definition, Pipeline, define, load_pipeline
+from hetstream.mpi_dataworkers import DataLoader, handover
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.exchange import Exchange
+from hetstream.mpi_dataworkers.handover import HandoverFailed, pack, read_into, remove_unused
+from hetstream.mpi_dataworkers.messages import Contents, Program, ProvideDefinition
+from hetstream.mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
+from hetstream.mpi_dataworkers.ops.pipeline import Definition, Pipeline, define, load_pipeline
 
 
 def pss_bytes(pid: int) -> int:

@@ -14,10 +14,10 @@ import sample_datasets as datasets
 import torch
 import torch.utils.data
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.errors import ConfigError, OptionsError
-from mpi_dataworkers.loader import options as loader_options
-from mpi_dataworkers.loader.options import LoaderOptions
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.errors import ConfigError, OptionsError
+from hetstream.mpi_dataworkers.loader import options as loader_options
+from hetstream.mpi_dataworkers.loader.options import LoaderOptions
 
 DATA = datasets.Augmented(12)
 

@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from mpi_dataworkers import interpreter
-from mpi_dataworkers.config import (
+from hetstream.mpi_dataworkers import interpreter
+from hetstream.mpi_dataworkers.config import (
     container_from_environment,
     environment_of_python,
     environment_with_hash_seed,
     hash_seed,
     python_environment,
 )
-from mpi_dataworkers.dispatcher import state as rules
-from mpi_dataworkers.dispatcher.records import Instruction, Send
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.errors import ServiceUnavailable
-from mpi_dataworkers.hook import environment as hook_environment
-from mpi_dataworkers.interpreter import Follower, PythonEnvironment, announce, announced, this_interpreter
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.dispatcher import state as rules
+from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.errors import ServiceUnavailable
+from hetstream.mpi_dataworkers.hook import environment as hook_environment
+from hetstream.mpi_dataworkers.interpreter import Follower, PythonEnvironment, announce, announced, this_interpreter
+from hetstream.mpi_dataworkers.messages import (
     GrantLease,
     Interpreter,
     LoaderHeartbeat,
@@ -43,7 +43,7 @@ from mpi_dataworkers.messages import (
     Session,
     WorkerHeartbeat,
 )
-from mpi_dataworkers.programs import why_unfit
+from hetstream.mpi_dataworkers.programs import why_unfit
 from tests.environment import make_environment
 
 HETSTREAM = Path(sys.executable).with_name("hetstream")

@@ -16,10 +16,10 @@ import pytest
 from hooking import assert_no_local_step, hooked
 from torch.utils.data import DataLoader, default_collate
 
-from mpi_dataworkers import DataLoader as OwnLoader
-from mpi_dataworkers.ops.pipeline import Pipeline, fingerprint_of
-from mpi_dataworkers.sources.hdf5 import Hdf5Dataset
-from mpi_dataworkers.sources.together import reads_apart
+from hetstream.mpi_dataworkers import DataLoader as OwnLoader
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, fingerprint_of
+from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
+from hetstream.mpi_dataworkers.sources.together import reads_apart
 
 
 class Molecules(programs.Numbers):

@@ -23,8 +23,8 @@ from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 
-from mpi_dataworkers.errors import PipelineError
-from mpi_dataworkers.ops.pipeline import (
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.ops.pipeline import (
     Definition,
     EnteredPipeline,
     MadeStep,
@@ -36,8 +36,8 @@ from mpi_dataworkers.ops.pipeline import (
     generators_kept,
     load_pipeline,
 )
-from mpi_dataworkers.sharding import SampleSeeds
-from mpi_dataworkers.sources.hdf5 import Hdf5Dataset
+from hetstream.mpi_dataworkers.sharding import SampleSeeds
+from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 
 
 def pipeline_of(dataset: Any, **options: Any) -> Pipeline:

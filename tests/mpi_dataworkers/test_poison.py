@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from mpi_dataworkers import DataLoader, watch
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.errors import DataWorkerDied, OptionsError, PipelineError, RemoteError, StateError
-from mpi_dataworkers.failures import StepFailures, Verdict
-from mpi_dataworkers.loader import skipped
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers import DataLoader, watch
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.errors import DataWorkerDied, OptionsError, PipelineError, RemoteError, StateError
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.loader import skipped
+from hetstream.mpi_dataworkers.messages import (
     BatchFailed,
     ErrorPolicy,
     FailStep,
@@ -37,7 +37,7 @@ from mpi_dataworkers.messages import (
     ReportProgress,
     Session,
 )
-from mpi_dataworkers.supervisor import FRESH_PROCESS
+from hetstream.mpi_dataworkers.supervisor import FRESH_PROCESS
 
 LOADER = "loader"
 
@@ -542,6 +542,6 @@ IN_GROUP = """
 import os, sys
 from pathlib import Path
 (Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
-from slurm_plugin.cli import main
+from hetstream.slurm_plugin.cli import main
 sys.exit(main(["worker", *sys.argv[2:]]))
 """

@@ -14,10 +14,10 @@ import cloudpickle
 import pytest
 import torch
 
-from mpi_dataworkers.config import travelling_environment
-from mpi_dataworkers.messages import Program
-from mpi_dataworkers.ops.pipeline import Pipeline, define
-from mpi_dataworkers.ops.program import (
+from hetstream.mpi_dataworkers.config import travelling_environment
+from hetstream.mpi_dataworkers.messages import Program
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, define
+from hetstream.mpi_dataworkers.ops.program import (
     INSTALLATION,
     SettingsInForce,
     changed_since,
@@ -26,7 +26,7 @@ from mpi_dataworkers.ops.program import (
     program_of,
     settings_of,
 )
-from mpi_dataworkers.ops.reached import Reached
+from hetstream.mpi_dataworkers.ops.reached import Reached
 
 USER = """
 import settings_of_user as settings

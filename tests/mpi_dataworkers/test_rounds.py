@@ -15,12 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.errors import OptionsError, PipelineError, StateError
-from mpi_dataworkers.messages import ShardOrder
-from mpi_dataworkers.ops.pipeline import Pipeline
-from mpi_dataworkers.ops.rounds import SharedRounds, open_shard
-from mpi_dataworkers.rounds import RoundFormer, StreamBuckets
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.errors import OptionsError, PipelineError, StateError
+from hetstream.mpi_dataworkers.messages import ShardOrder
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
+from hetstream.mpi_dataworkers.ops.rounds import SharedRounds, open_shard
+from hetstream.mpi_dataworkers.rounds import RoundFormer, StreamBuckets
 
 BOUNDARIES = [10, 20, 40]
 NUM_ELEMENTS = 600

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.address import ServiceAddress
-from mpi_dataworkers.codec import encode
-from mpi_dataworkers.messages import Hello, Proof
-from mpi_dataworkers.transports.proof import new_nonce, prove
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.address import ServiceAddress
+from hetstream.mpi_dataworkers.codec import encode
+from hetstream.mpi_dataworkers.messages import Hello, Proof
+from hetstream.mpi_dataworkers.transports.proof import new_nonce, prove
 from tests.base.users import STRANGER, VICTIM, needs_root
 
 TESTS = Path(__file__).parents[1]

@@ -23,16 +23,16 @@ import pytest
 import sample_datasets as datasets
 import zmq
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file, write_address_file
-from mpi_dataworkers.codec import encode
-from mpi_dataworkers.errors import ConfigError, ProtocolError, ServiceError
-from mpi_dataworkers.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, Membership, Proof
-from mpi_dataworkers.transports import sockets
-from mpi_dataworkers.transports.base import PeerUnreachable
-from mpi_dataworkers.transports.extents import find_frames, lay_out
-from mpi_dataworkers.transports.peer import most_unproven
-from mpi_dataworkers.transports.proof import (
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file, write_address_file
+from hetstream.mpi_dataworkers.codec import encode
+from hetstream.mpi_dataworkers.errors import ConfigError, ProtocolError, ServiceError
+from hetstream.mpi_dataworkers.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, Membership, Proof
+from hetstream.mpi_dataworkers.transports import sockets
+from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
+from hetstream.mpi_dataworkers.transports.extents import find_frames, lay_out
+from hetstream.mpi_dataworkers.transports.peer import most_unproven
+from hetstream.mpi_dataworkers.transports.proof import (
     SEAL_BYTES,
     LoaderHandshake,
     Seal,
@@ -41,7 +41,7 @@ from mpi_dataworkers.transports.proof import (
     new_nonce,
     prove,
 )
-from mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
+from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 
 PROGRAMS = Path(__file__).with_name("programs")
 SERVICE = ServiceAddress("tcp://127.0.0.1:1", "a", "b", "c", "00" * 32)
@@ -417,10 +417,10 @@ def test_the_dispatcher_refuses_other_versions_and_goes_on(service: Any, wait_un
     program = f"""
 import sys
 from pathlib import Path
-from mpi_dataworkers.address import read_address_file
-from mpi_dataworkers.codec import encode
-from mpi_dataworkers.messages import Batch, LeaveWorker
-from mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
+from hetstream.mpi_dataworkers.address import read_address_file
+from hetstream.mpi_dataworkers.codec import encode
+from hetstream.mpi_dataworkers.messages import Batch, LeaveWorker
+from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
 endpoint = ZmqWorkerEndpoint(read_address_file(Path({str(service.address_file)!r})), "ab" * 16, 10)
 for bad in (b"HET\\x07" + encode(LeaveWorker())[4:], encode(LeaveWorker())[:7], encode(Batch("s", 0, 0, 0, b"", []))):
     endpoint._control.send(bad)

@@ -19,8 +19,8 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.errors import (
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.errors import (
     AuthenticationError,
     PipelineError,
     RemoteError,
@@ -28,8 +28,8 @@ from mpi_dataworkers.errors import (
     ServiceUnavailable,
     Superseded,
 )
-from mpi_dataworkers.hook import environment
-from mpi_dataworkers.transports.zmq import CONTROL_FRAME_BYTES, new_keys
+from hetstream.mpi_dataworkers.hook import environment
+from hetstream.mpi_dataworkers.transports.zmq import CONTROL_FRAME_BYTES, new_keys
 
 RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -446,7 +446,7 @@ def test_a_dataset_of_another_length_in_the_data_worker_is_refused(service: Any,
 def test_one_job_name_with_two_datasets_is_refused(service: Any, run_program: RunProgram) -> None:
     program = """
 import sys, subprocess
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 from sample_datasets import Augmented
 with DataLoader(Augmented(int(sys.argv[1])), batch_size=8, job_name="mine"):
     if sys.argv[1] == "40":
@@ -461,7 +461,7 @@ with DataLoader(Augmented(int(sys.argv[1])), batch_size=8, job_name="mine"):
 def test_a_rank_that_is_started_twice_goes_on_in_the_newer_process(service: Any, run_program: RunProgram) -> None:
     program = """
 import sys, subprocess
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 from sample_datasets import Augmented
 loader = DataLoader(Augmented(4000), batch_size=8, job_name="mine", buffer_bytes=4096)  # less than what is left
 passing = iter(loader)
@@ -492,7 +492,7 @@ def test_a_wrong_key_is_refused_on_both_sides(service: Any, tmp_path: Path, wait
     foreign.chmod(0o600)
     with pytest.raises(AuthenticationError, match="refused the key in the address file"):
         DataLoader(datasets.Augmented(3), service=f"file:{foreign}")
-    command = [sys.executable, "-m", "slurm_plugin.cli", "worker", "--service", f"file:{foreign}"]
+    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "worker", "--service", f"file:{foreign}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "AuthenticationError" in result.stderr
@@ -506,7 +506,7 @@ def test_another_dispatchers_key_is_named(
     foreign = tmp_path / "foreign"
     foreign.write_text(json.dumps(fields | {"server_public_key": new_keys()[0]}))
     foreign.chmod(0o600)
-    monkeypatch.setattr("mpi_dataworkers.client.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.client.CONNECT_TIMEOUT_S", 1.0)
     with pytest.raises(AuthenticationError, match="the server key in the address file is not its key"):
         DataLoader(datasets.Augmented(3), service=f"file:{foreign}")
 
@@ -539,7 +539,7 @@ def test_damaged_state_is_refused_and_named(service: Any, wait_until: Any) -> No
 
 
 def test_a_dispatcher_needs_a_work_dir() -> None:
-    command = [sys.executable, "-m", "slurm_plugin.cli", "dispatcher", "--bind", "tcp://127.0.0.1:0"]
+    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "dispatcher", "--bind", "tcp://127.0.0.1:0"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "required: --work-dir, --address-file" in result.stderr
@@ -567,7 +567,7 @@ def test_a_lost_data_worker_holds_up_the_trainer_for_seconds_at_most(service: An
 
 KILLED = """
 import sys
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 from sample_datasets import Augmented
 loader = DataLoader(Augmented(100_000), batch_size=8)
 passing = iter(loader)
@@ -639,7 +639,7 @@ def waiting_of(loader: DataLoader) -> int:
 
 BATCH_CLASSES = """
 import collections, dataclasses, enum, sys, torch
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 from sample_datasets import Augmented
 
 class Slotted:
@@ -772,14 +772,14 @@ def test_the_hook_hides_no_sitecustomize_and_is_quiet_elsewhere(tmp_path: Path, 
 def test_a_program_that_does_not_close_its_loader_ends_at_once(service: Any, run_program: RunProgram) -> None:
     program = """
 import time
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 from sample_datasets import Augmented
 loader = DataLoader(Augmented(4000), batch_size=8)
 passing = iter(loader)
 next(passing)
 import atexit
 started = time.monotonic()
-import mpi_dataworkers.loader.stream as stream
+import hetstream.mpi_dataworkers.loader.stream as stream
 atexit.unregister(stream._close_streams)
 atexit.register(lambda: print("ended in", time.monotonic() - started < 2))
 atexit.register(stream._close_streams)
@@ -790,7 +790,7 @@ atexit.register(stream._close_streams)
 
 
 def test_no_dispatcher_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpi_dataworkers.client.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.client.CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(ServiceUnavailable, match=r"nowhere did not appear within 0\.2 s\. Is the dispatcher running"):
         DataLoader(datasets.Augmented(3), service=f"file:{tmp_path / 'nowhere'}")
 
@@ -811,7 +811,7 @@ def test_the_summary_holds_what_every_loader_delivered(service: Any, loaders: An
 DISTRIBUTED = """
 import json, os, sys, torch
 import torch.distributed as dist
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 from sample_datasets import Augmented
 
 dist.init_process_group("gloo")

@@ -15,8 +15,8 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.errors import OptionsError, PipelineError
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.errors import OptionsError, PipelineError
 
 Batches = list[tuple[bytes, list[int]]]
 
@@ -192,7 +192,7 @@ def test_the_cache_of_a_data_worker_is_bounded(service: Any, jobs: Any, monkeypa
 
 
 PROGRAM = """
-from mpi_dataworkers.ops.pipeline import Pipeline, define
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, define
 scale = 3
 
 class Base: pass
@@ -222,7 +222,7 @@ TWO_RUNS = """
 import hashlib, os, sys, time
 from pathlib import Path
 import torch
-from mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers import DataLoader
 
 class Images(torch.utils.data.Dataset):
     def __len__(self): return 200
@@ -278,7 +278,7 @@ def test_in_window_mode_jobs_get_their_count_through_every_death(service: Any, j
 
 
 def test_programs_in_different_directories_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpi_dataworkers.ops.pipeline import Pipeline, define
+    from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, define
 
     found = set()
     for name in ("one", "two"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from mpi_dataworkers.cache import BatchCache, CachedBatch
-from mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER
-from mpi_dataworkers.dispatcher.records import Instruction, Send
-from mpi_dataworkers.dispatcher.sharing import ShareGroup
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.cache import BatchCache, CachedBatch
+from hetstream.mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER
+from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.sharing import ShareGroup
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.messages import (
     CloseEpoch,
     FinishLease,
     GrantLease,

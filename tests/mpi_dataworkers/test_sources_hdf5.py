@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpi_dataworkers.errors import SourceError
-from mpi_dataworkers.sources import hdf5
-from mpi_dataworkers.sources.hdf5 import Hdf5Dataset, runs
+from hetstream.mpi_dataworkers.errors import SourceError
+from hetstream.mpi_dataworkers.sources import hdf5
+from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset, runs
 
 ROWS = 50
 

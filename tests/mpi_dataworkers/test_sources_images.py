@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mpi_dataworkers.errors import ConfigError, SourceError
-from mpi_dataworkers.sources.images import ImageFolder
-from mpi_dataworkers.sources.transforms import RandomResizedCrop
+from hetstream.mpi_dataworkers.errors import ConfigError, SourceError
+from hetstream.mpi_dataworkers.sources.images import ImageFolder
+from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
 
 JPEGS = Path(__file__).resolve().parents[3] / "shared" / "data" / "jpeg"
 

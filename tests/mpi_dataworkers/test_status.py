@@ -15,14 +15,14 @@ import pytest
 import sample_datasets as datasets
 from prometheus_client.parser import text_string_to_metric_families
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.config import metrics_address
-from mpi_dataworkers.dispatcher.events import DataWorkersChanged
-from mpi_dataworkers.dispatcher.metrics import MetricsServer
-from mpi_dataworkers.dispatcher.records import Instruction, Send
-from mpi_dataworkers.dispatcher.state import DispatcherState
-from mpi_dataworkers.errors import ConfigError, ServiceUnavailable
-from mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.config import metrics_address
+from hetstream.mpi_dataworkers.dispatcher.events import DataWorkersChanged
+from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
+from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.errors import ConfigError, ServiceUnavailable
+from hetstream.mpi_dataworkers.messages import (
     DrainWorker,
     FailLease,
     FinishLease,
@@ -40,8 +40,8 @@ from mpi_dataworkers.messages import (
     Status,
     SteerDataWorkers,
 )
-from mpi_dataworkers.rates import RecentRates
-from mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 
 
 def grants(instructions: list[Instruction]) -> list[tuple[str, GrantLease]]:

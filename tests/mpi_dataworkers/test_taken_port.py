@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.address import ServiceAddress, read_address_file, write_address_file
-from mpi_dataworkers.errors import AddressInUse
-from mpi_dataworkers.messages import WorkerHeartbeat
-from mpi_dataworkers.transports.base import Reconnected
-from mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, ZmqWorkerEndpoint, new_keys
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.address import ServiceAddress, read_address_file, write_address_file
+from hetstream.mpi_dataworkers.errors import AddressInUse
+from hetstream.mpi_dataworkers.messages import WorkerHeartbeat
+from hetstream.mpi_dataworkers.transports.base import Reconnected
+from hetstream.mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, ZmqWorkerEndpoint, new_keys
 
 PEER = "01" * 16
 (SERVER_PUBLIC, SERVER_SECRET), (CLIENT_PUBLIC, CLIENT_SECRET) = new_keys(), new_keys()

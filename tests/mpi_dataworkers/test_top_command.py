@@ -16,11 +16,11 @@ from typing import Any
 
 import sample_datasets as datasets
 
-from mpi_dataworkers import DataLoader
-from mpi_dataworkers.messages import LoaderStats
-from mpi_dataworkers.status_client import StatusClient, running_service
-from slurm_plugin.client.model import Job
-from slurm_plugin.wait_shares import wait_shares
+from hetstream.mpi_dataworkers import DataLoader
+from hetstream.mpi_dataworkers.messages import LoaderStats
+from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.wait_shares import wait_shares
 
 SQUEUE = """#!/bin/sh
 echo "slurm_load_jobs error: Invalid job id specified" >&2

@@ -19,16 +19,16 @@ import pytest
 import torch
 import zmq
 
-from mpi_dataworkers.codec import Buffer, Scattered, fuse, split
-from mpi_dataworkers.errors import ProtocolError
-from mpi_dataworkers.messages import Batch, Batches, EndOfShard
-from mpi_dataworkers.ops.tree import flatten, unflatten
-from mpi_dataworkers.transports import shm as shm_module
-from mpi_dataworkers.transports.base import BatchReceiver, BatchSender, PeerUnreachable, ReceivedBatch
-from mpi_dataworkers.transports.compression import compress, decompress
-from mpi_dataworkers.transports.rails import RailSender
-from mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
-from mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
+from hetstream.mpi_dataworkers.codec import Buffer, Scattered, fuse, split
+from hetstream.mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.messages import Batch, Batches, EndOfShard
+from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
+from hetstream.mpi_dataworkers.transports import shm as shm_module
+from hetstream.mpi_dataworkers.transports.base import BatchReceiver, BatchSender, PeerUnreachable, ReceivedBatch
+from hetstream.mpi_dataworkers.transports.compression import compress, decompress
+from hetstream.mpi_dataworkers.transports.rails import RailSender
+from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
+from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 
 KEY = "5a" * 32
 POOL_BYTES = 4 << 20
@@ -59,7 +59,7 @@ def _mpi() -> Any:
     """The MPI rail, whose import calls MPI_Init: not in a process that goes on to other tests, or forks."""
     if "PMI_RANK" not in os.environ:
         pytest.skip("this process is no rank of an MPI world; test_mpi.py runs this suite in one")
-    from mpi_dataworkers.transports import mpi
+    from hetstream.mpi_dataworkers.transports import mpi
 
     return mpi
 

@@ -22,10 +22,10 @@ from hooking import assert_no_local_step, definitions_of, hooked, stream_of
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as torch_dataloader
 
-from mpi_dataworkers import DataLoader as OwnLoader
-from mpi_dataworkers.hook import environment, patch
-from mpi_dataworkers.loader.order import LookAhead
-from mpi_dataworkers.loader.torch_loader import look_ahead_of
+from hetstream.mpi_dataworkers import DataLoader as OwnLoader
+from hetstream.mpi_dataworkers.hook import environment, patch
+from hetstream.mpi_dataworkers.loader.order import LookAhead
+from hetstream.mpi_dataworkers.loader.torch_loader import look_ahead_of
 
 _Iterator: Any = torch_dataloader._BaseDataLoaderIter
 
@@ -465,7 +465,7 @@ def test_a_class_that_the_program_changes_is_neither_missed_nor_changed_back(
 def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
     service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("mpi_dataworkers.client.LOCAL_AFTER_S", 0.1)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.client.LOCAL_AFTER_S", 0.1)
     (tmp_path / "data").write_bytes(b"")
     lazy = programs.OpensLazily(tmp_path / "data", 8)
     told = programs.Told(8)

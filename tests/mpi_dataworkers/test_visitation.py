@@ -20,8 +20,8 @@ import sample_datasets as datasets
 import torch
 from torch.utils.data import IterableDataset
 
-from mpi_dataworkers import DataLoader, ShardingPolicy, merge_states
-from mpi_dataworkers.errors import ConfigError, JobNameConflict, PipelineError, StateError
+from hetstream.mpi_dataworkers import DataLoader, ShardingPolicy, merge_states
+from hetstream.mpi_dataworkers.errors import ConfigError, JobNameConflict, PipelineError, StateError
 
 
 def as_bytes(loader: Any) -> list[tuple[bytes, list[int]]]:

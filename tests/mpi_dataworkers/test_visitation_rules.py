@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mpi_dataworkers.errors import ConfigError
-from mpi_dataworkers.visitation import Cut, ShardingPolicy, Traits, decide
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.mpi_dataworkers.visitation import Cut, ShardingPolicy, Traits, decide
 
 INDEXED = Traits("Table")
 STREAM = Traits("Log", iterable=True)

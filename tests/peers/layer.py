@@ -10,7 +10,7 @@ from pathlib import Path
 _COMMAND = """#!{python}
 import sys
 
-from slurm_plugin.cli import main
+from hetstream.slurm_plugin.cli import main
 
 sys.exit(main())
 """

@@ -82,7 +82,7 @@ _TORCH = "torch.utils.data.DataLoader"
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("own", "torchdata's suite on hetstream's DataLoader", _TORCHDATA, "mpi_dataworkers.DataLoader"),
+        Suite("own", "torchdata's suite on hetstream's DataLoader", _TORCHDATA, "hetstream.mpi_dataworkers.DataLoader"),
         Suite("torch", "the same test_dataloader.py on torch's DataLoader", _TORCHDATA[:1], _TORCH),
         Suite("torch-hook", "the same on torch's DataLoader under the hook", _TORCHDATA[:1], _TORCH, 2, "torch"),
         Suite("accelerate", "accelerate's test_data_loader.py", ("accelerate/test_data_loader.py",)),
@@ -250,7 +250,7 @@ def _run_python(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     if suite.data_workers is not None:
-        command = [sys.executable, "-m", "slurm_plugin.cli", "run", "--data-workers", str(suite.data_workers)]
+        command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "run", "--data-workers", str(suite.data_workers)]
         command += ["--", sys.executable, *arguments]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
     # No display, no network, and no GPU, so that each run is like the other.

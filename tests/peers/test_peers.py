@@ -77,12 +77,12 @@ PROGRAM = """\\
 from torchdata.stateful_dataloader.sampler import RandomSampler
 '''
     assert (
-        suites.adapt(source, "mpi_dataworkers.DataLoader")
+        suites.adapt(source, "hetstream.mpi_dataworkers.DataLoader")
         == '''
-from mpi_dataworkers import DataLoader as StatefulDataLoader
+from hetstream.mpi_dataworkers import DataLoader as StatefulDataLoader
 from torchdata.stateful_dataloader import Stateful
 PROGRAM = """\\
-    from mpi_dataworkers import DataLoader as DataLoader
+    from hetstream.mpi_dataworkers import DataLoader as DataLoader
 """
 from torchdata.stateful_dataloader.sampler import RandomSampler
 '''

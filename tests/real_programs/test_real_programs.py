@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from mpi_dataworkers.hook import environment
+from hetstream.mpi_dataworkers.hook import environment
 from tests.mpi_dataworkers.conftest import Service, Zygote
 
 HERE = Path(__file__).parent

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.cli import main
-from slurm_plugin.devcluster.boot import BootRequest
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from slurm_plugin.devcluster.sites import ACCOUNTING
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.devcluster.boot import BootRequest
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 
 PROGRAM = Path(__file__).parents[1] / "cluster" / "programs" / "train.py"
 HETSTREAM = Path(sys.executable).with_name("hetstream")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.devcluster.sites import ACCOUNTING
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.devcluster.sites import ACCOUNTING
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (ACCOUNTING,)

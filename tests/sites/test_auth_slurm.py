@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.devcluster.sites import AUTH_SLURM
-from slurm_plugin.devcluster.status import observe
+from hetstream.slurm_plugin.devcluster.sites import AUTH_SLURM
+from hetstream.slurm_plugin.devcluster.status import observe
 
 pytestmark = [
     pytest.mark.slurm,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.devcluster.sites import LIMITS
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.devcluster.sites import LIMITS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (LIMITS,)

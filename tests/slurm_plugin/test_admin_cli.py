@@ -190,7 +190,7 @@ def test_gpus_without_types_and_other_gres(tmp_path: Path) -> None:
 
 def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
     cluster = Recorded(tmp_path)
-    command = f"{sys.executable} -m slurm_plugin.cli frag"
+    command = f"{sys.executable} -m hetstream.slurm_plugin.cli frag"
     env = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "TERM": "xterm"}
     for name, colours in (("NO_COLOR", False), ("X", True)):
         done = subprocess.run(
@@ -211,8 +211,8 @@ def test_colours_are_for_terminals_that_want_them(tmp_path: Path) -> None:
 )
 def test_no_reading_command_imports_torch_or_the_data_plane(verbs: tuple[str, ...], heavy: list[str]) -> None:
     script = (
-        f"import sys; from slurm_plugin.cli import build_parser; [build_parser(verb) for verb in {verbs}]; "
-        "print([name for name in ('torch', 'zmq', 'numpy', 'mpi_dataworkers.loader') if name in sys.modules])"
+        f"import sys; from hetstream.slurm_plugin.cli import build_parser; [build_parser(verb) for verb in {verbs}]; "
+        "print([name for name in ('torch', 'zmq', 'numpy', 'hetstream.mpi_dataworkers.loader') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == repr(heavy)

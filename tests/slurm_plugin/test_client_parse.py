@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.client import parse_json, parse_text
-from slurm_plugin.client.gres import parse_gres
-from slurm_plugin.client.hostlist import compress, expand
-from slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, total
-from slurm_plugin.client.read import CommandReader
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.client.values import megabytes, moment, seconds
-from slurm_plugin.errors import UnreadableAnswer, UnsupportedSlurm
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client import parse_json, parse_text
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.hostlist import compress, expand
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, NodeShare, total
+from hetstream.slurm_plugin.client.read import CommandReader
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.client.values import megabytes, moment, seconds
+from hetstream.slurm_plugin.errors import UnreadableAnswer, UnsupportedSlurm
 
 FIXTURES = Path(__file__).with_name("fixtures")
 VERSIONS = ("22.05", "24.11", "26.05")

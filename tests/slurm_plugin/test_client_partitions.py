@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hetjob.ports import NodeSize, PartitionLimits
-from slurm_plugin.client.partitions import parse_limits
+from hetstream.hetjob.ports import NodeSize, PartitionLimits
+from hetstream.slurm_plugin.client.partitions import parse_limits
 
 SINFO = [
     "gpu*|64|512000|8|gpu:h200:8,shard:32",

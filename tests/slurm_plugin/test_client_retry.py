@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from recorded import AS_ASKED
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.client.accounting import sacct_rows, usages_of
-from slurm_plugin.client.fake import FakeSlurm
-from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, new_separators
-from slurm_plugin.client.read import SUBMISSION_FIELDS
-from slurm_plugin.client.retry import DELAYS_S
-from slurm_plugin.client.slurm import CommandSlurm
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client.accounting import sacct_rows, usages_of
+from hetstream.slurm_plugin.client.fake import FakeSlurm
+from hetstream.slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END, new_separators
+from hetstream.slurm_plugin.client.read import SUBMISSION_FIELDS
+from hetstream.slurm_plugin.client.retry import DELAYS_S
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
 FIXTURES = Path(__file__).with_name("fixtures")
 BUSY = "Resource temporarily unavailable"

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.client.run import EXIT_NOT_FOUND, EXIT_TIMED_OUT, run_slurm
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client.run import EXIT_NOT_FOUND, EXIT_TIMED_OUT, run_slurm
 
 
 def test_returns_both_streams() -> None:
@@ -46,7 +46,7 @@ def test_bytes_that_are_no_text_do_not_hide_the_rest() -> None:
 
 
 def become(*argv: str) -> subprocess.CompletedProcess[str]:
-    script = "import sys; from slurm_plugin.client.run import become; become(sys.argv[1:])"
+    script = "import sys; from hetstream.slurm_plugin.client.run import become; become(sys.argv[1:])"
     return subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, timeout=60)
 
 

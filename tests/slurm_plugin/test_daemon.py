@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 from recorded import Recorded, job
 
-from hetjob.errors import SiteError
-from hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address
-from hetjob.site.client import ask
-from hetjob.site.messages import (
+from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address
+from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_QUESTION_BYTES,
     Answer,
@@ -37,16 +37,16 @@ from hetjob.site.messages import (
     encode_request,
     new_request,
 )
-from hetjob.site.munge import Munge
-from mpi_dataworkers.faults import POINTS
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.daemon.store import remembered_jobs
-from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.record import ClusterRecord, read_daemons
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from slurm_plugin.devcluster.teardown import tear_down
-from slurm_plugin.history import History
+from hetstream.hetjob.site.munge import Munge
+from hetstream.mpi_dataworkers.faults import POINTS
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.daemon.store import remembered_jobs
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_daemons
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.devcluster.teardown import tear_down
+from hetstream.slurm_plugin.history import History
 
 AS_USER = Path(__file__).with_name("programs") / "as_user.py"
 NOBODY = 65534

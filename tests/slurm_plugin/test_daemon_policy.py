@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_plugin.daemon.policy import Decision, Demand, Pool, allocate
+from hetstream.slurm_plugin.daemon.policy import Decision, Demand, Pool, allocate
 
 
 def demands(cpus: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[Demand, ...]]:

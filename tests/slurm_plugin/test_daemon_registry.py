@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
-from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
-from slurm_plugin.daemon.policy import Decision, Pool
-from slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, REPORT_S, Registry, pool_cpus, pool_partitions
-from slurm_plugin.daemon.store import Store, remembered_jobs
-from slurm_plugin.errors import DaemonStateError
+from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.daemon.policy import Decision, Pool
+from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, REPORT_S, Registry, pool_cpus, pool_partitions
+from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
+from hetstream.slurm_plugin.errors import DaemonStateError
 
 ALICE, BOB = ("alice", "1000"), ("bob", "1001")
 

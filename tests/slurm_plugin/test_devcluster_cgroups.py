@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.cgroups import HIERARCHIES, groups_of, why_not
-from slurm_plugin.devcluster.programs import SlurmPrograms, host_programs
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from slurm_plugin.devcluster.teardown import plan_teardown
-from slurm_plugin.errors import BootFailed
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.cgroups import HIERARCHIES, groups_of, why_not
+from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms, host_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.devcluster.teardown import plan_teardown
+from hetstream.slurm_plugin.errors import BootFailed
 
 DEVICES = "for n in 0 1 2 3; do head -c1 {} >&2 && echo $n; done; true"
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from slurm_plugin.cli import main
-from slurm_plugin.devcluster import install
-from slurm_plugin.devcluster.roots import RELEASES, prepare_root, root_of
-from slurm_plugin.errors import InstallFailed, SlurmMissing
+from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.devcluster import install
+from hetstream.slurm_plugin.devcluster.roots import RELEASES, prepare_root, root_of
+from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
 
 
 @pytest.fixture
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A PATH without Slurm and apt; returns its directory, to put programs in."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
+    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
     return tmp_path
 
 
@@ -135,7 +135,7 @@ def test_a_root_that_fails_leaves_nothing(bare_machine: Path, monkeypatch: pytes
     put(bare_machine, "apt-get", "echo no network; exit 100")
     keyring = bare_machine / "keyring.gpg"
     keyring.touch()
-    monkeypatch.setattr("slurm_plugin.devcluster.roots.KEYRINGS", (keyring,))
+    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.roots.KEYRINGS", (keyring,))
     cache = tmp_path / "cache"
     (cache / ".partial-old").mkdir(parents=True)
     with pytest.raises(InstallFailed, match="no network"):

@@ -17,19 +17,19 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.cli import main
-from slurm_plugin.devcluster import namespaces
-from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.namespaces import NETNS_DIR, free_subnet, left_of, make_network, remove_network
-from slurm_plugin.devcluster.network import ClusterNetwork, choose_subnet, plan_network
-from slurm_plugin.devcluster.programs import host_programs
-from slurm_plugin.devcluster.record import ClusterRecord, read_record, write_record
-from slurm_plugin.devcluster.render import slurm_conf
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape, ClusterSpec
-from slurm_plugin.devcluster.teardown import tear_down
-from slurm_plugin.errors import BootFailed, NetworkFailed
+from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.devcluster import namespaces
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.namespaces import NETNS_DIR, free_subnet, left_of, make_network, remove_network
+from hetstream.slurm_plugin.devcluster.network import ClusterNetwork, choose_subnet, plan_network
+from hetstream.slurm_plugin.devcluster.programs import host_programs
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_record, write_record
+from hetstream.slurm_plugin.devcluster.render import slurm_conf
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape, ClusterSpec
+from hetstream.slurm_plugin.devcluster.teardown import tear_down
+from hetstream.slurm_plugin.errors import BootFailed, NetworkFailed
 
-HETSTREAM = [sys.executable, "-c", "import sys; from slurm_plugin.cli import main; sys.exit(main())"]
+HETSTREAM = [sys.executable, "-c", "import sys; from hetstream.slurm_plugin.cli import main; sys.exit(main())"]
 
 
 def planned(nodes: int = 4, token: str = "0123abcd") -> ClusterNetwork:
@@ -123,7 +123,7 @@ def test_without_ip_it_is_one_line_with_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
+    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
     assert main(["devcluster", "up", "--network", "--dry-run", "--state-dir", "/tmp/hs-none"]) == 1
     said = capsys.readouterr().err
     assert "the program ip" in said
@@ -249,7 +249,7 @@ def test_a_host_that_cannot_be_entered_is_told(place: str, monkeypatch: pytest.M
     def half_made(network: ClusterNetwork) -> None:
         namespaces.make_network(replace(network, hosts=network.hosts[:2]))
 
-    monkeypatch.setattr("slurm_plugin.devcluster.boot.make_network", half_made)
+    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.boot.make_network", half_made)
     request = BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(), network=True)
     with pytest.raises(BootFailed, match=r"slurmd gpu1 could not be started"):
         boot(request, host_programs(), print)

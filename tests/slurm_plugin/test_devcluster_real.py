@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.processes import cluster_processes
-from slurm_plugin.devcluster.programs import host_programs
-from slurm_plugin.devcluster.record import ClusterRecord, read_daemons, read_record
-from slurm_plugin.devcluster.roots import prepare_root
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from slurm_plugin.devcluster.teardown import tear_down
-from slurm_plugin.errors import BootFailed, ClusterExists
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.processes import cluster_processes
+from hetstream.slurm_plugin.devcluster.programs import host_programs
+from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_daemons, read_record
+from hetstream.slurm_plugin.devcluster.roots import prepare_root
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.devcluster.teardown import tear_down
+from hetstream.slurm_plugin.errors import BootFailed, ClusterExists
 
 pytestmark = pytest.mark.slurm
 
-HETSTREAM = [sys.executable, "-c", "import sys; from slurm_plugin.cli import main; sys.exit(main())"]
+HETSTREAM = [sys.executable, "-c", "import sys; from hetstream.slurm_plugin.cli import main; sys.exit(main())"]
 SMALL = ("--gpu-nodes=1", "--cpu-nodes=1")
 
 HETJOB = """\
@@ -304,11 +304,11 @@ def test_a_daemon_that_ends_fails_the_boot_with_its_log(place: str) -> None:
 def test_ports_in_use_are_found_and_told(place: str, monkeypatch: pytest.MonkeyPatch, devcluster: Any) -> None:
     conf = (devcluster.state_dir / "slurm.conf").read_text()
     taken = int(re.search(r"^SlurmctldPort=(\d+)$", conf, re.MULTILINE)[1])  # type: ignore[index]
-    monkeypatch.setattr("slurm_plugin.devcluster.boot.PORT_RANGE", (taken - 1, taken + 3))
+    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.boot.PORT_RANGE", (taken - 1, taken + 3))
     with pytest.raises(BootFailed, match=r"no 3 consecutive free TCP ports"):
         boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(1, 1, 1, 1)), host_programs(), print)
     # The search was wrong: slurmctld itself must say so.
-    monkeypatch.setattr("slurm_plugin.devcluster.boot._free_ports", lambda count: taken)
+    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.boot._free_ports", lambda count: taken)
     with pytest.raises(BootFailed, match=r"Address already in use"):
         boot(BootRequest(place, DEFAULT_STATE_ROOT / place, ClusterShape(1, 1, 1, 1)), host_programs(), print)
     assert not (DEFAULT_STATE_ROOT / place).exists()

@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from mpi_dataworkers.errors import ConfigError
-from slurm_plugin.devcluster.render import cgroup_conf, gres_conf, hostlist, slurm_conf, task_prolog, version_tuple
-from slurm_plugin.devcluster.roots import mirror_from
-from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths
+from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.slurm_plugin.devcluster.render import (
+    cgroup_conf,
+    gres_conf,
+    hostlist,
+    slurm_conf,
+    task_prolog,
+    version_tuple,
+)
+from hetstream.slurm_plugin.devcluster.roots import mirror_from
+from hetstream.slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "devcluster"
 HERE = Path("/var/lib/hetstream/devcluster/default")

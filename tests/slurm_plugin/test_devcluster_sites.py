@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from slurm_plugin.cli import main
-from slurm_plugin.devcluster import sites
-from slurm_plugin.devcluster.private_run import command_text
-from slurm_plugin.devcluster.programs import SlurmPrograms
-from slurm_plugin.devcluster.render import slurm_conf
-from slurm_plugin.devcluster.site_setup import check
-from slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, ports_needed
-from slurm_plugin.errors import BootFailed, SlurmMissing
+from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.devcluster import sites
+from hetstream.slurm_plugin.devcluster.private_run import command_text
+from hetstream.slurm_plugin.devcluster.programs import SlurmPrograms
+from hetstream.slurm_plugin.devcluster.render import slurm_conf
+from hetstream.slurm_plugin.devcluster.site_setup import check
+from hetstream.slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, ports_needed
+from hetstream.slurm_plugin.errors import BootFailed, SlurmMissing
 
 HERE = Path("/var/lib/hetstream/devcluster/default")
 PLAIN = ClusterSpec("default", "default-0123abcd", HERE, 21000)
@@ -105,7 +105,7 @@ def test_an_unknown_kind_is_refused_with_those_there_are(capsys: pytest.CaptureF
 
 def test_what_accounting_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
+    monkeypatch.setattr("hetstream.slurm_plugin.devcluster.programs.SYSTEM_PATH", str(tmp_path))
     programs = SlurmPrograms("22.05.8", *[tmp_path / "none"] * 3)
     check(("hidden",), programs)
     with pytest.raises(SlurmMissing, match=r"slurmdbd, mariadbd, .*devcluster install --site accounting"):

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.cli.doctor import _lua, _lua_files
-from slurm_plugin.client import parse_text
-from slurm_plugin.client.hostlist import compress
-from slurm_plugin.client.model import Partition, Snapshot
-from slurm_plugin.doctor import LUA_PLUGINS, LUA_VERSIONS, Facts, Finding, Level, examine, lua_versions
-from slurm_plugin.installation import LUA_DIR
+from hetstream.slurm_plugin.cli.doctor import _lua, _lua_files
+from hetstream.slurm_plugin.client import parse_text
+from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Partition, Snapshot
+from hetstream.slurm_plugin.doctor import LUA_PLUGINS, LUA_VERSIONS, Facts, Finding, Level, examine, lua_versions
+from hetstream.slurm_plugin.installation import LUA_DIR
 
 FIXTURES = Path(__file__).with_name("fixtures")
 GOOD = {
@@ -175,7 +175,7 @@ def test_the_worst_comes_first() -> None:
 @pytest.mark.slurm
 @pytest.mark.every_release
 def test_a_real_cluster_has_no_problem_that_is_none(devcluster: Any) -> None:
-    command = [sys.executable, "-m", "slurm_plugin.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "doctor", "--json"]
     env = {**os.environ, **devcluster.env}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     document = json.loads(done.stdout)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from recorded import Recorded
 
-from hetjob.ended_job import EndedJob, read_ended
-from slurm_plugin.ended_jobs import ended_jobs
+from hetstream.hetjob.ended_job import EndedJob, read_ended
+from hetstream.slurm_plugin.ended_jobs import ended_jobs
 
 
 def leave(

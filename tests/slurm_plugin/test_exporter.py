@@ -23,13 +23,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_prometheus
 
-from slurm_plugin.cli import main
-from slurm_plugin.cli.exporter import DASHBOARD
-from slurm_plugin.client.fake import FakeSlurm
-from slurm_plugin.errors import HistoryError, ServeError
-from slurm_plugin.history import KEEP_S, History
-from slurm_plugin.metrics import ClusterCollector, MetricsServer
-from slurm_plugin.monitor import Monitor, Reading
+from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.cli.exporter import DASHBOARD
+from hetstream.slurm_plugin.client.fake import FakeSlurm
+from hetstream.slurm_plugin.errors import HistoryError, ServeError
+from hetstream.slurm_plugin.history import KEEP_S, History
+from hetstream.slurm_plugin.metrics import ClusterCollector, MetricsServer
+from hetstream.slurm_plugin.monitor import Monitor, Reading
 
 OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
 # How names may end: a unit, or what is counted.
@@ -263,7 +263,7 @@ def test_exporter_report_and_page_on_a_real_cluster(
         )
         tool.chmod(0o755)
     env = {**devcluster.env, "PATH": f"{tmp_path}:{devcluster.env['PATH']}"}
-    command, history = [sys.executable, "-m", "slurm_plugin.cli"], tmp_path / "history.sqlite"
+    command, history = [sys.executable, "-m", "hetstream.slurm_plugin.cli"], tmp_path / "history.sqlite"
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *words], env=env, capture_output=True, text=True, timeout=120)
@@ -311,7 +311,7 @@ def test_exporter_report_and_page_on_a_real_cluster(
 def test_serve_on_a_real_cluster(devcluster: Any, tmp_path: Path, wait_until: Callable[..., None]) -> None:
     log = tmp_path / "log"
     with log.open("w") as stderr:
-        argv = [sys.executable, "-m", "slurm_plugin.cli", "serve", "--listen", "0", "--interval", "5"]
+        argv = [sys.executable, "-m", "hetstream.slurm_plugin.cli", "serve", "--listen", "0", "--interval", "5"]
         server = subprocess.Popen(argv, env=dict(devcluster.env), stderr=stderr)
         try:
             wait_until(lambda: "the cluster at " in log.read_text(), 60)

@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_plugin.client import parse_json
-from slurm_plugin.client.model import Gres, Job, Node
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.devcluster.boot import BootRequest, boot
-from slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from slurm_plugin.devcluster.teardown import tear_down
-from slurm_plugin.fragmentation import Fragmentation, NodeFragmentation, measure
-from slurm_plugin.shapes import alike_jobs, pending_shapes
+from hetstream.slurm_plugin.client import parse_json
+from hetstream.slurm_plugin.client.model import Gres, Job, Node
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
+from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
+from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
+from hetstream.slurm_plugin.devcluster.teardown import tear_down
+from hetstream.slurm_plugin.fragmentation import Fragmentation, NodeFragmentation, measure
+from hetstream.slurm_plugin.shapes import alike_jobs, pending_shapes
 
 FIXTURES = Path(__file__).with_name("fixtures")
 
@@ -155,7 +155,7 @@ def test_nothing_is_more_than_what_is_free(rows: list[tuple[int, int, int, int, 
 
 
 def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slurm_plugin.cli", *words]
+    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", *words]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
 
 

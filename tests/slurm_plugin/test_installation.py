@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hetjob.site.address import read_settings
-from slurm_plugin.cli import VERBS, main
-from slurm_plugin.cli.install import closed_notes
-from slurm_plugin.installation import RECORD, read_record
+from hetstream.hetjob.site.address import read_settings
+from hetstream.slurm_plugin.cli import VERBS, main
+from hetstream.slurm_plugin.cli.install import closed_notes
+from hetstream.slurm_plugin.installation import RECORD, read_record
 
 SITE = (
     b"-- the site's own, \xff not UTF-8\nfunction slurm_job_submit() return slurm.SUCCESS end\r\nreturn slurm.SUCCESS"
@@ -294,7 +294,5 @@ def test_jobs_read_the_address_from_the_daemons_environment_file(machine: Machin
 
 
 def test_the_command_starts_without_the_data_plane() -> None:
-    code = (
-        "import sys; from slurm_plugin.cli import filter, uninstall; sys.exit(len({'torch', 'zmq'} & set(sys.modules)))"
-    )
+    code = "import sys; from hetstream.slurm_plugin.cli import filter, uninstall; sys.exit(len({'torch', 'zmq'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hetjob.find_service import JobPlace
-from slurm_plugin.client.job_place import job_place, parse_place
+from hetstream.hetjob.find_service import JobPlace
+from hetstream.slurm_plugin.client.job_place import job_place, parse_place
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 LOADER = {
@@ -128,11 +128,11 @@ def test_what_old_jobs_left_goes_by_age_and_only_when_told(site: Site) -> None:
 
     old, alive = make("job-5-restart-1", old_s), make("job-6", old_s)
     other = make("notes", old_s)
-    reader = "slurm_plugin.client.read.CommandReader.living_jobs"
+    reader = "hetstream.slurm_plugin.client.read.CommandReader.living_jobs"
     words = [sys.executable, "-c", f"""
 import sys
 from unittest import mock
-from slurm_plugin.cli import main
+from hetstream.slurm_plugin.cli import main
 with mock.patch("{reader}", return_value={{"6": "RUNNING"}}):
     sys.exit(main(sys.argv[1:]))
 """, "clean", str(submitted)]  # fmt: skip

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_plugin.cli.frag import MOST_SHAPES, report_of
-from slurm_plugin.client.gres import parse_gres
-from slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
-from slurm_plugin.fragmentation import measure
-from slurm_plugin.observation import observe
-from slurm_plugin.report import as_json, as_table
-from slurm_plugin.shapes import Shape, shape_of
-from slurm_plugin.why import Explainer
+from hetstream.slurm_plugin.cli.frag import MOST_SHAPES, report_of
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
+from hetstream.slurm_plugin.fragmentation import measure
+from hetstream.slurm_plugin.observation import observe
+from hetstream.slurm_plugin.report import as_json, as_table
+from hetstream.slurm_plugin.shapes import Shape, shape_of
+from hetstream.slurm_plugin.why import Explainer
 
 NOW_S = 1_000_000.0
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from checkpoint.ownership import Event, Identity, Owner
-from hetjob.convert import convert
-from hetjob.directives import read_directives, read_spec
-from hetjob.errors import UsageError
-from hetjob.ports import Cluster
-from hetjob.render import render, without_block
-from hetjob.sbatch_options import parse_words
-from slurm_plugin.cli import main, migrate
-from slurm_plugin.client.model import Job
-from slurm_plugin.migration import Sight, arguments_of, export_option, stage
+from hetstream.checkpoint.ownership import Event, Identity, Owner
+from hetstream.hetjob.convert import convert
+from hetstream.hetjob.directives import read_directives, read_spec
+from hetstream.hetjob.errors import UsageError
+from hetstream.hetjob.ports import Cluster
+from hetstream.hetjob.render import render, without_block
+from hetstream.hetjob.sbatch_options import parse_words
+from hetstream.slurm_plugin.cli import main, migrate
+from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.migration import Sight, arguments_of, export_option, stage
 
 OLD, NEW = Identity("31", "gpu0", 5), Identity("40", "gpu1", 6)
 

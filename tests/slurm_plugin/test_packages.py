@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_plugin import program
+from hetstream.slurm_plugin import program
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGING = ROOT / "slurm_plugin" / "packaging"
@@ -184,7 +184,13 @@ def fresh(dist: Path) -> Path:
 @pytest.mark.slow
 def test_the_wheel_works_in_a_fresh_environment(fresh: Path, tmp_path: Path) -> None:
     hetstream, env = fresh / "bin/hetstream", {"PATH": f"{fresh}/bin:{os.environ['PATH']}", "HOME": str(tmp_path)}
-    where = run(fresh / "bin/python", "-c", "import slurm_plugin; print(slurm_plugin.__file__)", env=env, cwd=tmp_path)
+    where = run(
+        fresh / "bin/python",
+        "-c",
+        "from hetstream import slurm_plugin; print(slurm_plugin.__file__)",
+        env=env,
+        cwd=tmp_path,
+    )
     assert Path(where.strip()).is_relative_to(fresh)
     assert "data workers" in run(hetstream, "--help", env=env, cwd=tmp_path)
     assert run(hetstream, "--version", env=env, cwd=tmp_path) == f"hetstream {VERSION}\n"

@@ -17,13 +17,22 @@ import pytest
 from browser import Browser
 
 from hetstream.base.web import Document, WebServer
-from slurm_plugin.charts import Axis, Series, cell, count_axis, line_chart, share_axis, stacked_bars, with_gaps
-from slurm_plugin.cli.serve import documents
-from slurm_plugin.errors import ServeError
-from slurm_plugin.monitor import Reading
-from slurm_plugin.observation import Sample, class_of, observe
-from slurm_plugin.page import MAX_LARGE_CELLS, binned, page
-from slurm_plugin.web import serve_documents
+from hetstream.slurm_plugin.charts import (
+    Axis,
+    Series,
+    cell,
+    count_axis,
+    line_chart,
+    share_axis,
+    stacked_bars,
+    with_gaps,
+)
+from hetstream.slurm_plugin.cli.serve import documents
+from hetstream.slurm_plugin.errors import ServeError
+from hetstream.slurm_plugin.monitor import Reading
+from hetstream.slurm_plugin.observation import Sample, class_of, observe
+from hetstream.slurm_plugin.page import MAX_LARGE_CELLS, binned, page
+from hetstream.slurm_plugin.web import serve_documents
 
 DESKTOP, PHONE = 1280, 390
 # Added by the test alone: the page itself has no script. A window is 500 wide at least, so the page is put in a frame.

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.client import pyslurm_backend
-from slurm_plugin.client.model import Gres, HetComponent, Snapshot
-from slurm_plugin.client.read import CommandReader
-from slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.client import pyslurm_backend
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Snapshot
+from hetstream.slurm_plugin.client.read import CommandReader
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
 
 # The old and the new interface of pyslurm 22.5.3, as it answered on a cluster of Slurm 22.05.8.
 FAKE = """

@@ -27,20 +27,20 @@ from typing import Any
 import pytest
 from recorded import Recorded, hours_ago
 
-from hetjob.errors import SlurmCommandError, UsageError
-from hetjob.site.messages import JobStatus, ReportDemand
-from slurm_plugin.client.accounting import from_queue
-from slurm_plugin.client.model import Snapshot
-from slurm_plugin.client.parse_json import parse_jobs
-from slurm_plugin.client.parse_text import JOB_FIELDS
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.daemon.registry import Registry
-from slurm_plugin.ended_jobs import ended_jobs
-from slurm_plugin.metrics import ClusterCollector
-from slurm_plugin.monitor import Reading
-from slurm_plugin.observation import Observation, observe
-from slurm_plugin.page import page
+from hetstream.hetjob.errors import SlurmCommandError, UsageError
+from hetstream.hetjob.site.messages import JobStatus, ReportDemand
+from hetstream.slurm_plugin.client.accounting import from_queue
+from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.client.parse_json import parse_jobs
+from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.daemon.registry import Registry
+from hetstream.slurm_plugin.ended_jobs import ended_jobs
+from hetstream.slurm_plugin.metrics import ClusterCollector
+from hetstream.slurm_plugin.monitor import Reading
+from hetstream.slurm_plugin.observation import Observation, observe
+from hetstream.slurm_plugin.page import page
 from tests.base.hostile import HARMLESS, HOSTILE, Said, as_read, check_shown, hostile, said_by, said_of_words
 
 # Fields of squeue with what users write; slurmctld checks the others against what the cluster has.

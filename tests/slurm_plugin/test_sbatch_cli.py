@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hetjob.spec import OPTIONS
-from slurm_plugin.cli import main
+from hetstream.hetjob.spec import OPTIONS
+from hetstream.slurm_plugin.cli import main
 
 SCRIPT = """#!/bin/bash
 #SBATCH --gres=gpu:1 --cpus-per-task=16

@@ -13,20 +13,26 @@ from typing import Any
 
 import pytest
 
-from hetjob.ports import Cluster, NodeSize, PartitionLimits
-from slurm_plugin.cli.frag import report_of
-from slurm_plugin.cli.why import report_of as why_report
-from slurm_plugin.client.fake import FakeSlurm
-from slurm_plugin.client.held import with_held_gpus
-from slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot, gpu_share
-from slurm_plugin.client.parse_text import JOB_FIELDS, allocated_gres, parse_jobs, parse_nodes, parse_partitions
-from slurm_plugin.client.reservations import parse_reservations, with_reservations
-from slurm_plugin.client.values import moment
-from slurm_plugin.conversion import convert_script
-from slurm_plugin.errors import UnreadableAnswer
-from slurm_plugin.fragmentation import measure
-from slurm_plugin.shapes import shape_of
-from slurm_plugin.why import Explainer
+from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
+from hetstream.slurm_plugin.cli.frag import report_of
+from hetstream.slurm_plugin.cli.why import report_of as why_report
+from hetstream.slurm_plugin.client.fake import FakeSlurm
+from hetstream.slurm_plugin.client.held import with_held_gpus
+from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot, gpu_share
+from hetstream.slurm_plugin.client.parse_text import (
+    JOB_FIELDS,
+    allocated_gres,
+    parse_jobs,
+    parse_nodes,
+    parse_partitions,
+)
+from hetstream.slurm_plugin.client.reservations import parse_reservations, with_reservations
+from hetstream.slurm_plugin.client.values import moment
+from hetstream.slurm_plugin.conversion import convert_script
+from hetstream.slurm_plugin.errors import UnreadableAnswer
+from hetstream.slurm_plugin.fragmentation import measure
+from hetstream.slurm_plugin.shapes import shape_of
+from hetstream.slurm_plugin.why import Explainer
 
 FIXTURES = Path(__file__).with_name("fixtures")
 RELEASES = ("22.05", "24.11", "26.05")

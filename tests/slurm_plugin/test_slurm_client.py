@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hetjob.errors import SlurmCommandError
-from hetjob.sbatch_options import LETTERS, TAKES_VALUE
-from slurm_plugin.client.slurm import CommandSlurm, run_sbatch
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.hetjob.sbatch_options import LETTERS, TAKES_VALUE
+from hetstream.slurm_plugin.client.slurm import CommandSlurm, run_sbatch
 
 
 def tool(directory: Path, name: str, text: str) -> None:

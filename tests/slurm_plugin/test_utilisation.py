@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from hetjob.errors import SlurmCommandError
-from slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_queue, from_sacct, sacct_rows, usages_of
-from slurm_plugin.client.model import Gres, HetComponent, Job, Node
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.client.values import moment
-from slurm_plugin.errors import UnreadableAnswer
-from slurm_plugin.utilisation import Window, capacity, together, utilisation
-from slurm_plugin.wait_shares import wait_shares
+from hetstream.hetjob.errors import SlurmCommandError
+from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, from_queue, from_sacct, sacct_rows, usages_of
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.client.values import moment
+from hetstream.slurm_plugin.errors import UnreadableAnswer
+from hetstream.slurm_plugin.utilisation import Window, capacity, together, utilisation
+from hetstream.slurm_plugin.wait_shares import wait_shares
 
 HOUR = 3600.0
 
@@ -216,7 +216,7 @@ def test_jobs_that_cannot_be_asked_tell_nothing(tmp_path: Path) -> None:
 
 
 def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slurm_plugin.cli", *words]
+    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", *words]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
 
 

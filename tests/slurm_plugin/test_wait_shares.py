@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from slurm_plugin.client.model import Job, Node, Partition, Snapshot
-from slurm_plugin.monitor import Monitor
-from slurm_plugin.wait_shares import SharesAside
+from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.monitor import Monitor
+from hetstream.slurm_plugin.wait_shares import SharesAside
 
 WaitUntil = Callable[..., None]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
-from slurm_plugin.client.run import run_slurm
-from slurm_plugin.client.slurm import CommandSlurm
-from slurm_plugin.why import Explainer, Explanation, find_jobs
+from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.client.run import run_slurm
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.why import Explainer, Explanation, find_jobs
 
 NOW_S = 1_000_000.0
 
@@ -233,7 +233,7 @@ def test_job_ids() -> None:
 
 
 def run(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slurm_plugin.cli", *words]
+    command = [sys.executable, "-m", "hetstream.slurm_plugin.cli", *words]
     return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
 
 

@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
-from checkpoint import FlashCheckpointer
-from checkpoint.flash.options import Options
-from hetjob.site.messages import GrantLimit, ReportDemand, Request, encode_answer, encode_request
-from mpi_dataworkers import DataLoader, mix
-from mpi_dataworkers.address import ServiceAddress, write_address_file
-from mpi_dataworkers.codec import encode
-from mpi_dataworkers.dispatcher.journal import Journal
-from mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterConsumer
-from slurm_plugin.daemon.registry import Registered
-from slurm_plugin.daemon.store import Store
-from slurm_plugin.history import History
-from slurm_plugin.installation import install
-from slurm_plugin.observation import Sample
+from hetstream.checkpoint import FlashCheckpointer
+from hetstream.checkpoint.flash.options import Options
+from hetstream.hetjob.site.messages import GrantLimit, ReportDemand, Request, encode_answer, encode_request
+from hetstream.mpi_dataworkers import DataLoader, mix
+from hetstream.mpi_dataworkers.address import ServiceAddress, write_address_file
+from hetstream.mpi_dataworkers.codec import encode
+from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterConsumer
+from hetstream.slurm_plugin.daemon.registry import Registered
+from hetstream.slurm_plugin.daemon.store import Store
+from hetstream.slurm_plugin.history import History
+from hetstream.slurm_plugin.installation import install
+from hetstream.slurm_plugin.observation import Sample
 
 RECORDED = Path(__file__).with_name("recorded")
 NOW_S = 1.8e9

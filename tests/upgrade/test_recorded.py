@@ -17,22 +17,22 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import CheckpointReader, FlashCheckpointer, Retention
-from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import OtherRelease
-from hetjob.errors import SiteError
-from hetjob.site.messages import VERSION as SITE_VERSION
-from hetjob.site.messages import decode_answer, decode_request
-from mpi_dataworkers import codec
-from mpi_dataworkers.address import read_address_file
-from mpi_dataworkers.dispatcher.journal import Journal
-from mpi_dataworkers.errors import ProtocolError, ServiceError, StateError
-from mpi_dataworkers.messages import PROTOCOL_VERSION
-from slurm_plugin.cli import main
-from slurm_plugin.daemon.store import Store, remembered_jobs
-from slurm_plugin.errors import DaemonStateError, DamagedRecord, HistoryError
-from slurm_plugin.history import History
-from slurm_plugin.installation import read_record
+from hetstream.checkpoint import CheckpointReader, FlashCheckpointer, Retention
+from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.errors import OtherRelease
+from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.messages import VERSION as SITE_VERSION
+from hetstream.hetjob.site.messages import decode_answer, decode_request
+from hetstream.mpi_dataworkers import codec
+from hetstream.mpi_dataworkers.address import read_address_file
+from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, StateError
+from hetstream.mpi_dataworkers.messages import PROTOCOL_VERSION
+from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
+from hetstream.slurm_plugin.errors import DaemonStateError, DamagedRecord, HistoryError
+from hetstream.slurm_plugin.history import History
+from hetstream.slurm_plugin.installation import read_record
 from tests.upgrade.record import (
     CONSUMER,
     KEYS,

@@ -1,4 +1,4 @@
-"""Runs at the start of a Python process whose PYTHONPATH names this directory; see `mpi_dataworkers.hook`.
+"""Runs at the start of a Python process whose PYTHONPATH names this directory; see `hetstream.mpi_dataworkers.hook`.
 
 Must never stop a program: where hetstream is not installed it says so once and lets the program run locally. A
 `sitecustomize` that this one hides is run as if it were not hidden.
@@ -31,7 +31,7 @@ def _install_command() -> str:
 
 if os.environ.get("HETSTREAM_HOOK") == "1":
     try:
-        from mpi_dataworkers.hook.patch import install
+        from hetstream.mpi_dataworkers.hook.patch import install
     except ImportError:
         if importlib.util.find_spec("torch") is not None:
             print(

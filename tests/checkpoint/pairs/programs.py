@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from checkpoint import faults
+from hetstream.checkpoint import faults
 from tests.checkpoint.pairs import trainer
 from tests.checkpoint.pairs.trainer import Job
 

@@ -27,7 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoint.store_files import FALLBACK
+from hetstream.checkpoint.store_files import FALLBACK
 from tests.checkpoint.mounted import fill, mounted_memory
 from tests.checkpoint.pairs import writer
 from tests.checkpoint.pairs.programs import FRAMEWORKS, python_of, start, warm_up
@@ -148,7 +148,7 @@ def _start(place: Path, cell: Cell, name: str, event: str, size: int, fault: str
 def _await(place: Path, *, is_saver: bool) -> None:
     """Wait until no process of this place is there: its savers, those that are starting included, or all others."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    while any((b"checkpoint.saver" in line) == is_saver for line in _command_lines(str(place).encode())):
+    while any((b"hetstream.checkpoint.saver" in line) == is_saver for line in _command_lines(str(place).encode())):
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"processes of {place} have not ended within {TIMEOUT_S:g} s")
         time.sleep(0.02)
@@ -171,7 +171,7 @@ def _last_words(place: Path, name: str) -> str:
     for said in sorted(place.glob(f"{name}.*.said")):
         errors = re.findall(r"^[\w.]+(?:Error|Mismatch|Checkpoint|Ranks|Full|InUse): .*", said.read_text(), re.M)
         if errors:
-            told = re.sub(rf"{re.escape(str(place))}/?", "", errors[-1]).rpartition("checkpoint.errors.")[2]
+            told = re.sub(rf"{re.escape(str(place))}/?", "", errors[-1]).rpartition("hetstream.checkpoint.errors.")[2]
             return re.sub(r"hetstream-ckpt-[\w.+-]+", "STORE", told)[:300]
     return "without a word"
 

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import FlashCheckpointer, Options
-from checkpoint.flash import device
-from checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint import FlashCheckpointer, Options
+from hetstream.checkpoint.flash import device
+from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.pairs import writer
 from tests.checkpoint.parts import delete_in_use
 
@@ -238,7 +238,7 @@ class Witness:
         self._deadline_s = time.monotonic() + _PATIENCE_S
         self.source = ""
         self._sources = _Sources()
-        logger = logging.getLogger("checkpoint.flash.restoring")
+        logger = logging.getLogger("hetstream.checkpoint.flash.restoring")
         logger.addHandler(self._sources)
         logger.setLevel(logging.INFO)
 

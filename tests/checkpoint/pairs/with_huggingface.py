@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpoint.flash.restoring import Loaded
-from checkpoint.integrations.huggingface import FlashCheckpointCallback
+from hetstream.checkpoint.flash.restoring import Loaded
+from hetstream.checkpoint.integrations.huggingface import FlashCheckpointCallback
 from tests.checkpoint.pairs.trainer import Job, Witness, batches, digest, environment_of, layers_of, meet_at
 
 

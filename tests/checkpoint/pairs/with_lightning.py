@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from checkpoint.integrations.lightning import FlashCheckpointCallback
+from hetstream.checkpoint.integrations.lightning import FlashCheckpointCallback
 from tests.checkpoint.pairs.trainer import (
     Job,
     Witness,

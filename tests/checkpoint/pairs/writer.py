@@ -11,8 +11,8 @@ import signal
 import time
 from pathlib import Path
 
-from checkpoint import FlashCheckpointer
-from checkpoint.flash.saver_link import SaverLink
+from hetstream.checkpoint import FlashCheckpointer
+from hetstream.checkpoint.flash.saver_link import SaverLink
 
 STARTS = "SIGTERM to the writer as it starts, SIGKILL to all ranks"
 ENDS = "SIGTERM to the writer, SIGKILL to all ranks as it ends"

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint import Every, FlashCheckpointer, Options
+from hetstream.checkpoint import Every, FlashCheckpointer, Options
 
 LIMIT_S = 300.0
 STEP_S = 0.002

@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import torch
 
-import checkpoint.analysis
-import checkpoint.flash.convert  # noqa: F401, once for all: each command's process would import it anew
-from checkpoint.config import JOB_SAVER
-from checkpoint.conversion import KINDS
-from checkpoint.errors import CheckpointError
-from checkpoint.flash.checkpointer import FlashCheckpointer
-from checkpoint.flash.options import Options
-from slurm_plugin.cli import main
+import hetstream.checkpoint.analysis
+import hetstream.checkpoint.flash.convert  # noqa: F401, once for all: each command's process would import it anew
+from hetstream.checkpoint.config import JOB_SAVER
+from hetstream.checkpoint.conversion import KINDS
+from hetstream.checkpoint.errors import CheckpointError
+from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
+from hetstream.checkpoint.flash.options import Options
+from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.hostile import state_of
 
 MAX_ACT_S = 100

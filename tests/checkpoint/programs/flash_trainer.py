@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import FlashCheckpointer, Options
-from mpi_dataworkers import DataLoader
+from hetstream.checkpoint import FlashCheckpointer, Options
+from hetstream.mpi_dataworkers import DataLoader
 
 
 class Samples:

@@ -23,9 +23,9 @@ import torch
 import torch._dynamo  # what a rank would import at its first optimizer, half a second each
 import torch.distributed as dist
 
-from checkpoint import FlashCheckpointer, Options, rank_file
-from checkpoint.checksum import Checksum
-from checkpoint.flash import newest
+from hetstream.checkpoint import FlashCheckpointer, Options, rank_file
+from hetstream.checkpoint.checksum import Checksum
+from hetstream.checkpoint.flash import newest
 from tests.checkpoint.programs.flash_trainer import digest
 
 SIZE = 700

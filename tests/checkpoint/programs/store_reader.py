@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpoint.errors import DamagedSegment
-from checkpoint.segment import Segment
-from checkpoint.store_files import SaverStatus
-from checkpoint.view import StoreView
+from hetstream.checkpoint.errors import DamagedSegment
+from hetstream.checkpoint.segment import Segment
+from hetstream.checkpoint.store_files import SaverStatus
+from hetstream.checkpoint.view import StoreView
 from tests.checkpoint.programs.store_trainer import check
 
 # The trainer may publish while the slots are looked at.

@@ -13,10 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
-from checkpoint.generation import Generation
-from checkpoint.segment import Segment, join_metadata, split_metadata
-from checkpoint.store import Store
-from checkpoint.store_files import Identity
+from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.segment import Segment, join_metadata, split_metadata
+from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.store_files import Identity
 
 DIGEST = "ab" * 16
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from checkpoint.integrations.huggingface import FlashCheckpointCallback
+from hetstream.checkpoint.integrations.huggingface import FlashCheckpointCallback
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -17,7 +17,7 @@ import traceback
 
 import torch._dynamo  # noqa: F401, what a trainer would import at its first optimizer, half a second each
 
-from checkpoint import faults
+from hetstream.checkpoint import faults
 from tests.checkpoint.programs import flash_trainer
 
 

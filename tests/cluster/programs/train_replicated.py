@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint.flash.checkpointer import FlashCheckpointer
-from checkpoint.flash.options import Options
-from checkpoint.policy.retention import Retention
+from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
+from hetstream.checkpoint.flash.options import Options
+from hetstream.checkpoint.policy.retention import Retention
 
 TIMEOUT_S = 120.0
 LOOK_S = 0.02

@@ -42,21 +42,21 @@ elif verb == "worker":
         sys.exit("no service")
     until_terminated()
 elif verb == "ckpt":
-    from hetjob.job_environment import JobEnvironment
-    from hetjob.savers import ready_file
+    from hetstream.hetjob.job_environment import JobEnvironment
+    from hetstream.hetjob.savers import ready_file
 
     ready = ready_file(JobEnvironment.read(os.environ))
     ready.touch()
     until_terminated()
     ready.unlink()
 elif sys.argv[2] == "keep":
-    from hetjob.master.keeper import keep
+    from hetstream.hetjob.master.keeper import keep
 
     logging.basicConfig(level=logging.INFO)
     sys.exit(keep([sys.executable, os.path.abspath(__file__), "master", "serve", *sys.argv[3:]]))
 else:
-    from hetjob.master.server import MasterConfig, serve
-    from slurm_plugin.client.fake import FakeSlurm
+    from hetstream.hetjob.master.server import MasterConfig, serve
+    from hetstream.slurm_plugin.client.fake import FakeSlurm
 
     logging.basicConfig(level=logging.INFO)
     config = MasterConfig(

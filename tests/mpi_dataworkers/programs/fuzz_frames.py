@@ -13,11 +13,11 @@ else:
     atheris = None
 
 with atheris.instrument_imports(include=["mpi_dataworkers"]) if atheris else contextlib.nullcontext():
-    from mpi_dataworkers import codec
-    from mpi_dataworkers.errors import ProtocolError, RemoteError
-    from mpi_dataworkers.messages import Batch, Batches
-    from mpi_dataworkers.ops import tree
-    from mpi_dataworkers.transports import compression, extents, proof
+    from hetstream.mpi_dataworkers import codec
+    from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
+    from hetstream.mpi_dataworkers.messages import Batch, Batches
+    from hetstream.mpi_dataworkers.ops import tree
+    from hetstream.mpi_dataworkers.transports import compression, extents, proof
 
 KEY = bytes(32)
 LIMIT = 64

@@ -10,10 +10,10 @@ import pytest
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_dataloader
 
-from mpi_dataworkers.hook import patch
-from mpi_dataworkers.loader import stream as streams
-from mpi_dataworkers.loader.definitions import Definitions
-from mpi_dataworkers.loader.stream import Stream
+from hetstream.mpi_dataworkers.hook import patch
+from hetstream.mpi_dataworkers.loader import stream as streams
+from hetstream.mpi_dataworkers.loader.definitions import Definitions
+from hetstream.mpi_dataworkers.loader.stream import Stream
 
 _Iterator: Any = torch_dataloader._BaseDataLoaderIter
 

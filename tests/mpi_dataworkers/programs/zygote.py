@@ -14,10 +14,10 @@ import sys
 import traceback
 from types import ModuleType
 
-import mpi_dataworkers.dispatcher.server
-import mpi_dataworkers.supervisor  # noqa: F401, and torch with it
-from mpi_dataworkers import faults
-from slurm_plugin.cli import main
+import hetstream.mpi_dataworkers.dispatcher.server
+import hetstream.mpi_dataworkers.supervisor  # noqa: F401, and torch with it
+from hetstream.mpi_dataworkers import faults
+from hetstream.slurm_plugin.cli import main
 
 
 def be_the_command(words: list[str], log: str, environment: dict[str, str], directory: str) -> None:

@@ -10,9 +10,9 @@ import logging
 import os
 import sys
 
-import slurm_plugin.daemon.server
-import slurm_plugin.daemon.store  # noqa: F401
-from slurm_plugin.cli import build_parser
+import hetstream.slurm_plugin.daemon.server
+import hetstream.slurm_plugin.daemon.store  # noqa: F401
+from hetstream.slurm_plugin.cli import build_parser
 
 if __name__ == "__main__":
     uid = int(sys.argv[1])

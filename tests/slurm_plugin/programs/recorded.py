@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_plugin.cli import main
-from slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END
+from hetstream.slurm_plugin.cli import main
+from hetstream.slurm_plugin.client.parse_text import FIELD_END, JOB_FIELDS, RECORD_END
 
 # A filter for texts with the default separators: puts in those that `squeue -O` is asked to use.
 AS_ASKED = (

@@ -21,7 +21,7 @@ from benchmarks import harness
 from benchmarks.clients.elastic_job import ElasticJob
 from benchmarks.clients.elastic_picture import Sample, picture
 from benchmarks.harness import Row
-from hetstream.mpi_dataworkers.errors import HetstreamError
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.messages import Status
 from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.utils.data
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 
 class Paths(torch.utils.data.Dataset[int]):

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory
 from hetstream.checkpoint.commit import commit, write_part
 from hetstream.checkpoint.conversion import Source, attempt_on, choose
 from hetstream.checkpoint.directory import Checkpoint, CheckpointDirectory
-from hetstream.checkpoint.errors import NoCheckpoint, OptionsError
+from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.files import replacing
 from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
 from hetstream.checkpoint.formats.part import Format, plan_part

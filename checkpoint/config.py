@@ -16,6 +16,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+# Not resolved: in a checkout a link leads to this folder.
+_INSTALLED_IN = str(Path(os.path.abspath(__file__)).parents[2])
+
 JOB_SAVER = "HETSTREAM_CKPT_SAVER"
 DIRECTORY = "HETSTREAM_CKPT_DIR"
 TAKES_OVER = "HETSTREAM_TAKES_OVER"
@@ -76,4 +79,4 @@ def environment_of_saver(environ: Mapping[str, str] = os.environ) -> dict[str, s
     """What a saver's process needs to find this package: its trainer may have found it by its own directory."""
     # Absolute: the saver runs in another directory.
     given = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return {**environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), *given])}
+    return {**environ, "PYTHONPATH": os.pathsep.join([_INSTALLED_IN, *given])}

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.directory import Checkpoint, CheckpointDirectory
-from hetstream.checkpoint.errors import NoCheckpoint, OptionsError
+from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.ownership import Identity
 

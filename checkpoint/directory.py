@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable
 from hetstream.checkpoint import commit, ownership
 from hetstream.checkpoint.errors import (
-    CheckpointError,
     DamagedCheckpoint,
     ForeignOwner,
     MissingRanks,
@@ -228,7 +228,7 @@ class CheckpointDirectory:
                 try:
                     self.check_start()
                     ownership.end(self.path, self.attempt, time.time())
-                except (OSError, CheckpointError) as error:
+                except (OSError, HetstreamError) as error:
                     _log.warning("%s: that attempt %d ended is not written down: %s", self.path, self.attempt, error)
 
     def hand_over(self, to: Identity, step: int, last_step_s: float) -> None:
@@ -419,7 +419,7 @@ class CheckpointDirectory:
                 raise NoCheckpoint(f"{self.path} has no {generation}: hetstream ckpt ls {self.path}")
             try:
                 manifests = self._manifests(place, generation)
-            except (CheckpointError, OSError) as error:
+            except (HetstreamError, OSError) as error:
                 is_marked = not isinstance(error, OtherRelease)
                 problems.append(str(error))
                 manifests = ()
@@ -484,7 +484,7 @@ class CheckpointDirectory:
                     problem = printable(place.read(_DAMAGED, _MAX_REASON_BYTES).decode(errors="replace"))
         except FileNotFoundError:
             return None
-        except CheckpointError as error:
+        except HetstreamError as error:
             return Checkpoint(path, generation, (), str(error), isinstance(error, OtherRelease))
         except OSError as error:
             return Checkpoint(path, generation, (), f"{path} cannot be read: {error}")

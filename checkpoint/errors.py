@@ -1,7 +1,6 @@
-"""Every error that checkpoints raise on purpose.
+"""Every error that checkpoints raise on purpose, beside `hetstream.base.errors.OptionsError`. All are HetstreamErrors.
 
 CheckpointError
-├── OptionsError             an option or a call breaks its rule; also a ValueError
 ├── UnsupportedState         a value of the state cannot be saved
 ├── StateMismatch            what was saved does not fit what it is to be restored into
 ├── NoCheckpoint             there is none where one is needed
@@ -25,15 +24,13 @@ CheckpointError
 
 from __future__ import annotations
 
+from hetstream.base.errors import HetstreamError
+
 _MAX_WORDS = 500
 
 
-class CheckpointError(Exception):
+class CheckpointError(HetstreamError):
     """Base of all: the message says what failed, the value seen, the rule and the next step."""
-
-
-class OptionsError(CheckpointError, ValueError):
-    """An option, an environment value or a call breaks its rule."""
 
 
 class UnsupportedState(CheckpointError):

@@ -19,8 +19,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import faults_from_environment
-from hetstream.checkpoint.errors import OptionsError
 
 POINTS = {
     "store.created": "the trainer's store has its directory and no slots",

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
 from hetstream.checkpoint import typed_json
-from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse
+from hetstream.checkpoint.errors import DirectoryInUse
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.locks import FileLock, is_locked
 from hetstream.checkpoint.ownership import Identity
@@ -77,7 +78,7 @@ class Claim:
         try:
             with Directory.open(path) as root:
                 self._lock = FileLock.wait_exclusive(path / _LOCK, _GRACE_S, root)
-        except CheckpointError as error:
+        except HetstreamError as error:
             other = read_request(path)
             named = other.taker if other else "another process"
             raise DirectoryInUse(f"{path} is being handed over to {named}: a training has one successor") from error

@@ -1,7 +1,7 @@
 """The saver: the process that brings a trainer's generations from shared memory to disk, and outlives the trainer.
 
-    python -m hetstream.checkpoint.saver --store /dev/shm/hetstream-ckpt-... --directory DIR     of one trainer, which starts it
-    hetstream ckpt saver --job                                                          of all trainers of a job here
+    python -m hetstream.checkpoint.saver --store /dev/shm/hetstream-ckpt-... --directory DIR   of one trainer
+    hetstream ckpt saver --job                                                             of all trainers of a job here
 
 What is done with one store is `store_saver.py`'s; here is the process: which stores it serves, what signals mean, and
 when it ends. It never imports torch, and never holds a trainer up. When the trainer is gone the newest generation is
@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.config import environment_of_saver
-from hetstream.checkpoint.errors import CheckpointError, SaverError, StoreInUse
+from hetstream.checkpoint.errors import SaverError, StoreInUse
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.store_files import SHARED_MEMORY, list_stores, stores_prefix
 from hetstream.checkpoint.store_saver import StoreSaver
@@ -164,7 +165,7 @@ class Saver:
                 continue
             try:
                 self._take(path)
-            except (OSError, CheckpointError) as error:
+            except (OSError, HetstreamError) as error:
                 if not self._options.stays:
                     raise
                 _log.debug("%s is not served: %s", path, error)
@@ -359,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoreInUse as error:
         _log.info("%s", error)
         return 0
-    except (OSError, CheckpointError) as error:
+    except (OSError, HetstreamError) as error:
         if not args.store.exists():
             return 0  # its trainer has ended meanwhile, with nothing left to write
         _log.error("%s: %s", type(error).__name__, error)

@@ -22,9 +22,10 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.errors import OptionsError
 from hetstream.base.limits import available_bytes
 from hetstream.checkpoint.checksum import checksum
-from hetstream.checkpoint.errors import DamagedSegment, OptionsError, SharedMemoryFull
+from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.pages import Populate, give_back, populate

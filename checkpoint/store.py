@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.checkpoint.adoption import make_store, own_store
-from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, OptionsError, SharedMemoryFull
+from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.generation import MAX_NUMBER, Generation
 from hetstream.checkpoint.locks import FileLock
@@ -277,7 +278,7 @@ class Store:
             self._is_saving = True
         try:
             return self._renew()
-        except (CheckpointError, OSError) as error:
+        except (HetstreamError, OSError) as error:
             if not self._has_said_lost:
                 self._has_said_lost = True
                 _log.error("%s was deleted and cannot be made anew, no other process reaches it: %s", self.path, error)
@@ -309,7 +310,7 @@ class Store:
         if kept and kept.segment:
             try:
                 copy_generation(kept.segment, self._slots[0], self._memory)
-            except (CheckpointError, OSError) as error:
+            except (HetstreamError, OSError) as error:
                 _log.error("%s: its newest generation is lost, the next save will be held: %s", self.path, error)
             kept.close()
         clear_away(former[0])

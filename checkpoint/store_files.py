@@ -29,15 +29,10 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory
 from hetstream.checkpoint import typed_json
-from hetstream.checkpoint.errors import (
-    CheckpointError,
-    DamagedSegment,
-    DirectoryNotWritable,
-    ForeignOwner,
-    OptionsError,
-)
+from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, DirectoryNotWritable, ForeignOwner
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.locks import FileLock, is_locked

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint import commit
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import CheckpointError, DamagedCheckpoint, DamagedSegment, DirectoryReplaced
+from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedSegment, DirectoryReplaced
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.formats.part import plan_part
 from hetstream.checkpoint.formats.plan import FilePlan
@@ -122,7 +123,7 @@ class StoreSaver:
             except DamagedSegment as error:
                 return self._pass_over(held[turn.generation], error)
             self._clean_up()
-        except (OSError, CheckpointError) as error:
+        except (OSError, HetstreamError) as error:
             self._is_orphaned = isinstance(error, DirectoryReplaced)
             self._fail(error)
             return False
@@ -142,7 +143,7 @@ class StoreSaver:
             return
         try:
             self._replicas = ReplicaService(self.view.files, self.directory, order, self._report_replica)
-        except (OSError, CheckpointError) as error:
+        except (OSError, HetstreamError) as error:
             self._no_replicas_before_s = time.monotonic() + _RETRY_S
             _log.warning("%s: no replicas, next try in %g s: %s", self, _RETRY_S, error)
             self._report(replica_error=str(error))
@@ -203,7 +204,7 @@ class StoreSaver:
             if any(commit.is_being_written(self.directory, one) for one in commit.announced(self.directory)):
                 self.since_s = time.monotonic()
                 return False
-        except (OSError, CheckpointError) as error:
+        except (OSError, HetstreamError) as error:
             _log.warning("%s: %s", self, error)
         return True
 
@@ -335,7 +336,7 @@ class StoreSaver:
             owner = directory.owner()
             if owner and owner.keep.keep_last is not None:
                 directory.retain(owner.keep)
-        except (OSError, CheckpointError) as error:
+        except (OSError, HetstreamError) as error:
             _log.warning("%s: old checkpoints stay for now: %s", self, error)
 
     def _fail(self, error: Exception) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
-from hetstream.checkpoint.errors import CheckpointError, DamagedLineage, StoreInUse
+from hetstream.checkpoint.errors import DamagedLineage, StoreInUse
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.lineage import read_lineage
 from hetstream.checkpoint.locks import FileLock
@@ -204,7 +205,7 @@ def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
     for files in (files for root in roots for files in list_stores(root, stores_prefix())):
         try:
             files.check_owner()
-        except CheckpointError:
+        except HetstreamError:
             continue  # it has just gone, or is a foreigner's
         status = files.read_status()
         found.append(

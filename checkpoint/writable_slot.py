@@ -6,7 +6,8 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from hetstream.checkpoint.errors import DamagedSegment, OptionsError
+from hetstream.base.errors import OptionsError
+from hetstream.checkpoint.errors import DamagedSegment
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.segment import State

@@ -24,11 +24,12 @@ import math
 import re
 from collections.abc import Sequence
 
+from hetstream.base.errors import UsageError
 from hetstream.base.text import shortened
 from hetstream.hetjob.convert_checkpoint import checkpoint_overrides
 from hetstream.hetjob.convert_trainer import trainer_overrides
 from hetstream.hetjob.directives import is_own, prologue_length, split_line
-from hetstream.hetjob.errors import ConversionError, UsageError
+from hetstream.hetjob.errors import ConversionError
 from hetstream.hetjob.plan import Change, Component, HetPlan
 from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, PartitionLimits
 from hetstream.hetjob.sbatch_options import (

@@ -1,4 +1,4 @@
-"""Errors of the job side; the base classes come from `hetstream.mpi_dataworkers.errors`.
+"""Errors of the job side; their base classes are in `hetstream.base.errors`.
 
 HetstreamError
 ├── UsageError
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetstream.base.errors import HetstreamError, UsageError
 from hetstream.base.text import shortened
-from hetstream.mpi_dataworkers.errors import HetstreamError, UsageError
 
 # Characters of what a command was told, and of what it said, in a message; both may hold what users wrote.
 _MOST_SHOWN = 2000
@@ -25,14 +25,12 @@ _MOST_SHOWN = 2000
 __all__ = [
     "ConversionError",
     "DirectiveError",
-    "HetstreamError",
     "MasterError",
     "ProgramNotFound",
     "SaversError",
     "ServiceNotFound",
     "SiteError",
     "SlurmCommandError",
-    "UsageError",
 ]
 
 

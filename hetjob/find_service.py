@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory
 from hetstream.hetjob.ended_job import SUMMARY_FILE
-from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError, UsageError
+from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError
 from hetstream.mpi_dataworkers.address import parse_service
 
 _ADDRESS = "address"

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hetstream.base.errors import UsageError
 from hetstream.base.private import make_private
-from hetstream.hetjob.errors import MasterError, ProgramNotFound, UsageError
+from hetstream.hetjob.errors import MasterError, ProgramNotFound
 from hetstream.hetjob.master.state import MasterState, Phase
 from hetstream.hetjob.ports import Child
 from hetstream.hetjob.processes import next_signal, signals_held, start_child

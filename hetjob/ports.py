@@ -1,4 +1,4 @@
-"""What the job side needs from outside: Slurm, and processes it can stop. `hetstream.slurm_plugin.client` implements both.
+"""What the job side needs from outside: Slurm, and processes it can stop. `slurm_plugin/client/` implements both.
 
 The protocols cut the cycle between the packages: `hetjob` never imports `slurm_plugin`.
 """

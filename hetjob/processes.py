@@ -1,6 +1,6 @@
 """Child processes that cannot outlive their parent, and waiting for signals.
 
-Used by the job master and the local backend. It never decides when a child starts or stops; `hetstream.hetjob.service` does.
+Used by the job master and the local backend. It never decides when a child starts or stops; `service.py` does.
 """
 
 from __future__ import annotations

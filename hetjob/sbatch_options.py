@@ -13,8 +13,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
-from hetstream.hetjob.errors import UsageError
 
 # Long names by how they take a value: `--name value` and `--name=value`, only `--name=value`, or none.
 _WITH_VALUE = """

@@ -1,4 +1,4 @@
-"""Run a dispatcher and its data workers: carry out what `hetstream.hetjob.master.state` decides, report what happened to it.
+"""Run a dispatcher and its data workers: carry out what `master/state.py` decides, report what happened to it.
 
 Shared by the job master (children are job steps) and the local backend (children are processes). All processes and
 clocks of both are here; no decision is.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
 from hetstream.hetjob.master.state import (
     DISPATCHER,
@@ -35,7 +36,6 @@ from hetstream.hetjob.master.state import (
 )
 from hetstream.hetjob.ports import Child
 from hetstream.hetjob.processes import next_signal
-from hetstream.mpi_dataworkers.errors import HetstreamError
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from hetstream.base.errors import ConfigError
 from hetstream.base.files import Directory, UntrustedFile
-from hetstream.mpi_dataworkers.errors import ConfigError, ServiceError, ServiceUnavailable
+from hetstream.mpi_dataworkers.errors import ServiceError, ServiceUnavailable
 
 _log = logging.getLogger(__name__)
 

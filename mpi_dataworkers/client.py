@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 import hetstream.mpi_dataworkers.errors
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.address import ServiceAddress, wait_for_address_file
 from hetstream.mpi_dataworkers.codec import Buffer
 from hetstream.mpi_dataworkers.config import Identity
@@ -38,7 +39,7 @@ from hetstream.mpi_dataworkers.connection import (
     join_service,
 )
 from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
-from hetstream.mpi_dataworkers.errors import HetstreamError, ProtocolError, RemoteError, ServiceError
+from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError, ServiceError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.memory import keep_freed_memory

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.errors import ConfigError
 from hetstream.base.installed import install_command
-from hetstream.mpi_dataworkers.errors import ConfigError
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 DEFAULT_CACHE_BYTES = 256 << 20

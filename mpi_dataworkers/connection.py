@@ -23,9 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.address import ServiceAddress
 from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
-from hetstream.mpi_dataworkers.errors import HetstreamError, ProtocolError, ServiceError
+from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.messages import Batches, Message
 from hetstream.mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected, ToLoader

@@ -1,43 +1,24 @@
-"""Every error that hetstream raises on purpose, from the data plane up.
+"""Every error that the data plane raises on purpose, beside those of `hetstream.base.errors`.
 
-    HetstreamError
-    ├── UsageError               the command line, a keyword or a script is wrong: exit code 2
-    ├── ConfigError              an option or environment value breaks its rule
-    │   └── OptionsError         keywords of a loader: all their problems at once; also a ValueError, as in torch
-    ├── PipelineError            the user's dataset or functions cannot be streamed
-    │   ├── SourceError          a file of a dataset is missing, damaged or of another form
-    │   └── StateError           a state_dict that belongs to another dataset, or is damaged
-    ├── JobNameConflict          one job name, two different pipelines
-    ├── ServiceError             the dispatcher or its address file
-    │   ├── ServiceUnavailable   nothing answered in time
-    │   ├── AddressInUse         another process has the port
-    │   ├── ServiceEnded         the service came to its end before this process was part of it
-    │   ├── AuthenticationError  the key is not this service's key
-    │   └── Superseded           another process took this rank's place
-    ├── ProtocolError            bytes that are no message of this protocol version
-    ├── RemoteError              a data worker's exception that cannot have its own type here; also a RuntimeError
-    └── DataWorkerDied           a sample ended data worker processes, or made them hang; also a RuntimeError
-
-`hetstream.hetjob.errors` and `hetstream.slurm_plugin.errors` add theirs below `HetstreamError`.
+HetstreamError
+├── PipelineError            the user's dataset or functions cannot be streamed
+│   ├── SourceError          a file of a dataset is missing, damaged or of another form
+│   └── StateError           a state_dict that belongs to another dataset, or is damaged
+├── JobNameConflict          one job name, two different pipelines
+├── ServiceError             the dispatcher or its address file
+│   ├── ServiceUnavailable   nothing answered in time
+│   ├── AddressInUse         another process has the port
+│   ├── ServiceEnded         the service came to its end before this process was part of it
+│   ├── AuthenticationError  the key is not this service's key
+│   └── Superseded           another process took this rank's place
+├── ProtocolError            bytes that are no message of this protocol version
+├── RemoteError              a data worker's exception that cannot have its own type here; also a RuntimeError
+└── DataWorkerDied           a sample ended data worker processes, or made them hang; also a RuntimeError
 """
 
 from __future__ import annotations
 
-
-class HetstreamError(Exception):
-    """Base of all: the message says what failed, the value seen, the rule and the next step."""
-
-
-class UsageError(HetstreamError):
-    """The command line, a keyword argument or a script is wrong."""
-
-
-class ConfigError(HetstreamError):
-    """An option or environment value breaks its rule."""
-
-
-class OptionsError(ConfigError, ValueError):
-    """Keywords of a loader break their rules; the message names every problem. torch raises ValueError for the like."""
+from hetstream.base.errors import HetstreamError
 
 
 class PipelineError(HetstreamError):

@@ -17,8 +17,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.config import faults_from_environment
-from hetstream.mpi_dataworkers.errors import ConfigError
 
 POINTS = {
     "dispatcher.received": "a burst of messages has come and nothing is decided",

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.base.errors import ConfigError
 
 # World size as horovodrun, Open MPI's mpirun and MPICH's mpiexec tell it to each rank.
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

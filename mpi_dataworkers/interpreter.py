@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from hetstream.base.errors import ConfigError
 from hetstream.base.files import Directory
 from hetstream.mpi_dataworkers.address import has_ended, not_there
 from hetstream.mpi_dataworkers.config import (
@@ -30,7 +31,6 @@ from hetstream.mpi_dataworkers.config import (
     identity_from_environment,
     python_environment,
 )
-from hetstream.mpi_dataworkers.errors import ConfigError
 from hetstream.mpi_dataworkers.messages import Interpreter
 
 _log = logging.getLogger(__name__)

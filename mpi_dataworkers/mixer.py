@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from hetstream.mpi_dataworkers.errors import ConfigError, StateError
+from hetstream.base.errors import ConfigError
+from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.sharding import Indices, derive_seed, derive_seeds
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle_until_all"]

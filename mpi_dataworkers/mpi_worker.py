@@ -17,8 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.address import has_ended, wait_for_address_file
-from hetstream.mpi_dataworkers.errors import HetstreamError, ServiceEnded
+from hetstream.mpi_dataworkers.errors import ServiceEnded
 from hetstream.mpi_dataworkers.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
 from hetstream.mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker

@@ -18,7 +18,7 @@ from pathlib import PurePath
 from hetstream.mpi_dataworkers.config import Identity
 
 _SITE = {"site-packages", "dist-packages"}
-_OWN_PACKAGES = ("mpi_dataworkers", "hetstream", "hetjob", "slurm_plugin")
+_OWN_PACKAGE = "hetstream"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _calls() -> Iterator[tuple[str, bool]]:
     frame = sys._getframe(1)
     while frame is not None:
         # Code that a program executes by itself may have anything for a name, or none.
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _OWN_PACKAGES:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] != _OWN_PACKAGE:
             path = PurePath(frame.f_code.co_filename)
             yield f"{path.name}:{frame.f_lineno}", not _SITE.isdisjoint(path.parts)
         frame = frame.f_back  # type: ignore[assignment]

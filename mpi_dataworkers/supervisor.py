@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.address import ServiceAddress, has_ended, wait_for_address_file
 from hetstream.mpi_dataworkers.children import (
     END_SIGNALS,
@@ -36,7 +37,7 @@ from hetstream.mpi_dataworkers.children import (
     is_signalled,
 )
 from hetstream.mpi_dataworkers.ending import Ending
-from hetstream.mpi_dataworkers.errors import HetstreamError, ServiceEnded
+from hetstream.mpi_dataworkers.errors import ServiceEnded
 from hetstream.mpi_dataworkers.exchange import Exchange
 from hetstream.mpi_dataworkers.fork_server import ForkServers
 from hetstream.mpi_dataworkers.loaded import LoadedProgram

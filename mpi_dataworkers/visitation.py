@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.base.errors import ConfigError
 
 Visitation = Literal["exactly_once", "at_most_once", "zero_once_or_more"]
 

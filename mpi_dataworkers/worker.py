@@ -21,13 +21,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.address import ServiceAddress
 from hetstream.mpi_dataworkers.bucketing import LengthBuckets, plan_of
 from hetstream.mpi_dataworkers.cache import BatchCache, CachedBatch
 from hetstream.mpi_dataworkers.codec import Leaf, fuse
 from hetstream.mpi_dataworkers.config import slurm_job_from_environment
 from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
-from hetstream.mpi_dataworkers.errors import HetstreamError, PipelineError, ServiceUnavailable
+from hetstream.mpi_dataworkers.errors import PipelineError, ServiceUnavailable
 from hetstream.mpi_dataworkers.exchange import Exchange
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.fork_server import FORK_FROM_BYTES, ask_to_be_forked, objects_bytes

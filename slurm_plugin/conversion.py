@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert import MissingPartition, check_cluster, convert, script_options
 from hetstream.hetjob.directives import (
     from_command_line,
@@ -20,7 +21,7 @@ from hetstream.hetjob.directives import (
     read_directives,
     read_spec,
 )
-from hetstream.hetjob.errors import SlurmCommandError, UsageError
+from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetstream.hetjob.render import render

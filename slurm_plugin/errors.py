@@ -22,8 +22,8 @@ Slurm commands that fail raise `hetstream.hetjob.errors.SlurmCommandError`.
 
 from __future__ import annotations
 
+from hetstream.base.errors import HetstreamError
 from hetstream.base.text import shortened
-from hetstream.mpi_dataworkers.errors import HetstreamError
 
 __all__ = [
     "BootFailed",

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetstream.hetjob.errors import UsageError
+from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.devcluster.umask import readable_by_all
 from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse
 from hetstream.slurm_plugin.lua_settings import OPTIONS, WITHOUT, asked_for

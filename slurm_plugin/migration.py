@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from hetstream.base.errors import UsageError
 from hetstream.checkpoint.config import TAKES_OVER
 from hetstream.checkpoint.ownership import Event, Owner
-from hetstream.hetjob.errors import UsageError
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hetstream.hetjob.errors import HetstreamError
+from hetstream.base.errors import HetstreamError
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.history import History
 from hetstream.slurm_plugin.observation import Observation, observe

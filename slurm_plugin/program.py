@@ -15,7 +15,8 @@ from hetstream.mpi_dataworkers.config import environment_of_python
 from hetstream.mpi_dataworkers.interpreter import PythonEnvironment
 
 # What comes before the import: else modules of the working directory would be found first.
-_START = "import sys; sys.path[:1] = filter(None, sys.path[:1]); from hetstream.slurm_plugin.cli import main; sys.exit(main())"
+_START = "import sys; sys.path[:1] = filter(None, sys.path[:1]); "
+_START += "from hetstream.slurm_plugin.cli import main; sys.exit(main())"
 
 
 def own_program() -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hetstream.hetjob.errors import HetstreamError
+from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.find_service import job_directory
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.client.users import is_own

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("slurm_plugin", "hetjob", "mpi_dataworkers", "checkpoint", "hetstream")
-# "hetstream" is hetstream.base: everybody may import it, and it imports nothing of ours.
+ROOMS = ("slurm_plugin", "hetjob", "mpi_dataworkers", "checkpoint", "base")
+# What each may import of hetstream. Everybody may import `base`, which imports nothing of ours.
 MAY_IMPORT = {
-    "slurm_plugin": {"slurm_plugin", "hetjob", "mpi_dataworkers", "checkpoint", "hetstream"},
-    "hetjob": {"hetjob", "mpi_dataworkers", "checkpoint", "hetstream"},
-    "mpi_dataworkers": {"mpi_dataworkers", "hetstream"},
-    "checkpoint": {"checkpoint", "hetstream"},
-    "hetstream": {"hetstream"},
+    "slurm_plugin": {*ROOMS},
+    "hetjob": {"hetjob", "mpi_dataworkers", "checkpoint", "base"},
+    "mpi_dataworkers": {"mpi_dataworkers", "base"},
+    "checkpoint": {"checkpoint", "base"},
+    "base": {"base"},
 }
 # One library, one place. A path ending in "/" is a folder.
 HOMES = {
@@ -38,7 +38,8 @@ HOMES = {
     "xxhash": ("checkpoint/checksum.py", "mpi_dataworkers/ops/pickling.py"),
     "sqlite3": ("mpi_dataworkers/dispatcher/journal.py", "slurm_plugin/history.py", "slurm_plugin/daemon/store.py"),
 }
-FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+FOLDERS = [ROOT / room for room in ROOMS[:-1]]
+FILES = sorted(path for folder in [*FOLDERS, ROOT / "hetstream" / "base"] for path in folder.rglob("*.py"))
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -48,20 +49,29 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import; write the absolute name"
+            yield from (f"hetstream.{alias.name}" for alias in node.names if node.module == "hetstream")
             yield node.module or ""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down_and_libraries_stay_home(path: Path) -> None:
     relative = path.relative_to(ROOT)
-    own = relative.parts[0]
+    own = relative.parts[0].replace("hetstream", "base")
     for name in imports_of(path):
-        top = name.split(".")[0]
-        if top in PACKAGES:
-            assert top in MAY_IMPORT[own], f"{relative} imports {name}: {own} may import {sorted(MAY_IMPORT[own])}"
+        top, *below = name.split(".")
+        assert top not in ROOMS, f"{relative} imports {name}: write hetstream.{name}"
+        if top == "hetstream" and name != "hetstream":
+            assert below[0] in MAY_IMPORT[own], f"{relative} imports {name}: {own} may import {sorted(MAY_IMPORT[own])}"
         assert top != "tests", f"{relative} imports {name}"
         homes = HOMES.get(top)
         if homes:
             place = str(relative)
             at_home = any(place == home or (home.endswith("/") and place.startswith(home)) for home in homes)
             assert at_home, f"{relative} imports {name}: its home is {', '.join(homes)}"
+
+
+def test_the_package_leads_to_the_four_folders() -> None:
+    for folder in FOLDERS:
+        link = ROOT / "hetstream" / folder.name
+        assert link.is_symlink()
+        assert link.resolve() == folder

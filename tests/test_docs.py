@@ -76,13 +76,13 @@ def test_the_first_program_of_the_user_guide_streams(tmp_path: Path) -> None:
 
 def test_the_program_of_the_checkpoint_guide_goes_on_where_it_ended(tmp_path: Path) -> None:
     [code] = re.findall(
-        r"```python\n(from hetstream.checkpoint import FlashCheckpointer.*?)```",
+        r"```python\n(from hetstream import FlashCheckpointer.*?)```",
         (ROOT / "docs/checkpoint.md").read_text(),
         re.DOTALL,
     )
     own = """
 import sys, torch
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 seen, num_steps = [], int(sys.argv[1])
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.Adam(model.parameters())
@@ -96,7 +96,7 @@ def train(batch):
 """
     (tmp_path / "train.py").write_text(own + code + "loader.close()\nprint(step, *seen)\n")
     [reading] = re.findall(
-        r"```python\n(from hetstream.checkpoint import CheckpointReader.*?)```",
+        r"```python\n(from hetstream import CheckpointReader.*?)```",
         (ROOT / "docs/checkpoint.md").read_text(),
         re.DOTALL,
     )
@@ -122,7 +122,7 @@ def train(batch):
         r"```python\n(steps = checkpointer.all_steps.*?)```", (ROOT / "docs/checkpoint.md").read_text(), re.DOTALL
     )
     back = (
-        "from hetstream.checkpoint import FlashCheckpointer\n"
+        "from hetstream import FlashCheckpointer\n"
         "state = {'model': model, 'optimizer': optimizer, 'scheduler': scheduler, 'loader': loader}\n"
         "with FlashCheckpointer('checkpoints') as checkpointer:\n" + textwrap.indent(going_back, "    ")
     )
@@ -141,8 +141,8 @@ def test_the_loop_with_epochs_and_validation_goes_on_in_mid_epoch(tmp_path: Path
     [code] = re.findall(r"```python\n(with FlashCheckpointer[^`]*validation_loader.*?)```", text, re.DOTALL)
     own = """
 import sys, torch
-from hetstream.checkpoint import FlashCheckpointer
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import FlashCheckpointer
+from hetstream import DataLoader
 num_epochs, dies_at, num_taken = 3, int(sys.argv[1]), 0
 torch.manual_seed(1)
 model = torch.nn.Linear(1, 1)

@@ -22,8 +22,7 @@ import torch
 import torch._dynamo  # an optimizer would import it in each trainer, which takes longer than what they do
 from torch import nn
 
-from hetstream.checkpoint import FlashCheckpointer
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader, FlashCheckpointer
 
 WIDTH, HIDDEN, NUM_SAMPLES = 128, 1024, 999
 

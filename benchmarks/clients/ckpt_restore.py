@@ -32,7 +32,7 @@ from benchmarks.clients.ckpt_systems import (
     write_raw,
 )
 from benchmarks.clients.window import Meter
-from hetstream.checkpoint import FlashCheckpointer
+from hetstream import FlashCheckpointer
 
 _CHUNK_BYTES = 64 << 20
 

@@ -109,7 +109,7 @@ class Hetstream:
     """FlashCheckpointer with its saver."""
 
     def __init__(self, folder: Path, state: State) -> None:
-        from hetstream.checkpoint import FlashCheckpointer, Retention
+        from hetstream import FlashCheckpointer, Retention
 
         self.checkpointer = FlashCheckpointer(folder, interval=1, keep=Retention(keep_last=1))
         self.checkpointer.prepare(state)

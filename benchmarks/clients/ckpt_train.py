@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from hetstream.checkpoint import FlashCheckpointer
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader, FlashCheckpointer
 
 SAMPLES = 640
 BATCH = 16

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.clients.lengths import BATCH_SIZE, BOUNDARIES, WORLD_SIZE, Batch, Emulation, skewed_lengths, train
 from benchmarks.clients.service import running, wait_for_data_workers
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 
 class Texts(Dataset[Any]):

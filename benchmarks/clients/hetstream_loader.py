@@ -10,7 +10,7 @@ import torch
 from benchmarks.clients.prebuilt import loader_arguments
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.window import measure, read_request
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 
 def main() -> None:

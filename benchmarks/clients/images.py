@@ -140,7 +140,7 @@ def torch_loader(request: Request, options: Options) -> list[Timing]:
 
 def hetstream(request: Request, options: Options) -> list[Timing]:
     """Run hetstream's dispatcher, data workers and loader."""
-    from hetstream.mpi_dataworkers import DataLoader as StreamingLoader  # here: the peers of this client do without
+    from hetstream import DataLoader as StreamingLoader  # here: the peers of this client do without
 
     with ExitStack() as stack:
         service = stack.enter_context(running(processes=options.workers, cores=set(options.cores)))

@@ -19,7 +19,7 @@ import torch
 from benchmarks.clients.prebuilt import first
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.window import descendants
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 WORKERS = 2
 

@@ -55,7 +55,7 @@ def loaders(system: str, request: dict[str, Any], shuffle: bool) -> Iterator[tup
         yield StatefulDataLoader(data, **options), first.state_dict()
         return
     from benchmarks.clients.service import running, wait_for_data_workers
-    from hetstream.mpi_dataworkers import DataLoader
+    from hetstream import DataLoader
 
     def trainer(service: str | None) -> Any:
         return DataLoader(data, size, shuffle=shuffle, collate_fn=torch.tensor, service=service)

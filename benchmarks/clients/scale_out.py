@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.clients.prebuilt import first
 from benchmarks.clients.service import running, streaming
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 LENGTH = 50_000_000
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.clients.service import running, wait_for_data_workers
 from benchmarks.clients.window import busy_seconds, cpu_seconds, descendants
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 BATCH_SIZE = 16
 IMAGE_SHAPE = (3, 224, 224)

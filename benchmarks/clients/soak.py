@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from hetstream.mpi_dataworkers.sharding import EpochPlan
 
 BATCH_SIZE = 4

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from benchmarks.clients.prebuilt import BATCH_SIZE, LENGTH, hand_over
 from benchmarks.clients.service import running, streaming
 from benchmarks.clients.window import last_is, measure_cpu, read_request
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 COPIED_BYTES = 64 << 20
 ROUNDS = 5

@@ -62,7 +62,7 @@ def torch_loader(request: Request, options: Options) -> Measured:
 
 def hetstream(num_threads: int, request: Request, options: Options) -> Measured:
     """hetstream's dispatcher, one data worker and loader."""
-    from hetstream.mpi_dataworkers import DataLoader as StreamingLoader  # here: the peers of this client do without
+    from hetstream import DataLoader as StreamingLoader  # here: the peers of this client do without
 
     with ExitStack() as stack:
         service = stack.enter_context(running(options.workers, set(options.cores), num_threads))

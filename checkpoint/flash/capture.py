@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from hetstream.checkpoint.errors import OptionsError, UnsupportedState
+from hetstream.base.errors import OptionsError
+from hetstream.checkpoint.errors import UnsupportedState
 from hetstream.checkpoint.flash import rng
 from hetstream.checkpoint.flash.copy_plan import Plan, make_plan
-from hetstream.checkpoint.flash.options import Options
+from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.checkpoint.flash.tensors import Flattener, Leaves, Signature
 from hetstream.checkpoint.formats.part import check_structure
 from hetstream.checkpoint.segment import join_metadata
@@ -58,7 +59,13 @@ class Capture:
     """
 
     def __init__(
-        self, shared: tuple[str, ...], rank: int, world_size: int, options: Options, *, holds_shared: bool = True
+        self,
+        shared: tuple[str, ...],
+        rank: int,
+        world_size: int,
+        options: CheckpointOptions,
+        *,
+        holds_shared: bool = True,
     ) -> None:
         self._shared = shared
         self._holds_shared = holds_shared

@@ -23,23 +23,23 @@ from typing import Any
 
 import torch
 
+from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.checkpoint.adoption import newest_attempt
 from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_savers, takes_over
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import CheckpointError, OptionsError
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.capture import RNG, Capture
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
 from hetstream.checkpoint.flash.handover import Entry
 from hetstream.checkpoint.flash.host import find_host
 from hetstream.checkpoint.flash.newest import Newest
-from hetstream.checkpoint.flash.options import Options, check_arguments, checked_step
-from hetstream.checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
+from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
+from hetstream.checkpoint.flash.restoring import LoadedCheckpoint, Wish, load_from, restore_from
 from hetstream.checkpoint.flash.saver_link import SaverLink
 from hetstream.checkpoint.flash.saving import Saving
 from hetstream.checkpoint.flash.slurm_task import task_that_sigterm_ends
 from hetstream.checkpoint.flash.source import Memory
-from hetstream.checkpoint.flash.stats import Stats
+from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.flash.stop import StopRequest
 from hetstream.checkpoint.flash.tensors import Leaves
 from hetstream.checkpoint.flash.tenure import Tenure
@@ -90,7 +90,7 @@ class FlashCheckpointer:
         interval: int | Every | Adaptive | None = None,
         keep: Retention | None = None,
         ranks: Communicator | None = None,
-        options: Options = Options(),  # noqa: B008, it is frozen
+        options: CheckpointOptions = CheckpointOptions(),  # noqa: B008, it is frozen
     ) -> None:
         check_arguments(shared, interval, keep, ranks, options, RNG)
         path = directory_of_job() if directory is None else directory
@@ -271,7 +271,7 @@ class FlashCheckpointer:
                 if former:
                     former.join()
                 act(*room)
-            except (CheckpointError, OSError) as error:
+            except (HetstreamError, OSError) as error:
                 _log.warning("there is no memory for checkpoints yet: %s", error)
 
         self._preparing = threading.Thread(target=work, name="checkpoint memory", daemon=True)
@@ -322,7 +322,7 @@ class FlashCheckpointer:
             self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
         return restored.step
 
-    def load(self, *, step: int | None = None) -> Loaded | None:
+    def load(self, *, step: int | None = None) -> LoadedCheckpoint | None:
         """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it.
 
         Args:
@@ -417,7 +417,7 @@ class FlashCheckpointer:
 
     # Looking and ending
 
-    def stats(self) -> Stats:
+    def stats(self) -> CheckpointStats:
         """How it goes."""
         return self._saving.stats.told(
             self._store.status() if self._is_open else None,

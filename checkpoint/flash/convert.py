@@ -33,17 +33,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory, temporary_name
 from hetstream.checkpoint.commit import commit
 from hetstream.checkpoint.conversion import Kind, Source, attempt_on, choose
-from hetstream.checkpoint.errors import (
-    CheckpointError,
-    DamagedCheckpoint,
-    NotEnoughSpace,
-    OptionsError,
-    UnsupportedState,
-    first_line,
-)
+from hetstream.checkpoint.errors import CheckpointError, DamagedCheckpoint, NotEnoughSpace, UnsupportedState, first_line
 from hetstream.checkpoint.flash.shards import Clash, Parts, open_parts, part_of
 from hetstream.checkpoint.flash.tensors import tensor_of
 from hetstream.checkpoint.flash.write import plan_state, write_state

@@ -13,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint import errors, typed_json
 from hetstream.checkpoint.config import several_ranks
 from hetstream.checkpoint.flash.horovod import HorovodCommunicator, imported_horovod
@@ -89,10 +90,11 @@ def communicator() -> Communicator:
         return HorovodCommunicator()
     setting = several_ranks(is_mpi=hvd is not None)
     if setting:
-        raise errors.OptionsError(
+        raise OptionsError(
             f"{setting}, and neither torch.distributed nor Horovod is initialised: every rank would take itself for "
             "the only one. Call torch.distributed.init_process_group() first (TrainingArguments of the Hugging Face "
-            "Trainer does), or hvd.init(); or give ranks=Alone() of checkpoint.flash.distributed if each has a "
+            "Trainer does), or hvd.init(); or give ranks=Alone() of "
+            "hetstream.checkpoint.flash.distributed if each has a "
             "directory of its own"
         )
     return Alone()
@@ -130,6 +132,7 @@ def together(ranks: Communicator, act: Callable[[], int]) -> int:
         raise mine
     for rank, one in enumerate(answers):
         if one.error:
-            kind = getattr(errors, one.error, errors.CheckpointError)
+            kinds = {**vars(errors), OptionsError.__name__: OptionsError}
+            kind = kinds.get(one.error, errors.CheckpointError)
             raise kind(f"rank {rank}: {one.message}")
     return answers[0].number

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from hetstream.checkpoint.errors import OptionsError
+from hetstream.base.errors import OptionsError
 
 
 def imported_horovod() -> ModuleType | None:

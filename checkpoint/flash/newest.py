@@ -14,9 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.agreement import Choice, Held, Offer, Source, agree, steps_of, with_disk
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OptionsError, OtherRelease
+from hetstream.checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OtherRelease
 from hetstream.checkpoint.flash.distributed import Communicator, gather, together
 from hetstream.checkpoint.flash.host import Host
 from hetstream.checkpoint.flash.restore import Part

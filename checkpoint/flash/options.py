@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from hetstream.checkpoint.errors import OptionsError
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.formats.part import FORMATS, Format
 from hetstream.checkpoint.generation import MAX_NUMBER
 from hetstream.checkpoint.policy.interval import Adaptive, Every
@@ -20,7 +20,7 @@ from hetstream.checkpoint.store_files import SHARED_MEMORY
 
 
 @dataclass(frozen=True)
-class Options:
+class CheckpointOptions:
     """The options that few programs need.
 
     Attributes:
@@ -108,8 +108,8 @@ def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: 
         problems.append(f"keep={keep!r}: a rule, such as Retention(keep_last=3)")
     if ranks is not None and not all(hasattr(ranks, name) for name in ("rank", "world_size", "all_gather")):
         problems.append(f"ranks={ranks!r}: an object with rank, world_size and all_gather")
-    if not isinstance(options, Options):
-        problems.append(f"options={options!r}: Options(...), such as Options(num_slots=2)")
+    if not isinstance(options, CheckpointOptions):
+        problems.append(f"options={options!r}: CheckpointOptions(...), such as CheckpointOptions(num_slots=2)")
     if problems:
         raise OptionsError("; ".join(problems))
 

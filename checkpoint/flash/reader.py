@@ -17,8 +17,8 @@ from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.capture import Capture
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
 from hetstream.checkpoint.flash.newest import Newest
-from hetstream.checkpoint.flash.options import Options, checked_step
-from hetstream.checkpoint.flash.restoring import Loaded, Wish, load_from, restore_from
+from hetstream.checkpoint.flash.options import CheckpointOptions, checked_step
+from hetstream.checkpoint.flash.restoring import LoadedCheckpoint, Wish, load_from, restore_from
 from hetstream.checkpoint.policy.lineage import Lineage
 
 
@@ -70,13 +70,15 @@ class CheckpointReader:
         """
         wish = Wish(None if step is None else checked_step(step), strict, self._allow_pickle, only_given=True)
         with collector.held_off():
-            capture = Capture((), self._ranks.rank, self._ranks.world_size, Options(allow_pickle=self._allow_pickle))
+            capture = Capture(
+                (), self._ranks.rank, self._ranks.world_size, CheckpointOptions(allow_pickle=self._allow_pickle)
+            )
             restored = restore_from(self._newest(), state, capture.flatten(state), wish)
         if restored.generation is None:
             raise self._nothing()
         return restored.generation.step
 
-    def load(self, *, step: int | None = None) -> Loaded:
+    def load(self, *, step: int | None = None) -> LoadedCheckpoint:
         """A checkpoint as plain values on the CPU.
 
         Args:

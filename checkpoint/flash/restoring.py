@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A record as plain values.
 
     Attributes:
@@ -116,7 +116,7 @@ def restore_from(newest: Newest, state: MutableMapping[str, Any], leaves: Leaves
     return Restored(choice.generation, keeps_leaves)
 
 
-def load_from(newest: Newest, wish: Wish) -> Loaded | None:
+def load_from(newest: Newest, wish: Wish) -> LoadedCheckpoint | None:
     """A generation as plain values; None if there is none.
 
     Args:
@@ -126,7 +126,7 @@ def load_from(newest: Newest, wish: Wish) -> Loaded | None:
     Raises:
         NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
     """
-    done: list[Loaded] = []
+    done: list[LoadedCheckpoint] = []
 
     def use(parts: list[Part], choice: Choice) -> Iterator[None]:
         assert choice.generation is not None
@@ -136,7 +136,7 @@ def load_from(newest: Newest, wish: Wish) -> Loaded | None:
         state.pop(RNG, None)
         yield
         step, attempt = choice.generation.step, choice.generation.attempt
-        done.append(Loaded(step, attempt, state, tuple(choice.sources), tuple(choice.notes)))
+        done.append(LoadedCheckpoint(step, attempt, state, tuple(choice.sources), tuple(choice.notes)))
 
     newest.use(use, wish.step)
     return done[0] if done else None

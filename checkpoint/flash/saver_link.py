@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from hetstream.checkpoint.errors import CheckpointError
+from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.saver import spawn_saver
 from hetstream.checkpoint.store import Store
@@ -181,5 +181,5 @@ class SaverLink:
         self._started_s = time.monotonic()
         try:
             self.process = spawn_saver(self._store.path, self._directory)
-        except CheckpointError as error:
+        except HetstreamError as error:
             _log.error("checkpoints stay in memory: %s", error)

@@ -24,7 +24,7 @@ from hetstream.checkpoint.flash.capture import Capture
 from hetstream.checkpoint.flash.copy_plan import Plan
 from hetstream.checkpoint.flash.device import Copier
 from hetstream.checkpoint.flash.slots import SlotViews
-from hetstream.checkpoint.flash.stats import Stats
+from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.store import Store
 from hetstream.checkpoint.writable_slot import WritableSlot
@@ -84,11 +84,11 @@ class Saving:
         check_async: compare tensors before and after each `save_async`.
 
     Attributes:
-        stats: how they went; what the saver says is not in it, see `Stats.told`.
+        stats: how they went; what the saver says is not in it, see `CheckpointStats.told`.
     """
 
     def __init__(self, store: Store, capture: Capture, *, check_async: bool) -> None:
-        self.stats = Stats()
+        self.stats = CheckpointStats()
         self._store = store
         self._capture = capture
         self._check_async = check_async

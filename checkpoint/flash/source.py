@@ -10,10 +10,11 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 
+from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.agreement import Held
 from hetstream.checkpoint.comparison import files_of_host, share_of
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import CheckpointError, Damaged, DamagedSegment, NoCheckpoint
+from hetstream.checkpoint.errors import Damaged, DamagedSegment, NoCheckpoint
 from hetstream.checkpoint.flash.host import Host
 from hetstream.checkpoint.flash.payload import Payload
 from hetstream.checkpoint.flash.restore import Part, Stock
@@ -98,7 +99,7 @@ def _open_shared(files: StoreFiles, generation: Generation) -> Iterator[Part]:
     """The shared keys in the store of another rank, which may run or not."""
     try:
         files.check_owner()
-    except CheckpointError as error:
+    except HetstreamError as error:
         raise NoCheckpoint(f"{generation}: what is equal on all ranks is out of reach: {error}") from error
     content = next((one for one in files.complete() if one.header.generation == generation), None)
     if content is None:

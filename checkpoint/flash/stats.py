@@ -9,7 +9,7 @@ from hetstream.checkpoint.store_files import SaverStatus
 
 
 @dataclass
-class Stats:
+class CheckpointStats:
     """How it goes.
 
     Attributes:
@@ -52,13 +52,13 @@ class Stats:
     replica_error: str = ""
     interval: str = ""
 
-    def told(self, status: SaverStatus | None, *, saver_alive: bool, interval: str) -> Stats:
+    def told(self, status: SaverStatus | None, *, saver_alive: bool, interval: str) -> CheckpointStats:
         """A copy, with what the saver says.
 
         Args:
             status: None: it has said nothing yet.
-            saver_alive: see `Stats`.
-            interval: see `Stats`.
+            saver_alive: see `CheckpointStats`.
+            interval: see `CheckpointStats`.
         """
         status = status or SaverStatus(pid=0)
         return replace(

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import host_of_this_process
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import DirectoryReplaced, OptionsError
+from hetstream.checkpoint.errors import DirectoryReplaced
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.flash.distributed import Communicator, gather, together
 from hetstream.checkpoint.flash.handover import Entry

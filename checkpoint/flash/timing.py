@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.flash.distributed import Communicator, gather
-from hetstream.checkpoint.flash.stats import Stats
+from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree
 from hetstream.checkpoint.store_files import SaverStatus
@@ -54,7 +54,7 @@ class Timing:
         self._schedule = Schedule(self._rule, step, time.monotonic(), history)
         self._due_step = None
 
-    def is_due(self, step: int, stats: Stats, read_status: Callable[[], SaverStatus | None]) -> bool:
+    def is_due(self, step: int, stats: CheckpointStats, read_status: Callable[[], SaverStatus | None]) -> bool:
         """Whether to save after this step: the same answer on every rank. Every rank asks after each step.
 
         Args:

@@ -28,7 +28,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hetstream.checkpoint.errors import OptionsError
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 
 _SHARED = ("model", "optimizer", "scheduler", "trainer")

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils import _pytree
 
-from hetstream.checkpoint.errors import OptionsError
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class FlashCheckpointCallback(Callback):
         if not all(hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loaders):
             _log.warning(
                 "the loader of the training data has no state_dict: a start within an epoch takes its first batches "
-                "again, and not its last ones. hetstream.mpi_dataworkers.DataLoader and torchdata's StatefulDataLoader have one"
+                "again, and not its last ones. hetstream's DataLoader and torchdata's "
+                "StatefulDataLoader have one"
             )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

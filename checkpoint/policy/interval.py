@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from hetstream.checkpoint.errors import OptionsError
+from hetstream.base.errors import OptionsError
 
 DEFAULT_MAX_OVERHEAD = 0.03
 # The belief before anything is known, worth one failure: preemption, time limits, wrong programs and hardware together.

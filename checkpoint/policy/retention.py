@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hetstream.checkpoint.errors import OptionsError
+from hetstream.base.errors import OptionsError
 
 
 @dataclass(frozen=True)

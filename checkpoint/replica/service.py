@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError
+from hetstream.base.errors import HetstreamError
+from hetstream.checkpoint.errors import DamagedSegment, ReplicaError
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.replica import rendezvous
@@ -111,7 +112,7 @@ class ReplicaService:
             self._wake.clear()
             try:
                 self._send_newest()
-            except (CheckpointError, OSError) as error:
+            except (HetstreamError, OSError) as error:
                 if self._is_closing:
                     return
                 retry_s = min(_RETRY_LIMIT_S, 2 * retry_s or _RETRY_S)
@@ -218,11 +219,11 @@ class ReplicaService:
                         self._keep(channel, request)
                     else:
                         self._give(channel, request)
-                except (CheckpointError, OSError) as error:
+                except (HetstreamError, OSError) as error:
                     with contextlib.suppress(OSError):
                         channel.send_message(Reply(words(error)))
                     raise
-        except (CheckpointError, OSError) as error:
+        except (HetstreamError, OSError) as error:
             if not self._is_closing:
                 _log.warning("rank=%d: a connection for replicas ended: %s", self.order.rank, words(error))
         finally:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.agreement import Replica
-from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, ReplicaError
+from hetstream.checkpoint.errors import NoCheckpoint, ReplicaError
 from hetstream.checkpoint.files import write_whole
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.replica import rendezvous
@@ -82,7 +83,7 @@ class TrainerReplicas:
         for holder in holders:
             try:
                 self._fetch(generation, holder)
-            except (CheckpointError, OSError) as error:
+            except (HetstreamError, OSError) as error:
                 problems.append(f"the saver of rank {holder}: {error}")
             else:
                 return

@@ -1,7 +1,7 @@
 """What the elastic controller sees and says: a `Snapshot` of one moment, a `Decision` with its reason. Pure data.
 
-Made by `hetstream.hetjob.master.elastic`, which asks the dispatcher and Slurm; read by `controller.py`. A data worker here is a
-whole one, however many processes it has.
+Made by `hetstream.hetjob.master.elastic`, which asks the dispatcher and Slurm; read by `controller.py`. A data worker
+here is a whole one, however many processes it has.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.looks import Looks
 from hetstream.hetjob.master.notebook import Notebook
 from hetstream.hetjob.ports import MarkedJob, SiteLimit
-from hetstream.mpi_dataworkers.errors import HetstreamError
 from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
 
 log = logging.getLogger(__name__)

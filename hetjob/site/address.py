@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.base.errors import ConfigError
 
 ADDRESS_VARIABLE = "HETSTREAM_DAEMON"
 MUNGE_VARIABLE = "HETSTREAM_MUNGE_SOCKET"

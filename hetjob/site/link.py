@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
-from hetstream.hetjob.errors import HetstreamError
+from hetstream.base.errors import ConfigError, HetstreamError
 from hetstream.hetjob.ports import MarkedJob, SiteReading
 from hetstream.hetjob.site.address import SiteSettings, read_settings
 from hetstream.hetjob.site.client import ask
 from hetstream.hetjob.site.messages import GrantLimit, ReportDemand
-from hetstream.mpi_dataworkers.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

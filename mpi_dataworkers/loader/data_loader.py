@@ -12,10 +12,11 @@ import msgspec
 import torch
 import torch.utils.data
 
+from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.bucketing import BucketPlan, LengthBuckets, padding_waste, step_spread
 from hetstream.mpi_dataworkers.config import service_from_environment
 from hetstream.mpi_dataworkers.data_state import MAX_EPOCH, DataState
-from hetstream.mpi_dataworkers.errors import OptionsError, PipelineError, StateError
+from hetstream.mpi_dataworkers.errors import PipelineError, StateError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions

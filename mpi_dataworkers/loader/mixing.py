@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch.utils.data
 
+from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.data_state import MAX_EPOCH
-from hetstream.mpi_dataworkers.errors import ConfigError, StateError
+from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.mixer import Mixer, Stop, check_mixture, choices_of
 
 _STATE_VERSION = 1

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.mpi_dataworkers.address import parse_service
 from hetstream.mpi_dataworkers.bucketing import LengthBuckets, boundary_problems
 from hetstream.mpi_dataworkers.config import (
@@ -31,7 +32,6 @@ from hetstream.mpi_dataworkers.config import (
     service_from_environment,
 )
 from hetstream.mpi_dataworkers.data_state import MAX_EPOCH
-from hetstream.mpi_dataworkers.errors import HetstreamError, OptionsError
 from hetstream.mpi_dataworkers.loader.device import check_device
 from hetstream.mpi_dataworkers.loader.skipped import quarantine_file, writing_problem
 from hetstream.mpi_dataworkers.messages import ErrorPolicy

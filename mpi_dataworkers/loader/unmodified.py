@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader as torch_dataloader
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
-from hetstream.mpi_dataworkers.errors import HetstreamError, PipelineError
+from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.definitions import Sent
 from hetstream.mpi_dataworkers.loader.order import PartlyListedPass
 from hetstream.mpi_dataworkers.loader.stream import LocalIterator, PlainLoader, Stream, StreamIterator

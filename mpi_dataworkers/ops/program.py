@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+import hetstream
 from hetstream.mpi_dataworkers.config import travelling_environment
 from hetstream.mpi_dataworkers.messages import Program
 from hetstream.mpi_dataworkers.ops.reached import Place, Reached
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 INSTALLATION = ""
 _STDLIB = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 _SITE = {"site-packages", "dist-packages"}
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = os.path.dirname(os.path.abspath(hetstream.__file__))
 
 # Settings of libraries that programs are told to change, and that decide about samples. Other modules of installed
 # packages are as they are when they are imported.

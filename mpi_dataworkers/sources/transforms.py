@@ -14,8 +14,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.base.errors import ConfigError
 from hetstream.base.installed import install_command
-from hetstream.mpi_dataworkers.errors import ConfigError
 from hetstream.mpi_dataworkers.generators import makes_sample, sample_generator
 
 try:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.codec import Buffer, Leaf
-from hetstream.mpi_dataworkers.errors import HetstreamError, ProtocolError
+from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.messages import Delivery, Message
 
 # For `close`: nothing that is queued is waited for.

@@ -18,10 +18,9 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from hetstream.base.errors import HetstreamError, OptionsError, UsageError
 from hetstream.base.files import UntrustedFile
 from hetstream.base.text import PrintableFormatter, printable
-from hetstream.checkpoint.errors import CheckpointError, OptionsError
-from hetstream.hetjob.errors import HetstreamError, UsageError
 
 VERBS = {
     "convert": "print the heterogeneous script that an sbatch script becomes",
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except (HetstreamError, CheckpointError, UntrustedFile) as error:
+    except (HetstreamError, UntrustedFile) as error:
         if args.verbose:
             logging.getLogger(__name__).exception("hetstream %s failed", verb)
         # The lines are ours; what stands in them may be from a file.

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hetstream.base.errors import OptionsError
 from hetstream.base.installed import install_command
 from hetstream.base.text import printable
 from hetstream.checkpoint.apart import read_apart
 from hetstream.checkpoint.conversion import KINDS, Source, check_target, detect
-from hetstream.checkpoint.errors import CheckpointError, OptionsError
+from hetstream.checkpoint.errors import CheckpointError
 from hetstream.checkpoint.formats.part import FORMATS
 from hetstream.hetjob.table import size_words
 

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from hetstream.base.errors import UsageError
 from hetstream.base.private import make_private
 from hetstream.checkpoint.errors import CheckpointError
 from hetstream.checkpoint.saver import Options, Saver, serve_job
 from hetstream.checkpoint.store_files import SaverStatus, StoreFiles
 from hetstream.checkpoint.view import FoundStore, find_stores
-from hetstream.hetjob.errors import UsageError
 from hetstream.hetjob.job_end import JobEnd
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.savers import log_file, ready_file

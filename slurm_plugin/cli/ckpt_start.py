@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.config import DIRECTORY
-from hetstream.hetjob.errors import HetstreamError
 from hetstream.hetjob.job_environment import export_lines, export_variables
 from hetstream.hetjob.savers import start
 from hetstream.slurm_plugin.client.slurm import CommandSlurm

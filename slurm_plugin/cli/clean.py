@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
-from hetstream.hetjob.errors import UsageError
 from hetstream.hetjob.job_cleaning import JobLeft, jobs_left, remove
 from hetstream.hetjob.table import duration_words, size_words
 from hetstream.slurm_plugin.client.slurm import CommandSlurm

@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
-from hetstream.hetjob.errors import UsageError
 from hetstream.hetjob.sbatch_options import parse_words
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hetstream.hetjob.errors import SiteError, UsageError
+from hetstream.base.errors import ConfigError, UsageError
+from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.address import (
     ADDRESS_VARIABLE,
     SITE_FILE,
@@ -24,7 +25,6 @@ from hetstream.hetjob.site.address import (
 from hetstream.hetjob.site.client import ask
 from hetstream.hetjob.site.messages import AskStatus, JobStatus, ShowStatus
 from hetstream.hetjob.table import duration_words
-from hetstream.mpi_dataworkers.errors import ConfigError
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.watching import interval_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm

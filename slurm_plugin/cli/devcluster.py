@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hetstream.hetjob.errors import UsageError
-from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.base.errors import ConfigError, UsageError
 from hetstream.slurm_plugin.client.run import become
 from hetstream.slurm_plugin.devcluster import install, render
 from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot, plan_cluster

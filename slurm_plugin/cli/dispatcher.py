@@ -6,7 +6,7 @@ import argparse
 import signal
 from pathlib import Path
 
-from hetstream.hetjob.errors import UsageError
+from hetstream.base.errors import UsageError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
-from hetstream.hetjob.errors import UsageError
 from hetstream.slurm_plugin.cli.top import add_service_arguments, address_file_of
 
 

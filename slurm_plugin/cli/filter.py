@@ -15,9 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.directives import read_directives
-from hetstream.hetjob.errors import ConversionError, UsageError
+from hetstream.hetjob.errors import ConversionError
 from hetstream.hetjob.sbatch_options import ENVIRONMENT, SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm

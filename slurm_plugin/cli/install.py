@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from hetstream.hetjob.errors import UsageError
+from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.installation import (
     HOOKS,
     LUA_DIR,

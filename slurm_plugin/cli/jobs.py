@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 
-from hetstream.hetjob.errors import UsageError
+from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
 from hetstream.slurm_plugin.cli.why import named_jobs
 from hetstream.slurm_plugin.client.hostlist import compress

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable
-from hetstream.hetjob.errors import UsageError
 from hetstream.hetjob.find_service import find_directory
 from hetstream.slurm_plugin.cli.output import EXIT_CODES
 from hetstream.slurm_plugin.client.job_place import job_place

@@ -8,8 +8,8 @@ import os
 import shlex
 import sys
 
+from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
-from hetstream.hetjob.errors import HetstreamError
 from hetstream.hetjob.job_environment import JobEnvironment, export_lines, plain_variables
 from hetstream.hetjob.master.keeper import keep
 from hetstream.hetjob.master.server import MasterConfig, serve, start

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetstream.base.errors import UsageError
 from hetstream.checkpoint.handover import living_request
 from hetstream.checkpoint.ownership import history, read_owner
 from hetstream.hetjob.convert import AlreadyHeterogeneous, script_options
 from hetstream.hetjob.directives import from_command_line, read_directives, read_spec
-from hetstream.hetjob.errors import SlurmCommandError, UsageError
+from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.render import without_block
 from hetstream.hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
 from hetstream.hetjob.spec import OPTIONS

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Collection
 
+from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
-from hetstream.hetjob.errors import UsageError
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.report import Report, as_csv, as_json, as_table

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from hetstream.hetjob.errors import UsageError
+from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.util import parse_time
 from hetstream.slurm_plugin.client.slurm import CommandSlurm

@@ -10,7 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from hetstream.hetjob.errors import UsageError
+from hetstream.base.errors import UsageError
 from hetstream.hetjob.local import LocalConfig, run_local
 from hetstream.hetjob.service import summary_line
 from hetstream.mpi_dataworkers.hook import environment

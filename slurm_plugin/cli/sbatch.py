@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.convert import AlreadyHeterogeneous
 from hetstream.hetjob.directives import is_own
-from hetstream.hetjob.errors import UsageError
 from hetstream.hetjob.sbatch_options import ENVIRONMENT, SbatchOption, SbatchOptions, parse_words, words_of
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.hetjob.temporary import temporary_directory

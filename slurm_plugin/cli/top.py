@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from hetstream.hetjob.errors import UsageError
+from hetstream.base.errors import UsageError
 from hetstream.hetjob.find_service import check_running, find_address_file
 from hetstream.hetjob.top import render
 

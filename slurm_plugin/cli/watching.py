@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hetstream.hetjob.errors import UsageError
+from hetstream.base.errors import ConfigError, UsageError
 from hetstream.mpi_dataworkers.config import metrics_address
-from hetstream.mpi_dataworkers.errors import ConfigError
 from hetstream.slurm_plugin.cli.output import add_history_argument
 from hetstream.slurm_plugin.monitor import MIN_INTERVAL_S
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 from pathlib import Path
 
-from hetstream.hetjob.errors import UsageError
+from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.program import become
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 
-from hetstream.hetjob.errors import HetstreamError
+from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.ports import MarkedJob
 from hetstream.slurm_plugin.client import parse_json, parse_text, pyslurm_backend
 from hetstream.slurm_plugin.client.held import with_held_gpus

@@ -1,4 +1,4 @@
-"""The Slurm client: `hetstream.hetjob.ports.SlurmClient` over the command line, and all that hetstream reads and changes.
+"""The Slurm client: `hetstream.hetjob.ports.SlurmClient` over the command line, and all that is read and changed.
 
 Used by the job master, `hetstream sbatch` and the commands for admins. `read.py` reads, `retry.py` says which failures
 pass by themselves. It never uses more rights than its user has, and never goes round a refusal.

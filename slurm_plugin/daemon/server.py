@@ -18,9 +18,10 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from hetstream.base.errors import ConfigError, HetstreamError
 from hetstream.base.places import Places
 from hetstream.base.turns import Turns
-from hetstream.hetjob.errors import HetstreamError, SiteError
+from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.address import TcpAddress, UnixAddress
 from hetstream.hetjob.site.messages import (
     LENGTH,
@@ -34,7 +35,6 @@ from hetstream.hetjob.site.messages import (
     encode_answer,
 )
 from hetstream.hetjob.site.munge import Munge
-from hetstream.mpi_dataworkers.errors import ConfigError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.client.users import names_of

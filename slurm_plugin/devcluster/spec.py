@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.base.errors import ConfigError
 from hetstream.slurm_plugin.devcluster.network import ClusterNetwork
 
 # Slurm puts the name into SLURM_CLUSTER_NAME and file names, and turns it to lower case.

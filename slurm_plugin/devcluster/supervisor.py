@@ -1,7 +1,7 @@
 """The process that starts a cluster's daemons and adopts everything they leave behind.
 
-Started by boot.py as `python -m hetstream.slurm_plugin.devcluster.supervisor PLAN`, where PLAN is a JSON file. It is the
-"subreaper" of the cluster: an orphan below it becomes its child instead of init's, so a job's detached process can
+Started by boot.py as `python -m hetstream.slurm_plugin.devcluster.supervisor PLAN`, where PLAN is a JSON file. It is
+the "subreaper" of the cluster: an orphan below it becomes its child instead of init's, so a job's detached process can
 always be found. It restarts nothing, and ends when its last child has ended or when `down` kills it.
 """
 

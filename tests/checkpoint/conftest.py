@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.checkpoint import FlashCheckpointer, Options
+from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.trainers import Trainers
 
@@ -49,9 +49,9 @@ def make(tmp_path: Path, memory: Path) -> Callable[..., FlashCheckpointer]:
     """A function that makes a checkpointer for the test's directory."""
 
     def made(**options: Any) -> FlashCheckpointer:
-        names = {*Options.__dataclass_fields__}
+        names = {*CheckpointOptions.__dataclass_fields__}
         few = {name: options.pop(name) for name in [*options] if name in names}
-        return FlashCheckpointer(tmp_path / "ckpt", options=Options(shared_memory=memory, **few), **options)
+        return FlashCheckpointer(tmp_path / "ckpt", options=CheckpointOptions(shared_memory=memory, **few), **options)
 
     return made
 

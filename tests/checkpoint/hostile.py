@@ -288,7 +288,7 @@ _EVIL: tuple[JsonTree, ...] = (
     {"$named": ["os:stat_result", {"x" * 1000: 1}]},
     {"$named": ["x:y.class", {"a b": 1, "def": 2}]},
     {"$data": ["subprocess:Popen", {"args": "touch owned"}]},
-    {"$data": ["hetstream.checkpoint.flash.options:Options", {"num_slots": 2}]},
+    {"$data": ["hetstream.checkpoint.flash.options:CheckpointOptions", {"num_slots": 2}]},
     {"$array": ["<f8", [2**40], ""]},
     {"$array": ["<f8", [2**62, 0, 2**62], ""]},
     {"$array": ["|O", [1], "AAAAAAAAAAA="]},

@@ -25,7 +25,7 @@ from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryInUse, NoCheckpoint, UnsupportedState
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 from hetstream.checkpoint.flash.convert import Content, load_safetensors, load_torch, plain, read_dcp, reading
-from hetstream.checkpoint.flash.options import Options
+from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.checkpoint.flash.shards import open_parts
 from hetstream.checkpoint.flash.write import write_state
 from hetstream.checkpoint.formats.hdf5 import read_hdf5
@@ -162,7 +162,7 @@ def test_a_checkpointer_restores_what_was_dcp_and_its_torch_files_open_plainly(t
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     state = {"model": model, "optimizer": optimizer, "loader": {}, "rng": {}}
-    with FlashCheckpointer(tmp_path / "ckpt", options=Options(format="torch")) as checkpointer:
+    with FlashCheckpointer(tmp_path / "ckpt", options=CheckpointOptions(format="torch")) as checkpointer:
         assert checkpointer.restore(state) == 300
         assert_same(model.state_dict(), state_of()["model"])
         assert_same(optimizer.state_dict(), state_of()["optimizer"])

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-import hetstream.checkpoint.flash.saving
-import hetstream.checkpoint.store
-from hetstream.checkpoint import FlashCheckpointer
+from hetstream import FlashCheckpointer
+from hetstream.checkpoint import store as store_module
 from hetstream.checkpoint.errors import SharedMemoryFull
+from hetstream.checkpoint.flash import saving
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.segment import join_metadata
 from hetstream.checkpoint.store import Store
@@ -105,7 +105,7 @@ def test_a_store_that_cannot_be_made_anew_is_said_and_tried_again(
     save(store, 1, SIZE)
     delete(store.path)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.store, "make_store", full)
+        patched.setattr(store_module, "make_store", full)
         assert not store.renew_if_deleted()
         assert not store.renew_if_deleted()
         with pytest.raises(SharedMemoryFull):
@@ -123,7 +123,7 @@ def test_a_store_that_is_deleted_while_it_is_adopted_is_made_anew(
     store = Store.open(identity, shared_memory=shared_memory)
     save(store, 1, SIZE)
     store.close(keep=True)
-    open_pipe = checkpoint.store._open_pipe
+    open_pipe = store_module._open_pipe
     deleted: list[Path] = []
 
     def delete_first(files: StoreFiles) -> int:
@@ -132,7 +132,7 @@ def test_a_store_that_is_deleted_while_it_is_adopted_is_made_anew(
             delete(files.path)
         return open_pipe(files)
 
-    monkeypatch.setattr(checkpoint.store, "_open_pipe", delete_first)
+    monkeypatch.setattr(store_module, "_open_pipe", delete_first)
     with Store.open(identity, shared_memory=shared_memory) as store:
         assert deleted == [Path(deleted[0])] != [store.path]
         assert steps(store) == []
@@ -146,7 +146,7 @@ def test_a_store_that_is_deleted_while_it_is_closed_is_said_and_no_error_of_the_
 ) -> None:
     save(store, 1, SIZE)
     path = store.path
-    monkeypatch.setattr(checkpoint.store, "reach", lambda reached: delete(path) if reached == point else None)
+    monkeypatch.setattr(store_module, "reach", lambda reached: delete(path) if reached == point else None)
     store.close()
     assert not path.exists()
     assert ("What was not on disk by then is lost" in caplog.text) == (point == "store.closing")
@@ -207,7 +207,7 @@ def test_a_store_that_is_deleted_while_a_state_is_copied_holds_it(
     with make() as checkpointer:
         assert checkpointer.save(1, state_of(1))
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint.flash.saving, "reach", lambda _point: delete(checkpointer._store.path))
+            patched.setattr(saving, "reach", lambda _point: delete(checkpointer._store.path))
             assert getattr(checkpointer, how)(2, state_of(2))
             checkpointer.fence()
         assert checkpointer._store.held()[0].header.generation.step == 2

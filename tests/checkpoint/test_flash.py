@@ -19,15 +19,14 @@ import numpy as np
 import pytest
 import torch
 
-from hetstream import checkpoint
-from hetstream.checkpoint import Adaptive, Every, FlashCheckpointer, Options, Retention
+from hetstream import Adaptive, CheckpointOptions, Every, FlashCheckpointer, Retention, checkpoint
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import (
     CheckpointError,
     DirectoryInUse,
     DirectoryNotWritable,
     NoCheckpoint,
-    OptionsError,
     StateMismatch,
     UnsupportedState,
 )
@@ -299,17 +298,17 @@ def test_what_a_forward_pass_changes_is_taken_at_once(make: Any, held_up: thread
 
 def test_misuse_is_an_error_at_once(make: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match=r"num_slots=1.*stop_signals.*close_timeout_s"):
-        Options(num_slots=1, stop_signals=(signal.SIGKILL,), close_timeout_s=-1)
+        CheckpointOptions(num_slots=1, stop_signals=(signal.SIGKILL,), close_timeout_s=-1)
     with pytest.raises(OptionsError, match=r"num_slots='3'.*stop_signals=15.*fallback=3.*close_timeout_s='1'"):
-        Options(num_slots="3", stop_signals=15, fallback=3, close_timeout_s="1")  # type: ignore[arg-type]
-    assert Options(shared_memory="/tmp").shared_memory == Path("/tmp")  # type: ignore[arg-type]
+        CheckpointOptions(num_slots="3", stop_signals=15, fallback=3, close_timeout_s="1")  # type: ignore[arg-type]
+    assert CheckpointOptions(shared_memory="/tmp").shared_memory == Path("/tmp")  # type: ignore[arg-type]
     for wrong in ({"shared": "model"}, {"shared": ("model", 3)}, {"shared": 3}, {"interval": "5"}, {"keep": 3}):
         with pytest.raises(OptionsError, match=rf"^{next(iter(wrong))}=.*: (a collection of|a number of|a rule)"):
             make(**wrong)
     words = r"interval=2\.5.*keep=Best.*ranks=7: an object with rank"
     with pytest.raises(OptionsError, match=words):
         make(interval=2.5, keep=checkpoint.Best("loss"), ranks=7)
-    with pytest.raises(OptionsError, match=r"options=\{\}: Options"):
+    with pytest.raises(OptionsError, match=r"options=\{\}: CheckpointOptions"):
         FlashCheckpointer(tmp_path / "ckpt", options={})  # type: ignore[arg-type]
     assert not (tmp_path / "ckpt").exists()
     with make(shared=("model",)) as checkpointer:
@@ -466,8 +465,9 @@ def test_a_jobs_saver_asks_to_stop(make: Any, memory: Path) -> None:
 PROGRAM = """
     import os, signal, sys, threading, torch
     from pathlib import Path
-    from hetstream.checkpoint import FlashCheckpointer, Options
-    checkpointer = FlashCheckpointer(sys.argv[1], options=Options(shared_memory=Path(sys.argv[2])))
+    from hetstream import FlashCheckpointer
+    from hetstream.checkpoint import Options
+    checkpointer = FlashCheckpointer(sys.argv[1], options=CheckpointOptions(shared_memory=Path(sys.argv[2])))
     checkpointer.save(1, {"w": torch.ones(3)})
     END
 """

@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint import FlashCheckpointer, Loaded, Options, ownership, rank_file
+from hetstream import CheckpointOptions, FlashCheckpointer, LoadedCheckpoint
+from hetstream.base.errors import OptionsError
+from hetstream.checkpoint import ownership, rank_file
 from hetstream.checkpoint.config import environment_of_saver, job_and_component
-from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse, OptionsError, StateMismatch, UnsupportedState
+from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse, StateMismatch, UnsupportedState
 from hetstream.checkpoint.flash import device
 from hetstream.checkpoint.flash.capture import Capture
 from hetstream.checkpoint.flash.device import Copier
@@ -48,8 +50,9 @@ def test_children_that_outlive_a_killed_trainer_hold_nothing(make: Any, memory: 
     program = """
         import os, signal, subprocess, sys, torch
         from pathlib import Path
-        from hetstream.checkpoint import FlashCheckpointer, Options
-        checkpointer = FlashCheckpointer(sys.argv[1], options=Options(shared_memory=Path(sys.argv[2])))
+        from hetstream import FlashCheckpointer
+        from hetstream.checkpoint import Options
+        checkpointer = FlashCheckpointer(sys.argv[1], options=CheckpointOptions(shared_memory=Path(sys.argv[2])))
         checkpointer.save(1, {"w": torch.ones(3)})
         children = [subprocess.Popen(["sleep", "600"], close_fds=False).pid, os.fork()]
         if children[1] == 0:
@@ -182,7 +185,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_no_torn_generation(
     traced = tuple(f"checkpoint/{name}.py" for name in ("flash/saving", "flash/device", "store", "segment"))
     num_elements = 1 << 14
     with Store.open(Identity("local", 0, 0, tmp_path), 3, memory) as store:
-        saving = Saving(store, Capture((), 0, 1, Options()), check_async=False)
+        saving = Saving(store, Capture((), 0, 1, CheckpointOptions()), check_async=False)
         for step in (1, 2, 3):
             assert saving.save(Generation(1, step), {"w": torch.zeros(num_elements)}, {})
         step, at = 4, 0
@@ -304,7 +307,7 @@ def test_an_error_in_one_ranks_program_while_it_restores_reaches_the_others(make
 def test_a_step_that_is_saved_again_is_newer_everywhere_and_on_all_ranks(make: Any, memory: Path) -> None:
     said: dict[int, bytes] = {}
     barrier = threading.Barrier(2)
-    found: dict[int, list[Loaded | None]] = {0: [], 1: []}
+    found: dict[int, list[LoadedCheckpoint | None]] = {0: [], 1: []}
 
     def run(rank: int) -> None:
         ranks = Pair(rank, said, barrier)
@@ -388,7 +391,7 @@ def test_relative_paths_are_those_of_the_beginning(
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    options = Options(shared_memory=Path(os.path.relpath(memory)), fallback=Path("fallback"))
+    options = CheckpointOptions(shared_memory=Path(os.path.relpath(memory)), fallback=Path("fallback"))
     Path("fallback").mkdir()
     with FlashCheckpointer("ckpt", options=options) as checkpointer:
         monkeypatch.chdir(tmp_path / "there")
@@ -414,7 +417,7 @@ def test_any_name_of_a_directory_will_do(tmp_path: Path, memory: Path, name: byt
     if name == b"link":
         (tmp_path / "target").mkdir()
         path.symlink_to("target")
-    with FlashCheckpointer(path, options=Options(shared_memory=memory)) as checkpointer:
+    with FlashCheckpointer(path, options=CheckpointOptions(shared_memory=memory)) as checkpointer:
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
         assert checkpointer.load().step == 1
@@ -443,8 +446,9 @@ def test_modules_in_the_programs_directory_do_not_hide_the_savers(tmp_path: Path
     program = """
         import sys, torch
         from pathlib import Path
-        from hetstream.checkpoint import FlashCheckpointer, Options
-        with FlashCheckpointer("ckpt", options=Options(shared_memory=Path(sys.argv[1]))) as checkpointer:
+        from hetstream import FlashCheckpointer
+        from hetstream.checkpoint import Options
+        with FlashCheckpointer("ckpt", options=CheckpointOptions(shared_memory=Path(sys.argv[1]))) as checkpointer:
             checkpointer.save(1, {"w": torch.ones(3)})
             sys.exit(0 if checkpointer.wait(60) else 5)
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetstream.checkpoint import FlashCheckpointer, Options
+from hetstream import CheckpointOptions, FlashCheckpointer
 from tests.checkpoint.mounted import fill, mounted_memory
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a file system")
@@ -35,7 +35,7 @@ def test_a_long_path_needs_a_page_for_each_link_and_a_save_without_it_is_an_erro
     small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / ("long" * 32)
-    with FlashCheckpointer(directory, options=Options(shared_memory=small)) as checkpointer:
+    with FlashCheckpointer(directory, options=CheckpointOptions(shared_memory=small)) as checkpointer:
         fill(small)
         assert not checkpointer.save(1, {"w": torch.zeros(1000)})
         assert list((directory / ".memory").iterdir()) == []
@@ -48,7 +48,7 @@ def test_checkpoints_get_to_disk_where_shared_memory_has_no_free_page(
 ) -> None:
     if is_full_before:
         fill(small)
-    with FlashCheckpointer(short_path / "ckpt", options=Options(shared_memory=small)) as checkpointer:
+    with FlashCheckpointer(short_path / "ckpt", options=CheckpointOptions(shared_memory=small)) as checkpointer:
         if not is_full_before:
             fill(small)
         for step in (1, 2):

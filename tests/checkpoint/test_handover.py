@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint import FlashCheckpointer, Options
+from hetstream import CheckpointOptions, FlashCheckpointer
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import DirectoryInUse, OptionsError
+from hetstream.checkpoint.errors import DirectoryInUse
 from hetstream.checkpoint.flash.watch import Watch, steps_until_next
 from hetstream.checkpoint.handover import Claim, living_request, read_request
 from hetstream.checkpoint.ownership import Identity, history
@@ -98,7 +99,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil)
 
     def made(takes_over: str, timeout_s: float = 60) -> FlashCheckpointer:
         monkeypatch.setenv("HETSTREAM_TAKES_OVER", takes_over)
-        options = Options(shared_memory=memory, hand_over_timeout_s=timeout_s)
+        options = CheckpointOptions(shared_memory=memory, hand_over_timeout_s=timeout_s)
         return FlashCheckpointer(tmp_path / "ckpt", options=options)
 
     yield made

@@ -16,8 +16,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import OptionsError
 from hetstream.checkpoint.flash.distributed import Alone, communicator
 from hetstream.checkpoint.integrations.horovod import HorovodCommunicator
 
@@ -268,7 +268,7 @@ import sys
 import horovod.torch as hvd
 import torch
 
-from hetstream.checkpoint import FlashCheckpointer
+from hetstream import FlashCheckpointer
 
 directory, die_after = sys.argv[1], int(sys.argv[2])
 hvd.init()

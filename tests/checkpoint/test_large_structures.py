@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint import CheckpointReader, tree
+from hetstream import CheckpointReader
+from hetstream.checkpoint import tree
 from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import UnsupportedState
 from hetstream.checkpoint.formats import safetensors

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint import CheckpointReader, FlashCheckpointer, Retention
+from hetstream import CheckpointReader, FlashCheckpointer, Retention
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.conversion import Source, choose
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import DamagedLineage, DirectoryReplaced, NoCheckpoint, OptionsError, SharedMemoryFull
+from hetstream.checkpoint.errors import DamagedLineage, DirectoryReplaced, NoCheckpoint, SharedMemoryFull
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.ownership import Identity
 from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint import CheckpointReader, FlashCheckpointer, Retention, commit
+from hetstream import CheckpointReader, FlashCheckpointer, Retention
+from hetstream.base.errors import OptionsError
+from hetstream.checkpoint import commit
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, OptionsError, StateMismatch
+from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, StateMismatch
 from hetstream.checkpoint.flash import newest
 from hetstream.checkpoint.flash.restore import Part
 from hetstream.checkpoint.flash.source import Disk
@@ -33,7 +35,7 @@ STRANGER = 12345
 # Each step fills all tensors with its number; retention leaves one checkpoint.
 TRAINING = """
 import sys, torch
-from hetstream.checkpoint import FlashCheckpointer, Retention
+from hetstream import FlashCheckpointer, Retention
 model = torch.nn.Linear(300, 300)
 with FlashCheckpointer(sys.argv[1], keep=Retention(keep_last=1)) as checkpointer:
     for step in range(1, 1000):

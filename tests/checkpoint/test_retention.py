@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.checkpoint.errors import OptionsError
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.policy.retention import Best, Retention, Saved, judge
 
 rules = st.builds(

@@ -509,7 +509,8 @@ def test_a_saver_killed_while_it_removes(bench: Bench, point: str) -> None:
 @pytest.mark.parametrize("point", ["owner.numbered", "owner.written"])
 def test_an_attempt_killed_while_it_gets_its_number(bench: Bench, point: str) -> None:
     program = (
-        "from hetstream.checkpoint.directory import CheckpointDirectory; from hetstream.checkpoint.ownership import Identity;"
+        "from hetstream.checkpoint.directory import CheckpointDirectory;"
+        "from hetstream.checkpoint.ownership import Identity;"
         f"print(CheckpointDirectory({str(bench.directory)!r}).acquire(Identity('1', 'a', 1)))"
     )
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint import pages
-from hetstream.checkpoint.errors import DamagedSegment, OptionsError
+from hetstream.checkpoint.errors import DamagedSegment
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.segment import (
     PAGE_BYTES,

@@ -17,14 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.checkpoint.errors import (
-    CheckpointError,
-    DamagedSegment,
-    ForeignOwner,
-    OptionsError,
-    SharedMemoryFull,
-    StoreInUse,
-)
+from hetstream.base.errors import OptionsError
+from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ForeignOwner, SharedMemoryFull, StoreInUse
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.mapped_slots import MappedSlots
 from hetstream.checkpoint.segment import Segment

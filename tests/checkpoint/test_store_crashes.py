@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.checkpoint.errors import OptionsError
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.faults import POINTS, parse_faults
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.store import Store

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import hetstream.checkpoint.flash.convert  # noqa: F401, as below
+from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.base.files import UntrustedFile, temporary_name
-from hetstream.checkpoint import FlashCheckpointer, Options, commit
+from hetstream.checkpoint import commit
 from hetstream.checkpoint.config import JOB_SAVER
 from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
@@ -193,7 +194,7 @@ def test_a_pickle_of_another_user_is_never_run(tmp_path: Path, monkeypatch: pyte
         assert commit.commit(directory, generation, 1) == ()
     give(directory / "step-0000000020.1", owner)
     (tmp_path / "memory").mkdir(mode=0o700)
-    options = Options(shared_memory=tmp_path / "memory", allow_pickle=True)
+    options = CheckpointOptions(shared_memory=tmp_path / "memory", allow_pickle=True)
     with FlashCheckpointer(directory, options=options) as checkpointer:
         found = checkpointer.load()
     assert found is not None
@@ -310,7 +311,7 @@ def test_no_store_is_made_behind_a_link_in_place_of_the_fallback(
 ) -> None:
     monkeypatch.setenv(JOB_SAVER, "1")
     (tmp_path / "memory").mkdir(mode=0o700)
-    options = Options(shared_memory=tmp_path / "memory")
+    options = CheckpointOptions(shared_memory=tmp_path / "memory")
     (directory / FALLBACK).symlink_to(home)
     with pytest.raises(DirectoryNotWritable, match=r"\.memory is a link, which is not followed.*remove what is there"):
         FlashCheckpointer(directory, options=options)

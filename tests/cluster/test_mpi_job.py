@@ -14,7 +14,7 @@ BIN = Path(sys.executable).parent
 PROGRAM = """
 import json, sys
 import torch
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 class Squares(torch.utils.data.Dataset):
     def __len__(self):

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.errors import HetstreamError
+from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.site.address import SiteSettings, TcpAddress
 from hetstream.hetjob.site.client import ask
 from hetstream.hetjob.site.messages import AskStatus, ShowStatus

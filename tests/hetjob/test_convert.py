@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from hetstream.base.errors import UsageError
 from hetstream.hetjob import convert as limits
 from hetstream.hetjob.convert import check_cluster, convert
-from hetstream.hetjob.errors import ConversionError, DirectiveError, UsageError
+from hetstream.hetjob.errors import ConversionError, DirectiveError
 from hetstream.hetjob.plan import HetPlan
 from hetstream.hetjob.ports import Cluster, NodeSize, PartitionLimits
 from hetstream.hetjob.sbatch_options import parse_words

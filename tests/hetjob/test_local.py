@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.hetjob.errors import ProgramNotFound, UsageError
+from hetstream.base.errors import UsageError
+from hetstream.hetjob.errors import ProgramNotFound
 from hetstream.hetjob.local import LocalConfig, LocalResult, run_local
 from hetstream.hetjob.service import summary_line
 from hetstream.slurm_plugin.cli import main

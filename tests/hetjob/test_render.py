@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert import convert
 from hetstream.hetjob.directives import read_directives, read_spec
-from hetstream.hetjob.errors import UsageError
 from hetstream.hetjob.ports import Cluster
 from hetstream.hetjob.render import render
 from hetstream.hetjob.spec import JobSpec

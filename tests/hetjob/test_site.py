@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetstream.base.errors import ConfigError
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.ports import MarkedJob, SiteReading
 from hetstream.hetjob.site import link as link_module
@@ -37,7 +38,6 @@ from hetstream.hetjob.site.messages import (
     encode_request,
     new_request,
 )
-from hetstream.mpi_dataworkers.errors import ConfigError
 
 REPORT = (1, 2, 8, 4, 0.25)
 DEMAND = ReportDemand(8123, *REPORT)

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hetstream.hetjob.errors import ServiceNotFound, UsageError
+from hetstream.base.errors import UsageError
+from hetstream.hetjob.errors import ServiceNotFound
 from hetstream.hetjob.find_service import JobPlace, check_running, find_address_file, find_directory
 from hetstream.hetjob.top import render
 from hetstream.mpi_dataworkers.messages import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.config import (
     RAILS,
     buffer_bytes_from_environment,
@@ -12,7 +13,6 @@ from hetstream.mpi_dataworkers.config import (
     rails_from_environment,
     service_from_environment,
 )
-from hetstream.mpi_dataworkers.errors import ConfigError
 
 STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
 

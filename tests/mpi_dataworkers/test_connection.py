@@ -16,13 +16,15 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from hetstream.mpi_dataworkers import DataLoader, connection
+from hetstream import DataLoader
+from hetstream.base.errors import HetstreamError
+from hetstream.mpi_dataworkers import connection
 from hetstream.mpi_dataworkers.address import ServiceAddress
 from hetstream.mpi_dataworkers.client import DISPATCHER_SILENCE_S
 from hetstream.mpi_dataworkers.connection import ConnectionOptions, join_service
 from hetstream.mpi_dataworkers.dispatcher import server
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.errors import HetstreamError, RemoteError
+from hetstream.mpi_dataworkers.errors import RemoteError
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.messages import (
     Alive,
@@ -349,7 +351,7 @@ import json, os, signal, sys
 import torch
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info
 from sample_datasets import Augmented
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import ServiceError
 
 def read(passing):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader
-from hetstream.mpi_dataworkers.errors import OptionsError, StateError
+from hetstream import DataLoader
+from hetstream.base.errors import OptionsError
+from hetstream.mpi_dataworkers.errors import StateError
 
 BOUNDARIES = [10, 20, 40, 80]
 LENGTHS = np.random.default_rng(1).lognormal(3, 0.7, 1200).astype(int)

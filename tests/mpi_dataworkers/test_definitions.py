@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader, client, connection
+from hetstream import DataLoader
+from hetstream.mpi_dataworkers import client, connection
 from hetstream.mpi_dataworkers.address import ServiceAddress
 from hetstream.mpi_dataworkers.client import ClientOptions, ServiceClient
 from hetstream.mpi_dataworkers.config import Identity

@@ -10,8 +10,8 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from hetstream.mpi_dataworkers import DataLoader
-from hetstream.mpi_dataworkers.errors import OptionsError
+from hetstream import DataLoader
+from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.loader.device import OnDevice, move
 
 Pair = namedtuple("Pair", "first second")

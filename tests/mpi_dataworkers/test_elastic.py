@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 
 @pytest.fixture

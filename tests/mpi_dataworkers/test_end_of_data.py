@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
 
 WHERE = ["data workers", "fallback", "own process"]
@@ -90,7 +90,7 @@ def test_a_timeout_in_process_takes_no_step(loaders: Any, tmp_path: Path) -> Non
 # In its own process: torch's handler of SIGCHLD raises wherever the program is, also between an `open` and its `close`.
 DYING = """
 import json, os, signal, sys
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented, Log
 from torch.utils.data import get_worker_info
 
@@ -152,7 +152,7 @@ def test_a_stop_iteration_of_user_code_is_an_error(loaders: Any, where: str, key
 
 
 STOPPING = """
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented, Log
 def stop(*_):
     raise StopIteration("of user code")

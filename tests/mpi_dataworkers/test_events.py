@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, EventLog, older, read_events
 

@@ -15,7 +15,7 @@ from typing import Any
 import large_datasets as datasets
 import pytest
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from hetstream.mpi_dataworkers.ops.holdings import Holdings
 from hetstream.mpi_dataworkers.watch import Answer, WorkPage
 

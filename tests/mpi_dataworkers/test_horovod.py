@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.horovod import horovod_identity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ import sys
 import horovod.torch as hvd
 import torch
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 
 class Squares(torch.utils.data.Dataset):

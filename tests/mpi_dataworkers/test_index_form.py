@@ -13,7 +13,7 @@ import torch
 from hooking import assert_no_local_step, hooked
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from hetstream.mpi_dataworkers import DataLoader as OwnLoader
+from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.order import ListedPass
 from hetstream.mpi_dataworkers.ops.index_form import pack_indices, unpack_indices

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.mpi_dataworkers.errors import ConfigError, StateError
+from hetstream.base.errors import ConfigError
+from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.interleave import Interleave, as_strides, deal, gather, take
 from hetstream.mpi_dataworkers.mixer import Mixer, Stop, check_mixture, choices_of
 

@@ -21,7 +21,7 @@ from typing import Any
 import ledger_trainer
 import pytest
 
-from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.faults import POINTS, parse_faults
 
 PROGRAM = Path(ledger_trainer.__file__)

@@ -16,7 +16,7 @@ ALLOWANCE_BYTES = 6 * BATCH_BYTES
 PROGRAM = f"""
 import time
 import torch
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented
 
 class Big(Augmented):

@@ -12,8 +12,9 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from hetstream.mpi_dataworkers import DataLoader, mix
-from hetstream.mpi_dataworkers.errors import ConfigError, StateError
+from hetstream import DataLoader, mix
+from hetstream.base.errors import ConfigError
+from hetstream.mpi_dataworkers.errors import StateError
 
 
 @pytest.fixture

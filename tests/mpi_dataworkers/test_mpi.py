@@ -19,7 +19,7 @@ MPIEXEC = BIN / "mpiexec"
 PROGRAM = """
 import json, sys
 import torch
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 class Squares(torch.utils.data.Dataset):
     def __init__(self, bad):

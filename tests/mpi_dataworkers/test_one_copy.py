@@ -15,7 +15,8 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from hetstream.mpi_dataworkers import DataLoader, handover
+from hetstream import DataLoader
+from hetstream.mpi_dataworkers import handover
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.exchange import Exchange
 from hetstream.mpi_dataworkers.handover import HandoverFailed, pack, read_into, remove_unused

@@ -14,8 +14,8 @@ import sample_datasets as datasets
 import torch
 import torch.utils.data
 
-from hetstream.mpi_dataworkers import DataLoader
-from hetstream.mpi_dataworkers.errors import ConfigError, OptionsError
+from hetstream import DataLoader
+from hetstream.base.errors import ConfigError, OptionsError
 from hetstream.mpi_dataworkers.loader import options as loader_options
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
 

@@ -16,7 +16,7 @@ import pytest
 from hooking import assert_no_local_step, hooked
 from torch.utils.data import DataLoader, default_collate
 
-from hetstream.mpi_dataworkers import DataLoader as OwnLoader
+from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, fingerprint_of
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 from hetstream.mpi_dataworkers.sources.together import reads_apart

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader, watch
+from hetstream import DataLoader
+from hetstream.base.errors import OptionsError
+from hetstream.mpi_dataworkers import watch
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.errors import DataWorkerDied, OptionsError, PipelineError, RemoteError, StateError
+from hetstream.mpi_dataworkers.errors import DataWorkerDied, PipelineError, RemoteError, StateError
 from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.loader import skipped
 from hetstream.mpi_dataworkers.messages import (

@@ -15,7 +15,7 @@ import pytest
 READ = """
 import sys
 import dataset
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 def said(loader):
     return [value for batch in loader for value in batch]
@@ -145,7 +145,7 @@ RELOADS = """
 import importlib, sys
 from pathlib import Path
 import dataset
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 source = Path(dataset.__file__)
 for number in range(3):
@@ -174,7 +174,7 @@ import os, sys
 import torch
 import config, data
 from config import options
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 loader = DataLoader(data.Data(), batch_size=1, collate_fn=list, service=sys.argv[1])
 def show():
@@ -233,7 +233,7 @@ SPAWNS = """
 import sys
 from typing import NamedTuple
 import torch
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 class Sample(NamedTuple):
     value: int
@@ -264,7 +264,7 @@ def test_the_script_of_a_spawned_process_travels_by_value(service: Any, start: A
 TOGGLES = """
 import sys
 import dataset
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 class Script:
     mode = "train"

@@ -17,9 +17,10 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, WeightedRandomSampler
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
+from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.data_state import VERSION
-from hetstream.mpi_dataworkers.errors import OptionsError, StateError
+from hetstream.mpi_dataworkers.errors import StateError
 
 RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
 Make = Callable[..., DataLoader]
@@ -348,7 +349,7 @@ def _loaded(loader: DataLoader, state: dict[str, Any]) -> DataLoader:
 TRAINER = """
 import json, os, signal, sys
 from pathlib import Path
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented
 
 dies_at = int(sys.argv[1])
@@ -410,7 +411,7 @@ CHECKPOINTED = """
 import json, os, sys, torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented
 
 dist.init_process_group("gloo")

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.mpi_dataworkers import DataLoader
-from hetstream.mpi_dataworkers.errors import OptionsError, PipelineError, StateError
+from hetstream import DataLoader
+from hetstream.base.errors import OptionsError
+from hetstream.mpi_dataworkers.errors import PipelineError, StateError
 from hetstream.mpi_dataworkers.messages import ShardOrder
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.rounds import SharedRounds, open_shard

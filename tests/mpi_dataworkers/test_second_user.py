@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from hetstream.mpi_dataworkers.address import ServiceAddress
 from hetstream.mpi_dataworkers.codec import encode
 from hetstream.mpi_dataworkers.messages import Hello, Proof

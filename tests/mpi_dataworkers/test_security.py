@@ -23,10 +23,11 @@ import pytest
 import sample_datasets as datasets
 import zmq
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
+from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file, write_address_file
 from hetstream.mpi_dataworkers.codec import encode
-from hetstream.mpi_dataworkers.errors import ConfigError, ProtocolError, ServiceError
+from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, Membership, Proof
 from hetstream.mpi_dataworkers.transports import sockets
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable

@@ -19,7 +19,7 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import (
     AuthenticationError,
     PipelineError,
@@ -446,7 +446,7 @@ def test_a_dataset_of_another_length_in_the_data_worker_is_refused(service: Any,
 def test_one_job_name_with_two_datasets_is_refused(service: Any, run_program: RunProgram) -> None:
     program = """
 import sys, subprocess
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented
 with DataLoader(Augmented(int(sys.argv[1])), batch_size=8, job_name="mine"):
     if sys.argv[1] == "40":
@@ -461,7 +461,7 @@ with DataLoader(Augmented(int(sys.argv[1])), batch_size=8, job_name="mine"):
 def test_a_rank_that_is_started_twice_goes_on_in_the_newer_process(service: Any, run_program: RunProgram) -> None:
     program = """
 import sys, subprocess
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented
 loader = DataLoader(Augmented(4000), batch_size=8, job_name="mine", buffer_bytes=4096)  # less than what is left
 passing = iter(loader)
@@ -567,7 +567,7 @@ def test_a_lost_data_worker_holds_up_the_trainer_for_seconds_at_most(service: An
 
 KILLED = """
 import sys
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented
 loader = DataLoader(Augmented(100_000), batch_size=8)
 passing = iter(loader)
@@ -639,7 +639,7 @@ def waiting_of(loader: DataLoader) -> int:
 
 BATCH_CLASSES = """
 import collections, dataclasses, enum, sys, torch
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented
 
 class Slotted:
@@ -772,7 +772,7 @@ def test_the_hook_hides_no_sitecustomize_and_is_quiet_elsewhere(tmp_path: Path, 
 def test_a_program_that_does_not_close_its_loader_ends_at_once(service: Any, run_program: RunProgram) -> None:
     program = """
 import time
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented
 loader = DataLoader(Augmented(4000), batch_size=8)
 passing = iter(loader)
@@ -811,7 +811,7 @@ def test_the_summary_holds_what_every_loader_delivered(service: Any, loaders: An
 DISTRIBUTED = """
 import json, os, sys, torch
 import torch.distributed as dist
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented
 
 dist.init_process_group("gloo")

@@ -15,8 +15,9 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from hetstream.mpi_dataworkers import DataLoader
-from hetstream.mpi_dataworkers.errors import OptionsError, PipelineError
+from hetstream import DataLoader
+from hetstream.base.errors import OptionsError
+from hetstream.mpi_dataworkers.errors import PipelineError
 
 Batches = list[tuple[bytes, list[int]]]
 
@@ -222,7 +223,7 @@ TWO_RUNS = """
 import hashlib, os, sys, time
 from pathlib import Path
 import torch
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 class Images(torch.utils.data.Dataset):
     def __len__(self): return 200

@@ -29,7 +29,7 @@ INTERRUPTED, TERMINATED = (
 TRAINING = """
 import logging, os, sys, time
 logging.basicConfig(level=logging.INFO)
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Augmented, Hanging
 phase = sys.argv[1]
 data = Hanging(4_000_000, 8, "sleeps") if phase == "waits" else Augmented(4_000_000)
@@ -200,7 +200,7 @@ def has_connection(pid: int, service: Any) -> bool:
 HANGING = """
 import sys
 from pathlib import Path
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import HangingWithFlag
 how, flag = sys.argv[1:]
 for batch in DataLoader(HangingWithFlag(100, 40, how, Path(flag)), batch_size=4, job_name=how):
@@ -233,7 +233,7 @@ def test_a_data_worker_ends_in_every_phase(
 FEEDING = """
 import logging, sys
 logging.basicConfig(level=logging.INFO)
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from sample_datasets import Heavy
 for batch in DataLoader(Heavy(4_000_000), batch_size=1, job_name=sys.argv[1]):
     print("ready", flush=True)

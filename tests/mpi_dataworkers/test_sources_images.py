@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from hetstream.mpi_dataworkers.errors import ConfigError, SourceError
+from hetstream.base.errors import ConfigError
+from hetstream.mpi_dataworkers.errors import SourceError
 from hetstream.mpi_dataworkers.sources.images import ImageFolder
 from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
 

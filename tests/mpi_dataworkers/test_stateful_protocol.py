@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of deprecated parts of torch

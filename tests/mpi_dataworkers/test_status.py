@@ -15,13 +15,14 @@ import pytest
 import sample_datasets as datasets
 from prometheus_client.parser import text_string_to_metric_families
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
+from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.config import metrics_address
 from hetstream.mpi_dataworkers.dispatcher.events import DataWorkersChanged
 from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
 from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.errors import ConfigError, ServiceUnavailable
+from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.messages import (
     DrainWorker,
     FailLease,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from hetstream.mpi_dataworkers.address import ServiceAddress, read_address_file, write_address_file
 from hetstream.mpi_dataworkers.errors import AddressInUse
 from hetstream.mpi_dataworkers.messages import WorkerHeartbeat

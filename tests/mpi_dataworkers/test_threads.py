@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from hetstream.mpi_dataworkers import DataLoader, numpy_sample_generator, sample_generator
+from hetstream import DataLoader, numpy_sample_generator, sample_generator
 from hetstream.mpi_dataworkers.errors import DataWorkerDied, PipelineError
 from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, use_one_thread

@@ -16,7 +16,7 @@ from typing import Any
 
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 from hetstream.mpi_dataworkers.messages import LoaderStats
 from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 from hetstream.slurm_plugin.client.model import Job

@@ -22,7 +22,7 @@ from hooking import assert_no_local_step, definitions_of, hooked, stream_of
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as torch_dataloader
 
-from hetstream.mpi_dataworkers import DataLoader as OwnLoader
+from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.hook import environment, patch
 from hetstream.mpi_dataworkers.loader.order import LookAhead
 from hetstream.mpi_dataworkers.loader.torch_loader import look_ahead_of

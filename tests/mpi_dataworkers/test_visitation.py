@@ -20,8 +20,9 @@ import sample_datasets as datasets
 import torch
 from torch.utils.data import IterableDataset
 
-from hetstream.mpi_dataworkers import DataLoader, ShardingPolicy, merge_states
-from hetstream.mpi_dataworkers.errors import ConfigError, JobNameConflict, PipelineError, StateError
+from hetstream import DataLoader, ShardingPolicy, merge_states
+from hetstream.base.errors import ConfigError
+from hetstream.mpi_dataworkers.errors import JobNameConflict, PipelineError, StateError
 
 
 def as_bytes(loader: Any) -> list[tuple[bytes, list[int]]]:

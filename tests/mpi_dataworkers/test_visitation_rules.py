@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.visitation import Cut, ShardingPolicy, Traits, decide
 
 INDEXED = Traits("Table")

@@ -82,7 +82,7 @@ _TORCH = "torch.utils.data.DataLoader"
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("own", "torchdata's suite on hetstream's DataLoader", _TORCHDATA, "hetstream.mpi_dataworkers.DataLoader"),
+        Suite("own", "torchdata's suite on hetstream's DataLoader", _TORCHDATA, "hetstream.DataLoader"),
         Suite("torch", "the same test_dataloader.py on torch's DataLoader", _TORCHDATA[:1], _TORCH),
         Suite("torch-hook", "the same on torch's DataLoader under the hook", _TORCHDATA[:1], _TORCH, 2, "torch"),
         Suite("accelerate", "accelerate's test_data_loader.py", ("accelerate/test_data_loader.py",)),

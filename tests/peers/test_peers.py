@@ -77,12 +77,12 @@ PROGRAM = """\\
 from torchdata.stateful_dataloader.sampler import RandomSampler
 '''
     assert (
-        suites.adapt(source, "hetstream.mpi_dataworkers.DataLoader")
+        suites.adapt(source, "hetstream.DataLoader")
         == '''
-from hetstream.mpi_dataworkers import DataLoader as StatefulDataLoader
+from hetstream import DataLoader as StatefulDataLoader
 from torchdata.stateful_dataloader import Stateful
 PROGRAM = """\\
-    from hetstream.mpi_dataworkers import DataLoader as DataLoader
+    from hetstream import DataLoader as DataLoader
 """
 from torchdata.stateful_dataloader.sampler import RandomSampler
 '''

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.mpi_dataworkers.errors import ConfigError
+from hetstream.base.errors import ConfigError
 from hetstream.slurm_plugin.devcluster.render import (
     cgroup_conf,
     gres_conf,

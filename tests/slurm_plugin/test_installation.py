@@ -294,5 +294,6 @@ def test_jobs_read_the_address_from_the_daemons_environment_file(machine: Machin
 
 
 def test_the_command_starts_without_the_data_plane() -> None:
-    code = "import sys; from hetstream.slurm_plugin.cli import filter, uninstall; sys.exit(len({'torch', 'zmq'} & set(sys.modules)))"
+    code = "import sys; from hetstream.slurm_plugin.cli import filter, uninstall;"
+    code += "sys.exit(len({'torch', 'zmq'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from hetstream.base.errors import UsageError
 from hetstream.checkpoint.ownership import Event, Identity, Owner
 from hetstream.hetjob.convert import convert
 from hetstream.hetjob.directives import read_directives, read_spec
-from hetstream.hetjob.errors import UsageError
 from hetstream.hetjob.ports import Cluster
 from hetstream.hetjob.render import render, without_block
 from hetstream.hetjob.sbatch_options import parse_words

@@ -27,7 +27,8 @@ from typing import Any
 import pytest
 from recorded import Recorded, hours_ago
 
-from hetstream.hetjob.errors import SlurmCommandError, UsageError
+from hetstream.base.errors import UsageError
+from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.site.messages import JobStatus, ReportDemand
 from hetstream.slurm_plugin.client.accounting import from_queue
 from hetstream.slurm_plugin.client.model import Snapshot

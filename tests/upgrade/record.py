@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from hetstream.checkpoint import FlashCheckpointer
-from hetstream.checkpoint.flash.options import Options
+from hetstream import DataLoader, FlashCheckpointer, mix
+from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.hetjob.site.messages import GrantLimit, ReportDemand, Request, encode_answer, encode_request
-from hetstream.mpi_dataworkers import DataLoader, mix
 from hetstream.mpi_dataworkers.address import ServiceAddress, write_address_file
 from hetstream.mpi_dataworkers.codec import encode
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
@@ -119,7 +118,7 @@ def record(directory: Path) -> None:
         next(batches)
         path = directory / f"checkpoints-{form}"
         state = {"model": model, "optimizer": optimizer, "loader": loader, "note": {"epoch": 1, "lr": [0.5, None]}}
-        with FlashCheckpointer(path, options=Options(format=form)) as checkpointer:
+        with FlashCheckpointer(path, options=CheckpointOptions(format=form)) as checkpointer:
             checkpointer.restore(state)
             checkpointer.save(7, state, metrics={"loss": 0.5})
         loader.close()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint import CheckpointReader, FlashCheckpointer, Retention
+from hetstream import CheckpointReader, FlashCheckpointer, Retention
 from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import OtherRelease
 from hetstream.hetjob.errors import SiteError

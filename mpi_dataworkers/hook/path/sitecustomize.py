@@ -20,8 +20,8 @@ def _run_hidden() -> None:
 
 def _install_command() -> str:
     """By the file itself: hetstream cannot be imported here."""
-    parts = (os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "hetstream", "base", "installed.py")
-    spec = importlib.util.spec_from_file_location("_hetstream_installed", os.path.realpath(os.path.join(*parts)))
+    parts = (os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "base", "installed.py")
+    spec = importlib.util.spec_from_file_location("_hetstream_installed", os.path.normpath(os.path.join(*parts)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hetstream.checkpoint import FlashCheckpointer, Options
+from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.checkpoint.flash import device
 from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.pairs import writer
@@ -64,7 +64,7 @@ class Job(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """What all programs give a checkpointer."""
-        return {"interval": 1, "options": Options(shared_memory=self.memory)}
+        return {"interval": 1, "options": CheckpointOptions(shared_memory=self.memory)}
 
 
 def digest(value: Any) -> str:

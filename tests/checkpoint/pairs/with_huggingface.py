@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hetstream.checkpoint.flash.restoring import Loaded
+from hetstream.checkpoint.flash.restoring import LoadedCheckpoint
 from hetstream.checkpoint.integrations.huggingface import FlashCheckpointCallback
 from tests.checkpoint.pairs.trainer import Job, Witness, batches, digest, environment_of, layers_of, meet_at
 
@@ -81,7 +81,7 @@ def train(job: Job) -> None:
     look = _Look(job, witness, model)
     load = flash._checkpointer.load
 
-    def noted() -> Loaded | None:
+    def noted() -> LoadedCheckpoint | None:
         loaded = load()
         witness.source = ", ".join(sorted({*loaded.sources})) if loaded else ""
         return loaded

@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-from hetstream.checkpoint import FlashCheckpointer
+from hetstream import FlashCheckpointer
 from hetstream.checkpoint.flash.saver_link import SaverLink
 
 STARTS = "SIGTERM to the writer as it starts, SIGKILL to all ranks"

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hetstream.checkpoint import Every, FlashCheckpointer, Options
+from hetstream import CheckpointOptions, Every, FlashCheckpointer
 
 LIMIT_S = 300.0
 STEP_S = 0.002
@@ -34,7 +34,7 @@ def main() -> int:
     with (
         open(f"{ledger_path}.{rank}", "a", buffering=1) as ledger,
         FlashCheckpointer(
-            directory, shared=("weights",), interval=Every(seconds=LIMIT_S), options=Options(**memory)
+            directory, shared=("weights",), interval=Every(seconds=LIMIT_S), options=CheckpointOptions(**memory)
         ) as checkpointer,
     ):
         print("start", os.getpid(), file=ledger)

@@ -28,7 +28,7 @@ from hetstream.checkpoint.config import JOB_SAVER
 from hetstream.checkpoint.conversion import KINDS
 from hetstream.checkpoint.errors import CheckpointError
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
-from hetstream.checkpoint.flash.options import Options
+from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.hostile import state_of
 
@@ -71,7 +71,7 @@ def restore(directory: Path) -> str:
     memory = directory.with_name(directory.name + ".memory")
     memory.mkdir(mode=0o700)
     try:
-        with FlashCheckpointer(directory, options=Options(shared_memory=memory)) as checkpointer:
+        with FlashCheckpointer(directory, options=CheckpointOptions(shared_memory=memory)) as checkpointer:
             step = checkpointer.restore(state)
         return f"step {step}"
     except CheckpointError as error:

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hetstream.checkpoint import FlashCheckpointer, Options
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import CheckpointOptions, DataLoader, FlashCheckpointer
 
 
 class Samples:
@@ -108,7 +107,7 @@ def main() -> None:
             options.directory,
             shared=("model", "optimizer", "scheduler"),
             interval=options.every,
-            options=Options(
+            options=CheckpointOptions(
                 shared_memory=options.shared_memory,
                 check_async=options.asynchronous,
                 close_timeout_s=options.close_timeout,

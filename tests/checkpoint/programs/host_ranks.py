@@ -23,7 +23,8 @@ import torch
 import torch._dynamo  # what a rank would import at its first optimizer, half a second each
 import torch.distributed as dist
 
-from hetstream.checkpoint import FlashCheckpointer, Options, rank_file
+from hetstream import CheckpointOptions, FlashCheckpointer
+from hetstream.checkpoint import rank_file
 from hetstream.checkpoint.checksum import Checksum
 from hetstream.checkpoint.flash import newest
 from tests.checkpoint.programs.flash_trainer import digest
@@ -68,7 +69,7 @@ def run(rank: int, directory: str, hosts: list[Path], commands: list[str], meeti
     chosen: list[Any] = []
     agree = newest.agree
     newest.agree = lambda *given: chosen.append(agree(*given)) or chosen[-1]
-    options = Options(shared_memory=hosts[rank])
+    options = CheckpointOptions(shared_memory=hosts[rank])
     with FlashCheckpointer(directory, shared=("model", "optimizer"), options=options) as checkpointer:
         words = iter(commands)
         for word in words:

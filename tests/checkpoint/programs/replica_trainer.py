@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
-from hetstream.checkpoint.flash.options import Options
+from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.checkpoint.policy.retention import Retention
 
 TIMEOUT_S = 60.0
@@ -42,7 +42,7 @@ def main() -> None:
     model = torch.nn.Linear(700, 700)
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model, "optimizer": optimizer}
-    options = Options(replica=with_replicas == "True", shared_memory=Path(shared_memory))
+    options = CheckpointOptions(replica=with_replicas == "True", shared_memory=Path(shared_memory))
     with FlashCheckpointer(directory, keep=Retention(keep_last=None), options=options) as ckpt:
         step = ckpt.restore(state) or 0
         print(json.dumps([step, digest(model, optimizer)]), flush=True)

@@ -16,8 +16,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from hetstream import DataLoader
 from hetstream.checkpoint.integrations.lightning import FlashCheckpointCallback
-from hetstream.mpi_dataworkers import DataLoader
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hetstream.checkpoint import FlashCheckpointer
+from hetstream import FlashCheckpointer
 
 NUM_STEPS = 12
 directory, die_at = sys.argv[1], int(sys.argv[2])

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
-from hetstream.checkpoint.flash.options import Options
+from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.checkpoint.policy.retention import Retention
 
 TIMEOUT_S = 120.0
@@ -74,7 +74,7 @@ def main() -> None:
     model = torch.nn.ModuleDict({"common": common, "own": torch.nn.Linear(64, 64)})
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model, "optimizer": optimizer}
-    options = Options(replica="SLURM_JOB_ID" in os.environ)
+    options = CheckpointOptions(replica="SLURM_JOB_ID" in os.environ)
     with FlashCheckpointer(directory / "checkpoints", interval=1, keep=Retention(None), options=options) as ckpt:
         step = ckpt.restore(state) or 0
         with (directory / f"restored-{rank}").open("a") as file:

@@ -12,7 +12,7 @@ if __name__ == "__main__":
 else:
     atheris = None
 
-with atheris.instrument_imports(include=["mpi_dataworkers"]) if atheris else contextlib.nullcontext():
+with atheris.instrument_imports(include=["hetstream.mpi_dataworkers"]) if atheris else contextlib.nullcontext():
     from hetstream.mpi_dataworkers import codec
     from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
     from hetstream.mpi_dataworkers.messages import Batch, Batches

@@ -17,7 +17,7 @@ from typing import Any
 
 import sample_datasets as datasets
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 SAVE_EVERY = 7
 BATCH_SIZE = 4

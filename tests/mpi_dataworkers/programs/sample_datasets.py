@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from hetstream.mpi_dataworkers import numpy_sample_generator, sample_generator
+from hetstream import numpy_sample_generator, sample_generator
 
 
 class Augmented(Dataset[Any]):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from hetstream.mpi_dataworkers import DataLoader
+from hetstream import DataLoader
 
 NUM_STEPS = 36
 BATCH_BYTES = 16 << 20

@@ -1,0 +1,75 @@
+"""`import hetstream`: what it offers, what it brings, and what it never meets."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hetstream
+from hetstream.base.errors import HetstreamError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(code: str, *, cwd: Path | None = None) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", hetstream.__all__)
+def test_every_name_is_there(name: str) -> None:
+    assert getattr(importlib.import_module(hetstream._HOME_OF[name]), name) is getattr(hetstream, name)
+    assert name in dir(hetstream)
+
+
+def test_editors_see_what_is_there() -> None:
+    tree = ast.parse((ROOT / "hetstream" / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == hetstream._HOME_OF
+    assert sorted(seen) == sorted(hetstream.__all__)
+
+
+def test_every_error_is_a_hetstream_error_and_is_there() -> None:
+    for room in ("base", "checkpoint", "hetjob", "mpi_dataworkers", "slurm_plugin"):
+        module = importlib.import_module(f"hetstream.{room}.errors")
+        own = {name: kind for name, kind in vars(module).items() if getattr(kind, "__module__", "") == module.__name__}
+        for name, kind in own.items():
+            if isinstance(kind, type) and issubclass(kind, BaseException):
+                assert issubclass(kind, HetstreamError)
+                assert getattr(hetstream, name) is kind
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'dataloader'"):
+        hetstream.dataloader  # noqa: B018
+
+
+def test_importing_it_brings_neither_torch_nor_zmq() -> None:
+    code = "import sys, hetstream; from hetstream import HetstreamError, Every; "
+    assert run(code + "print({'torch', 'zmq', 'numpy'} & {*sys.modules})") == "set()"
+
+
+def test_the_loader_is_generic() -> None:
+    code = "import torch\nfrom hetstream import DataLoader\n"
+    code += "def train(batches: DataLoader[torch.Tensor]) -> None: ...\nprint(train.__annotations__['batches'])"
+    assert run(code) == "hetstream.mpi_dataworkers.loader.data_loader.DataLoader[torch.Tensor]"
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "hetjob", "mpi_dataworkers", "slurm_plugin"])
+def test_a_module_of_the_user_never_meets_ours(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("MINE = True\n")
+    code = f"import {name}; from hetstream import DataLoader, FlashCheckpointer; assert {name}.MINE; "
+    assert run(code + "from hetstream.slurm_plugin.cli import main; main(['--version'])", cwd=tmp_path)
+
+
+def test_it_is_a_command_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hetstream", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("hetstream ")

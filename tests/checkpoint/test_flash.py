@@ -524,20 +524,7 @@ def test_a_forked_child_leaves_everything_alone(make: Any) -> None:
         assert checkpointer.wait(60)
 
 
-def test_the_public_names_are_these() -> None:
-    assert {name for name in checkpoint.__all__ if getattr(checkpoint, name)} == {
-        "Adaptive",
-        "Best",
-        "CheckpointReader",
-        "Every",
-        "FlashCheckpointer",
-        "Loaded",
-        "Options",
-        "Retention",
-        "Stats",
-    }
-    code = "from hetstream import checkpoint, checkpoint.saver, sys; sys.exit('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode
-        == 0
-    )
+def test_the_saver_does_without_torch() -> None:
+    code = "import hetstream.checkpoint.saver, sys; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False).returncode == 0

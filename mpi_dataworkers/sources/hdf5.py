@@ -40,7 +40,7 @@ class Hdf5Dataset:
             (`"images"`, `"train/images"`); a field of a compound dataset is one step deeper (`"table/age"`).
         transform: Called with each sample as above; what it returns is the sample. It may draw from `random`,
             `numpy.random` or torch: the loader seeds them for each sample. One that has `thread_safe = True` may be
-            called by several threads at once and draws from `mpi_dataworkers.sample_generator()`.
+            called by several threads at once and draws from `hetstream.sample_generator()`.
 
     Rows of an N-dimensional dataset are arrays of N-1 dimensions with the file's dtype; rows of a one-dimensional one
     are numpy scalars, or `str` for string datasets.

@@ -36,7 +36,7 @@ class ImageFolder:
         label_of: Gives the class of a file from its name without folders, as in `lambda name: name.split("_")[0]`.
         transform: Called with each image. It may draw from `random`, `numpy.random` or torch: the loader seeds them for
             each sample. One that has `thread_safe = True` may be called by several threads at once and draws from
-            `mpi_dataworkers.sample_generator()`.
+            `hetstream.sample_generator()`.
 
     A sample's image is uint8 of shape (height, width, 3), RGB, owned and writable, or what `transform` made of it; its
     label is an `int`, the position of its class in `classes`.

@@ -16,7 +16,7 @@ from hetstream.checkpoint.generation import Generation
 
 
 @dataclass(frozen=True)
-class Turn:
+class PersistDecision:
     """What to do next.
 
     Attributes:
@@ -35,7 +35,7 @@ def next_turn(
     committed: Generation | None,
     *,
     last_chance: bool,
-) -> Turn:
+) -> PersistDecision:
     """Decide.
 
     Args:
@@ -47,20 +47,20 @@ def next_turn(
     """
     useful = {generation for generation in held if committed is None or generation > committed}
     if not useful:
-        return Turn(None, "all that is in memory is on disk, or older than what is")
+        return PersistDecision(None, "all that is in memory is on disk, or older than what is")
     newest = max(useful)
     begun = sorted((one for one in announced if committed is None or one > committed), reverse=True)
     for generation in begun:
         if generation in written:
             if not last_chance:
-                return Turn(None, f"{generation} waits for other ranks' parts")
+                return PersistDecision(None, f"{generation} waits for other ranks' parts")
         elif generation in useful:
-            return Turn(generation, "other ranks have begun it")
+            return PersistDecision(generation, "other ranks have begun it")
         elif generation > newest:
             if not last_chance:
-                return Turn(None, f"other ranks have begun {generation}, which is still to come here")
+                return PersistDecision(None, f"other ranks have begun {generation}, which is still to come here")
         elif not last_chance:
             break  # it was overwritten in memory; so will be those before it
     if newest in written:
-        return Turn(None, f"{newest} waits for other ranks' parts")
-    return Turn(newest, "it is the newest")
+        return PersistDecision(None, f"{newest} waits for other ranks' parts")
+    return PersistDecision(newest, "it is the newest")

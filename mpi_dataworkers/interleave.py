@@ -34,33 +34,33 @@ class Interleave:
         width: how many are read at a time, at least 1.
 
     Attributes:
-        places: shards that are being read.
-        turn: the place whose step is next.
+        slots: shards that are being read.
+        next_slot: the one whose step is next.
     """
 
     def __init__(self, shards: Sequence[int], width: int) -> None:
         self._left = as_strides(shards)
-        self.places = [Place(shard, 0) for shard in take(self._left, width)]
-        self.turn = 0
+        self.slots = [Place(shard, 0) for shard in take(self._left, width)]
+        self.next_slot = 0
 
     def taken(self, place: int, steps: int = 1) -> None:
         """The shard in this place gave a step; more than one when some before it were lost."""
-        self.places[place].step += steps
-        self.turn = (place + 1) % len(self.places)
+        self.slots[place].step += steps
+        self.next_slot = (place + 1) % len(self.slots)
 
     def ended(self, place: int) -> Place | None:
         """The shard in this place has no more steps: returns what begins in its place, or None when it is left out."""
         if self._left:
-            begun = self.places[place] = Place(take(self._left, 1)[0], 0)
-            self.turn = (place + 1) % len(self.places)
+            begun = self.slots[place] = Place(take(self._left, 1)[0], 0)
+            self.next_slot = (place + 1) % len(self.slots)
             return begun
-        del self.places[place]
-        self.turn = place % len(self.places) if self.places else 0
+        del self.slots[place]
+        self.next_slot = place % len(self.slots) if self.slots else 0
         return None
 
     def state(self) -> dict[str, Any]:
         """Position, as plain values."""
-        return _state(self.places, self.turn, self._left)
+        return _state(self.slots, self.next_slot, self._left)
 
     def load(self, state: Any, num_shards: int) -> None:
         """Continue from a position.
@@ -72,7 +72,7 @@ class Interleave:
         Raises:
             StateError: it is none among these shards.
         """
-        self.places, self.turn, self._left = _read(state, num_shards)
+        self.slots, self.next_slot, self._left = _read(state, num_shards)
 
 
 def gather(states: Sequence[Any], num_shards: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.capture import RNG, Capture
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
-from hetstream.checkpoint.flash.handover import Entry
+from hetstream.checkpoint.flash.handover import DirectoryAcquisition
 from hetstream.checkpoint.flash.host import find_host
 from hetstream.checkpoint.flash.newest import Newest
 from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
@@ -110,8 +110,10 @@ class FlashCheckpointer:
         self._timing = Timing(rule, self._directory, self._ranks)
         job, component = job_and_component()
         identity = JobIdentity.of_this_process(f"{job}+{component}" if component else job)
-        entry = Entry(self._directory, identity, keep or Retention(), takes_over(), options.hand_over_timeout_s)
-        self._tenure = Tenure(self._directory, self._ranks, entry, replica=options.replica)
+        acquisition = DirectoryAcquisition(
+            self._directory, identity, keep or Retention(), takes_over(), options.hand_over_timeout_s
+        )
+        self._tenure = Tenure(self._directory, self._ranks, acquisition, replica=options.replica)
         self._watch = Watch(self._directory, self._ranks, self._asked_here)
         whose = Identity(job, component, self._ranks.rank, self._directory.path)
         with contextlib.ExitStack() as undo:

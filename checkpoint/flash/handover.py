@@ -7,9 +7,9 @@
     has the lock, restores what was handed over          ends
     trains
 
-`Entry` is the taker's way into the directory, and the way of every start; `watch.py` is the owner's look at who asks,
-`tenure.py` what lies between. What they decide is in `policy/handover.py`, the files are those of
-`checkpoint/handover.py`.
+`DirectoryAcquisition` is how the successor gets the directory, and how every start does; `watch.py` is
+the owner's look at who asks, `tenure.py` what lies between. What they decide is in `policy/handover.py`, the files are
+those of `checkpoint/handover.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hetstream.checkpoint.policy.retention import Retention
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-# So long one call of `enter` waits: then the other ranks, which wait in a collective operation, are told so.
+# So long one call of `acquire` waits: then the other ranks, which wait in a collective operation, are told so.
 _TURN_S = 1.0
 _SAY_WAITING_S = 10.0
 _ADVICE = "two jobs cannot share a checkpoint directory: end that job (scancel), or choose another directory"
 
 
-class Entry:
+class DirectoryAcquisition:
     """Rank 0's way into a checkpoint directory, which another job may still have.
 
     Args:
@@ -60,7 +60,7 @@ class Entry:
         self._asked_attempt = 0
         self._asked_s = self._said_s = 0.0
 
-    def enter(self, above: int, *, is_ready: bool) -> int:
+    def acquire(self, above: int, *, is_ready: bool) -> int:
         """Become the owner, or ask the one that this job takes over; waits for a moment.
 
         Args:

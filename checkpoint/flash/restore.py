@@ -58,7 +58,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     """
 
     ref: TensorRef
-    stock: Stock
+    stock: TensorStore
     shape: tuple[int, ...]
     dtype: torch.dtype
     address: int | None
@@ -126,7 +126,7 @@ class Values:
         )
 
 
-class Stock:
+class TensorStore:
     """The tensors of one payload, and copies of them.
 
     Args:
@@ -208,7 +208,7 @@ class Part:
     """
 
     record: Record
-    stock: Stock
+    stock: TensorStore
 
     def load(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """The state as plain values and tensors of the program's own.

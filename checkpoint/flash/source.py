@@ -17,7 +17,7 @@ from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import Damaged, DamagedSegment, NoCheckpoint
 from hetstream.checkpoint.flash.host import Host
 from hetstream.checkpoint.flash.payload import Payload
-from hetstream.checkpoint.flash.restore import Part, Stock
+from hetstream.checkpoint.flash.restore import Part, TensorStore
 from hetstream.checkpoint.flash.shards import Whole, names_of, open_parts
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.layout import Layout, from_json
@@ -88,7 +88,7 @@ class Memory:
             # Equal headers have equal checksums of what was read, and `Store.read` has just compared them.
             ahead, self._read = self._read, None
             layout, record = ahead[1:] if ahead and ahead[0] == segment.header else _described(segment)
-            parts = [Part(record, Stock(Payload(layout.entries, segment.payload)))]
+            parts = [Part(record, TensorStore(Payload(layout.entries, segment.payload)))]
             if sharer is not None:
                 parts.append(held.enter_context(_open_shared(StoreFiles(self.host.stores[sharer]), generation)))
             yield parts
@@ -107,7 +107,7 @@ def _open_shared(files: StoreFiles, generation: Generation) -> Iterator[Part]:
     with content.open() as segment:
         layout, record = _described(segment)
         shared, indices = record.only(record.shared)
-        yield Part(shared, Stock(Payload([layout.entries[index] for index in indices], segment.payload)))
+        yield Part(shared, TensorStore(Payload([layout.entries[index] for index in indices], segment.payload)))
 
 
 def _described(segment: Segment) -> tuple[Layout, Record]:
@@ -224,4 +224,4 @@ def _part(
     file: RankFile, record: Record, indices: list[int] | None = None, whole_of: WholeOf = lambda _ref: None
 ) -> Part:
     entries = file.entries if indices is None else [file.entries[index] for index in indices]
-    return Part(record, Stock(Payload(entries, file.data), whole_of=whole_of))
+    return Part(record, TensorStore(Payload(entries, file.data), whole_of=whole_of))

@@ -18,7 +18,7 @@ from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import DirectoryReplaced
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.flash.distributed import Communicator, gather, together
-from hetstream.checkpoint.flash.handover import Entry
+from hetstream.checkpoint.flash.handover import DirectoryAcquisition
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.ownership import Identity
 from hetstream.checkpoint.policy.lineage import Lineage
@@ -43,7 +43,7 @@ class Tenure:
     Args:
         directory: of the checkpoints.
         ranks: of the job.
-        entry: rank 0's way into the directory.
+        acquisition: rank 0's way into the directory.
         replica: other hosts keep replicas.
 
     Attributes:
@@ -51,12 +51,14 @@ class Tenure:
         lineage: of the directory, as rank 0 has read it: the same on every rank.
     """
 
-    def __init__(self, directory: CheckpointDirectory, ranks: Communicator, entry: Entry, *, replica: bool) -> None:
+    def __init__(
+        self, directory: CheckpointDirectory, ranks: Communicator, acquisition: DirectoryAcquisition, *, replica: bool
+    ) -> None:
         self.attempt = 0
         self.lineage = Lineage()
         self._directory = directory
         self._ranks = ranks
-        self._entry = entry
+        self._acquisition = acquisition
         self._replica = replica
 
     def begin(self, above: int) -> None:
@@ -66,14 +68,14 @@ class Tenure:
             above: the newest attempt that this rank's memory holds something of.
         """
         above = max(gather(self._ranks, above))
-        self.attempt = together(self._ranks, lambda: self._enter(above, is_ready=False))
+        self.attempt = together(self._ranks, lambda: self._acquire(above, is_ready=False))
         self._agree_on(self._directory.lineage)
 
     def take_over(self, store: Store) -> None:
         """Wait for the job whose training this one takes over, now that the program is initialised; then `settle`."""
         above = max(gather(self._ranks, max((one.header.generation.attempt for one in store.held()), default=0)))
         while self.attempt == 0:
-            self.attempt = together(self._ranks, lambda: self._enter(above, is_ready=True))
+            self.attempt = together(self._ranks, lambda: self._acquire(above, is_ready=True))
         self._agree_on(self._directory.lineage)
 
         def note() -> int:
@@ -148,10 +150,10 @@ class Tenure:
 
     def note_restored(self, step: int) -> None:
         """Write down how long nobody trained, if this start took over."""
-        if not self._entry.has_waited:
+        if not self._acquisition.has_waited:
             return
-        self._entry.has_waited = False
-        event = self._directory.take_over(self._entry.identity)
+        self._acquisition.has_waited = False
+        event = self._directory.take_over(self._acquisition.identity)
         if event.pause_s is None:
             _log.warning("the job that was asked to hand over ended without: this one goes on from step %d", step)
             return
@@ -183,7 +185,7 @@ class Tenure:
 
     def withdraw(self) -> None:
         """Ask no other job for the directory any more."""
-        self._entry.withdraw()
+        self._acquisition.withdraw()
 
     def hand_over(
         self, taker: Identity, saved: Generation, last_step_s: float, timeout_s: float, has_saver: Callable[[], bool]
@@ -216,10 +218,10 @@ class Tenure:
                 rendezvous.remove_key(self._directory.path, self.attempt)
         self._directory.release()
 
-    def _enter(self, above: int, *, is_ready: bool) -> int:
+    def _acquire(self, above: int, *, is_ready: bool) -> int:
         if self._ranks.rank != 0:
             return 0
-        attempt = self._entry.enter(above, is_ready=is_ready)
+        attempt = self._acquisition.acquire(above, is_ready=is_ready)
         if attempt and self._replica:
             try:
                 rendezvous.make_key(self._directory.path, attempt)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hetstream.hetjob.elastic.memory import Memory, Stage
+from hetstream.hetjob.elastic.controller_state import ControllerState, Stage
 from hetstream.hetjob.elastic.policy import capacity_per_s, needed, slowest
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Limits, Snapshot, job_ids
 from hetstream.hetjob.elastic.tuning import LocalLoading, SizeSearch, growth_paid, remote_pays, trainer_cpus_needed
@@ -61,8 +61,8 @@ class Controller:
         trainer_cpus: CPUs that the trainer needs besides its data workers; None while that is not known.
     """
 
-    def __init__(self, limits: Limits, memory: Memory | None = None) -> None:
-        known = memory or Memory()
+    def __init__(self, limits: Limits, memory: ControllerState | None = None) -> None:
+        known = memory or ControllerState()
         self.limits = limits
         self.stage = known.stage
         self.local = known.local
@@ -86,9 +86,9 @@ class Controller:
         """CPUs of the next companion."""
         return self._size.probing or self._size.best
 
-    def memory(self) -> Memory:
+    def memory(self) -> ControllerState:
         """What the controller of the next job master needs to know, should this one be killed."""
-        return Memory(
+        return ControllerState(
             self.stage, self.local, self._size.progress,
             self._changed_at, self._retry_at, self._ceiling, self._num_disappointments,
         )  # fmt: skip

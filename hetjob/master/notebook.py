@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from hetstream.hetjob.elastic.memory import Memory
+from hetstream.hetjob.elastic.controller_state import ControllerState
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 MOST_CHANGES = 1000
 
 
-class _Page(msgspec.Struct, forbid_unknown_fields=True):
-    memory: Memory
+class _FileContent(msgspec.Struct, forbid_unknown_fields=True):
+    memory: ControllerState
     changes: list[dict[str, Any]]
 
 
@@ -43,10 +43,10 @@ class Notebook:
         self._path = path
         self._written = b""
         self._problem = ""
-        self.memory: Memory | None = None
+        self.memory: ControllerState | None = None
         self.changes: deque[Mapping[str, Any]] = deque(maxlen=MOST_CHANGES)
         try:
-            page = msgspec.json.decode(path.read_bytes(), type=_Page)
+            page = msgspec.json.decode(path.read_bytes(), type=_FileContent)
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -55,9 +55,9 @@ class Notebook:
         self.memory = page.memory
         self.changes.extend(page.changes)
 
-    def write(self, memory: Memory) -> None:
+    def write(self, memory: ControllerState) -> None:
         """Write down what is known now, if anything is new: the old page or the new one is there, whole."""
-        page = msgspec.json.encode(_Page(memory, [dict(change) for change in self.changes]))
+        page = msgspec.json.encode(_FileContent(memory, [dict(change) for change in self.changes]))
         if page == self._written:
             return
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")

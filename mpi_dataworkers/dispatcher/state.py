@@ -204,19 +204,19 @@ class DispatcherState(Rooms):
         """Tell loaders that have taken steps of a share of the data whose rest nobody reads."""
         out: list[Instruction] = []
         for peer, consumer in self.consumers.items():
-            loader = consumer.registration
+            registration = consumer.registration
             # After a restart nobody knows which ranks had it, and closed it.
             forgotten = self.incarnation > 1 and consumer.registered_at - self.started_at < LONELY_AFTER_S
             is_early = now - consumer.registered_at < LONELY_AFTER_S or consumer.stats.steps == 0
-            if forgotten or is_early or consumer.told_alone or not (missing := self._ranks_seen.missing(loader)):
+            if forgotten or is_early or consumer.told_alone or not (missing := self._ranks_seen.missing(registration)):
                 continue
             consumer.told_alone = True
-            cause = f"made at {loader.made_at or 'an unknown place'}"
-            self._tell(events.LoaderAlone(**_who(loader), missing_ranks=missing, cause=cause))
+            cause = f"made at {registration.made_at or 'an unknown place'}"
+            self._tell(events.LoaderAlone(**_who(registration), missing_ranks=missing, cause=cause))
             text = (
-                f"the loader made at {loader.made_at or 'an unknown place'} reads rank {loader.rank}'s share of its "
-                f"data, of {loader.world_size}; rank {missing[0]} has no such loader, so nobody reads the rest. If "
-                "this rank is to read all of it, give the loader rank=0, world_size=1."
+                f"the loader made at {registration.made_at or 'an unknown place'} reads rank {registration.rank}'s "
+                f"share of its data, of {registration.world_size}; rank {missing[0]} has no such loader, so nobody "
+                "reads the rest. If this rank is to read all of it, give the loader rank=0, world_size=1."
             )
             out.append(Send(peer, Notice(text)))
         return out
@@ -225,19 +225,21 @@ class DispatcherState(Rooms):
         """Tell loaders whose program runs another Python than all data workers: nobody makes their batches."""
         out: list[Instruction] = []
         for peer, consumer in self.consumers.items():
-            loader = consumer.registration
+            registration = consumer.registration
             if consumer.told_unfit or not self.workers or now - consumer.registered_at < UNFIT_AFTER_S:
                 continue
-            reasons = [why_unfit(worker.interpreter, loader.interpreter) for worker in self.workers.values()]
+            reasons = [why_unfit(worker.interpreter, registration.interpreter) for worker in self.workers.values()]
             if not all(reasons):
                 continue
             consumer.told_unfit = True
             worker = next(iter(self.workers.values()))
-            self._tell(events.LoaderUnfit(**_who(loader), interpreter=str(loader.interpreter), cause=reasons[0]))
+            self._tell(
+                events.LoaderUnfit(**_who(registration), interpreter=str(registration.interpreter), cause=reasons[0])
+            )
             text = (
                 f"the data workers run {reasons[0]} than this program, so it makes its batches itself: "
-                f"{worker.interpreter} on {worker.host}; this program runs {loader.interpreter} on {loader.host}. Give "
-                "the data workers its environment: #HETSTREAM --data-worker-python=PYTHON"
+                f"{worker.interpreter} on {worker.host}; this program runs {registration.interpreter} on "
+                f"{registration.host}. Give the data workers its environment: #HETSTREAM --data-worker-python=PYTHON"
             )
             out.append(Send(peer, Notice(text)))
         return out

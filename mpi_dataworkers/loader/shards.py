@@ -162,7 +162,7 @@ class ShardedIterator(Iterator[Any]):
         self._open = True
         self._started = time.monotonic()
         self.position = int(state["step"]) if state else 0
-        for place in self._interleave.places:
+        for place in self._interleave.slots:
             self._passes.append(self._begin(place))
 
     def shard_state(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class ShardedIterator(Iterator[Any]):
             place.step,
             num_steps,
             self._stream.min_window,
-            sharers=min(self._width, len(self._interleave.places)),
+            sharers=min(self._width, len(self._interleave.slots)),
             at_most_once=at_most_once,
             in_order=not (self._division.any_order and self._division.guarantee.cut is Cut.STEPS),
             ahead=self._ahead,
@@ -193,13 +193,13 @@ class ShardedIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         started = time.monotonic()
-        while self._interleave.places:
+        while self._interleave.slots:
             number, item = self._take(started)
             if isinstance(item, Ended):
                 self._end(number, item)
                 continue
             self.position += 1
-            place = self._interleave.places[number]
+            place = self._interleave.slots[number]
             self._interleave.taken(number, self._passes[number].buffer.position - place.step)
             if isinstance(item, Delivered) and item.snapshot:
                 self._snapshots[place.shard] = item.snapshot
@@ -221,7 +221,7 @@ class ShardedIterator(Iterator[Any]):
 
     def _take(self, started: float) -> tuple[int, Delivered | BatchFailed | Ended]:
         """The next step, or end, and the number of its place."""
-        turn, total = self._interleave.turn, len(self._passes)
+        turn, total = self._interleave.next_slot, len(self._passes)
         order = [(turn + offset) % total for offset in range(total if self._any_order else 1)]
         timeout_s = self._stream.timeout_s
         lost = sum(one.num_lost for one in self._passes)
@@ -238,7 +238,7 @@ class ShardedIterator(Iterator[Any]):
             return number, item
         self._client.say_local(item.reason)
         one = self._passes[number]
-        made = self._make(self._interleave.places[number].shard, item.step)
+        made = self._make(self._interleave.slots[number].shard, item.step)
         if made is None:
             self._client.end_pass_at(one, item.step)
             return number, Ended.ENDED
@@ -273,8 +273,8 @@ class ShardedIterator(Iterator[Any]):
         if how is Ended.LOST:
             self._stream.count(lost_shards=1)
         self._client.close_pass(self._passes[number])
-        self._snapshots.pop(self._interleave.places[number].shard, None)
-        self._readers.pop(self._interleave.places[number].shard, None)
+        self._snapshots.pop(self._interleave.slots[number].shard, None)
+        self._readers.pop(self._interleave.slots[number].shard, None)
         begun = self._interleave.ended(number)
         if begun is None:
             del self._passes[number]
@@ -370,8 +370,8 @@ class _WholePass(torch.utils.data.IterableDataset[Any]):
         order = _interleave(self._division, int(self._state["copies"]) if self._state else 1, self._state)
         readers: dict[int, ShardReader | RankReader] = {}
         ahead, self._snapshots = _ahead_of(self._state), dict(_snapshots_of(self._state))
-        while order.places:
-            place = order.places[order.turn]
+        while order.slots:
+            place = order.slots[order.next_slot]
             _skip_ahead(order, ahead)
             try:
                 if in_trainer:
@@ -381,15 +381,15 @@ class _WholePass(torch.utils.data.IterableDataset[Any]):
                     made = self._make(place, readers)
             except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
                 yield FailedStep(error.user_error() if isinstance(error, SampleError) else error, in_trainer)
-                order.taken(order.turn)
+                order.taken(order.next_slot)
                 continue
             if made is None:
                 yield None
                 readers.pop(place.shard, None)
-                order.ended(order.turn)
+                order.ended(order.next_slot)
             else:
                 yield made
-                order.taken(order.turn)
+                order.taken(order.next_slot)
 
     def _make(self, place: Place, readers: dict[int, ShardReader | RankReader]) -> tuple[MadeStep, bytes] | None:
         stream = self._division.stream(place.shard, self._epoch)
@@ -413,8 +413,8 @@ def _ahead_of(state: dict[str, Any] | None) -> set[int]:
 
 
 def _skip_ahead(order: Interleave, ahead: set[int]) -> None:
-    while order.places[order.turn].step in ahead:
-        order.taken(order.turn)
+    while order.slots[order.next_slot].step in ahead:
+        order.taken(order.next_slot)
 
 
 class LocalShardedIterator(LocalPass):
@@ -455,7 +455,7 @@ class LocalShardedIterator(LocalPass):
 
     def shard_state(self) -> dict[str, Any]:
         """Position in each stream that is being read, as plain values."""
-        first = self._interleave.places[0].step if self._interleave.places else 0
+        first = self._interleave.slots[0].step if self._interleave.slots else 0
         ahead = [list(one) for one in as_ranges(sorted(step for step in self._ahead if step >= first))]
         return _state(self._division, self.position, self._num_copies, ahead, self._snapshots, self._interleave)
 
@@ -463,13 +463,13 @@ class LocalShardedIterator(LocalPass):
         started = time.monotonic()
         for item in self._iterator:
             _skip_ahead(self._interleave, self._ahead)
-            shard = self._interleave.places[self._interleave.turn].shard
+            shard = self._interleave.slots[self._interleave.next_slot].shard
             if item is None:
                 self._snapshots.pop(shard, None)
-                self._interleave.ended(self._interleave.turn)
+                self._interleave.ended(self._interleave.next_slot)
                 continue
             self.position += 1
-            self._interleave.taken(self._interleave.turn)
+            self._interleave.taken(self._interleave.next_slot)
             if isinstance(item, FailedStep):
                 item.reraise()
             made, snapshot = item
@@ -483,6 +483,6 @@ class LocalShardedIterator(LocalPass):
             self._stream.count(steps=1, samples=made.num_samples, local_steps=1, wait_s=waited_s)
             return made.batch
         self._iterator = iter(())  # ends torch's processes
-        if self._interleave.places:
+        if self._interleave.slots:
             raise early_end(self.position)
         self._end()

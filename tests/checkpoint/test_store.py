@@ -469,7 +469,8 @@ def test_an_interrupted_trainer_leaves_nothing(identity: Identity, shared_memory
 
 def test_pythons_resource_tracker_is_not_used() -> None:
     heavy = ("multiprocessing", "numpy", "torch")
-    words = f"import sys, hetstream.checkpoint.store, hetstream.checkpoint.view; print([name for name in {heavy} if name in sys.modules])"
+    words = "import sys, hetstream.checkpoint.store, hetstream.checkpoint.view; "
+    words += f"print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

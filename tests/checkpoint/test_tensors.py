@@ -18,7 +18,7 @@ from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch, Unsupp
 from hetstream.checkpoint.flash.copy_plan import Plan, make_plan
 from hetstream.checkpoint.flash.device import copy_in_memory
 from hetstream.checkpoint.flash.payload import Payload
-from hetstream.checkpoint.flash.restore import Part, Restore, Stock
+from hetstream.checkpoint.flash.restore import Part, Restore, TensorStore
 from hetstream.checkpoint.flash.tensors import DTYPES, Flattener, Signature, bytes_as_tensor, view_of
 from hetstream.checkpoint.layout import Entry
 from hetstream.checkpoint.structure import Record, TensorRef
@@ -39,7 +39,7 @@ def pack(state: Mapping[str, Any], *, allow_pickle: bool = False) -> tuple[Plan,
     with torch.no_grad():
         copy_in_memory([plan.destination(one, memory) for one in others], [copied[one] for one in others], moves)
     structure = Record.write_with(plan.encoded_refs, tree=leaves.tree)
-    return plan, Part(Record.read(structure), Stock(Payload(plan.layout.entries, payload)))
+    return plan, Part(Record.read(structure), TensorStore(Payload(plan.layout.entries, payload)))
 
 
 def through(value: Any) -> Any:
@@ -338,7 +338,7 @@ def test_views_outside_of_their_entry_are_refused(ref: TensorRef) -> None:
     with pytest.raises(DamagedCheckpoint):
         view_of(ref, Entry("w", "F32", (4,), 0, 16), torch.zeros(4))
     with pytest.raises(DamagedCheckpoint):
-        Stock(Payload([], memoryview(b""))).own(ref)
+        TensorStore(Payload([], memoryview(b""))).own(ref)
 
 
 _shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)

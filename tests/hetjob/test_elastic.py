@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from hetstream.hetjob.elastic.controller import Controller
-from hetstream.hetjob.elastic.memory import Memory
+from hetstream.hetjob.elastic.controller_state import ControllerState
 from hetstream.hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
 from hetstream.hetjob.elastic.tuning import LocalLoading
 from hetstream.hetjob.job_environment import JobEnvironment
@@ -293,7 +293,7 @@ def test_a_notebook_that_says_nothing_is_no_reason_to_fail(
     notebook = Notebook(tmp_path / "nowhere" / "elastic.json")
     notebook.changes.extend({"count": number} for number in range(MOST_CHANGES + 1))
     for _ in range(2):
-        notebook.write(Memory())
+        notebook.write(ControllerState())
     assert caplog.text.count("cannot be written") == 1
     assert notebook.changes[0] == {"count": 1}
 

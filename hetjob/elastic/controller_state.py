@@ -22,7 +22,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ControllerState:
     """What was found out. Times are on the host's monotonic clock, which goes on when a process ends.
 
     Attributes:

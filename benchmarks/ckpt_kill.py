@@ -1,7 +1,7 @@
 """`make bench-ckpt_kill`: a training is killed at random, 500 times. Is a restored state ever torn, mixed or old?
 
-Real processes: a trainer with FlashCheckpointer, its saver. Killed is one of them, or both, or both with the memory, as
-when a host is lost. With `--folder` an interrupted run goes on. docs/benchmarks.md explains the rows.
+Real processes: a trainer with FlashCheckpointer, its checkpoint writer. Killed is one of them, or both, or both with
+the memory, as when a host is lost. With `--folder` an interrupted run goes on. docs/benchmarks.md explains the rows.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hetstream.checkpoint.store import SHARED_MEMORY
 from hetstream.checkpoint.store_files import list_stores, stores_prefix
 from hetstream.checkpoint.view import StoreView
 
-TRAINER, SAVER, BOTH, HOST = "trainer", "saver", "trainer and saver", "both, and the memory"
-VICTIMS = (TRAINER, SAVER, BOTH, TRAINER, BOTH, HOST)
+TRAINER, WRITER, BOTH, HOST = "trainer", "writer", "trainer and checkpoint writer", "both, and the memory"
+VICTIMS = (TRAINER, WRITER, BOTH, TRAINER, BOTH, HOST)
 INTERVAL = 5
 # One in so many kills comes while the trainer starts and restores.
 EARLY_ONE_IN = 5
@@ -112,19 +112,19 @@ class Chaos:
             goal = begin + self.chance.randint(1, 12 * INTERVAL)
             self._wait(trainer, lambda: self._position[0] >= goal)
             time.sleep(self.chance.random() * 0.02)
-        savers = self.savers()
-        order = [trainer, *savers] if self.chance.random() < 0.5 else [*savers, trainer]
-        for process in {SAVER: savers, TRAINER: [trainer]}.get(victim, order):
+        writers = self.writers()
+        order = [trainer, *writers] if self.chance.random() < 0.5 else [*writers, trainer]
+        for process in {WRITER: writers, TRAINER: [trainer]}.get(victim, order):
             _kill(process)
         if victim == HOST:
-            for process in (*self.savers(), trainer):
+            for process in (*self.writers(), trainer):
                 _kill(process)
                 _wait_for_end(process)
             self.read_events()  # this trainer may have restored from the memory
             self._remove_memory()
             self._without_memory = True
         self.tally.kills[victim] += 1
-        if victim != SAVER:
+        if victim != WRITER:
             _wait_for_end(trainer)
             self.read_events()
             trainer = self.start()
@@ -192,14 +192,16 @@ class Chaos:
         self.read_events()
         self._judged_bytes = 0
 
-    def savers(self) -> list[int]:
-        """The savers of this training: that of the trainer, and what is left of those before."""
+    def writers(self) -> list[int]:
+        """The checkpoint writers of this training: that of the trainer, and what is left of those before."""
         word = f"--directory={self.directory}".encode()
-        return [process for process, line in _command_lines() if b"hetstream.checkpoint.saver" in line and word in line]
+        return [
+            process for process, line in _command_lines() if b"hetstream.checkpoint.writer" in line and word in line
+        ]
 
     def end(self) -> None:
         """Leave nothing behind."""
-        for process in self.savers():
+        for process in self.writers():
             _kill(process)
             _wait_for_end(process)
         self._remove_memory()
@@ -318,7 +320,7 @@ def rows_of(tally: Tally) -> list[Row]:
 
 def main() -> int:
     """Run the benchmark."""
-    parser = harness.parser("Random SIGKILLs of trainer and saver.", repeats=1)
+    parser = harness.parser("Random SIGKILLs of trainer and checkpoint writer.", repeats=1)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="on a disk; an interrupted run of this folder goes on")

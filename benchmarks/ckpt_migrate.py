@@ -54,7 +54,7 @@ def main() -> int:
         "versions": harness.versions("torch"),
         "notes": [
             f"Pause: from the end of the last step before the move to the moment when the first one behind it can "
-            f"begin. A step takes {1000 * STEP_S:g} ms and a little; a small model; trainer, saver, data worker and "
+            f"begin. A step takes {1000 * STEP_S:g} ms and a little; a small model; trainer, writer, data worker and "
             "job master are steps of one hetjob. The queue is empty: the new job starts at once in both cases.",
             "The undisturbed run is one process without Slurm.",
         ],

@@ -54,7 +54,7 @@ def main() -> int:
         "versions": harness.versions("torch"),
         "notes": [
             f"A step every 20 ms, a save every {SAVE_EVERY}; each kill comes {MIN_STEPS} to {MAX_STEPS} steps after "
-            f"a start (random, seed {SEED}). Trainer, saver, data worker and job master are steps of one hetjob.",
+            f"a start (random, seed {SEED}). Trainer, writer, data worker and job master are steps of one hetjob.",
             "Down: from the kill to the first step after it. It holds the start of Python, torch and the program, and "
             "for a requeue Slurm's; Slurm's two minutes before it starts a requeued job are skipped.",
             "The undisturbed run is one process without Slurm.",

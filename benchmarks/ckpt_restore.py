@@ -62,7 +62,7 @@ def main() -> int:
             "memcpy: the same tensors by one thread into private memory, in turns. hetstream copies with two threads.",
             "hetstream compares what it reads from disk with its checksums; torch.load compares none by default, "
             "safetensors and DCP have none.",
-            "With its start: FlashCheckpointer() too, which starts a saver, and maps the memory while a program would "
+            "With its start: FlashCheckpointer() too, which starts a writer, and maps the memory while a program would "
             "build its model.",
             harness.disturbance(results),
         ],

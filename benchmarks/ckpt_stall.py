@@ -72,7 +72,7 @@ def main() -> int:
         "machine": harness.machine(all=cores),
         "versions": harness.versions("torch"),
         "notes": [
-            f"{args.gigabytes:g} GB in 100 tensors; program and saver share the cores {cores}.",
+            f"{args.gigabytes:g} GB in 100 tensors; program and checkpoint writer share the cores {cores}.",
             "In turns the loop runs 3 s with nothing to write, and until a checkpoint is on disk; saves do not count.",
             "A step: a loop in Python and four products of small matrices, by one thread or two.",
             "raw O_DIRECT: a process of niceness 19 that only writes as many bytes: what the disk itself costs.",

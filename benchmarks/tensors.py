@@ -1,6 +1,6 @@
 """`make bench-tensors`: what do 141 tensors in one batch cost more than one tensor of the same bytes?
 
-141 features are what DeepFM has. hetstream on two rails and its peers, each against itself with one tensor, and
+141 features are what DeepFM has. hetstream on two transports and its peers, each against itself with one tensor, and
 hetstream's 141 against theirs; what the program's own tensor objects cost, without any loader; and below each ratio of
 hetstream's the least that it could be. docs/benchmarks.md explains the rows.
 """
@@ -23,7 +23,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 ONE, MANY = "1 tensor", "141 tensors"
 TCP, SHM, ALONE = "hetstream tcp", "hetstream shm", "made and dropped in process"
 TORCH, TF, RAY = "torch DataLoader", "tf.data service", "Ray Data"
-RAILS, PEERS = (TCP, SHM), (TORCH, TF, RAY)
+TRANSPORTS, PEERS = (TCP, SHM), (TORCH, TF, RAY)
 LEAST = "least work in process"
 # The words of `clients.tensors`; the other peers have clients of their own.
 SYSTEMS = {TCP: "tcp", SHM: "shm", ALONE: "in-process", TORCH: "torch"}
@@ -39,11 +39,14 @@ TARGETS = tuple(
     target
     for case in CASES
     for target in (
-        *(Target(case, f"{rail}, {MANY}", f"{rail}, {ONE}", "cpu_ms_per_batch", at_most=1.1) for rail in RAILS),
+        *(
+            Target(case, f"{transport}, {MANY}", f"{transport}, {ONE}", "cpu_ms_per_batch", at_most=1.1)
+            for transport in TRANSPORTS
+        ),
         *(Target(case, f"{peer}, {MANY}", f"{peer}, {ONE}", "cpu_ms_per_batch") for peer in PEERS),
         *(
-            Target(case, f"{rail}, {MANY}", f"{peer}, {MANY}", "cpu_ms_per_batch", at_most=1.0)
-            for rail in RAILS
+            Target(case, f"{transport}, {MANY}", f"{peer}, {MANY}", "cpu_ms_per_batch", at_most=1.0)
+            for transport in TRANSPORTS
             for peer in PEERS
         ),
     )
@@ -74,18 +77,18 @@ def systems(tensorflow: peers.Peers, torch_peers: peers.Peers) -> list[System]:
 
 
 def with_floors(rows: Sequence[Row], results: Results) -> list[Row]:
-    """The rows, and behind the ratio of each rail what it is where 141 tensors cost no more than `LEAST` says."""
+    """The rows, and behind the ratio of each transport what it is where 141 tensors cost no more than `LEAST` says."""
     out = []
     for row in rows:
         out.append(row)
-        rail = row.system.partition(",")[0]
-        if row.system != f"{rail}, {MANY} / {rail}, {ONE}" or rail not in LEAST_KEYS:
+        transport = row.system.partition(",")[0]
+        if row.system != f"{transport}, {MANY} / {transport}, {ONE}" or transport not in LEAST_KEYS:
             continue
-        one = results.of(row.case, f"{rail}, {ONE}", "cpu_ms_per_batch")
-        least, most = (results.of(row.case, f"{LEAST}, {count}", LEAST_KEYS[rail]) for count in (ONE, MANY))
+        one = results.of(row.case, f"{transport}, {ONE}", "cpu_ms_per_batch")
+        least, most = (results.of(row.case, f"{LEAST}, {count}", LEAST_KEYS[transport]) for count in (ONE, MANY))
         floors = [1 + (most[n] - least[n]) / one[n] for n in sorted(one.keys() & least.keys() & most.keys())]
         if floors:
-            name, spread = f"{rail}, {MANY} / {rail}, {ONE}: least", (min(floors), max(floors))
+            name, spread = f"{transport}, {MANY} / {transport}, {ONE}: least", (min(floors), max(floors))
             out.append(Row(row.case, name, statistics.median(floors), "x", spread, samples=tuple(floors)))
     return out
 

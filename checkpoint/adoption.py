@@ -1,8 +1,8 @@
 """How a trainer comes by its store: it adopts what a dead trainer of the same identity has left, or makes a new one.
 
 The trainer's lock tells the dead from the living: it goes with the process. A trainer that ended as it should leaves a
-store for as long as its saver needs it; that one too is adopted, so that a training that is started again at once finds
-its newest generation.
+store for as long as its checkpoint writer needs it; that one too is adopted, so that a training that is started again
+at once finds its newest generation.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock]
     found = ours
     found.sort(key=lambda one: [content.age for content in one[0].complete()[:1]])
     for files, lock in found[:-1]:
-        saver = FileLock.try_exclusive(files.saver_lock)
-        if saver:
+        writer = FileLock.try_exclusive(files.writer_lock)
+        if writer:
             _log.info("checkpoint store %s: an older one is deleted: %s", identity, files.path)
             files.delete()
-            saver.release()
+            writer.release()
         lock.release()
     if not found:
         return None
@@ -126,15 +126,15 @@ def _say_given_up(identity: Identity, files: StoreFiles) -> None:
 
 
 def give_up(files: StoreFiles) -> None:
-    """Delete a store that is of no use to anybody, or have its saver do so. For who has its trainer's lock."""
-    saver = FileLock.try_exclusive(files.saver_lock)
-    if saver:
-        with saver:
+    """Delete a store that is of no use to anybody, or have its writer do so. For who has its trainer's lock."""
+    writer = FileLock.try_exclusive(files.writer_lock)
+    if writer:
+        with writer:
             files.delete()
         return
     for path in (*files.slots(), *files.replicas()):
         unlink_with_target(path)
-    files.closed.touch(0o600)  # its saver removes it
+    files.closed.touch(0o600)  # its checkpoint writer removes it
 
 
 def _lock_dead(files: StoreFiles, identity: Identity) -> FileLock | None:
@@ -191,7 +191,8 @@ def _make(identity: Identity, root: Path) -> tuple[StoreFiles, FileLock]:
         if lock is None:
             raise StoreInUse(f"{hidden.path} was locked by another process while it was made; start again")
         os.mkfifo(hidden.wake, 0o600)
-        # Room that the saver can write to when memory is full; where there is none the store is made elsewhere.
+        # Room that the checkpoint writer can write to when memory is full; where there is none the store is made
+        # elsewhere.
         hidden.status.write_bytes(b" " * STATUS_BYTES)
         hidden.write_start_id(identity.lineage.start_id)
         hidden.path.rename(root / name)

@@ -8,7 +8,8 @@
     DIR/latest                       link to the newest committed one of the line (`lineage.py`); moved only after it
     DIR/.commit                      lock of all of these renames
 
-Called by savers and by `CheckpointDirectory`. A reader needs none of it: what has a checkpoint's name is complete.
+Called by checkpoint writers and by `CheckpointDirectory`. A reader needs none of it: what has a checkpoint's name is
+complete.
 
 The directory is input: it is opened once for each call, what lies in it is reached through that descriptor, and no link
 is followed. It is changed only where it belongs to this user and others cannot write to it (`UntrustedFile`).
@@ -243,7 +244,7 @@ def commit(directory: Path, generation: Generation, world_size: int) -> tuple[in
 
 
 def complete(directory: Path) -> list[Generation]:
-    """Finish what dead savers left: commit complete sets, then `clean_up`.
+    """Finish what dead checkpoint writers left: commit complete sets, then `clean_up`.
 
     Returns:
         What was committed here.
@@ -430,7 +431,7 @@ def _write_part(
 
 
 def _make_room(root: Directory, inner: Directory, part: Part, num_bytes: int) -> None:
-    """Remove what a dead saver left of this part, and where the disk is full this rank's older uncommitted parts."""
+    """Remove what a dead writer left of this part, and where the disk is full this rank's older uncommitted parts."""
     for name in inner.names():
         if is_temporary(name, part.file_name):
             inner.unlink(name, missing_ok=True)

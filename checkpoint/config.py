@@ -1,12 +1,12 @@
 """Every setting that checkpoints read from the environment, in one place. No other module reads `os.environ`.
 
-HETSTREAM_CKPT_SAVER     1: the job has a saver on this node; a trainer starts its own only if that one does not come
-HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, for programs that ask for it
-HETSTREAM_TAKES_OVER     the job whose training this one takes over while that one still runs (hetstream migrate)
+HETSTREAM_CKPT_WRITER     1: the job has a checkpoint writer on this node; a trainer starts its own only if that one
+does not come HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, for programs that ask for
+it HETSTREAM_TAKES_OVER     the job whose training this one takes over while that one still runs (hetstream migrate)
 SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0, SLURM_HET_GROUP_ID   whose memory it is, see `job_and_component`
-HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name
-WORLD_SIZE, HOROVOD_SIZE how many ranks torchrun or horovodrun has started, see `several_ranks`
-OMPI_COMM_WORLD_SIZE, PMI_SIZE   the same of mpirun and mpiexec, in a program that uses Horovod
+HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name WORLD_SIZE,
+HOROVOD_SIZE how many ranks torchrun or horovodrun has started, see `several_ranks` OMPI_COMM_WORLD_SIZE, PMI_SIZE   the
+same of mpirun and mpiexec, in a program that uses Horovod
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
 """
 
@@ -19,16 +19,16 @@ from pathlib import Path
 # Not resolved: in a checkout a link leads to this folder.
 _INSTALLED_IN = str(Path(os.path.abspath(__file__)).parents[2])
 
-JOB_SAVER = "HETSTREAM_CKPT_SAVER"
+JOB_WRITER = "HETSTREAM_CKPT_WRITER"
 DIRECTORY = "HETSTREAM_CKPT_DIR"
 TAKES_OVER = "HETSTREAM_TAKES_OVER"
 # In place of a job's id, without Slurm.
 NO_JOB = "local"
 
 
-def job_has_savers(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the job's script has started savers."""
-    return environ.get(JOB_SAVER, "") == "1"
+def job_has_writers(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the job's script has started checkpoint writers."""
+    return environ.get(JOB_WRITER, "") == "1"
 
 
 def directory_of_job(environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -75,8 +75,8 @@ def faults_from_environment(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("HETSTREAM_CKPT_FAULT", "")
 
 
-def environment_of_saver(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a saver's process needs to find this package: its trainer may have found it by its own directory."""
-    # Absolute: the saver runs in another directory.
+def environment_of_writer(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a writer's process needs to find this package: its trainer may have found it by its own directory."""
+    # Absolute: the checkpoint writer runs in another directory.
     given = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**environ, "PYTHONPATH": os.pathsep.join([_INSTALLED_IN, *given])}

@@ -1,7 +1,8 @@
-"""A directory of checkpoints, as trainers, the command line and the saver's retention see it.
+"""A directory of checkpoints, as trainers, the command line and the checkpoint writer's retention see it.
 
-Rank 0 of a job acquires it; every rank may read it; savers write to it through `commit.py`. Nothing here keeps a list:
-what is there is what the directory says, so a restart, another host or a person with `rm` changes nothing.
+Rank 0 of a job acquires it; every rank may read it; checkpoint writers write to it through `commit.py`. Nothing here
+keeps a list: what is there is what the directory says, so a restart, another host or a person with `rm` changes
+nothing.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class CheckpointDirectory:
 
         Args:
             identity: who this is.
-            keep: which checkpoints stay; rank 0's saver removes the others.
+            keep: which checkpoints stay; rank 0's checkpoint writer removes the others.
             above: the newest attempt that any rank's memory holds something of.
 
         Returns:
@@ -255,7 +256,7 @@ class CheckpointDirectory:
         """Go back to what is there, if somebody has deleted the newest checkpoint of the line. For the owner.
 
         Args:
-            known: what ranks' savers have seen committed.
+            known: what ranks' checkpoint writers have seen committed.
         """
         lineage, there = self.lineage(), commit.committed(self.path)
         pointed = target_of_latest(self.path)
@@ -334,7 +335,7 @@ class CheckpointDirectory:
         return found
 
     def complete_partials(self) -> list[Generation]:
-        """Commit what dead savers left complete and remove what can no longer become one.
+        """Commit what dead checkpoint writers left complete and remove what can no longer become one.
 
         Returns:
             What was committed here, newest first.

@@ -16,10 +16,10 @@ CheckpointError
 ├── DirectoryReplaced        another directory has its name: somebody has deleted or replaced it
 ├── NotEnoughSpace           the disk is too full for a checkpoint
 ├── SharedMemoryFull         no room in memory for a generation
-├── StoreInUse               a living process has this rank's store, or this store's saver
+├── StoreInUse               a living process has this rank's store, or this store's checkpoint writer
 ├── ForeignOwner             another user's files under our name
 ├── ReplicaError             a generation did not get to another host's memory, or back
-└── SaverError               the saver cannot be started, or has died
+└── WriterError               the checkpoint writer cannot be started, or has died
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SharedMemoryFull(CheckpointError):
 
 
 class StoreInUse(CheckpointError):
-    """A living process has this rank's store, or is the saver of this store."""
+    """A living process has this rank's store, or is the checkpoint writer of this store."""
 
 
 class ForeignOwner(CheckpointError):
@@ -117,8 +117,8 @@ class ReplicaError(CheckpointError):
     """A generation did not get to another host's memory, or back from there."""
 
 
-class SaverError(CheckpointError):
-    """The saver cannot be started, or has died."""
+class WriterError(CheckpointError):
+    """The checkpoint writer cannot be started, or has died."""
 
 
 def first_line(error: BaseException) -> str:

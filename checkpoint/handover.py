@@ -25,7 +25,7 @@ from hetstream.checkpoint.ownership import Identity
 _REQUEST = "handover.json"
 _LOCK = ".handover.lock"
 _MAX_REQUEST_BYTES = 64 << 10
-# Whoever looks whether a taker lives holds its lock for a moment.
+# Whoever looks whether a successor lives holds its lock for a moment.
 _GRACE_S = 1.0
 
 
@@ -34,12 +34,12 @@ class Request(msgspec.Struct, frozen=True):
 
     Attributes:
         attempt: that is asked to stop.
-        taker: who asks.
+        successor: who asks.
         time_s: when, in seconds since 1970.
     """
 
     attempt: int
-    taker: Identity
+    successor: Identity
     time_s: float
 
 
@@ -62,25 +62,25 @@ def living_request(path: Path) -> Request | None:
 
 
 class Claim:
-    """A taker's claim to a directory, from its first request to `withdraw`.
+    """A successor's claim to a directory, from its first request to `withdraw`.
 
     Args:
         path: the directory.
-        taker: this process.
+        successor: this process.
 
     Raises:
         DirectoryInUse: another living process has asked for it.
     """
 
-    def __init__(self, path: Path, taker: Identity) -> None:
+    def __init__(self, path: Path, successor: Identity) -> None:
         self._path = path
-        self._taker = taker
+        self._successor = successor
         try:
             with Directory.open(path) as root:
                 self._lock = FileLock.wait_exclusive(path / _LOCK, _GRACE_S, root)
         except HetstreamError as error:
             other = read_request(path)
-            named = other.taker if other else "another process"
+            named = other.successor if other else "another process"
             raise DirectoryInUse(f"{path} is being handed over to {named}: a training has one successor") from error
         reach("handover.claimed")
 
@@ -88,7 +88,7 @@ class Claim:
         """Ask an owner, in place of any that was asked before."""
         with Directory.open(self._path) as root:
             root.check_own()
-            root.write_whole(_REQUEST, msgspec.json.encode(Request(attempt, self._taker, now_s)))
+            root.write_whole(_REQUEST, msgspec.json.encode(Request(attempt, self._successor, now_s)))
         reach("handover.asked")
 
     def withdraw(self) -> None:

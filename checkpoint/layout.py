@@ -1,4 +1,5 @@
-"""Where each tensor of a record lies in its payload. Pure; made by the trainer, read by the saver and the formats.
+"""Where each tensor of a record lies in its payload. Pure; made by the trainer, read by the checkpoint writer and the
+formats.
 
 The payload has two regions. *Region A* holds the tensors whose size is a multiple of 64 bytes (nearly all bytes of a
 model), back to back in the order of the state. *Region B* holds the others by falling item size, each at a multiple of

@@ -4,8 +4,8 @@
 
 Memory outlives a directory that somebody deletes, and is newer than one that somebody rolls back, or puts a copy in the
 place of. A store in memory knows the directory and the start of the job that it was saved for, so what is in it is used
-for a directory with this start alone. Rank 0 writes the file, with the directory's lock held; every saver looks into it
-before it writes a part.
+for a directory with this start alone. Rank 0 writes the file, with the directory's lock held; every checkpoint writer
+looks into it before it writes a part.
 """
 
 from __future__ import annotations

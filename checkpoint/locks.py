@@ -1,4 +1,5 @@
-"""File locks that end with the process that took them: who holds one lives. Used for stores, savers and directories.
+"""File locks that end with the process that took them: who holds one lives. Used for stores, checkpoint writers and
+directories.
 
 The lock is flock(2). A forked child (a data worker of torch's DataLoader) would share it and keep a dead trainer's lock
 alive, so a child gives up its copy at once.

@@ -1,6 +1,6 @@
-"""A store's slots as its saver reads them: mapped once, and not for every generation anew.
+"""A store's slots as its checkpoint writer reads them: mapped once, and not for every generation anew.
 
-Called by `store_saver.py`. To enter the pages of a generation and to unmap them again takes longer than its checksums.
+Called by `store_writer.py`. To enter the pages of a generation and to unmap them again takes longer than its checksums.
 What is mapped is no lock: a slot is locked as long as it is read, and a trainer that replaces one takes its memory.
 """
 

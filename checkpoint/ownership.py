@@ -67,7 +67,7 @@ class Owner(msgspec.Struct, frozen=True):
     Attributes:
         attempt: its number.
         identity: who made it.
-        keep: which checkpoints stay; rank 0's saver acts on it.
+        keep: which checkpoints stay; rank 0's checkpoint writer acts on it.
     """
 
     attempt: int

@@ -1,4 +1,5 @@
-"""One rank's file of a checkpoint: written by the saver past the page cache, read back as a checked mapping.
+"""One rank's file of a checkpoint: written by the checkpoint writer past the page cache, read back as a checked
+mapping.
 
 Neither knows of commits: `commit.py` gives the file its name and its place.
 """

@@ -4,8 +4,9 @@
     4096         metadata: layout and structure, see `join_metadata`
     next page    payload
 
-The trainer makes, fills and publishes slots; the saver and a restore read them. The file is never truncated, and is
-replaced by rename when it must grow, so no reader is hit by SIGBUS. A process that dies at any byte leaves the slot
+The trainer makes, fills and publishes slots; the checkpoint writer and a restore read them. The file is never
+truncated, and is replaced by rename when it must grow, so no reader is hit by SIGBUS. A process that dies at any byte
+leaves the slot
 complete or refused, never in between: the header's checksum covers the word that says "complete", which comes last.
 """
 

@@ -75,7 +75,7 @@ class Slot:
         return (1, *content.age) if content else (0, not self.fits(payload_bytes, metadata_bytes))
 
     def discard(self) -> None:
-        """Delete its file. Its memory is free then, unless somebody reads it just now: savers keep slots mapped."""
+        """Delete its file. Its memory is free then, unless somebody reads it just now: writers keep slots mapped."""
         lock = FileLock.try_exclusive(self.path) if self.segment else None
         try:
             unlink_with_target(self.path)

@@ -1,9 +1,9 @@
-"""A rank's generations in shared memory, as its trainer sees them. The saver's side is `view.py`.
+"""A rank's generations in shared memory, as its trainer sees them. The checkpoint writer's side is `view.py`.
 
 A save takes a slot, copies into it and publishes it: `Store.begin`, `WritableSlot.payload`, `WritableSlot.publish`.
 Overwritten is the oldest slot, never the newest complete one, and never one that somebody reads. With three slots there
-is always one, so a save waits for nothing; with two it waits while the saver writes the other to disk, and says how
-long. `prepare` allocates the memory, in a thread of its own. A store outlives its trainer, see `adoption.py`.
+is always one, so a save waits for nothing; with two it waits while the checkpoint writer writes the other to disk, and
+says how long. `prepare` allocates the memory, in a thread of its own. A store outlives its trainer, see `adoption.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
 from hetstream.checkpoint.segment import Segment, file_bytes
 from hetstream.checkpoint.slot import Slot, SlotMemory, take_slots
-from hetstream.checkpoint.store_files import SHARED_MEMORY, Identity, SaverStatus, SlotContent, StoreFiles
+from hetstream.checkpoint.store_files import SHARED_MEMORY, Identity, SlotContent, StoreFiles, WriterStatus
 from hetstream.checkpoint.writable_slot import WritableSlot
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Store:
 
     @property
     def path(self) -> Path:
-        """Its directory, for the saver."""
+        """Its directory, for the checkpoint writer."""
         return self._files.path
 
     def held(self) -> list[SlotContent]:
@@ -163,24 +163,24 @@ class Store:
 
     @property
     def persisted(self) -> Generation | None:
-        """The newest generation that its savers have seen committed, also before the last start."""
+        """The newest generation that its checkpoint writers have seen committed, also before the last start."""
         status = self.status()
         return status.persisted if status else None
 
-    def status(self) -> SaverStatus | None:
-        """What the saver last said; None before it has."""
+    def status(self) -> WriterStatus | None:
+        """What the checkpoint writer last said; None before it has."""
         return self._files.read_status()
 
     def stop_reason(self) -> str:
-        """Why the job's saver asks this trainer to save and to end; "" while it does not."""
+        """Why the job's checkpoint writer asks this trainer to save and to end; "" while it does not."""
         return self._files.stop_reason()
 
-    def is_saver_alive(self) -> bool:
-        """Whether a saver serves this store."""
-        return self._files.is_saver_alive()
+    def is_writer_alive(self) -> bool:
+        """Whether a checkpoint writer serves this store."""
+        return self._files.is_writer_alive()
 
     def wake(self) -> None:
-        """Make the saver look, if there is one."""
+        """Make the checkpoint writer look, if there is one."""
         with contextlib.suppress(BlockingIOError):  # it has not looked at what is in the pipe
             os.write(self._pipe, b"\0")
 
@@ -331,7 +331,7 @@ class Store:
         self._is_saving = False
 
     def mark_closed(self) -> None:
-        """Tell the saver that what is in memory may go once it is on disk and this process is gone.
+        """Tell the checkpoint writer that what is in memory may go once it is on disk and this process is gone.
 
         For a process that is about to be ended and has no time for `close`.
         """
@@ -343,9 +343,9 @@ class Store:
 
         Args:
             keep: leave all as after a crash, for the trainer that comes next, if there is a generation, of this rank or
-                of another. Else the saver is told that what is in memory may go once it is on disk; without a living
-                saver it goes now.
-            keep_unsaved: without one, what is not on disk stays for the next saver.
+                of another. Else the checkpoint writer is told that what is in memory may go once it is on disk; without
+                a living checkpoint writer it goes now.
+            keep_unsaved: without one, what is not on disk stays for the next checkpoint writer.
         """
         with self._changed:
             if not self._is_open or os.getpid() != self._pid:
@@ -375,15 +375,15 @@ class Store:
             os.close(self._pipe)
             try:
                 if not keep:
-                    self._delete_without_saver(keep_unsaved=keep_unsaved)
+                    self._delete_without_writer(keep_unsaved=keep_unsaved)
             finally:
                 self._lock.release()
 
-    def _delete_without_saver(self, *, keep_unsaved: bool) -> None:
+    def _delete_without_writer(self, *, keep_unsaved: bool) -> None:
         with contextlib.suppress(FileNotFoundError):  # somebody else deletes it
-            saver = FileLock.try_exclusive(self._files.saver_lock)
-            if saver:
-                with saver:
+            writer = FileLock.try_exclusive(self._files.writer_lock)
+            if writer:
+                with writer:
                     self.is_left = keep_unsaved and self._files.has_unsaved()
                     if not self.is_left:
                         self._files.delete()
@@ -463,7 +463,7 @@ class Store:
 
     def _give_up(self, slot: Slot, error: SharedMemoryFull) -> None:
         slot.is_given_up = True
-        _log.warning("checkpoints have a slot less, and saves may wait for the saver: %s", error)
+        _log.warning("checkpoints have a slot less, and saves may wait for the checkpoint writer: %s", error)
 
     def _next_serial(self) -> int:
         self._serial += 1
@@ -505,8 +505,8 @@ class Store:
 
 
 def _open_pipe(files: StoreFiles) -> int:
-    """The pipe that wakes the saver."""
+    """The pipe that wakes the checkpoint writer."""
     with contextlib.suppress(FileExistsError):
         os.mkfifo(files.wake, 0o600)
-    # Read and write: it opens without a saver, and without one nothing is lost.
+    # Read and write: it opens without a checkpoint writer, and without one nothing is lost.
     return os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -3,14 +3,14 @@
     /dev/shm/hetstream-ckpt-<uid>-<job>-<component>-<rank>-<hash of the checkpoint directory>-<token>/
         slot-0 ...       generations, see `segment.py`; a link where shared memory was full
         trainer.lock     locked by the trainer as long as it lives; says who it is
-        saver.lock       locked by the saver as long as it lives
+        writer.lock       locked by the checkpoint writer as long as it lives
         wake             a pipe: a byte for each generation
-        status.json      what the saver has done
+        status.json      what the checkpoint writer has done
         closed           there once the trainer has ended as it should
         reserved         how much memory its slots will take, in bytes, before they do
-        stop             why the trainer is asked to save and to end, from a job's saver
+        stop             why the trainer is asked to save and to end, from a job's checkpoint writer
         directory        id of the checkpoint directory and of the start that it was made for, see `lineage.py`
-        replicas.json    what the saver does about replicas, see `replica/`
+        replicas.json    what the checkpoint writer does about replicas, see `replica/`
         replica-1-0 ...  generations of rank 1, which runs on another host
 
 Python's `multiprocessing.shared_memory` is not used: its resource tracker deletes segments of other processes.
@@ -108,15 +108,15 @@ class Holder(msgspec.Struct, frozen=True):
     directory: str
 
 
-class SaverStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the saver of a store tells its trainer and the next saver.
+class WriterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the checkpoint writer of a store tells its trainer and the next checkpoint writer.
 
     Attributes:
-        pid: of the saver.
+        pid: of the checkpoint writer.
         persisted: newest generation of this store that is on disk.
         persisting: generation that is being written.
-        num_persisted: generations that this saver has written.
-        num_skipped: generations that were replaced in memory before the saver came to them.
+        num_persisted: generations that this checkpoint writer has written.
+        num_skipped: generations that were replaced in memory before the checkpoint writer came to them.
         num_failed: attempts to write that failed.
         error: why the last attempt failed; "" if it did not.
         is_lost: there is no directory to write to any more: who waits for the disk waits in vain.
@@ -218,7 +218,7 @@ class StoreFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trainer_lock = path / "trainer.lock"
-        self.saver_lock = path / "saver.lock"
+        self.writer_lock = path / "writer.lock"
         self.wake = path / "wake"
         self.status = path / "status.json"
         self.closed = path / "closed"
@@ -240,7 +240,7 @@ class StoreFiles:
         return _newest_first(self.slots())
 
     def has_unsaved(self) -> bool:
-        """Whether the newest generation is newer than all that savers have reported as being on disk."""
+        """Whether the newest generation is newer than all that checkpoint writers have reported as being on disk."""
         status, newest = self.read_status(), next(iter(self.complete()), None)
         persisted = status.persisted if status else None
         return newest is not None and (persisted is None or persisted < newest.header.generation)
@@ -309,15 +309,16 @@ class StoreFiles:
             job, component, rank = match.group(2, 3, 4) if match else ("", "0", "0")
             return Holder(0, "", job, int(component), int(rank), "")
 
-    def read_status(self) -> SaverStatus | None:
-        """What the saver last said; None before it has."""
+    def read_status(self) -> WriterStatus | None:
+        """What the checkpoint writer last said; None before it has."""
         try:
-            return typed_json.decode(self.status.read_bytes(), SaverStatus)
+            return typed_json.decode(self.status.read_bytes(), WriterStatus)
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def write_status(self, status: SaverStatus) -> None:
-        """Replace what the saver says; readers see the old or the new, or nothing for an instant in full memory.
+    def write_status(self, status: WriterStatus) -> None:
+        """Replace what the checkpoint writer says; readers see the old or the new, or nothing for an instant in full
+        memory.
 
         Raises:
             OSError: there is no room.
@@ -359,16 +360,16 @@ class StoreFiles:
             file.truncate()
 
     def read_replica_order(self) -> Order | None:
-        """What the saver is to do about replicas; None: nothing."""
+        """What the checkpoint writer is to do about replicas; None: nothing."""
         try:
             return typed_json.decode(self.replica_order.read_bytes(), Order)
         except (OSError, msgspec.MsgspecError):
             return None
 
     def stop_reason(self) -> str:
-        """Why a job's saver asks the trainer to save and to end; "" while it does not. Cheap: once for each step."""
+        """Why a job's writer asks the trainer to save and to end; "" while it does not. Cheap: once for each step."""
         try:
-            return self.stop.read_text(errors="replace") or "asked by the job's saver"
+            return self.stop.read_text(errors="replace") or "asked by the job's checkpoint writer"
         except OSError:
             return ""
 
@@ -390,9 +391,9 @@ class StoreFiles:
         """Whether a process holds the store as its trainer."""
         return is_locked(self.trainer_lock)
 
-    def is_saver_alive(self) -> bool:
-        """Whether a process holds the store as its saver."""
-        return is_locked(self.saver_lock)
+    def is_writer_alive(self) -> bool:
+        """Whether a process holds the store as its checkpoint writer."""
+        return is_locked(self.writer_lock)
 
     def reserve(self, num_bytes: int) -> None:
         """Say how much memory the slots will take all in all, before they are made: others then leave it."""

@@ -1,10 +1,10 @@
 """What a state's checkpoint says beside its tensors: the tree, what each tensor of it is, and whose it is.
 
-The flash side writes a `Record` when it saves and decodes it when it loads; the saver and the formats read it and never
-decode it. A record is one JSON object: the tree (see `tree.py`), in which a tensor is a number; a table that says for
-each number which entry of the layout it is a view of; and the top-level keys that are equal on every rank. Entries come
-in the order in which they lie in the payload, so that they have the same numbers in memory and in a file that holds all
-of them. Pure: no torch, no files.
+The flash side writes a `Record` when it saves and decodes it when it loads; the checkpoint writer and the formats read
+it and never decode it. A record is one JSON object: the tree (see `tree.py`), in which a tensor is a number; a table
+that says for each number which entry of the layout it is a view of; and the top-level keys that are equal on every
+rank. Entries come in the order in which they lie in the payload, so that they have the same numbers in memory and in a
+file that holds all of them. Pure: no torch, no files.
 """
 
 from __future__ import annotations

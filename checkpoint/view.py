@@ -1,7 +1,7 @@
-"""The other side of a store: what the saver, `gc` and tools do with the store of a trainer, living or dead.
+"""The other side of a store: what the checkpoint writer, `gc` and tools do with the store of a trainer, living or dead.
 
-Nothing here changes a generation. A store is removed by who holds its trainer's lock and its saver's lock: nobody lives
-who could use it.
+Nothing here changes a generation. A store is removed by who holds its trainer's lock and its checkpoint writer's lock:
+nobody lives who could use it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from hetstream.checkpoint.store_files import (
     FALLBACK,
     SHARED_MEMORY,
     Holder,
-    SaverStatus,
     SlotContent,
     StoreFiles,
+    WriterStatus,
     list_stores,
     stores_prefix,
 )
 
 _PIPE_BYTES = 1 << 16
-# Whoever looks whether a saver lives holds its lock for a moment.
+# Whoever looks whether a checkpoint writer lives holds its lock for a moment.
 _GRACE_S, _POLL_S = 0.1, 0.002
 
 
 class StoreView:
-    """A store as its saver sees it. A context manager.
+    """A store as its checkpoint writer sees it. A context manager.
 
     Args:
         path: the store's directory.
@@ -50,7 +50,7 @@ class StoreView:
     def __init__(self, path: Path) -> None:
         self.files = StoreFiles(path)
         self.files.check_owner()
-        self._saver_lock: FileLock | None = None
+        self._writer_lock: FileLock | None = None
         self._pipe = -1
 
     @property
@@ -70,7 +70,7 @@ class StoreView:
 
     @property
     def persisted(self) -> Generation | None:
-        """Newest generation that this saver or one before it reported as persisted."""
+        """Newest generation that this checkpoint writer or one before it reported as persisted."""
         status = self.files.read_status()
         return status.persisted if status else None
 
@@ -78,22 +78,24 @@ class StoreView:
         """Whether the trainer's process lives."""
         return self.files.is_trainer_alive()
 
-    def saver_alive(self) -> bool:
-        """Whether this or another process is the store's saver."""
-        return self._saver_lock is not None or self.files.is_saver_alive()
+    def writer_alive(self) -> bool:
+        """Whether this or another process is the store's checkpoint writer."""
+        return self._writer_lock is not None or self.files.is_writer_alive()
 
-    def become_saver(self) -> None:
-        """Be the only saver of the store until `close`.
+    def become_writer(self) -> None:
+        """Be the only checkpoint writer of the store until `close`.
 
         Raises:
             StoreInUse: another process is.
         """
         deadline_s = time.monotonic() + _GRACE_S
-        while self._saver_lock is None:
-            self._saver_lock = self._try_lock(self.files.saver_lock)
-            if self._saver_lock is None:
+        while self._writer_lock is None:
+            self._writer_lock = self._try_lock(self.files.writer_lock)
+            if self._writer_lock is None:
                 if time.monotonic() > deadline_s:
-                    raise StoreInUse(f"{self.path} has a saver that lives: fuser -v {self.files.saver_lock}")
+                    raise StoreInUse(
+                        f"{self.path} has a checkpoint writer that lives: fuser -v {self.files.writer_lock}"
+                    )
                 time.sleep(_POLL_S)
 
     def fileno(self) -> int:
@@ -121,29 +123,29 @@ class StoreView:
         """
         self.files.write_stop_reason(reason)
 
-    def report(self, status: SaverStatus) -> None:
-        """Tell the trainer, and the saver after this one, what has been done."""
+    def report(self, status: WriterStatus) -> None:
+        """Tell the trainer, and the checkpoint writer after this one, what has been done."""
         self.files.write_status(status)
 
     def remove(self) -> bool:
-        """Delete the store and free its memory, unless its trainer or another saver lives: then False."""
+        """Delete the store and free its memory, unless its trainer or another checkpoint writer lives: then False."""
         trainer = self._try_lock(self.files.trainer_lock)
-        saver = self._saver_lock or self._try_lock(self.files.saver_lock)
+        writer = self._writer_lock or self._try_lock(self.files.writer_lock)
         try:
-            if trainer is None or saver is None or not trainer.is_of(self.files.trainer_lock):
+            if trainer is None or writer is None or not trainer.is_of(self.files.trainer_lock):
                 return False
             self.files.delete()
             return True
         finally:
-            for lock in (trainer, saver if saver is not self._saver_lock else None):
+            for lock in (trainer, writer if writer is not self._writer_lock else None):
                 if lock:
                     lock.release()
 
     def close(self) -> None:
-        """Stop being the saver. A second time does nothing."""
-        if self._saver_lock:
-            self._saver_lock.release()
-            self._saver_lock = None
+        """Stop being the checkpoint writer. A second time does nothing."""
+        if self._writer_lock:
+            self._writer_lock.release()
+            self._writer_lock = None
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
@@ -169,7 +171,7 @@ class FoundStore:
         path: its directory.
         holder: who has or had it.
         trainer_alive: whether the trainer lives.
-        saver_alive: whether a saver lives.
+        writer_alive: whether a checkpoint writer lives.
         closed: whether the trainer ended as it should.
         generations: what is in it, newest first.
         persisted: newest generation on disk.
@@ -181,7 +183,7 @@ class FoundStore:
     path: Path
     holder: Holder
     trainer_alive: bool
-    saver_alive: bool
+    writer_alive: bool
     closed: bool
     generations: list[Generation]
     persisted: Generation | None
@@ -213,7 +215,7 @@ def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
                 files.path,
                 files.holder(),
                 files.is_trainer_alive(),
-                files.is_saver_alive(),
+                files.is_writer_alive(),
                 files.closed.exists(),
                 [content.header.generation for content in files.complete()],
                 status.persisted if status else None,

@@ -41,7 +41,7 @@ class WritableSlot:
         self.allocated_s = allocated_s
 
     def publish(self, generation: Generation, metadata: bytes, layout_digest: str) -> None:
-        """Make what was copied the newest generation, and wake the saver.
+        """Make what was copied the newest generation, and wake the checkpoint writer.
 
         Args:
             generation: not older than the newest.

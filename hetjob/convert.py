@@ -165,14 +165,14 @@ def convert(
         components, added = _data_workers(spec, options, worker, partition, cluster)
         changes += added
         master_options = tuple(_master_options(spec, (*worker, *_memory_per_cpu(spec, worker_mb)), options))
-    saver_options: tuple[str, ...] | None = None
+    writer_options: tuple[str, ...] | None = None
     if spec.checkpoint is not None:
         more, added = checkpoint_overrides(spec, SbatchOptions((*options.items, *overrides)))
         # Of two with one name the checkpoint's is the last word: it was made from the other.
         replaced = {option.name for option in more}
         overrides = [*(option for option in overrides if option.name not in replaced), *more]
         changes += added
-        saver_options = (f"--checkpoint={spec.checkpoint}",)
+        writer_options = (f"--checkpoint={spec.checkpoint}",)
     overridden = {option.name for option in overrides}
     own = _of_trainer(spec)
     of_trainer = [option for option in outside if option.name in own - overridden]
@@ -182,7 +182,7 @@ def convert(
         components=(Component(0, "trainer", (*plain_words(of_trainer), *words_of(overrides))), *components),
         changes=tuple(changes),
         master_options=master_options,
-        saver_options=saver_options,
+        writer_options=writer_options,
         sbatch_options=(*plain_words(of_job), *words_of(item for item in overrides if item.name in names)),
     )
 

@@ -5,7 +5,7 @@ against the memory of the job that writes them: without more memory in the reque
 
 No `--signal` is added. Slurm gives `--signal=B:...` to the batch shell alone, which ends of it, or holds a trap back
 until its `srun` has ended; without `B:` every process of every step gets it, and the user's helper processes end of it.
-The savers know when the job ends and need no signal (`slurm_plugin/cli/ckpt_saver.py`).
+The checkpoint writers know when the job ends and need no signal (`slurm_plugin/cli/ckpt_writer.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def checkpoint_overrides(spec: JobSpec, options: SbatchOptions) -> tuple[list[Sb
         changes.append(Change("trainer: --requeue", "after a node fails, the job starts again from its checkpoint"))
     changes.append(
         Change(
-            "a line before the first command starts the checkpoint savers, a step of its own on each node",
+            "a line before the first command starts the checkpoint writers, a step of its own on each node",
             f"--checkpoint={spec.checkpoint}: they outlive a trainer that crashes, and write its last state to disk",
         )
     )

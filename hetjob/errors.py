@@ -5,7 +5,7 @@ HetstreamError
 │   ├── DirectiveError       a `#HETSTREAM` line is wrong (with its line number)
 │   └── ConversionError      Slurm cannot do this with a heterogeneous job, one subclass per limit in convert.py
 ├── MasterError              the job master did not start
-├── SaversError              the checkpoint savers of a job did not start
+├── WritersError              the checkpoint writers of a job did not start
 ├── ServiceNotFound          no service of the job that was named
 ├── SiteError                the site daemon does not answer, or says what cannot be trusted
 ├── ProgramNotFound          the user's program, or hetstream's own command, is not there
@@ -27,10 +27,10 @@ __all__ = [
     "DirectiveError",
     "MasterError",
     "ProgramNotFound",
-    "SaversError",
     "ServiceNotFound",
     "SiteError",
     "SlurmCommandError",
+    "WritersError",
 ]
 
 
@@ -46,8 +46,8 @@ class MasterError(HetstreamError):
     """The job master, or the dispatcher that it starts, did not come up."""
 
 
-class SaversError(HetstreamError):
-    """The job's checkpoint savers did not come up."""
+class WritersError(HetstreamError):
+    """The job's checkpoint writers did not come up."""
 
 
 class ServiceNotFound(HetstreamError):

@@ -1,8 +1,9 @@
 """When a job's time limit will end it, and when to say so: early enough that the newest state gets to disk.
 
-Called by the savers of a job, each in a thread. Slurm's own warning, `sbatch --signal`, does not reach trainers: with
-`B:` the batch shell alone gets it, and holds it back until its `srun` has ended; without, every process of every step
-gets it, and those that do not expect it end of it. The time limit can be asked for, and may be raised meanwhile.
+Called by the checkpoint writers of a job, each in a thread. Slurm's own warning, `sbatch --signal`, does not reach
+trainers: with `B:` the batch shell alone gets it, and holds it back until its `srun` has ended; without, every process
+of every step gets it, and those that do not expect it end of it. The time limit can be asked for, and may be raised
+meanwhile.
 """
 
 from __future__ import annotations

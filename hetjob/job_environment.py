@@ -77,14 +77,14 @@ class JobEnvironment:
         return self.directory / "dispatcher"
 
     @property
-    def notebook(self) -> Path:
+    def controller_state_file(self) -> Path:
         """What the elastic controller knows, for a job master that is started again; removed at the end."""
         return self.directory / "elastic.json"
 
     @property
-    def savers(self) -> Path:
-        """Logs of the checkpoint savers, and a file for each that is ready."""
-        return self.directory / "savers"
+    def writers(self) -> Path:
+        """Logs of the checkpoint writers, and a file for each that is ready."""
+        return self.directory / "writers"
 
     @property
     def master_log(self) -> Path:

@@ -40,7 +40,7 @@ class HetPlan:
         components: one (companions or checkpoints only) or two.
         changes: what differs and why, in the order of the script.
         master_options: arguments of `hetstream master start`; None without data workers.
-        saver_options: arguments of `hetstream ckpt start`; None without checkpoints.
+        writer_options: arguments of `hetstream ckpt start`; None without checkpoints.
         sbatch_options: the options for sbatch's command line: those of the user's that are for the whole job, then
             those of `components[0]` that must win over one of them.
     """
@@ -48,5 +48,5 @@ class HetPlan:
     components: tuple[Component, ...]
     changes: tuple[Change, ...]
     master_options: tuple[str, ...] | None
-    saver_options: tuple[str, ...] | None = None
+    writer_options: tuple[str, ...] | None = None
     sbatch_options: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Write a plan into the user's script. Called by the command line; pure; never changes a byte that the user wrote.
 
 Everything is added in one block after the last option line: options for the trainer (later ones win in sbatch), the
-data-worker component, and the shell lines that start the job master and the checkpoint savers.
+data-worker component, and the shell lines that start the job master and the checkpoint writers.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def _block(plan: HetPlan, program: Sequence[str]) -> list[str]:
                 "no job master, so no data workers: the trainer loads its own data",
             ),
         ]
-    if plan.saver_options is not None:
+    if plan.writer_options is not None:
         block += [
-            "# Start the checkpoint savers, one on each node. If they cannot start, each trainer starts its own.",
+            "# Start the checkpoint writers, one on each node. If they cannot start, each trainer starts its own.",
             *_start(
-                (*program, "ckpt", "start", *plan.saver_options),
-                "no checkpoint savers of the job: each trainer starts its own",
+                (*program, "ckpt", "start", *plan.writer_options),
+                "no checkpoint writers of the job: each trainer starts its own",
             ),
         ]
     return [*block, _END]

@@ -78,7 +78,9 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "trainer-cpus": DirectiveOption(
         "N", "CPUs that each trainer task keeps", "2 per GPU of the task, never more than the script asks for"
     ),
-    "checkpoint": DirectiveOption("DIR", "checkpoint directory: the job gets savers of its own on each node", "none"),
+    "checkpoint": DirectiveOption(
+        "DIR", "checkpoint directory: the job gets checkpoint writers of its own on each node", "none"
+    ),
     "checkpoint-size": DirectiveOption(
         "SIZE", "state of one trainer task, rounded up (`8G`)", "required with --checkpoint"
     ),
@@ -108,7 +110,7 @@ class JobSpec:
         data_worker_qos: QOS, or None for the job's.
         data_worker_reservation: reservation, `none` for none, or None for the job's.
         trainer_cpus: CPUs of one trainer task, or None for 2 per GPU.
-        checkpoint: checkpoint directory as written, or None for a job without savers.
+        checkpoint: checkpoint directory as written, or None for a job without checkpoint writers.
         checkpoint_size: what one trainer task saves, as Slurm writes sizes.
         checkpoint_shared: what of it is equal on all ranks, as Slurm writes sizes, or None for nothing.
         checkpoint_replicas: other hosts that keep what one trainer task saves, 0 or 1.

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
         NotEnoughSpace,
         OtherRelease,
         ReplicaError,
-        SaverError,
         SharedMemoryFull,
         StateMismatch,
         StoreInUse,
         UnsupportedState,
+        WriterError,
     )
     from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
     from hetstream.checkpoint.flash.options import CheckpointOptions
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
         DirectiveError,
         MasterError,
         ProgramNotFound,
-        SaversError,
         ServiceNotFound,
         SiteError,
         SlurmCommandError,
+        WritersError,
     )
     from hetstream.mpi_dataworkers.data_state import merge_states
     from hetstream.mpi_dataworkers.errors import (
@@ -138,8 +138,6 @@ __all__ = [
     "RemoteError",
     "ReplicaError",
     "Retention",
-    "SaverError",
-    "SaversError",
     "ServeError",
     "ServiceEnded",
     "ServiceError",
@@ -163,6 +161,8 @@ __all__ = [
     "UnsupportedState",
     "UsageError",
     "Visitation",
+    "WriterError",
+    "WritersError",
     "merge_states",
     "mix",
     "numpy_sample_generator",
@@ -192,7 +192,7 @@ _HOMES = {
         "NotEnoughSpace",
         "OtherRelease",
         "ReplicaError",
-        "SaverError",
+        "WriterError",
         "SharedMemoryFull",
         "StateMismatch",
         "StoreInUse",
@@ -216,7 +216,7 @@ _HOMES = {
         "DirectiveError",
         "MasterError",
         "ProgramNotFound",
-        "SaversError",
+        "WritersError",
         "ServiceNotFound",
         "SiteError",
         "SlurmCommandError",

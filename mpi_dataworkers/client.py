@@ -49,15 +49,15 @@ from hetstream.mpi_dataworkers.messages import (
     Batches,
     BatchFailed,
     CloseEpoch,
-    ConsumerRegistered,
     EndOfShard,
     ErrorPolicy,
     ExtendEpoch,
     Failure,
     LeaseRevoked,
-    LeaveConsumer,
+    LeaveLoader,
     ListedOrder,
     LoaderHeartbeat,
+    LoaderRegistered,
     LoaderStats,
     Membership,
     Message,
@@ -68,7 +68,7 @@ from hetstream.mpi_dataworkers.messages import (
     ProvideDefinition,
     Ranges,
     Refused,
-    RegisterConsumer,
+    RegisterLoader,
     ReportProgress,
     Session,
     ShardOrder,
@@ -119,7 +119,7 @@ class Delivered:
 
 
 @dataclass(frozen=True)
-class MakeItYourself:
+class LocalFallback:
     """No batch will come for this step soon: the loader is to make it in process."""
 
     step: int
@@ -297,7 +297,7 @@ class ClientOptions:
         prepare: builds the batch from its header and frames; runs in the connection's thread, or in the loader's own.
         runs_program: whether `prepare` runs code of the program for this batch, which may hang.
         buffer_bytes: finished batches to hold ahead of the training loop.
-        rails: the ways on which batches may come.
+        transports: the ways on which batches may come.
         compress: ask data workers that come over TCP to compress.
     """
 
@@ -308,7 +308,7 @@ class ClientOptions:
     prepare: Callable[[Batch, Sequence[Buffer]], Any]
     runs_program: Callable[[Batch], bool]
     buffer_bytes: int
-    rails: frozenset[str]
+    transports: frozenset[str]
     compress: bool = False
 
 
@@ -350,7 +350,7 @@ class ServiceClient:
         self._definition = definition
         self._step_size = StepSize()
         identity, name = options.identity, options.name
-        self._registration = RegisterConsumer(
+        self._registration = RegisterLoader(
             job_name=identity.job_name,
             ordinal=name.ordinal,
             rank=identity.rank,
@@ -388,11 +388,11 @@ class ServiceClient:
         self._local = False
         self.stats = LoaderStats()
         self.duplicates_dropped = 0
-        # Batches that came by each rail, also those that were not wanted.
-        self.batches_by_rail: collections.Counter[str] = collections.Counter()
+        # Batches that came by each transport, also those that were not wanted.
+        self.batches_by_transport: collections.Counter[str] = collections.Counter()
         self._connection: Connection
         self._number: int
-        join_service(ConnectionOptions(service, options.rails, options.compress), self, options.buffer_bytes)
+        join_service(ConnectionOptions(service, options.transports, options.compress), self, options.buffer_bytes)
         try:
             self._wait_until_registered()
         except BaseException:
@@ -422,7 +422,7 @@ class ServiceClient:
 
     @property
     def receivers(self) -> list[str]:
-        """Where data workers deliver, the best rail first."""
+        """Where data workers deliver, the best transport first."""
         return self._connection.receivers
 
     @property
@@ -518,7 +518,7 @@ class ServiceClient:
             self._outbox.append(ExtendEpoch(one.session.session_id, pack_steps(first, steps), one.num_steps))
         self._wake()
 
-    def take(self, one: Pass, deadline: float | None) -> Delivered | BatchFailed | MakeItYourself:
+    def take(self, one: Pass, deadline: float | None) -> Delivered | BatchFailed | LocalFallback:
         """Wait for the pass's next step.
 
         Args:
@@ -537,7 +537,7 @@ class ServiceClient:
 
     def take_of(
         self, passes: Sequence[Pass], deadline: float | None
-    ) -> tuple[int, Delivered | BatchFailed | MakeItYourself | Ended]:
+    ) -> tuple[int, Delivered | BatchFailed | LocalFallback | Ended]:
         """Wait for the next step, or the end, of whichever of the passes has it first.
 
         Args:
@@ -562,11 +562,9 @@ class ServiceClient:
             return None
 
         found = self._wait_for(look, passes[0], deadline)
-        return (0, found) if isinstance(found, MakeItYourself) else found
+        return (0, found) if isinstance(found, LocalFallback) else found
 
-    def _wait_for(
-        self, look: Callable[[], _Found | None], one: Pass, deadline: float | None
-    ) -> _Found | MakeItYourself:
+    def _wait_for(self, look: Callable[[], _Found | None], one: Pass, deadline: float | None) -> _Found | LocalFallback:
         """Wait until `look`, called with the lock, finds something, or the pass's next step is to be made here."""
         if self.is_inherited:
             raise ServiceError(
@@ -584,7 +582,7 @@ class ServiceClient:
                 now = time.monotonic()
                 reason = self._reason_to_work_locally(now, started)
                 if reason:
-                    return MakeItYourself(one.buffer.position, reason)
+                    return LocalFallback(one.buffer.position, reason)
             if deadline is not None and now >= deadline:
                 raise TimeoutError
             self._news.wait(_LOOK_AGAIN_S if deadline is None else min(_LOOK_AGAIN_S, deadline - now))
@@ -713,7 +711,7 @@ class ServiceClient:
 
     def leave(self) -> None:
         self._flush()
-        self._send(LeaveConsumer(self.stats))
+        self._send(LeaveLoader(self.stats))
 
     def has_left(self, failure: HetstreamError | None) -> None:
         with self._lock:
@@ -732,12 +730,12 @@ class ServiceClient:
         self._send(self._registration)
 
     def handle(self, message: Message | Reconnected, now: float) -> None:
-        if isinstance(message, ConsumerRegistered):
+        if isinstance(message, LoaderRegistered):
             reach("loader.registered")
         if isinstance(message, Reconnected):
             _log.info("the connection to the dispatcher is back: registering again")
             self._register(now)
-        elif isinstance(message, ConsumerRegistered):
+        elif isinstance(message, LoaderRegistered):
             with self._lock:
                 self._say_all("" if message.need_definition else message.definition_id)
                 self._set_workers(message.num_data_workers, now)
@@ -822,7 +820,7 @@ class ServiceClient:
             self._end_shard(received.header)
             return
         came = received.header.batches if isinstance(received.header, Batches) else [received.header]
-        self.batches_by_rail[received.rail] += len(came)
+        self.batches_by_transport[received.transport] += len(came)
         wanted: list[tuple[Pass, Batch]] = []
         with self._lock:
             for header in came:

@@ -4,8 +4,8 @@ HETSTREAM_SERVICE        file:PATH of the dispatcher's address file
 HETSTREAM_JOB_NAME       name under which the ranks of one program meet (default: from Slurm or torchrun)
 HETSTREAM_BUFFER_BYTES   bytes of finished batches a loader holds ahead of the training loop (default 512 MiB)
 HETSTREAM_CACHE_BYTES    bytes of finished batches a data worker process keeps for loaders that share (default 256 MiB)
-HETSTREAM_TRANSPORT      rails on which batches may come, comma-separated: mpi, shm, ipc, tcp (default: all but mpi)
-HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus metrics (default: nowhere)
+HETSTREAM_TRANSPORT      transports on which batches may come, comma-separated: mpi, shm, ipc, tcp (default: all but
+mpi) HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus metrics (default: nowhere)
 HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leaves out (default: none is written)
 HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what shrinks well (default: none)
 HETSTREAM_HOOK           1 while the start-up hook is active
@@ -63,8 +63,8 @@ _PYTHON_ENVIRONMENT = (
 _HASH_SEED = "PYTHONHASHSEED"
 # The start-up hook of some installation of hetstream, in PYTHONPATH.
 _HOOK_PLACE = os.path.join("mpi_dataworkers", "hook", "path")
-RAILS = ("shm", "ipc", "tcp")
-ALL_RAILS = ("mpi", *RAILS)
+TRANSPORTS = ("shm", "ipc", "tcp")
+ALL_TRANSPORTS = ("mpi", *TRANSPORTS)
 
 
 @dataclass(frozen=True)
@@ -229,14 +229,14 @@ def quarantine_dir_from_environment(environ: Mapping[str, str] = os.environ) -> 
     return environ.get("HETSTREAM_QUARANTINE_DIR") or None
 
 
-def rails_from_environment(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The rails on which a loader takes batches; each data worker uses the best that it can reach."""
-    value = environ.get("HETSTREAM_TRANSPORT") or ",".join(RAILS)
+def transports_from_environment(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The transports on which a loader takes batches; each data worker uses the best that it can reach."""
+    value = environ.get("HETSTREAM_TRANSPORT") or ",".join(TRANSPORTS)
     names = [name.strip() for name in value.split(",")]
-    if unknown := [name for name in names if name not in ALL_RAILS]:
+    if unknown := [name for name in names if name not in ALL_TRANSPORTS]:
         raise ConfigError(
-            f"environment variable HETSTREAM_TRANSPORT={value!r}: {', '.join(map(repr, unknown))} is no rail; "
-            f"the rails are {', '.join(ALL_RAILS)}, and several are separated by commas"
+            f"environment variable HETSTREAM_TRANSPORT={value!r}: {', '.join(map(repr, unknown))} is no transport; "
+            f"the transports are {', '.join(ALL_TRANSPORTS)}, and several are separated by commas"
         )
     return frozenset(names)
 
@@ -258,7 +258,7 @@ def _trainers_of(num_tasks: int, environ: Mapping[str, str]) -> int:
     component 0 are the trainers and have the first ranks, and the others are data workers (docs/mpi.md).
     """
     leaders = _number(environ, "SLURM_NTASKS_HET_GROUP_0")
-    return leaders if leaders is not None and "mpi" in rails_from_environment(environ) else num_tasks
+    return leaders if leaders is not None and "mpi" in transports_from_environment(environ) else num_tasks
 
 
 def identity_from_environment(

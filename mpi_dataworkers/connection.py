@@ -30,7 +30,7 @@ from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.messages import Batches, Message
 from hetstream.mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected, ToLoader
-from hetstream.mpi_dataworkers.transports.rails import open_loader_endpoint
+from hetstream.mpi_dataworkers.transports.choice import open_loader_endpoint
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +47,12 @@ class ConnectionOptions:
 
     Attributes:
         service: address and keys.
-        rails: the ways on which batches may come.
+        transports: the ways on which batches may come.
         compress: ask data workers that come over TCP to compress.
     """
 
     service: ServiceAddress
-    rails: frozenset[str]
+    transports: frozenset[str]
     compress: bool
 
 
@@ -103,7 +103,12 @@ class Connection:
         self.options = options
         self._pid = os.getpid()
         self._endpoint: LoaderEndpoint = open_loader_endpoint(
-            options.service, secrets.token_hex(16), CONNECT_TIMEOUT_S, options.rails, buffer_bytes, options.compress
+            options.service,
+            secrets.token_hex(16),
+            CONNECT_TIMEOUT_S,
+            options.transports,
+            buffer_bytes,
+            options.compress,
         )
         self.last_heard = time.monotonic()
         self._numbers = itertools.count(1)
@@ -125,7 +130,7 @@ class Connection:
 
     @property
     def receivers(self) -> list[str]:
-        """Where data workers deliver, the best rail first."""
+        """Where data workers deliver, the best transport first."""
         return self._endpoint.receivers
 
     def call(self, number: int) -> None:

@@ -22,7 +22,7 @@ class Gatherer:
     """What a data worker has made for one loader and not yet sent, in order.
 
     Args:
-        room: lends memory of so many bytes from which the rail sends without a copy, or None where it has none.
+        room: lends memory of so many bytes from which the transport sends without a copy, or None where it has none.
     """
 
     def __init__(self, room: Callable[[int], memoryview | None] = lambda _: None) -> None:
@@ -49,7 +49,7 @@ class Gatherer:
 
     def _new_parcel(self, buffers: Sequence[Leaf]) -> Parcel:
         num_bytes = max(self._room, GATHER_BYTES)
-        # Large buffers leave from where they lie, and the rail lays them out itself.
+        # Large buffers leave from where they lie, and the transport lays them out itself.
         are_small = all(size_of(buffer) < FUSE_BELOW_BYTES for buffer in buffers)
         return Parcel(num_bytes, self._lend(num_bytes) if are_small else None)
 

@@ -5,9 +5,9 @@ arrival. `codec.py` adds the magic, the protocol version and the frames. Failure
 end of an epoch (by count, in the loader), end of a shard whose length nobody knew (`EndOfShard`) and end of the service
 (`ShutDown`) are different things and no one can be taken for another.
 
-    loader      -> dispatcher   RegisterConsumer ProvideDefinition OpenEpoch ExtendEpoch ReportProgress LoaderHeartbeat
-                                CloseEpoch LeaveConsumer
-    dispatcher  -> loader       ConsumerRegistered NeedDefinition Membership Notice LeaseRevoked StepsLost BatchFailed
+    loader      -> dispatcher   RegisterLoader ProvideDefinition OpenEpoch ExtendEpoch ReportProgress LoaderHeartbeat
+                                CloseEpoch LeaveLoader
+    dispatcher  -> loader       LoaderRegistered NeedDefinition Membership Notice LeaseRevoked StepsLost BatchFailed
                                 Alive UnknownPeer Refused ShutDown
     data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FailStep EndOfShard FetchDefinition
                                 Draining LeaveWorker
@@ -189,7 +189,7 @@ class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         epoch: the epoch.
         seed: base of the random state of each sample.
         order: which samples each step has.
-        receivers: addresses at which the loader takes batches, the best rail first.
+        receivers: addresses at which the loader takes batches, the best transport first.
         sharing: with whom it shares its batches, or None.
         kept_together: its leases go to one data worker for as long as that is there (a shard).
         at_most_once: what a lost data worker held is not leased again.
@@ -243,7 +243,7 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # --- loader -> dispatcher -------------------------------------------------------------------------------------------
 
 
-class RegisterConsumer(Message, frozen=True):
+class RegisterLoader(Message, frozen=True):
     """A loader introduces itself.
 
     `ordinal`, `occurrence`, `place`, `made_at` and `divides` are as in `naming.LoaderName`.
@@ -352,7 +352,7 @@ class CloseEpoch(Message, frozen=True):
     stats: LoaderStats
 
 
-class LeaveConsumer(Message, frozen=True):
+class LeaveLoader(Message, frozen=True):
     """The loader was closed."""
 
     stats: LoaderStats
@@ -361,8 +361,8 @@ class LeaveConsumer(Message, frozen=True):
 # --- dispatcher -> loader -------------------------------------------------------------------------------------------
 
 
-class ConsumerRegistered(Message, frozen=True):
-    """Answer to `RegisterConsumer`; the definition is sent once, by the first loader that has it.
+class LoaderRegistered(Message, frozen=True):
+    """Answer to `RegisterLoader`; the definition is sent once, by the first loader that has it.
 
     `definition_id` is the one of that registration: the loader may have come to another one since.
     """
@@ -822,14 +822,14 @@ class Status(Message, frozen=True):
 
 
 LoaderToDispatcher = (
-    RegisterConsumer
+    RegisterLoader
     | ProvideDefinition
     | OpenEpoch
     | ExtendEpoch
     | ReportProgress
     | LoaderHeartbeat
     | CloseEpoch
-    | LeaveConsumer
+    | LeaveLoader
 )
 WorkerToDispatcher = (
     RegisterWorker
@@ -844,7 +844,7 @@ WorkerToDispatcher = (
 )
 ToDispatcher = LoaderToDispatcher | WorkerToDispatcher | RequestStatus | SteerDataWorkers
 DispatcherToLoader = (
-    ConsumerRegistered
+    LoaderRegistered
     | NeedDefinition
     | Membership
     | Notice

@@ -36,7 +36,6 @@ from hetstream.mpi_dataworkers.children import (
     fork_child,
     is_signalled,
 )
-from hetstream.mpi_dataworkers.ending import Ending
 from hetstream.mpi_dataworkers.errors import ServiceEnded
 from hetstream.mpi_dataworkers.exchange import Exchange
 from hetstream.mpi_dataworkers.fork_server import ForkServers
@@ -44,6 +43,7 @@ from hetstream.mpi_dataworkers.loaded import LoadedProgram
 from hetstream.mpi_dataworkers.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.messages import Fate
 from hetstream.mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
+from hetstream.mpi_dataworkers.shutdown import ShutdownDeadlines
 from hetstream.mpi_dataworkers.watch import Answer, StackFile, Work, WorkPage, count_oom_kills, fate_of, how_it_ended
 from hetstream.mpi_dataworkers.worker import CONNECT_TIMEOUT_S, DataWorker
 
@@ -147,7 +147,7 @@ class _Supervisor:
         self._fork_servers = ForkServers(exchange, self._leave, self._be_data_worker)
         self._forks_anew = False
         self._stopping = False
-        self._ending = Ending()
+        self._ending = ShutdownDeadlines()
         self._early_deaths = 0
         self._failed = False
         self._oom_kills = count_oom_kills()
@@ -203,7 +203,7 @@ class _Supervisor:
 
     def _stop(self) -> None:
         if not self._stopping:
-            self._ending = Ending(time.monotonic())
+            self._ending = ShutdownDeadlines(time.monotonic())
         self._stopping = True
         for pid, child in self._children.items():
             child.page.ending = self._ending

@@ -18,10 +18,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetstream.mpi_dataworkers.ending import Ending
 from hetstream.mpi_dataworkers.errors import DataWorkerDied
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.messages import Failure, Fate
+from hetstream.mpi_dataworkers.shutdown import ShutdownDeadlines
 from hetstream.mpi_dataworkers.threads import MAX_THREADS
 
 # Steps begun, limit, token, step, session id; for each thread since when (0: no user code runs) and which sample; when
@@ -107,13 +107,13 @@ class WorkPage:
         _SINCE.pack_into(self._page, _PAGE.size + thread * _THREAD.size, 0.0)
 
     @property
-    def ending(self) -> Ending:
+    def ending(self) -> ShutdownDeadlines:
         """Until when the process may do what; written by its supervisor before it signals it."""
         (told_at,) = _TOLD.unpack_from(self._page, _TOLD_AT)
-        return Ending(told_at) if told_at else Ending()
+        return ShutdownDeadlines(told_at) if told_at else ShutdownDeadlines()
 
     @ending.setter
-    def ending(self, ending: Ending) -> None:
+    def ending(self, ending: ShutdownDeadlines) -> None:
         _TOLD.pack_into(self._page, _TOLD_AT, ending.told_at)
 
     def ask_for_another(self) -> None:

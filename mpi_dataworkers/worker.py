@@ -90,7 +90,7 @@ from hetstream.mpi_dataworkers.ops.tree import flatten
 from hetstream.mpi_dataworkers.sharding import Indices, SampleSeeds
 from hetstream.mpi_dataworkers.threads import ThreadTeam
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, Reconnected, WorkerEndpoint
-from hetstream.mpi_dataworkers.transports.rails import RailSender, Receivers
+from hetstream.mpi_dataworkers.transports.choice import Receivers, TransportSender
 from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
 from hetstream.mpi_dataworkers.watch import WorkPage
 
@@ -103,7 +103,7 @@ GIVE_UP_S = 60.0
 _HELD_UP_S = 2.0
 # A silent dispatcher may have come to its end; the address file says so.
 _ASK_FILE_S = 2.0
-# Time for the last batches to leave at an orderly end; after a signal `ending.py` says until when.
+# Time for the last batches to leave at an orderly end; after a signal `shutdown.py` says until when.
 _LINGER_S = 2.0
 # Who waits for a definition looks this often whether it is still to have it.
 _LOOK_AGAIN_S = 0.5
@@ -186,7 +186,7 @@ class DataWorker:
         self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None
         self._said_one_thread = False
         self._endpoint: WorkerEndpoint = ZmqWorkerEndpoint(service, worker_id, CONNECT_TIMEOUT_S, has_ended)
-        self._sender = RailSender(service.batch_key, worker_id, over_mpi)
+        self._sender = TransportSender(service.batch_key, worker_id, over_mpi)
         self._has_ended = has_ended
         self._lock = threading.Lock()
         self._number = 0

@@ -1,8 +1,8 @@
 """A training job with flash checkpoints on Slurm, to be killed and requeued, and the truth to compare it with.
 
 Used by `benchmarks.ckpt_requeue`, `benchmarks.ckpt_migrate` and the tests in `tests/cluster`. The job is a converted
-script: trainer (`ckpt_train.py`), savers, data worker and job master are its steps. The script starts the trainer again
-when it dies, as scripts do.
+script: trainer (`ckpt_train.py`), checkpoint writers, data worker and job master are its steps. The script starts the
+trainer again when it dies, as scripts do.
 """
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ class CheckpointJob:
         """SIGKILL of the trainer, as from the out-of-memory killer."""
         os.kill(self._only(self.trainers()), signal.SIGKILL)
 
-    def kill_saver(self) -> None:
-        """SIGKILL of the job's saver."""
-        os.kill(self._only(self.savers()), signal.SIGKILL)
+    def kill_writer(self) -> None:
+        """SIGKILL of the job's checkpoint writer."""
+        os.kill(self._only(self.writers()), signal.SIGKILL)
 
     def requeue(self) -> list[str]:
         """`scontrol requeue`, as after a preemption, and a start at once.
@@ -208,9 +208,9 @@ class CheckpointJob:
         """Process ids of the trainer."""
         return [pid for pid, argv in self.processes().items() if str(PROGRAM) in argv and argv[0] != "srun"]
 
-    def savers(self) -> list[int]:
-        """Process ids of the job's savers."""
-        return [pid for pid, argv in self.processes().items() if argv[-2:] == ["ckpt", "saver"] and argv[0] != "srun"]
+    def writers(self) -> list[int]:
+        """Process ids of the job's checkpoint writers."""
+        return [pid for pid, argv in self.processes().items() if argv[-2:] == ["ckpt", "writer"] and argv[0] != "srun"]
 
     def processes(self) -> dict[int, list[str]]:
         """Everything that runs in the job, by process id: its command line."""

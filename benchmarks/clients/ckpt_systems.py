@@ -106,7 +106,7 @@ def wait_for_memory() -> None:
 
 
 class Hetstream:
-    """FlashCheckpointer with its saver."""
+    """FlashCheckpointer with its checkpoint writer."""
 
     def __init__(self, folder: Path, state: State) -> None:
         from hetstream import FlashCheckpointer, Retention
@@ -121,7 +121,7 @@ class Hetstream:
             raise RuntimeError("hetstream: the save did not take place: there is too little shared memory")
 
     def is_done(self) -> bool:
-        """Look into the saver's report."""
+        """Look into the checkpoint writer's report."""
         stats = self.checkpointer.stats()
         return stats.persisted == stats.saved
 
@@ -131,11 +131,11 @@ class Hetstream:
             raise RuntimeError(f"hetstream: not on disk after 300 s: {self.checkpointer.stats()}")
 
     def close(self) -> None:
-        """Take memory, saver and files away."""
+        """Take memory, checkpoint writer and files away."""
         self.checkpointer.close()
 
     def helpers(self) -> list[int]:
-        """The saver."""
+        """The checkpoint writer."""
         return descendants()
 
 
@@ -196,7 +196,7 @@ class RawWriter:
         os.nice(19)
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text("19")
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # as the saver does
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # as the checkpoint writer does
         while channel.recv(1):
             write_raw(path, memoryview(self._memory), direct=True)
             path.unlink()

@@ -1,4 +1,4 @@
-"""hetstream as a user runs it: `hetstream dispatcher`, `hetstream worker` and the loader, on the rail of argument 1."""
+"""hetstream as a user runs it: `hetstream dispatcher`, `hetstream worker` and the loader, on the transport of argument 1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetstream import DataLoader
 def main() -> None:
     """Measure every case of the request."""
     request = read_request()
-    rail = os.environ["HETSTREAM_TRANSPORT"] = sys.argv[1]
+    transport = os.environ["HETSTREAM_TRANSPORT"] = sys.argv[1]
     torch.set_num_threads(1)
     with running(processes=1, cores={request.producer_core}) as service:
         for number, (case, options) in enumerate(request.cases.items()):
@@ -24,8 +24,8 @@ def main() -> None:
             loader = DataLoader(**arguments, seed=0, service=service, job_name=f"transport-{number}")  # type: ignore[arg-type]
             with streaming(loader, processes=1) as batches:
                 measure(case, options["shape"], batches, lambda batch: batch.numpy(), request)
-                if set(loader.stats()["transport"]) != {rail}:
-                    raise RuntimeError(f"not all batches came by {rail}: {loader.stats()['transport']}")
+                if set(loader.stats()["transport"]) != {transport}:
+                    raise RuntimeError(f"not all batches came by {transport}: {loader.stats()['transport']}")
 
 
 if __name__ == "__main__":

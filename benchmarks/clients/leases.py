@@ -23,16 +23,16 @@ from hetstream.mpi_dataworkers.address import ServiceAddress, parse_service, rea
 from hetstream.mpi_dataworkers.codec import decode, encode
 from hetstream.mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER, TARGET_LEASE_S
 from hetstream.mpi_dataworkers.messages import (
-    ConsumerRegistered,
     FinishLease,
     GrantLease,
+    LoaderRegistered,
     LoaderStats,
     OpenEpoch,
     PlannedOrder,
     Program,
     ProvideDefinition,
     Refused,
-    RegisterConsumer,
+    RegisterLoader,
     RegisterWorker,
     ReportProgress,
     Session,
@@ -90,7 +90,7 @@ class Crowd:
             self._poller.register(socket, zmq.POLLIN)
         for worker in self._workers:
             worker.send(encode(RegisterWorker("host", os.getpid(), "", [])))
-        self._loader.send(encode(RegisterConsumer("job", 0, 0, 1, "host", os.getpid(), "d", {})))
+        self._loader.send(encode(RegisterLoader("job", 0, 0, 1, "host", os.getpid(), "d", {})))
 
     def turn(self) -> None:
         """Answer what has come."""
@@ -118,7 +118,7 @@ class Crowd:
             while self._consumed in self._ahead:
                 self._ahead.remove(self._consumed)
                 self._consumed += 1
-        elif isinstance(message, ConsumerRegistered):
+        elif isinstance(message, LoaderRegistered):
             if message.need_definition:
                 socket.send(encode(ProvideDefinition("d", Program("/", []), b"", b"")))
             order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)

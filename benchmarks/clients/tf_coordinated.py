@@ -30,7 +30,7 @@ def main() -> None:
         return tf.cast(tf.searchsorted(tf.constant(BOUNDARIES), [tf.shape(text)[0]], side="right")[0], tf.int64)
 
     def batches(window: Any) -> Any:
-        # A round is one batch of each consumer, padded alike; a window that does not fill one is left out.
+        # A round is one batch of each loader, padded alike; a window that does not fill one is left out.
         texts_and_lengths = window.map(lambda text: (text, tf.shape(text)[0]))
         rounds = texts_and_lengths.padded_batch(BATCH_SIZE * WORLD_SIZE, drop_remainder=True)
         return rounds.flat_map(

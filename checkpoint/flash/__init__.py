@@ -1,1 +1,1 @@
-"""The side of the flash checkpoint that knows torch: what a program calls. The saver never imports it."""
+"""The side of the flash checkpoint that knows torch: what a program calls. The checkpoint writer never imports it."""

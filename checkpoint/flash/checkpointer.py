@@ -1,11 +1,12 @@
 """`FlashCheckpointer`: a training program's one object for saving and restoring.
 
 A save takes the state apart, copies its tensors into a slot of the rank's store and publishes it; that is all that the
-program waits for. The saver, another process, brings it to disk. Ranks talk when they start, when they restore, and
-about once a second when they ask whether to save; never while they save. What is here is the order of things; what each
+program waits for. The checkpoint writer, another process, brings it to disk. Ranks talk when they start, when they
+restore, and about once a second when they ask whether to save; never while they save. What is here is the order of
+things; what each
 module does: `capture.py`, `tensors.py` and `copy_plan.py` take apart, `saving.py`, `slots.py` and `device.py` copy,
-`saver_link.py` has a saver, `newest.py`, `restoring.py`, `source.py` and `restore.py` bring back, `timing.py` says when
-to save, `tenure.py`, `handover.py` and `watch.py` let another job go on.
+`writer_link.py` has a checkpoint writer, `newest.py`, `restoring.py`, `source.py` and `restore.py` bring back,
+`timing.py` says when to save, `directory_ownership.py`, `handover.py` and `watch.py` let another job go on.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ import torch
 
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.checkpoint.adoption import newest_attempt
-from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_savers, takes_over
+from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_writers, takes_over
 from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.capture import RNG, Capture
+from hetstream.checkpoint.flash.directory_ownership import DirectoryOwnership
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
 from hetstream.checkpoint.flash.handover import DirectoryAcquisition
 from hetstream.checkpoint.flash.host import find_host
 from hetstream.checkpoint.flash.newest import Newest
 from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
 from hetstream.checkpoint.flash.restoring import LoadedCheckpoint, Wish, load_from, restore_from
-from hetstream.checkpoint.flash.saver_link import SaverLink
 from hetstream.checkpoint.flash.saving import Saving
 from hetstream.checkpoint.flash.slurm_task import task_that_sigterm_ends
 from hetstream.checkpoint.flash.source import Memory
 from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.flash.stop import StopRequest
 from hetstream.checkpoint.flash.tensors import Leaves
-from hetstream.checkpoint.flash.tenure import Tenure
 from hetstream.checkpoint.flash.timing import Timing
 from hetstream.checkpoint.flash.watch import Watch
+from hetstream.checkpoint.flash.writer_link import WriterLink
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.ownership import Identity as JobIdentity
 from hetstream.checkpoint.policy.interval import Adaptive, Every
@@ -113,22 +114,24 @@ class FlashCheckpointer:
         acquisition = DirectoryAcquisition(
             self._directory, identity, keep or Retention(), takes_over(), options.hand_over_timeout_s
         )
-        self._tenure = Tenure(self._directory, self._ranks, acquisition, replica=options.replica)
+        self._directory_ownership = DirectoryOwnership(
+            self._directory, self._ranks, acquisition, replica=options.replica
+        )
         self._watch = Watch(self._directory, self._ranks, self._asked_here)
         whose = Identity(job, component, self._ranks.rank, self._directory.path)
         with contextlib.ExitStack() as undo:
-            self._tenure.begin(newest_attempt(whose, (options.shared_memory.absolute(), self._fallback)))
+            self._directory_ownership.begin(newest_attempt(whose, (options.shared_memory.absolute(), self._fallback)))
             undo.callback(self._directory.release)
-            lineage = self._tenure.lineage
+            lineage = self._directory_ownership.lineage
             self._store = self._open_store(dataclasses.replace(whose, lineage=lineage))
             undo.callback(self._store.close)
             self._store.on_renewed = self._on_renewed
-            self._tenure.settle(self._store)
+            self._directory_ownership.settle(self._store)
             self._host = find_host(self._ranks, self._store, self._directory.path)
-            if self._tenure.attempt:
-                self._replicas = self._tenure.arrange_replicas(self._store)
-            self._saver = SaverLink(self._store, self._directory.path)
-            self._saver.start(job_has_saver=job_has_savers())
+            if self._directory_ownership.attempt:
+                self._replicas = self._directory_ownership.arrange_replicas(self._store)
+            self._writer = WriterLink(self._store, self._directory.path)
+            self._writer.start(job_has_writer=job_has_writers())
             undo.pop_all()
         self._capture = Capture(
             tuple(shared),
@@ -156,11 +159,11 @@ class FlashCheckpointer:
             )
 
     def _on_renewed(self) -> None:
-        """Somebody has deleted the store, and it has been made anew: its saver and its peer are told."""
-        self._saver.renew()
+        """Somebody has deleted the store, and it has been made anew: its checkpoint writer and its peer are told."""
+        self._writer.renew()
         if self._replicas:
             with contextlib.suppress(OSError):  # there is no room: then there are no replicas
-                self._replicas.tell_saver()
+                self._replicas.tell_writer()
 
     def _look_ahead(self) -> None:
         """Map and read what an earlier start has left, while the program makes its model."""
@@ -234,8 +237,8 @@ class FlashCheckpointer:
         self._check_owner()
         self._last_step_s = time.time()
         number = checked_step(step)
-        self._saver.tell_errors()
-        generation = Generation(self._tenure.attempt, number)
+        self._writer.tell_errors()
+        generation = Generation(self._directory_ownership.attempt, number)
         if self._last and generation[:2] < self._last[:2]:
             # Before it is noted: what is saved behind it would be taken for what came before it.
             raise OptionsError(f"{generation} is older than {self._last}, which was saved: steps of an attempt grow")
@@ -318,7 +321,7 @@ class FlashCheckpointer:
         if restored.generation and (step is not None or self._is_behind(restored.generation)):
             self._go_back(restored.generation)
         self._timing.begin(restored.step or 0)
-        self._tenure.note_restored(restored.step or 0)
+        self._directory_ownership.note_restored(restored.step or 0)
         with collector.held_off():
             # Last, as it goes on in a thread, and each look at a file would wait for that.
             self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
@@ -338,7 +341,7 @@ class FlashCheckpointer:
         step = None if step is None else checked_step(step)
         self.fence()
         loaded = load_from(self._newest(), Wish(step, allow_pickle=self._options.allow_pickle))
-        self._tenure.note_restored(loaded.step if loaded else 0)
+        self._directory_ownership.note_restored(loaded.step if loaded else 0)
         return loaded
 
     def all_steps(self) -> list[int]:
@@ -350,13 +353,15 @@ class FlashCheckpointer:
 
     def _newest(self) -> Newest:
         self._store.renew_if_deleted()
-        if not self._tenure.attempt:
-            self._tenure.take_over(self._store)
-            self._replicas = self._tenure.arrange_replicas(self._store)
-        self._tenure.check_directory()
+        if not self._directory_ownership.attempt:
+            self._directory_ownership.take_over(self._store)
+            self._replicas = self._directory_ownership.arrange_replicas(self._store)
+        self._directory_ownership.check_directory()
         # Other ranks of the host look into this rank's store, which may be another one than at the start.
         self._memory.host = self._host = find_host(self._ranks, self._store, self._directory.path)
-        return Newest(self._ranks, self._directory, self._tenure.lineage, self._memory, self._replicas, self._host)
+        return Newest(
+            self._ranks, self._directory, self._directory_ownership.lineage, self._memory, self._replicas, self._host
+        )
 
     def _is_behind(self, generation: Generation) -> bool:
         """Whether any rank has saved what is newer, in this attempt: not all have it, and steps are made once more."""
@@ -367,8 +372,8 @@ class FlashCheckpointer:
         if self._preparing:
             self._preparing.join()
         has_saved = any(gather(self._ranks, self._last is not None))
-        if self._tenure.go_back(start, self._store, has_saved=has_saved):
-            self._replicas = self._tenure.arrange_replicas(self._store)
+        if self._directory_ownership.go_back(start, self._store, has_saved=has_saved):
+            self._replicas = self._directory_ownership.arrange_replicas(self._store)
         self._last = self._saving.stats.saved = None
 
     # When to save, when to stop
@@ -386,7 +391,7 @@ class FlashCheckpointer:
         if time.monotonic() > self._looked_s + _LOOK_S:
             self._looked_s = time.monotonic()
             self._store.renew_if_deleted()
-            self._saver.tell_errors(between_saves=True)
+            self._writer.tell_errors(between_saves=True)
         is_due = self._timing.is_due(step, self._saving.stats, self._store.status)
         is_due = self._watch.is_asked(step) or is_due
         if is_due:
@@ -395,8 +400,8 @@ class FlashCheckpointer:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal, the job's saver, or a job that goes on in place of this one has asked the program to end.
-        A program that looks here ends in its own time, and by then its newest generation is on disk.
+        """Whether a signal, the job's checkpoint writer, or a job that goes on in place of this one has asked the
+        program to end. A program that looks here ends in its own time, and by then its newest generation is on disk.
 
         Of several ranks it is true on all of them after the same step, whichever was asked: look after `should_save`,
         which is where they agree, about once a second. In a program that saves without asking `should_save`, each rank
@@ -423,7 +428,7 @@ class FlashCheckpointer:
         """How it goes."""
         return self._saving.stats.told(
             self._store.status() if self._is_open else None,
-            saver_alive=self._is_open and self._store.is_saver_alive(),
+            writer_alive=self._is_open and self._store.is_writer_alive(),
             interval=self._timing.reason,
         )
 
@@ -436,7 +441,7 @@ class FlashCheckpointer:
         self._check_open()
         self.fence()
         wanted = self._saving.stats.saved
-        return wanted is None or self._saver.wait_for(wanted, timeout_s)
+        return wanted is None or self._writer.wait_for(wanted, timeout_s)
 
     def close(self, *, keep_memory: bool = False) -> None:
         """Bring the newest generation to disk and leave nothing behind. A second time, and in a forked child, nothing.
@@ -457,14 +462,14 @@ class FlashCheckpointer:
             self.fence()
         except Exception as error:  # noqa: BLE001, of the copy's thread: the store is closed all the same
             _log.error("the last save_async is given up: %s", error)
-        self._tenure.withdraw()
-        is_owner = self._tenure.attempt > 0 and not self._watch.hands_over
-        saved, taker = self._saving.stats.saved, self._watch.taker
-        if taker and saved and not keep_memory:
+        self._directory_ownership.withdraw()
+        is_owner = self._directory_ownership.attempt > 0 and not self._watch.hands_over
+        saved, successor = self._saving.stats.saved, self._watch.successor
+        if successor and saved and not keep_memory:
             timeout_s = self._options.close_timeout_s or self._options.hand_over_timeout_s
-            self._tenure.hand_over(taker, saved, self._last_step_s, timeout_s, self._saver.has_saver)
+            self._directory_ownership.hand_over(successor, saved, self._last_step_s, timeout_s, self._writer.has_writer)
         self._is_open = False
-        self._saver.end()
+        self._writer.end()
         atexit.unregister(self._at_exit)
         for guard in self._guards:
             guard.remove()
@@ -472,14 +477,14 @@ class FlashCheckpointer:
             self._preparing.join()
         self._saving.forget_slots()
         self._store.renew_if_deleted()
-        if not keep_memory and not self._saver.has_saver():
-            _log.error("the newest generation stays in memory, as there is no saver: %s", self._store.path)
+        if not keep_memory and not self._writer.has_writer():
+            _log.error("the newest generation stays in memory, as there is no checkpoint writer: %s", self._store.path)
             keep_memory = True
-        if saved and not taker and not keep_memory:
-            self._saver.await_job_saver(saved, self._options.close_timeout_s)
+        if saved and not successor and not keep_memory:
+            self._writer.await_job_writer(saved, self._options.close_timeout_s)
         self._store.close(keep=keep_memory, keep_unsaved=True)
-        self._saver.await_end(self._options.close_timeout_s)
-        self._tenure.end()
+        self._writer.await_end(self._options.close_timeout_s)
+        self._directory_ownership.end()
         if is_owner:
             with contextlib.suppress(OSError):
                 self._fallback.rmdir()  # unless it is used, or the user's
@@ -489,13 +494,13 @@ class FlashCheckpointer:
         self.close(keep_memory=hasattr(sys, "last_value") and not isinstance(sys.last_value, KeyboardInterrupt))
 
     def _before_death(self) -> None:
-        """SIGTERM ends the process: the saver is told that the memory may go once it is on disk."""
+        """SIGTERM ends the process: the checkpoint writer is told that the memory may go once it is on disk."""
         if self._is_open:
             with contextlib.suppress(OSError):
                 self._store.mark_closed()
 
     def _check_owner(self) -> None:
-        if not self._tenure.attempt:
+        if not self._directory_ownership.attempt:
             raise OptionsError("restore() or load() comes first in a job that takes over from another")
 
     def _check_open(self) -> None:

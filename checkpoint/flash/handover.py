@@ -1,6 +1,6 @@
 """Seamless migration, from the trainers' side: a job goes on in place of another that trains until this one is ready.
 
-    the taker                                            the owner
+    the successor                                            the owner
     starts, imports, makes its model                     trains
     restore(): asks, and waits for the directory's lock  sees it in should_save, which says True: the last save
                                                          stopping is True; the loop ends; close(): on disk, lock free
@@ -8,8 +8,8 @@
     trains
 
 `DirectoryAcquisition` is how the successor gets the directory, and how every start does; `watch.py` is
-the owner's look at who asks, `tenure.py` what lies between. What they decide is in `policy/handover.py`, the files are
-those of `checkpoint/handover.py`.
+the owner's look at who asks, `directory_ownership.py` what lies between. What they decide is in `policy/handover.py`,
+the files are those of `checkpoint/handover.py`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DirectoryAcquisition:
         until_s = time.monotonic() + _TURN_S
         while True:
             refused = ""
-            other = self._other_taker()
+            other = self._other_successor()
             if not other:
                 try:
                     attempt = self._directory.acquire(self.identity, self._keep, above)
@@ -100,9 +100,9 @@ class DirectoryAcquisition:
             self._claim.withdraw()
         self._claim = None
 
-    def _other_taker(self) -> str:
+    def _other_successor(self) -> str:
         request = living_request(self._directory.path)
-        return str(request.taker) if request and request.taker != self.identity else ""
+        return str(request.successor) if request and request.successor != self.identity else ""
 
     def _waits(self, other: str, refused: str, *, is_ready: bool) -> bool:
         """Do what is to be done about a directory that could not be taken; whether to try again at once."""

@@ -25,7 +25,7 @@ class CheckpointOptions:
 
     Attributes:
         num_slots: generations that fit in memory; each takes the size of the state. With 3 a save never waits for the
-            saver, with 2 it may.
+            checkpoint writer, with 2 it may.
         allow_pickle: pickle what has no other form, and unpickle it: only for checkpoints of one's own.
         stop_signals: what sets `stopping`; for example what `sbatch --signal` sends, beside SIGTERM.
         check_async: compare checksums of all tensors before and after each `save_async`, to find what the program
@@ -33,11 +33,13 @@ class CheckpointOptions:
         shared_memory: where generations are.
         fallback: a directory for generations that do not fit there; None: inside the checkpoint directory.
         format: of the files on disk: `safetensors`, or `torch` for files that torch.load opens as the nested state.
-        replica: each rank's saver keeps the newest generation in the memory of another host too, so that a lost node
+        replica: each rank's checkpoint writer keeps the newest generation in the memory of another host too, so that a
+        lost node
             costs no step. Takes the memory of two more slots for each rank that a host keeps replicas of. On every rank
             or on none.
-        close_timeout_s: how long `close` waits for the saver to bring the newest generation to disk; None: until it is,
-            and for a job's saver, which outlives the program, a minute.
+        close_timeout_s: how long `close` waits for the checkpoint writer to bring the newest generation to disk; None:
+        until it is,
+            and for a job's checkpoint writer, which outlives the program, a minute.
         hand_over_timeout_s: how long a job that takes over from another waits for it, once it has asked.
     """
 
@@ -85,7 +87,8 @@ def _is_number(value: Any) -> bool:
 
 
 def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: Any, taken: str) -> None:
-    """Refuse what a checkpointer cannot be made with, all at once; a wrong one would show only in the saver.
+    """Refuse what a checkpointer cannot be made with, all at once; a wrong one would show only in the checkpoint
+    writer.
 
     Args:
         shared: of `FlashCheckpointer`.

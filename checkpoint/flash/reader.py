@@ -1,7 +1,8 @@
 """`CheckpointReader`: what an evaluation, or any program that does not train, reads checkpoints with.
 
-It takes no lock, writes nothing, has no memory of its own and no saver, so it can run beside the training whose
-checkpoints it reads, as another user, on any number of ranks, and where the directory cannot be written to. Nothing
+It takes no lock, writes nothing, has no memory of its own and no checkpoint writer, so it can run beside the training
+whose checkpoints it reads, as another user, on any number of ranks, and where the directory cannot be written to.
+Nothing
 that it reads is kept from retention: a checkpoint that is removed meanwhile is not used, not even a part of it.
 """
 

@@ -1,11 +1,11 @@
-"""How a program's saves go: `saving.py` counts, `FlashCheckpointer.stats` gives a copy with what the saver says."""
+"""How a program's saves go: `saving.py` counts, `FlashCheckpointer.stats` gives a copy with what the writer says."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.store_files import SaverStatus
+from hetstream.checkpoint.store_files import WriterStatus
 
 
 @dataclass
@@ -22,12 +22,12 @@ class CheckpointStats:
         num_bytes: size of the last generation.
         saved: newest generation in memory.
         persisted: newest generation on disk, committed.
-        num_persisted: generations that the saver has written.
-        num_skipped: generations that were replaced in memory before the saver came to them.
-        persist_s: how long the saver took for the last one.
-        saver_pid: of the saver that said all this; 0 before there was one.
-        saver_alive: whether somebody brings generations to disk.
-        saver_error: why the saver's last try failed; "" if it did not.
+        num_persisted: generations that the checkpoint writer has written.
+        num_skipped: generations that were replaced in memory before the checkpoint writer came to them.
+        persist_s: how long the checkpoint writer took for the last one.
+        writer_pid: of the checkpoint writer that said all this; 0 before there was one.
+        writer_alive: whether somebody brings generations to disk.
+        writer_error: why the checkpoint writer's last try failed; "" if it did not.
         replicated: newest generation that another host keeps.
         replica_error: why the last one did not get there; "" if it did.
         interval: what `should_save` goes by, in words.
@@ -45,31 +45,31 @@ class CheckpointStats:
     num_persisted: int = 0
     num_skipped: int = 0
     persist_s: float = 0.0
-    saver_pid: int = 0
-    saver_alive: bool = False
-    saver_error: str = ""
+    writer_pid: int = 0
+    writer_alive: bool = False
+    writer_error: str = ""
     replicated: Generation | None = None
     replica_error: str = ""
     interval: str = ""
 
-    def told(self, status: SaverStatus | None, *, saver_alive: bool, interval: str) -> CheckpointStats:
-        """A copy, with what the saver says.
+    def told(self, status: WriterStatus | None, *, writer_alive: bool, interval: str) -> CheckpointStats:
+        """A copy, with what the checkpoint writer says.
 
         Args:
             status: None: it has said nothing yet.
-            saver_alive: see `CheckpointStats`.
+            writer_alive: see `CheckpointStats`.
             interval: see `CheckpointStats`.
         """
-        status = status or SaverStatus(pid=0)
+        status = status or WriterStatus(pid=0)
         return replace(
             self,
             persisted=status.persisted,
             num_persisted=status.num_persisted,
             num_skipped=status.num_skipped,
             persist_s=status.persist_s,
-            saver_pid=status.pid,
-            saver_alive=saver_alive,
-            saver_error=status.error,
+            writer_pid=status.pid,
+            writer_alive=writer_alive,
+            writer_error=status.error,
             replicated=status.replicated,
             replica_error=status.replica_error,
             interval=interval,

@@ -14,7 +14,7 @@ from hetstream.checkpoint.flash.distributed import Communicator, gather
 from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree
-from hetstream.checkpoint.store_files import SaverStatus
+from hetstream.checkpoint.store_files import WriterStatus
 
 _log = logging.getLogger(__name__)
 
@@ -54,13 +54,13 @@ class Timing:
         self._schedule = Schedule(self._rule, step, time.monotonic(), history)
         self._due_step = None
 
-    def is_due(self, step: int, stats: CheckpointStats, read_status: Callable[[], SaverStatus | None]) -> bool:
+    def is_due(self, step: int, stats: CheckpointStats, read_status: Callable[[], WriterStatus | None]) -> bool:
         """Whether to save after this step: the same answer on every rank. Every rank asks after each step.
 
         Args:
             step: steps of training that are done.
             stats: of the saves so far.
-            read_status: what the saver says.
+            read_status: what the checkpoint writer says.
         """
         now_s = time.monotonic()
         if self._schedule is None:

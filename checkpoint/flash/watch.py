@@ -1,7 +1,7 @@
 """The look of all ranks whether to end: for a job that goes on in place of this one, or because a rank was asked to.
 
-Called by `FlashCheckpointer.should_save` after each step. A signal, or the word of a host's saver, reaches ranks at
-different steps, and a rank that leaves alone would leave the others in a collective operation for ever.
+Called by `FlashCheckpointer.should_save` after each step. A signal, or the word of a host's checkpoint writer, reaches
+ranks at different steps, and a rank that leaves alone would leave the others in a collective operation for ever.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Watch:
         asked_here: why this rank was asked to end; "" if it was not.
 
     Attributes:
-        taker: to whom to hand over, on rank 0, once somebody asks.
+        successor: to whom to hand over, on rank 0, once somebody asks.
         hands_over: whether another job goes on, on every rank.
         reason: why to stop, on every rank; "" to go on.
         has_looked: the program asks after its steps.
     """
 
     def __init__(self, directory: CheckpointDirectory, ranks: Communicator, asked_here: Callable[[], str]) -> None:
-        self.taker: Identity | None = None
+        self.successor: Identity | None = None
         self.hands_over = False
         self.reason = ""
         self.has_looked = False
@@ -79,8 +79,8 @@ class Watch:
         now_s = time.monotonic()
         if self._ranks.world_size == 1:
             if self._look_s is None or now_s >= self._look_s + _LOOK_S:
-                self._look_s, self.reason = now_s, self._look_for_taker()
-                self.hands_over = self.taker is not None
+                self._look_s, self.reason = now_s, self._look_for_successor()
+                self.hands_over = self.successor is not None
             self.reason = self.reason or self._asked_here()
         elif not self._step <= step < self._step + self._num_steps:
             self._agree(step, now_s)
@@ -90,26 +90,26 @@ class Watch:
         num_steps = 1
         if self._look_s is not None and step > self._step:
             num_steps = steps_until_next(step - self._step, now_s - self._look_s)
-        reason = self._look_for_taker() if self._ranks.rank == 0 else ""
+        reason = self._look_for_successor() if self._ranks.rank == 0 else ""
         asked = self._asked_here()
         asked = asked and f"rank {self._ranks.rank}: {asked}"
-        looks = gather(self._ranks, _Look(reason or asked, self.taker is not None, num_steps))
+        looks = gather(self._ranks, _Look(reason or asked, self.successor is not None, num_steps))
         self._look_s, self._step, self._num_steps = now_s, step, looks[0].num_steps
         self.hands_over = looks[0].hands_over
         self.reason = next((look.reason for look in looks if look.reason), "")
         if self.reason and not self.hands_over:
             _log.info("all ranks are asked to stop after step %d: %s", step, self.reason)
 
-    def _look_for_taker(self) -> str:
+    def _look_for_successor(self) -> str:
         path = self._directory.path
         request: Request | None = read_request(path)
         if request is None:
             return ""
         is_live = living_request(path) is not None
-        found = answer(self._directory.attempt, Asked(request.attempt, str(request.taker), is_live))
+        found = answer(self._directory.attempt, Asked(request.attempt, str(request.successor), is_live))
         if found.hands_over:
             reach("handover.heard")
-            self.taker = request.taker
+            self.successor = request.successor
             _log.info("%s: the next save is the last one here: %s", path, found.reason)
             return found.reason
         if found.reason != self._said:

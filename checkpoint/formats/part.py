@@ -1,4 +1,5 @@
-"""A rank's part of a checkpoint in each of the formats that it may have on disk. Pure; called by the saver and readers.
+"""A rank's part of a checkpoint in each of the formats that it may have on disk. Pure; called by the checkpoint writer
+and readers.
 
 name          suffix         opens with
 safetensors   .safetensors   any safetensors library: the tensors, flat, by their names in the state

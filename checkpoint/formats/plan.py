@@ -1,7 +1,8 @@
-"""What a file will hold, before a byte of it is written. Each format makes one; the saver writes any of them.
+"""What a file will hold, before a byte of it is written. Each format makes one; the checkpoint writer writes any of
+them.
 
-Pure. The payload is named by its place in the record's payload and not copied, so that the saver writes large tensors
-straight from shared memory.
+Pure. The payload is named by its place in the record's payload and not copied, so that the checkpoint writer writes
+large tensors straight from shared memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank's file as `torch.save` would write it: `torch.load(path, weights_only=True)` opens it as the nested state.
 
-Pure, and made without torch: the saver has none. Beside what torch knows, the archive holds the layout and the
-structure, which `torch.load` passes over and a restore reads.
+Pure, and made without torch: the checkpoint writer has none. Beside what torch knows, the archive holds the layout and
+the structure, which `torch.load` passes over and a restore reads.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard
     job = store.holder.job
     if store.trainer_alive:
         return f"its trainer lives, pid {store.holder.pid} on {store.holder.host}"
-    if store.saver_alive:
-        return "its saver lives"
+    if store.writer_alive:
+        return "its checkpoint writer lives"
     if job != NO_JOB and jobs is None:
         return f"Slurm did not say whether job {job} is over"
     if job != NO_JOB and jobs is not None and job in jobs:
@@ -32,7 +32,7 @@ def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard
     newest = store.generations[0] if store.generations else None
     is_unsaved = newest is not None and (store.persisted is None or newest > store.persisted)
     if is_unsaved and not store.is_orphaned and not discard_unsaved:
-        return f"{newest} is in memory alone; `hetstream ckpt saver --once` writes it, --discard-unsaved gives it up"
+        return f"{newest} is in memory alone; `hetstream ckpt writer --once` writes it, --discard-unsaved gives it up"
     return ""
 
 

@@ -1,7 +1,8 @@
 """Who may have a checkpoint directory when a job takes the training of another over: decisions of both sides. Pure.
 
-The job that trains is the owner; the one that was started to go on in its place is the taker. The taker asks only when
-its program is initialised, and the owner stops only for a taker that lives. Called by `checkpoint/flash/handover.py`.
+The job that trains is the owner; the one that was started to go on in its place is the successor. The successor asks
+only when its program is initialised, and the owner stops only for a successor that lives. Called by
+`checkpoint/flash/handover.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ class Asked:
 
     Attributes:
         attempt: the owner that is asked.
-        taker: who asks, in words.
+        successor: who asks, in words.
         is_live: whether who asks still lives.
     """
 
     attempt: int
-    taker: str
+    successor: str
     is_live: bool
 
 
@@ -48,10 +49,10 @@ def answer(attempt: int, asked: Asked | None) -> Answer:
     if asked is None:
         return Answer(False, "nobody asks")
     if asked.attempt != attempt:
-        return Answer(False, f"{asked.taker} asks attempt {asked.attempt}, this is attempt {attempt}")
+        return Answer(False, f"{asked.successor} asks attempt {asked.attempt}, this is attempt {attempt}")
     if not asked.is_live:
-        return Answer(False, f"{asked.taker} asked and has died since, or gave up")
-    return Answer(True, f"hand-over to {asked.taker}")
+        return Answer(False, f"{asked.successor} asked and has died since, or gave up")
+    return Answer(True, f"hand-over to {asked.successor}")
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ class Seen:
         owner_job: Slurm's id of the newest owner's job, without its component; "" if nobody says.
         owner: the newest owner in words.
         owner_attempt: its attempt; 0 if nobody says.
-        other_taker: another living job that has asked for the directory, in words; "" if there is none.
+        other_successor: another living job that has asked for the directory, in words; "" if there is none.
     """
 
     owner_job: str = ""
     owner: str = ""
     owner_attempt: int = 0
-    other_taker: str = ""
+    other_successor: str = ""
 
 
 class Action(Enum):
@@ -110,9 +111,9 @@ class Decision:
 
 def decide(taking: Taking, seen: Seen) -> Decision:
     """What a start does about a directory that it could not take."""
-    if seen.other_taker:
+    if seen.other_successor:
         # Also when it is free: it was handed over to the other one, or its owner died while the other one waited.
-        return Decision(Action.REFUSE, f"it is being handed over to {seen.other_taker}")
+        return Decision(Action.REFUSE, f"it is being handed over to {seen.other_successor}")
     owner = seen.owner or "a process that does not say who it is"
     if not taking.takes_over:
         return Decision(Action.REFUSE, f"it is in use by {owner}")

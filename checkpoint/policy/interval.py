@@ -227,7 +227,7 @@ class Schedule:
         return now_s >= self.now_s + interval_s
 
     def note_persist(self, persist_s: float) -> None:
-        """A generation has got to disk, `persist_s` after the saver took it up."""
+        """A generation has got to disk, `persist_s` after the checkpoint writer took it up."""
         self._persists_s.append(persist_s)
 
     def propose(self, step: int, blocked_s: float, now_s: float, once_s: float = 0.0) -> Decision:

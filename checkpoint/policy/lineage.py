@@ -90,7 +90,7 @@ def is_newest_removed(lineage: Lineage, there: Collection[Generation], known: It
     Args:
         lineage: of the directory.
         there: its committed checkpoints.
-        known: generations that savers have seen committed.
+        known: generations that checkpoint writers have seen committed.
     """
     seen, newest = lineage.newest(known), lineage.newest(there)
     return seen is not None and (newest is None or seen > newest)

@@ -8,14 +8,14 @@ import msgspec
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a trainer tells its saver to do about replicas.
+    """What a trainer tells its checkpoint writer to do about replicas.
 
     Attributes:
         attempt: of the job; its key opens the connections.
         rank: of this trainer.
         host: name under which other hosts reach this one.
-        peer: the rank whose saver keeps this rank's replica; None: there is no other host.
-        serves: ranks whose replicas this rank's saver keeps.
+        peer: the rank whose checkpoint writer keeps this rank's replica; None: there is no other host.
+        serves: ranks whose replicas this rank's checkpoint writer keeps.
     """
 
     attempt: int
@@ -45,6 +45,6 @@ def peer_of(hosts: Sequence[str], rank: int) -> int | None:
 
 
 def order_of(hosts: Sequence[str], rank: int, attempt: int) -> Order:
-    """What one rank's saver is told."""
+    """What one rank's checkpoint writer is told."""
     serves = [other for other in range(len(hosts)) if peer_of(hosts, other) == rank]
     return Order(attempt, rank, hosts[rank], peer_of(hosts, rank), serves)

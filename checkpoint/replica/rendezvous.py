@@ -1,7 +1,7 @@
-"""How savers find each other and know each other: small files in the checkpoint directory, mode 0600.
+"""How checkpoint writers find each other and know each other: small files in the checkpoint directory, mode 0600.
 
     DIR/replicas/key-3              random key of attempt 3; rank 0 writes it before any other rank starts
-    DIR/replicas/rank-00001.json    where the saver of rank 1 listens, and in which attempt
+    DIR/replicas/rank-00001.json    where the checkpoint writer of rank 1 listens, and in which attempt
 
 Who can read the directory is the user who trains; others have no key and get nothing.
 """
@@ -27,7 +27,7 @@ _TRIES = 3
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a saver listens.
+    """Where a checkpoint writer listens.
 
     Attributes:
         attempt: of the job, when it began to.
@@ -50,7 +50,7 @@ def make_key(directory: Path, attempt: int) -> None:
     """
     key = secrets.token_hex(_KEY_BYTES).encode()
     for _ in range(_TRIES):
-        # The last saver of the attempt before may remove the folder meanwhile.
+        # The last checkpoint writer of the attempt before may remove the folder meanwhile.
         with contextlib.suppress(FileNotFoundError), _folder(directory, make=True) as folder:
             for left_over in folder.names():
                 folder.unlink(left_over, missing_ok=True)
@@ -81,7 +81,7 @@ def remove_key(directory: Path, attempt: int) -> None:
 
 
 def publish(directory: Path, endpoint: Endpoint) -> None:
-    """List a saver.
+    """List a checkpoint writer.
 
     Raises:
         OSError: the directory cannot be written to.
@@ -91,14 +91,14 @@ def publish(directory: Path, endpoint: Endpoint) -> None:
 
 
 def withdraw(directory: Path, endpoint: Endpoint) -> None:
-    """Take a saver off the list, unless another has taken its place."""
+    """Take a checkpoint writer off the list, unless another has taken its place."""
     with contextlib.suppress(ForeignOwner):
         is_listed = find(directory, endpoint.rank, endpoint.attempt) == endpoint
         _remove(directory, _endpoint_name(endpoint.rank) if is_listed else None)
 
 
 def find(directory: Path, rank: int, attempt: int) -> Endpoint | None:
-    """Where the saver of a rank listens in this attempt; None while it does not.
+    """Where the checkpoint writer of a rank listens in this attempt; None while it does not.
 
     Raises:
         ForeignOwner: the file is another user's.
@@ -136,7 +136,7 @@ def _remove(directory: Path, name: str | None) -> None:
         if name is not None:
             with root.enter(_FOLDER) as folder:
                 folder.unlink(name, missing_ok=True)
-        os.rmdir(_FOLDER, dir_fd=root.descriptor)  # unless another saver is still listed
+        os.rmdir(_FOLDER, dir_fd=root.descriptor)  # unless another checkpoint writer is still listed
 
 
 def _read_private(directory: Path, name: str) -> bytes | None:

@@ -1,6 +1,8 @@
-"""What a rank's saver does about replicas: it sends its own rank's newest generation to a peer, and keeps others'.
+"""What a rank's checkpoint writer does about replicas: it sends its own rank's newest generation to a peer, and keeps
+others'.
 
-Threads beside the saver's loop: one sends, one accepts, one for each connection. None of them ever holds up a trainer
+Threads beside the checkpoint writer's loop: one sends, one accepts, one for each connection. None of them ever holds up
+a trainer
 or the way to disk: a generation is sent without a lock, and a failure is a line in the status.
 """
 
@@ -34,7 +36,7 @@ _MAX_UNKNOWN = 32
 _IDLE_S = 0.5
 _RETRY_S, _RETRY_LIMIT_S = 1.0, 30.0
 _BACKLOG = 128
-# Savers of a job start at about the same time.
+# Checkpoint writers of a job start at about the same time.
 _START_S = 40.0
 # A sender may wait for a host that does not answer; it changes nothing any more.
 _END_S = 1.0
@@ -46,7 +48,7 @@ class ReplicaService:
     """Serves until `close`.
 
     Args:
-        files: the store of this saver.
+        files: the store of this checkpoint writer.
         directory: of the checkpoints.
         order: what the trainer wants.
         report: told the generation that the peer keeps now, or why it does not. Called in a thread.
@@ -145,7 +147,7 @@ class ReplicaService:
         if endpoint is None:
             if time.monotonic() < self._began_s + _START_S:
                 return  # it has not started yet
-            raise ReplicaError(f"the saver of rank {self.order.peer} is not listed in {self._directory}")
+            raise ReplicaError(f"the checkpoint writer of rank {self.order.peer} is not listed in {self._directory}")
         try:
             segment = Segment.open(newest.path)
         except DamagedSegment:
@@ -168,11 +170,11 @@ class ReplicaService:
             finally:
                 self._channels.discard(channel)
         if reply.error:
-            raise ReplicaError(f"the saver of rank {self.order.peer} on {endpoint.address}: {reply.error}")
+            raise ReplicaError(f"the checkpoint writer of rank {self.order.peer} on {endpoint.address}: {reply.error}")
         self._sent = header.generation
         self._report(self._sent, "")
         _log.info(
-            "rank=%d generation=%s is kept by the saver of rank %d: %d bytes in %.2f s",
+            "rank=%d generation=%s is kept by the checkpoint writer of rank %d: %d bytes in %.2f s",
             self.order.rank,
             self._sent,
             self.order.peer,

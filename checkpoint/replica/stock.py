@@ -1,4 +1,5 @@
-"""Replicas in the store of the rank whose saver keeps them: two slot files for each rank that it keeps them of.
+"""Replicas in the store of the rank whose checkpoint writer keeps them: two slot files for each rank that it keeps them
+of.
 
     STORE/replica-1-0, STORE/replica-1-1    generations of rank 1, as `segment.py` describes them
 

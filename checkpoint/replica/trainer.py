@@ -1,4 +1,4 @@
-"""A trainer's side of replicas: it tells its saver who its peer is, and brings a lost generation back from one."""
+"""A trainer's side of replicas: it tells its writer who its peer is, and brings a lost generation back from one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hetstream.checkpoint.store_files import StoreFiles
 
 _log = logging.getLogger(__name__)
 
-# A job's saver step starts with the job, and not always before its trainers.
+# A job's checkpoint writer step starts with the job, and not always before its trainers.
 _LISTED_TIMEOUT_S = 40.0
 _POLL_S = 0.05
 
@@ -52,10 +52,10 @@ class TrainerReplicas:
         self._order = order_of(hosts, rank, attempt)
         if self._order.peer is None:
             _log.warning("replica=True: all ranks run on host %s, so there is no other to keep replicas", hosts[rank])
-        self.tell_saver()
+        self.tell_writer()
 
-    def tell_saver(self) -> None:
-        """Say in the store what its saver is to do; again when the store has been made anew.
+    def tell_writer(self) -> None:
+        """Say in the store what its checkpoint writer is to do; again when the store has been made anew.
 
         Raises:
             OSError: there is no room.
@@ -84,7 +84,7 @@ class TrainerReplicas:
             try:
                 self._fetch(generation, holder)
             except (HetstreamError, OSError) as error:
-                problems.append(f"the saver of rank {holder}: {error}")
+                problems.append(f"the checkpoint writer of rank {holder}: {error}")
             else:
                 return
         raise NoCheckpoint("; ".join(problems) or "no rank keeps it")
@@ -106,7 +106,7 @@ class TrainerReplicas:
                 check_record(bytes(metadata), self._rank, reply.layout_digest, reply.payload_bytes)
                 slot.publish(generation, bytes(metadata), reply.layout_digest)
         _log.info(
-            "%s came from the saver of rank %d on %s: %d bytes in %.2f s",
+            "%s came from the checkpoint writer of rank %d on %s: %d bytes in %.2f s",
             generation,
             holder,
             endpoint.address,
@@ -126,7 +126,7 @@ class TrainerReplicas:
 
 
 def forget_replicas(store: Path) -> None:
-    """This attempt has no replicas: the saver stops, and what was kept for others is freed."""
+    """This attempt has no replicas: the checkpoint writer stops, and what was kept for others is freed."""
     files = StoreFiles(store)
     files.replica_order.unlink(missing_ok=True)
     for path in files.replicas():

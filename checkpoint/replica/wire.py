@@ -1,4 +1,5 @@
-"""One connection between two savers, or a trainer and a saver: proof of the key, small messages, one record.
+"""One connection between two checkpoint writers, or a trainer and a checkpoint writer: proof of the key, small
+messages, one record.
 
     stranger or peer   magic, nonce            ->
                        <-                         nonce, proof
@@ -50,7 +51,7 @@ T = TypeVar("T")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What is asked of a saver.
+    """What is asked of a checkpoint writer.
 
     Attributes:
         verb: `keep`: a record follows; `give`: send one.
@@ -70,7 +71,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the saver says.
+    """What the checkpoint writer says.
 
     Attributes:
         error: why not; "" if it does.
@@ -100,7 +101,7 @@ class Channel:
 
     @classmethod
     def connect(cls, endpoint: Endpoint, key: bytes) -> Channel:
-        """Connect to a saver and exchange proofs.
+        """Connect to a checkpoint writer and exchange proofs.
 
         Raises:
             ReplicaError: it does not prove the key.
@@ -114,7 +115,7 @@ class Channel:
             channel.send(_MAGIC + mine, _left_s(deadline_s))
             answer = channel.receive(_NONCE_BYTES + _PROOF_BYTES, _left_s(deadline_s))
             theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-            if not hmac.compare_digest(proof, _prove(key, b"saver", receiver, mine, theirs)):
+            if not hmac.compare_digest(proof, _prove(key, b"writer", receiver, mine, theirs)):
                 raise ReplicaError(f"{endpoint.address}:{endpoint.port} does not have the key of this attempt")
             channel.send(_prove(key, b"caller", receiver, mine, theirs), _left_s(deadline_s))
         except BaseException:
@@ -123,14 +124,14 @@ class Channel:
         return channel
 
     def admit(self, key: bytes, attempt: int, rank: int) -> bool:
-        """The saver's side of `connect`: whether the caller has the key. Reads 72 bytes of a stranger, and no more."""
+        """The writer's side of `connect`: whether the caller has the key. Reads 72 bytes of a stranger, and no more."""
         receiver = _receiver(attempt, rank)
         deadline_s = time.monotonic() + _PROOF_TIMEOUT_S
         hello = self.receive(len(_MAGIC) + _NONCE_BYTES, _left_s(deadline_s))
         if not hello.startswith(_MAGIC):
             return False
         theirs, mine = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
-        self.send(mine + _prove(key, b"saver", receiver, theirs, mine), _left_s(deadline_s))
+        self.send(mine + _prove(key, b"writer", receiver, theirs, mine), _left_s(deadline_s))
         proof = self.receive(_PROOF_BYTES, _left_s(deadline_s))
         return hmac.compare_digest(proof, _prove(key, b"caller", receiver, theirs, mine))
 
@@ -260,8 +261,8 @@ def _receiver(attempt: int, rank: int) -> bytes:
     return f"attempt {attempt} rank {rank}".encode()
 
 
-def _prove(key: bytes, role: bytes, receiver: bytes, callers_nonce: bytes, savers_nonce: bytes) -> bytes:
-    text = b"\0".join([b"hetstream replica", role, receiver, callers_nonce, savers_nonce])
+def _prove(key: bytes, role: bytes, receiver: bytes, callers_nonce: bytes, writers_nonce: bytes) -> bytes:
+    text = b"\0".join([b"hetstream replica", role, receiver, callers_nonce, writers_nonce])
     return hmac.new(key, text, hashlib.sha256).digest()
 
 

@@ -1,7 +1,7 @@
 """What the elastic controller has found out, for the next job master of the same job: one that was killed. Pure data.
 
-Made and taken by `controller.py`, kept by `hetstream.hetjob.master.notebook`. Without it a controller that finds
-companions could not measure local loading any more, and would never know that they do not pay.
+Made and taken by `controller.py`, kept by `hetstream.hetjob.master.controller_state_file`. Without it a controller that
+finds companions could not measure local loading any more, and would never know that they do not pay.
 """
 
 from __future__ import annotations

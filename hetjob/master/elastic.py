@@ -21,8 +21,8 @@ from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
 from hetstream.hetjob.master.companions import CompanionJobs
+from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.looks import Looks
-from hetstream.hetjob.master.notebook import Notebook
 from hetstream.hetjob.ports import MarkedJob, SiteLimit
 from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
 
@@ -64,7 +64,7 @@ class Elastic:
         companions: acts.
         fixed: data workers of component 1.
         connect: to the dispatcher.
-        notebook: keeps what the controller knows.
+        controller_state_file: keeps what the controller knows.
         site: what the site allows; None without a site daemon.
         clock: seconds, never going back.
     """
@@ -75,7 +75,7 @@ class Elastic:
         companions: CompanionJobs,
         fixed: int,
         connect: Callable[[], Steering],
-        notebook: Notebook,
+        controller_state_file: ControllerStateFile,
         site: SiteLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,7 +83,7 @@ class Elastic:
         self._companions = companions
         self._fixed = fixed
         self._connect = connect
-        self._notebook = notebook
+        self._controller_state_file = controller_state_file
         self._site = site
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
@@ -116,7 +116,7 @@ class Elastic:
             "data_worker_cpus": controller.cpus,
             "trainer_cpus_recommended": controller.trainer_cpus,
             "local_wait_s": controller.local.wait_s if controller.local else None,
-            "decisions": list(self._notebook.changes),
+            "decisions": list(self._controller_state_file.changes),
         }
 
     def _run(self) -> None:
@@ -155,11 +155,11 @@ class Elastic:
         if decision.is_change:
             log.info("data_workers=%d %s %d: %s", snapshot.num_data_workers, decision.action.value, decision.count,
                      decision.reason)  # fmt: skip
-            self._notebook.changes.append(
+            self._controller_state_file.changes.append(
                 {"time": round(time.time(), 3), "action": decision.action.value, "count": decision.count}
                 | {"reason": decision.reason, "data_workers_before": snapshot.num_data_workers}
             )
-        self._notebook.write(self._controller.memory())
+        self._controller_state_file.write(self._controller.memory())
         if decision.is_change:
             # Written down and said first: acting may take seconds.
             self._carry_out(decision, now, lambda: client.steer(self._order(decision)))

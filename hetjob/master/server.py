@@ -25,8 +25,8 @@ from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.job_environment import JobEnvironment, export_variables
 from hetstream.hetjob.master.companions import CompanionJobs
+from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic
-from hetstream.hetjob.master.notebook import Notebook
 from hetstream.hetjob.master.state import MasterState, Phase
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
 from hetstream.hetjob.processes import signals_held, start_child
@@ -128,7 +128,7 @@ def start(
         # A job of the same number whose job master was killed with its keeper: its keys and addresses are nobody's.
         remove_leftovers(job.work_dir)
         remove_announcement(job.directory)
-        for left in (job.address_file, job.notebook):
+        for left in (job.address_file, job.controller_state_file):
             left.unlink(missing_ok=True)
     except ServiceError as error:
         raise MasterError(f"the job master of job {job.job_id} runs already: {error}") from error
@@ -175,13 +175,13 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
     elastic = None
     if config.companions:
         companions = CompanionJobs(client, job, config.companion_options, launcher.worker_words)
-        notebook = Notebook(job.notebook)
+        controller_state_file = ControllerStateFile(job.controller_state_file)
         elastic = Elastic(
-            Controller(config.limits, notebook.memory),
+            Controller(config.limits, controller_state_file.memory),
             companions,
             config.data_workers,
             lambda: StatusClient(running_service(job.address_file)),
-            notebook,
+            controller_state_file,
             site,
         )
         launcher.elastic = elastic
@@ -218,7 +218,7 @@ def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) ->
         log.info("job=%s %s: next time --trainer-cpus=%d", job.job_id, ended.advice, ended.needed_cpus)
     for events in sorted(work_dir.glob(f"{EVENTS_FILE}*")):
         events.replace(job.directory / events.name)
-    job.notebook.unlink(missing_ok=True)
+    job.controller_state_file.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
     remove_announcement(job.directory)
     shutil.rmtree(work_dir, ignore_errors=True)

@@ -22,7 +22,7 @@ from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.private import own_directory
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.faults import reach
-from hetstream.mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterConsumer
+from hetstream.mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterLoader
 
 # Also of the messages in it: a release whose `ProvideDefinition` or `LoaderStats` has another form has another number.
 _SCHEMA_VERSION = 3
@@ -204,11 +204,11 @@ class Journal:
         """Forget a data worker that is lost."""
         self._database.execute("delete from workers where peer = ?", (peer,))
 
-    def remember_stats(self, consumer: RegisterConsumer, stats: LoaderStats) -> None:
+    def remember_stats(self, loader: RegisterLoader, stats: LoaderStats) -> None:
         """Remember what a loader has delivered so far."""
-        key = (consumer.job_name, consumer.ordinal, consumer.rank, consumer.pid, consumer.host)
+        key = (loader.job_name, loader.ordinal, loader.rank, loader.pid, loader.host)
         blob = msgspec.msgpack.encode(stats)
-        values = (*key, blob, consumer.title)
+        values = (*key, blob, loader.title)
         self._database.execute("insert or replace into loaders values (?, ?, ?, ?, ?, ?, ?)", values)
 
     def loaders(self) -> list[dict[str, str | int | float]]:

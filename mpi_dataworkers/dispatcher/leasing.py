@@ -20,10 +20,10 @@ import msgspec
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.records import (
     Binding,
-    ConsumerRecord,
     Instruction,
     Lease,
     LeaseStatus,
+    LoaderRecord,
     Send,
     SessionRecord,
     WorkerRecord,
@@ -83,7 +83,7 @@ class Leasing:
 
     def __init__(self, incarnation: int, now: float, grant_from: float) -> None:
         self.workers: dict[str, WorkerRecord] = {}
-        self.consumers: dict[str, ConsumerRecord] = {}
+        self.loaders: dict[str, LoaderRecord] = {}
         self.sessions: dict[str, SessionRecord] = {}
         self.leases: dict[int, Lease] = {}
         self.definitions: dict[str, ProvideDefinition] = {}
@@ -238,12 +238,12 @@ class Leasing:
 
     def _can_make(self, worker: WorkerRecord, record: SessionRecord, now: float) -> bool:
         """Whether a data worker reaches the session's loader, and may run its program."""
-        reaches = worker.unreachable.get(record.consumer, 0.0) <= now
+        reaches = worker.unreachable.get(record.loader, 0.0) <= now
         return reaches and self._definition_for(worker, record) is not None
 
     def _works_for(self, worker: WorkerRecord, record: SessionRecord) -> bool:
         """Whether a data worker has had leases of this pipeline and trainer, so that no more need be asked."""
-        trainer = self.consumers[record.consumer].registration.trainer
+        trainer = self.loaders[record.loader].registration.trainer
         return worker.binding is not None and (record.session.definition_id, trainer) in worker.binding.granted
 
     def _definition_for(self, worker: WorkerRecord, record: SessionRecord) -> str | None:
@@ -252,27 +252,27 @@ class Leasing:
         Where jobs share a stream under a name of their choice, they promise that their pipelines agree.
         """
         session = record.session
-        if self._works_for(worker, record) or self._fits(worker, session.definition_id, record.consumer):
+        if self._works_for(worker, record) or self._fits(worker, session.definition_id, record.loader):
             return session.definition_id
         if session.sharing is None or worker.binding is None:
             return None
         agreed = worker.binding.streams.get(session.sharing.key, "")
         return agreed if agreed in self.definitions else None
 
-    def _fits(self, worker: WorkerRecord, definition_id: str, consumer: str) -> bool:
+    def _fits(self, worker: WorkerRecord, definition_id: str, loader: str) -> bool:
         """Whether a process may run a pipeline of a loader: it works for this program now, or is fresh and no other
         process of its slot works for it.
 
         A program that runs again gets fresh processes: the last run may have left something behind. The ranks of one
         run are there at the same time.
         """
-        binding, trainer = worker.binding, self.consumers[consumer].registration.trainer
-        if not self._runs_its_python(worker, consumer):
+        binding, trainer = worker.binding, self.loaders[loader].registration.trainer
+        if not self._runs_its_python(worker, loader):
             return False
         if binding is None:
             others = [self.workers[peer] for peer in self._slots.get(worker.slot, ())]
             return not any(
-                one.binding and not one.draining and self._fits(one, definition_id, consumer) for one in others
+                one.binding and not one.draining and self._fits(one, definition_id, loader) for one in others
             )
         if (definition_id, trainer) in binding.granted:
             return True
@@ -281,10 +281,10 @@ class Leasing:
         trainers = binding.trainers
         if trainers is None or trainer in trainers:
             return True
-        return any(other.registration.trainer in trainers for other in self.consumers.values())
+        return any(other.registration.trainer in trainers for other in self.loaders.values())
 
-    def _runs_its_python(self, worker: WorkerRecord, consumer: str) -> bool:
-        return not why_unfit(worker.interpreter, self.consumers[consumer].registration.interpreter)
+    def _runs_its_python(self, worker: WorkerRecord, loader: str) -> bool:
+        return not why_unfit(worker.interpreter, self.loaders[loader].registration.interpreter)
 
     def _program_of(self, definition_id: str) -> Program:
         definition = self.definitions.get(definition_id)
@@ -292,7 +292,7 @@ class Leasing:
 
     def _bind(self, worker: WorkerRecord, record: SessionRecord, definition_id: str) -> None:
         """The data worker process gets a lease, and is one of the session's program from now on."""
-        session, trainer = record.session, self.consumers[record.consumer].registration.trainer
+        session, trainer = record.session, self.loaders[record.loader].registration.trainer
         if definition_id != session.definition_id:
             return  # it goes on with its own program
         program = self._program_of(definition_id)
@@ -538,7 +538,7 @@ class Leasing:
             out.append(Send(lease.worker, RevokeLease(lease.token, lease.session_id, reconnect, reason)))
         record = self.sessions.get(lease.session_id)
         if record is not None:
-            out.append(Send(record.consumer, LeaseRevoked(lease.session_id, lease.token)))
+            out.append(Send(record.loader, LeaseRevoked(lease.session_id, lease.token)))
             missing = record.missing(range(lease.first, lease.stop))
             if missing and record.session.at_most_once and not orderly:
                 return out + self._lose_steps(record, missing)
@@ -551,10 +551,10 @@ class Leasing:
         if isinstance(record.session.order, ShardOrder):
             self._tell(events.StepsGivenUp(session=session_id, ranges=[(missing[0], -1)], cause=cause))
             record.end_at(missing[0])
-            return [Send(record.consumer, StepsLost(session_id, missing[0], -1))]
+            return [Send(record.loader, StepsLost(session_id, missing[0], -1))]
         self._tell(events.StepsGivenUp(session=session_id, ranges=as_ranges(missing), cause=cause))
         record.lost.update(missing)
-        return [Send(record.consumer, StepsLost(session_id, first, stop)) for first, stop in as_ranges(missing)]
+        return [Send(record.loader, StepsLost(session_id, first, stop)) for first, stop in as_ranges(missing)]
 
     def _forget(self, lease: Lease) -> None:
         del self.leases[lease.token]
@@ -571,27 +571,27 @@ class Leasing:
         record = self.sessions.get(lease.session_id)
         if record is None or lease.worker not in self.workers:
             return []
-        worker, rank = self.workers[lease.worker], self.consumers[record.consumer].registration.rank
-        is_news = worker.unreachable.get(record.consumer, 0.0) <= now
-        worker.unreachable[record.consumer] = now + UNREACHABLE_S
+        worker, rank = self.workers[lease.worker], self.loaders[record.loader].registration.rank
+        is_news = worker.unreachable.get(record.loader, 0.0) <= now
+        worker.unreachable[record.loader] = now + UNREACHABLE_S
         if is_news:  # one event for all of its leases
             self._tell(
                 events.DataWorkerUnreachable(data_worker=worker.number, rank=rank, for_s=UNREACHABLE_S, cause=reason)
             )
         return self._announce(now)
 
-    def _reachable_workers(self, consumer: str, now: float) -> int:
+    def _reachable_workers(self, loader: str, now: float) -> int:
         return sum(
-            worker.unreachable.get(consumer, 0.0) <= now and self._runs_its_python(worker, consumer)
+            worker.unreachable.get(loader, 0.0) <= now and self._runs_its_python(worker, loader)
             for worker in self.workers.values()
         )
 
     def _announce(self, now: float) -> list[Instruction]:
         out: list[Instruction] = []
-        for peer, consumer in self.consumers.items():
+        for peer, loader in self.loaders.items():
             count = self._reachable_workers(peer, now)
-            if count != consumer.announced_workers:
-                consumer.announced_workers = count
+            if count != loader.announced_workers:
+                loader.announced_workers = count
                 out.append(Send(peer, Membership(count)))
         return out
 

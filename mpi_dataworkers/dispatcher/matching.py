@@ -15,25 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 
-from hetstream.mpi_dataworkers.messages import RegisterConsumer
+from hetstream.mpi_dataworkers.messages import RegisterLoader
 
 
-def description_of(loader: RegisterConsumer) -> Hashable:
+def description_of(loader: RegisterLoader) -> Hashable:
     """What two loaders that belong together have in common, but for the number of their kind."""
     return loader.job_name, frozenset(loader.description.items())
 
 
-def key_of(loader: RegisterConsumer) -> Hashable:
+def key_of(loader: RegisterLoader) -> Hashable:
     """The same for the loaders of all ranks that belong together."""
     return description_of(loader), loader.occurrence
 
 
-def is_same_process(one: RegisterConsumer, other: RegisterConsumer) -> bool:
+def is_same_process(one: RegisterLoader, other: RegisterLoader) -> bool:
     """Whether one process made both loaders."""
     return (one.host, one.pid) == (other.host, other.pid)
 
 
-def cannot_be_one_job(ours: RegisterConsumer, theirs: RegisterConsumer, loaders: Collection[RegisterConsumer]) -> bool:
+def cannot_be_one_job(ours: RegisterLoader, theirs: RegisterLoader, loaders: Collection[RegisterLoader]) -> bool:
     """Whether two loaders of one job name prove that their programs do not read the same data.
 
     Args:
@@ -51,7 +51,7 @@ def cannot_be_one_job(ours: RegisterConsumer, theirs: RegisterConsumer, loaders:
     return not any(is_same_process(one, theirs) and description_of(one) == description_of(ours) for one in loaders)
 
 
-def conflict(ours: RegisterConsumer, theirs: RegisterConsumer) -> str:
+def conflict(ours: RegisterLoader, theirs: RegisterLoader) -> str:
     """Say in what two loaders differ that belong together."""
     keys = sorted({*theirs.description, *ours.description})
     differences = [
@@ -75,7 +75,7 @@ class RanksSeen:
         self._ranks: dict[Hashable, set[int]] = {}
         self._of_job: dict[str, set[Hashable]] = {}
 
-    def note(self, loader: RegisterConsumer) -> None:
+    def note(self, loader: RegisterLoader) -> None:
         """A loader is there."""
         if loader.divides:
             description = description_of(loader)
@@ -87,7 +87,7 @@ class RanksSeen:
         for description in self._of_job.pop(job_name, ()):
             del self._ranks[description]
 
-    def missing(self, loader: RegisterConsumer) -> list[int]:
+    def missing(self, loader: RegisterLoader) -> list[int]:
         """The ranks with which a loader divides its data, and that never had it."""
         if not loader.divides:
             return []

@@ -23,7 +23,7 @@ from hetstream.mpi_dataworkers.messages import (
     Program,
     ProvideDefinition,
     Ranges,
-    RegisterConsumer,
+    RegisterLoader,
     Session,
     ShardOrder,
 )
@@ -59,7 +59,7 @@ class RememberDefinition:
 class RememberStats:
     """Instruction: journal what a loader has delivered."""
 
-    consumer: RegisterConsumer
+    loader: RegisterLoader
     stats: LoaderStats
 
 
@@ -136,7 +136,7 @@ class Binding:
 
     Attributes:
         program: with all modules that it may have loaded.
-        trainers: the processes that it has served, as in `RegisterConsumer`; None when that is not known, because the
+        trainers: the processes that it has served, as in `RegisterLoader`; None when that is not known, because the
             dispatcher was restarted.
         granted: (definition, trainer) of the leases that it had.
         streams: of each stream that sessions share, which definition it makes that from.
@@ -158,7 +158,7 @@ class WorkerRecord:
         work: what it has done.
         tokens: leases it holds in status ACTIVE.
         cached_tokens: those of them that it serves from its cache.
-        unreachable: consumers it could not reach, with the time until which it is not tried again.
+        unreachable: loaders it could not reach, with the time until which it is not tried again.
         step_s: smoothed time it needs for a step of each pass, s.
         standings: how it does with each pipeline that it was given, by definition id.
         draining: it leaves after the step in work and gets no more leases.
@@ -204,7 +204,7 @@ class WorkerRecord:
 
 
 @dataclass
-class ConsumerRecord:
+class LoaderRecord:
     """One loader of one rank.
 
     Attributes:
@@ -217,7 +217,7 @@ class ConsumerRecord:
         recent: growth of steps, bytes and seconds waited of its `stats`.
     """
 
-    registration: RegisterConsumer
+    registration: RegisterLoader
     last_seen: float
     recent: RecentRates
     registered_at: float
@@ -234,7 +234,7 @@ class SessionRecord:
     """One pass over an epoch.
 
     Attributes:
-        consumer: peer id of the loader.
+        loader: peer id of the loader.
         num_steps: total, or -1 while unknown.
         known_steps: steps [0, known_steps) may be leased; all of them for a planned order.
         lists: indices of listed steps not yet consumed, by step.
@@ -255,7 +255,7 @@ class SessionRecord:
     """
 
     session: Session
-    consumer: str
+    loader: str
     num_steps: int
     known_steps: int
     consumed: int

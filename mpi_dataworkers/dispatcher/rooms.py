@@ -58,10 +58,10 @@ class Rooms(Leasing):
     def _lacking(self, peers: Collection[str]) -> SessionRecord | None:
         """A session that none of these processes may work for, though their Python is its program's."""
         workers = [self.workers[peer] for peer in peers]
-        kinds = {(one.session.definition_id, one.consumer, one.session.sharing): one for one in self.sessions.values()}
+        kinds = {(one.session.definition_id, one.loader, one.session.sharing): one for one in self.sessions.values()}
         for record in kinds.values():
             # A slot's processes all run one Python: another one would make no difference.
-            at_home = not workers or self._runs_its_python(workers[0], record.consumer)
+            at_home = not workers or self._runs_its_python(workers[0], record.loader)
             if at_home and all(self._definition_for(worker, record) is None for worker in workers):
                 return record
         return None
@@ -104,22 +104,22 @@ class Rooms(Leasing):
         return not any(
             (binding.trainers is None or one.registration.trainer in binding.trainers)
             and serves(binding.program, self._program_of(one.registration.definition_id))
-            for one in self.consumers.values()
+            for one in self.loaders.values()
         )
 
-    def _reachable_workers(self, consumer: str, now: float) -> int:
+    def _reachable_workers(self, loader: str, now: float) -> int:
         """Data workers that reach a loader: slots, whatever programs their processes serve."""
         if not self._is_mixed:
-            return super()._reachable_workers(consumer, now)
-        definition_id = self.consumers[consumer].registration.definition_id
+            return super()._reachable_workers(loader, now)
+        definition_id = self.loaders[loader].registration.definition_id
         fitting, others = set(self._asked_at), set(self._asked_at)
         count = 0
         unreached: set[str] = set()
         for worker in self.workers.values():
-            if not self._runs_its_python(worker, consumer):
+            if not self._runs_its_python(worker, loader):
                 continue
-            reaches = worker.unreachable.get(consumer, 0.0) <= now
-            fits = self._fits(worker, definition_id, consumer)
+            reaches = worker.unreachable.get(loader, 0.0) <= now
+            fits = self._fits(worker, definition_id, loader)
             if not worker.slot:
                 count += fits and reaches
             elif reaches:

@@ -94,7 +94,7 @@ def serve(
             event_log.report([DispatcherStopped(cause="it was told to")])
             # First: who is not connected is not told, and looks there.
             remove_address_file(address_file, service)
-            for peer in (*state.consumers, *state.workers):
+            for peer in (*state.loaders, *state.workers):
                 endpoint.send(peer, ShutDown())
             _write_summary(state, journal, work_dir)
             remove_all(service.definitions_dir)
@@ -182,7 +182,7 @@ def _loop(
 def _decide(state: DispatcherState, received: Received, now: float) -> list[Instruction]:
     message = received.message
     if isinstance(message, Disconnected):
-        gone = [peer for peer in (*state.consumers, *state.workers) if parse_peer(peer)[0] == received.peer]
+        gone = [peer for peer in (*state.loaders, *state.workers) if parse_peer(peer)[0] == received.peer]
         return [instruction for peer in gone for instruction in state.peer_gone(peer, now)]
     if isinstance(message, ToDispatcher):
         return state.handle(received.peer, message, now)
@@ -205,7 +205,7 @@ def _carry_out(instructions: list[Instruction], journal: Journal, endpoint: Disp
             elif isinstance(memory, ForgetWorker):
                 journal.forget_worker(memory.peer)
             else:
-                journal.remember_stats(memory.consumer, memory.stats)
+                journal.remember_stats(memory.loader, memory.stats)
         journal.commit()
     for instruction in instructions:
         if isinstance(instruction, Send):
@@ -224,8 +224,8 @@ def _tell(state: DispatcherState, told: int, event_log: EventLog) -> int:
 
 def _write_summary(state: DispatcherState, journal: Journal, work_dir: Path) -> None:
     journal.begin()
-    for consumer in state.consumers.values():
-        journal.remember_stats(consumer.registration, consumer.stats)
+    for loader in state.loaders.values():
+        journal.remember_stats(loader.registration, loader.stats)
     for peer in state.workers:
         journal.forget_worker(peer)  # they are told to end, so the next dispatcher need not wait for them
     journal.commit()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from hetstream.mpi_dataworkers.dispatcher.matching import is_same_process
-from hetstream.mpi_dataworkers.messages import ProvideDefinition, Ranges, RegisterConsumer
+from hetstream.mpi_dataworkers.messages import ProvideDefinition, Ranges, RegisterLoader
 
 # Positions of one stream whose makers are remembered; workers say which of them left their caches.
 _MAX_POSITIONS = 8192
@@ -50,7 +50,7 @@ class Reader(NamedTuple):
         definition: its pipeline; None if that is not here.
     """
 
-    loader: RegisterConsumer
+    loader: RegisterLoader
     key: str
     definition: ProvideDefinition | None
 

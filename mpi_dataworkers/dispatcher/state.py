@@ -21,12 +21,12 @@ from hetstream.mpi_dataworkers.dispatcher.leasing import first_line
 from hetstream.mpi_dataworkers.dispatcher.matching import RanksSeen, cannot_be_one_job, conflict, key_of
 from hetstream.mpi_dataworkers.dispatcher.records import (
     Binding,
-    ConsumerRecord,
     ForgetDefinition,
     ForgetWorker,
     Instruction,
     Lease,
     LeaseStatus,
+    LoaderRecord,
     RememberDefinition,
     RememberStats,
     RememberWorker,
@@ -45,7 +45,6 @@ from hetstream.mpi_dataworkers.messages import (
     BatchFailed,
     CloseEpoch,
     CloseSession,
-    ConsumerRegistered,
     Draining,
     DrainWorker,
     DropDefinition,
@@ -56,10 +55,11 @@ from hetstream.mpi_dataworkers.messages import (
     Failure,
     FetchDefinition,
     FinishLease,
-    LeaveConsumer,
+    LeaveLoader,
     LeaveWorker,
     ListedOrder,
     LoaderHeartbeat,
+    LoaderRegistered,
     LoaderStats,
     LoaderToDispatcher,
     Message,
@@ -68,7 +68,7 @@ from hetstream.mpi_dataworkers.messages import (
     OpenEpoch,
     ProvideDefinition,
     Refused,
-    RegisterConsumer,
+    RegisterLoader,
     RegisterWorker,
     ReportProgress,
     RequestStatus,
@@ -90,7 +90,7 @@ from hetstream.mpi_dataworkers.rates import RecentRates
 HEARTBEAT_S = 0.5
 WORKER_TIMEOUT_S = 4.0
 # A trainer may hold the GIL in a long call; taking it for dead only pauses its prefetch, it registers again by itself.
-CONSUMER_TIMEOUT_S = 15.0
+LOADER_TIMEOUT_S = 15.0
 # A sent lease that the loader does not report within this time went to a broken connection.
 ARRIVAL_TIMEOUT_S = 5.0
 # A loader silent for longer is held up (the GIL in a long call): its reports are late, not its batches.
@@ -143,19 +143,19 @@ class DispatcherState(Rooms):
         """
         if isinstance(message, RegisterWorker):
             return self._register_worker(peer, message, now) + self._assign(now) + self._make_room(now)
-        if isinstance(message, RegisterConsumer):
-            return self._register_consumer(peer, message, now)
+        if isinstance(message, RegisterLoader):
+            return self._register_loader(peer, message, now)
         if isinstance(message, RequestStatus):
             return [Send(peer, self.status(now))]
         if isinstance(message, SteerDataWorkers):
             return [*self._steer(message, now), Send(peer, self.status(now))]
         if peer in self.workers:
             self.workers[peer].last_seen = now
-        elif peer in self.consumers:
-            consumer = self.consumers[peer]
-            if now - consumer.last_seen > LOADER_PAUSE_S:
-                consumer.steady_since = now
-            consumer.last_seen = now
+        elif peer in self.loaders:
+            loader = self.loaders[peer]
+            if now - loader.last_seen > LOADER_PAUSE_S:
+                loader.steady_since = now
+            loader.last_seen = now
         else:
             return [Send(peer, UnknownPeer())]
         if not isinstance(message, WorkerToDispatcher if peer in self.workers else LoaderToDispatcher):
@@ -171,8 +171,8 @@ class DispatcherState(Rooms):
             # libzmq closes the connection of a process that is stopped or cut off; one that ends was heard of just now.
             cause = f"silent for {silent_s:.1f} s" if silent_s > WORKER_TIMEOUT_S / 2 else "its connection closed"
             out = self._lose_worker(peer, now, cause)
-        elif peer in self.consumers:
-            out = self._drop_consumer(peer, "its connection closed")
+        elif peer in self.loaders:
+            out = self._drop_loader(peer, "its connection closed")
         return out + self._assign(now) + self._make_room(now)
 
     def tick(self, now: float) -> list[Instruction]:
@@ -182,10 +182,10 @@ class DispatcherState(Rooms):
         for peer, worker in list(self.workers.items()):
             if now - worker.last_seen > WORKER_TIMEOUT_S + self._may_hold_gil_s(worker):
                 out += self._lose_worker(peer, now, f"silent for {now - worker.last_seen:.1f} s")
-        for peer, consumer in list(self.consumers.items()):
-            if now - consumer.last_seen > CONSUMER_TIMEOUT_S:
-                silence_s = now - consumer.last_seen
-                out += [Send(peer, UnknownPeer()), *self._drop_consumer(peer, f"silent for {silence_s:.1f} s")]
+        for peer, loader in list(self.loaders.items()):
+            if now - loader.last_seen > LOADER_TIMEOUT_S:
+                silence_s = now - loader.last_seen
+                out += [Send(peer, UnknownPeer()), *self._drop_loader(peer, f"silent for {silence_s:.1f} s")]
         if self._expected and now >= self._grant_from:
             cause = f"they did not register within {RECOVERY_GRACE_S:g} s"
             self._tell(events.DataWorkersMissing(num_missing=len(self._expected), cause=cause))
@@ -203,14 +203,14 @@ class DispatcherState(Rooms):
     def _tell_lonely(self, now: float) -> list[Instruction]:
         """Tell loaders that have taken steps of a share of the data whose rest nobody reads."""
         out: list[Instruction] = []
-        for peer, consumer in self.consumers.items():
-            registration = consumer.registration
+        for peer, loader in self.loaders.items():
+            registration = loader.registration
             # After a restart nobody knows which ranks had it, and closed it.
-            forgotten = self.incarnation > 1 and consumer.registered_at - self.started_at < LONELY_AFTER_S
-            is_early = now - consumer.registered_at < LONELY_AFTER_S or consumer.stats.steps == 0
-            if forgotten or is_early or consumer.told_alone or not (missing := self._ranks_seen.missing(registration)):
+            forgotten = self.incarnation > 1 and loader.registered_at - self.started_at < LONELY_AFTER_S
+            is_early = now - loader.registered_at < LONELY_AFTER_S or loader.stats.steps == 0
+            if forgotten or is_early or loader.told_alone or not (missing := self._ranks_seen.missing(registration)):
                 continue
-            consumer.told_alone = True
+            loader.told_alone = True
             cause = f"made at {registration.made_at or 'an unknown place'}"
             self._tell(events.LoaderAlone(**_who(registration), missing_ranks=missing, cause=cause))
             text = (
@@ -224,14 +224,14 @@ class DispatcherState(Rooms):
     def _tell_unfit(self, now: float) -> list[Instruction]:
         """Tell loaders whose program runs another Python than all data workers: nobody makes their batches."""
         out: list[Instruction] = []
-        for peer, consumer in self.consumers.items():
-            registration = consumer.registration
-            if consumer.told_unfit or not self.workers or now - consumer.registered_at < UNFIT_AFTER_S:
+        for peer, loader in self.loaders.items():
+            registration = loader.registration
+            if loader.told_unfit or not self.workers or now - loader.registered_at < UNFIT_AFTER_S:
                 continue
             reasons = [why_unfit(worker.interpreter, registration.interpreter) for worker in self.workers.values()]
             if not all(reasons):
                 continue
-            consumer.told_unfit = True
+            loader.told_unfit = True
             worker = next(iter(self.workers.values()))
             self._tell(
                 events.LoaderUnfit(**_who(registration), interpreter=str(registration.interpreter), cause=reasons[0])
@@ -254,9 +254,9 @@ class DispatcherState(Rooms):
         record = self.sessions.get(lease.session_id)
         if record is None:
             return now - lease.sent_at
-        consumer = self.consumers[record.consumer]
-        paused = now - consumer.last_seen > LOADER_PAUSE_S
-        return 0.0 if paused else now - max(lease.sent_at, consumer.steady_since)
+        loader = self.loaders[record.loader]
+        paused = now - loader.last_seen > LOADER_PAUSE_S
+        return 0.0 if paused else now - max(lease.sent_at, loader.steady_since)
 
     def next_deadline(self) -> float:
         """Seconds after which `tick` should be called at the latest."""
@@ -283,15 +283,15 @@ class DispatcherState(Rooms):
 
     # --- loaders ----------------------------------------------------------------------------------------------------
 
-    def _register_consumer(self, peer: str, message: RegisterConsumer, now: float) -> list[Instruction]:
+    def _register_loader(self, peer: str, message: RegisterLoader, now: float) -> list[Instruction]:
         out: list[Instruction] = []
-        for other_peer, other in list(self.consumers.items()):
+        for other_peer, other in list(self.loaders.items()):
             theirs = other.registration
             if differs := different_under_one_name(theirs.description, message.description):
                 return self._refuse(peer, "PipelineError", differs)
             if other_peer == peer:
                 continue
-            if cannot_be_one_job(message, theirs, [one.registration for one in self.consumers.values()]):
+            if cannot_be_one_job(message, theirs, [one.registration for one in self.loaders.values()]):
                 return self._refuse(peer, "JobNameConflict", conflict(message, theirs))
             if key_of(theirs) == key_of(message) and theirs.rank == message.rank:
                 text = (
@@ -300,30 +300,30 @@ class DispatcherState(Rooms):
                     "If these are two programs, give each a job_name (or HETSTREAM_JOB_NAME) of its own."
                 )
                 out.append(Send(other_peer, Refused("Superseded", text)))
-                out += self._drop_consumer(other_peer, text)
-        known = self.consumers.get(peer)
+                out += self._drop_loader(other_peer, text)
+        known = self.loaders.get(peer)
         cause = "its connection is back" if known else ""
         self._tell(events.LoaderConnected(**_who(message), cause=cause))
         stats = known.stats if known else LoaderStats()
         recent = RecentRates(now, stats.steps, stats.bytes, stats.wait_s)
-        self.consumers[peer] = ConsumerRecord(message, now, recent, known.registered_at if known else now, stats)
-        self.consumers[peer].told_alone = known is not None and known.told_alone
-        self.consumers[peer].told_unshared = known is not None and known.told_unshared
-        self.consumers[peer].told_unfit = known is not None and known.told_unfit
+        self.loaders[peer] = LoaderRecord(message, now, recent, known.registered_at if known else now, stats)
+        self.loaders[peer].told_alone = known is not None and known.told_alone
+        self.loaders[peer].told_unshared = known is not None and known.told_unshared
+        self.loaders[peer].told_unfit = known is not None and known.told_unfit
         self._ranks_seen.note(message)
         self._rooms_changed = True
         count = self._reachable_workers(peer, now)
-        self.consumers[peer].announced_workers = count
+        self.loaders[peer].announced_workers = count
         definition_id = message.definition_id
-        out.append(Send(peer, ConsumerRegistered(definition_id not in self.definitions, count, definition_id)))
+        out.append(Send(peer, LoaderRegistered(definition_id not in self.definitions, count, definition_id)))
         return out
 
     def _provide_definition(self, peer: str, message: ProvideDefinition, _: float) -> list[Instruction]:
         out: list[Instruction] = []
-        consumer = self.consumers[peer]
-        consumer.registration = msgspec.structs.replace(consumer.registration, definition_id=message.definition_id)
+        loader = self.loaders[peer]
+        loader.registration = msgspec.structs.replace(loader.registration, definition_id=message.definition_id)
         used = {record.session.definition_id for record in self.sessions.values()}
-        used |= {consumer.registration.definition_id for consumer in self.consumers.values()}
+        used |= {loader.registration.definition_id for loader in self.loaders.values()}
         for old in sorted(self.definitions.keys() - used - {message.definition_id}):
             del self.definitions[old]
             for worker in self.workers.values():
@@ -344,7 +344,7 @@ class DispatcherState(Rooms):
         known = message.consumed if isinstance(session.order, ListedOrder) else ahead
         record = SessionRecord(
             session=session,
-            consumer=peer,
+            loader=peer,
             num_steps=message.num_steps,
             known_steps=known,
             consumed=message.consumed,
@@ -371,8 +371,8 @@ class DispatcherState(Rooms):
         self._tell(
             events.SessionOpened(
                 session=session.session_id,
-                job=self.consumers[peer].registration.job_name,
-                rank=self.consumers[peer].registration.rank,
+                job=self.loaders[peer].registration.job_name,
+                rank=self.loaders[peer].registration.rank,
                 epoch=session.epoch,
                 first_step=message.consumed,
                 num_steps=message.num_steps,
@@ -381,19 +381,19 @@ class DispatcherState(Rooms):
         return self._tell_unshared(record)
 
     def _tell_unshared(self, record: SessionRecord) -> list[Instruction]:
-        consumer = self.consumers[record.consumer]
-        if record.session.sharing is None or consumer.told_unshared:
+        loader = self.loaders[record.loader]
+        if record.session.sharing is None or loader.told_unshared:
             return []
         others = [self._reader(one) for one in self.sessions.values() if one is not record]
         text = shares_with_nobody(self._reader(record), others)
-        consumer.told_unshared = bool(text)
-        return [Send(record.consumer, Notice(text))] if text else []
+        loader.told_unshared = bool(text)
+        return [Send(record.loader, Notice(text))] if text else []
 
     def _reader(self, record: SessionRecord) -> Reader:
         session = record.session
         key = session.sharing.key if session.sharing is not None else ""
         definition = self.definitions.get(session.definition_id)
-        return Reader(self.consumers[record.consumer].registration, key, definition)
+        return Reader(self.loaders[record.loader].registration, key, definition)
 
     def _extend_epoch(self, _: str, message: ExtendEpoch, __: float) -> list[Instruction]:
         record = self.sessions.get(message.session_id)
@@ -410,11 +410,11 @@ class DispatcherState(Rooms):
         record.known_steps = max(record.known_steps, steps.first_step + len(steps.counts) // 4)
 
     def _loader_heartbeat(self, peer: str, message: LoaderHeartbeat, _: float) -> list[Instruction]:
-        self.consumers[peer].stats = message.stats
+        self.loaders[peer].stats = message.stats
         return [Send(peer, Alive())]
 
     def _report_progress(self, peer: str, message: ReportProgress, _: float) -> list[Instruction]:
-        self.consumers[peer].stats = message.stats
+        self.loaders[peer].stats = message.stats
         record = self.sessions.get(message.session_id)
         if record is None:
             return [Send(peer, UnknownPeer())]
@@ -436,28 +436,28 @@ class DispatcherState(Rooms):
         return []
 
     def _close_epoch(self, peer: str, message: CloseEpoch, _: float) -> list[Instruction]:
-        consumer = self.consumers[peer]
-        consumer.stats = message.stats
+        loader = self.loaders[peer]
+        loader.stats = message.stats
         if message.session_id in self.sessions:
             self.sessions[message.session_id].consumed = message.consumed
         cause = "the program left the loop or reached its end"
-        return [RememberStats(consumer.registration, message.stats), *self._end_session(message.session_id, cause)]
+        return [RememberStats(loader.registration, message.stats), *self._end_session(message.session_id, cause)]
 
-    def _leave_consumer(self, peer: str, message: LeaveConsumer, _: float) -> list[Instruction]:
-        self.consumers[peer].stats = message.stats
-        return self._drop_consumer(peer, "it was closed", orderly=True)
+    def _leave_loader(self, peer: str, message: LeaveLoader, _: float) -> list[Instruction]:
+        self.loaders[peer].stats = message.stats
+        return self._drop_loader(peer, "it was closed", orderly=True)
 
-    def _drop_consumer(self, peer: str, cause: str, orderly: bool = False) -> list[Instruction]:
-        consumer = self.consumers.pop(peer)
+    def _drop_loader(self, peer: str, cause: str, orderly: bool = False) -> list[Instruction]:
+        loader = self.loaders.pop(peer)
         self._rooms_changed = True
-        who, job_name = _who(consumer.registration), consumer.registration.job_name
-        if not any(one.registration.job_name == job_name for one in self.consumers.values()):
+        who, job_name = _who(loader.registration), loader.registration.job_name
+        if not any(one.registration.job_name == job_name for one in self.loaders.values()):
             self._ranks_seen.forget(job_name)
-        self._tell(events.LoaderLost(**who, steps=consumer.stats.steps, orderly=orderly, cause=cause))
-        out: list[Instruction] = [RememberStats(consumer.registration, consumer.stats)]
+        self._tell(events.LoaderLost(**who, steps=loader.stats.steps, orderly=orderly, cause=cause))
+        out: list[Instruction] = [RememberStats(loader.registration, loader.stats)]
         for worker in self.workers.values():
             worker.unreachable.pop(peer, None)
-        ended = [key for key, record in self.sessions.items() if record.consumer == peer]
+        ended = [key for key, record in self.sessions.items() if record.loader == peer]
         cause = "its loader is gone"
         return out + [instruction for key in ended for instruction in self._end_session(key, cause)]
 
@@ -657,7 +657,7 @@ class DispatcherState(Rooms):
             record.retries.add(step)
             return out
         record.lost.add(step)
-        return [*out, Send(record.consumer, BatchFailed(session.session_id, step, failure))]
+        return [*out, Send(record.loader, BatchFailed(session.session_id, step, failure))]
 
     def _fetch_definition(self, peer: str, message: FetchDefinition, _: float) -> list[Instruction]:
         definition = self.definitions.get(message.definition_id)
@@ -666,9 +666,7 @@ class DispatcherState(Rooms):
         # It is on its way, or was lost: its loaders say it again.
         self._waiting_for_definition.setdefault(message.definition_id, set()).add(peer)
         sessions = [one for one in self.sessions.values() if one.session.definition_id == message.definition_id]
-        return [
-            Send(loader, NeedDefinition(message.definition_id)) for loader in sorted({s.consumer for s in sessions})
-        ]
+        return [Send(loader, NeedDefinition(message.definition_id)) for loader in sorted({s.loader for s in sessions})]
 
     def _draining(self, peer: str, message: Draining, now: float) -> list[Instruction]:
         worker = self.workers[peer]
@@ -727,7 +725,7 @@ def _reason(message: RegisterWorker) -> str:
     return message.fate.reason if message.fate is not None else "ended"
 
 
-def _who(loader: RegisterConsumer) -> dict[str, Any]:
+def _who(loader: RegisterLoader) -> dict[str, Any]:
     who = {"job": loader.job_name, "rank": loader.rank, "host": loader.host, "pid": loader.pid}
     return who | {"title": loader.title}
 
@@ -751,7 +749,7 @@ _HANDLERS: dict[type[Message], Callable[[DispatcherState, str, Any, float], list
     LoaderHeartbeat: DispatcherState._loader_heartbeat,
     ReportProgress: DispatcherState._report_progress,
     CloseEpoch: DispatcherState._close_epoch,
-    LeaveConsumer: DispatcherState._leave_consumer,
+    LeaveLoader: DispatcherState._leave_loader,
     WorkerHeartbeat: DispatcherState._worker_heartbeat,
     FinishLease: DispatcherState._finish_lease,
     FailLease: DispatcherState._fail_lease,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hetstream.mpi_dataworkers.dispatcher.matching import key_of
-from hetstream.mpi_dataworkers.dispatcher.records import ConsumerRecord, SessionRecord, WorkerRecord
+from hetstream.mpi_dataworkers.dispatcher.records import LoaderRecord, SessionRecord, WorkerRecord
 from hetstream.mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStatus, PastDecision, Status
 from hetstream.mpi_dataworkers.rates import step_time_s
 
@@ -33,8 +33,8 @@ def status_of(state: DispatcherState, now: float) -> Status:
         loaders=sorted(
             _with_spread(
                 [
-                    (key_of(consumer.registration), _loader_status(state, peer, consumer, now))
-                    for peer, consumer in state.consumers.items()
+                    (key_of(loader.registration), _loader_status(state, peer, loader, now))
+                    for peer, loader in state.loaders.items()
                 ]
             ),
             key=lambda row: (row.job, row.rank, row.ordinal),
@@ -54,8 +54,8 @@ def note_rates(state: DispatcherState, now: float) -> None:
     state.recent.note(now, state.leases_granted)
     for worker in state.workers.values():
         worker.work.recent.note(now, worker.work.steps, _busy_s(state, worker, now))
-    for consumer in state.consumers.values():
-        consumer.recent.note(now, consumer.stats.steps, consumer.stats.bytes, consumer.stats.wait_s)
+    for loader in state.loaders.values():
+        loader.recent.note(now, loader.stats.steps, loader.stats.bytes, loader.stats.wait_s)
 
 
 def _busy_s(state: DispatcherState, worker: WorkerRecord, now: float) -> float:
@@ -95,11 +95,11 @@ def _worker_status(state: DispatcherState, worker: WorkerRecord, now: float) -> 
     )
 
 
-def _loader_status(state: DispatcherState, peer: str, consumer: ConsumerRecord, now: float) -> LoaderStatus:
-    stats, who = consumer.stats, consumer.registration
-    steps_per_s, bytes_per_s, waiting = consumer.recent.per_s(now, stats.steps, stats.bytes, stats.wait_s)
+def _loader_status(state: DispatcherState, peer: str, loader: LoaderRecord, now: float) -> LoaderStatus:
+    stats, who = loader.stats, loader.registration
+    steps_per_s, bytes_per_s, waiting = loader.recent.per_s(now, stats.steps, stats.bytes, stats.wait_s)
     # Several at once for an iterable dataset: one for each shard.
-    passes: list[SessionRecord] = [record for record in state.sessions.values() if record.consumer == peer]
+    passes: list[SessionRecord] = [record for record in state.sessions.values() if record.loader == peer]
     ends_known = all(record.num_steps >= 0 for record in passes)
     return LoaderStatus(
         job=who.job_name,
@@ -113,7 +113,7 @@ def _loader_status(state: DispatcherState, peer: str, consumer: ConsumerRecord, 
         num_steps=sum(record.num_steps for record in passes) if ends_known else -1,
         buffered=sum(stop - first for record in passes for first, stop in record.received),
         window=sum(record.window for record in passes),
-        num_data_workers=max(0, consumer.announced_workers),
+        num_data_workers=max(0, loader.announced_workers),
         steps_per_s=steps_per_s,
         bytes_per_s=bytes_per_s,
         wait_share=_share(waiting),

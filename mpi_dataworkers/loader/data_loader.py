@@ -272,8 +272,8 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         """Begin a pass over the current epoch; the next call begins the next epoch."""
         at, self._next = self._next, _Position(self._next.epoch + 1)
         if self._device.type == "cpu":
-            return _Counting(self, at)
-        counting = _Counting(self, at, is_ahead=True)
+            return _PositionTracker(self, at)
+        counting = _PositionTracker(self, at, is_ahead=True)
         return OnDevice(counting, self._device, lambda: counting.taken, self._take)
 
     def _begin_after(self, epoch: int) -> None:
@@ -407,7 +407,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         values |= stream.rates()
         values["num_data_workers"] = client.num_data_workers if client else 0
         values["batches_waiting"], values["batches_out_of_order"] = client.num_waiting() if client else (0, 0)
-        values["transport"] = dict(client.batches_by_rail) if client else {}
+        values["transport"] = dict(client.batches_by_transport) if client else {}
         if self._buckets is not None:
             values |= self._costs_by_length()
         return values
@@ -470,7 +470,7 @@ def _drawn(order: Order | None, step: int) -> str:
     return order.drawn(step) if isinstance(order, ListedPass) else ""
 
 
-class _Counting(Iterator[Any]):
+class _PositionTracker(Iterator[Any]):
     """Goes over the data as often as `repeat` says, and keeps the loader's position: what the training loop has taken,
     and the next epoch at the end. When it is read ahead of the training loop, the position is only in `taken`."""
 

@@ -28,8 +28,8 @@ from hetstream.mpi_dataworkers.config import (
     compression_from_environment,
     identity_from_environment,
     quarantine_dir_from_environment,
-    rails_from_environment,
     service_from_environment,
+    transports_from_environment,
 )
 from hetstream.mpi_dataworkers.data_state import MAX_EPOCH
 from hetstream.mpi_dataworkers.loader.device import check_device
@@ -249,7 +249,7 @@ def _value_rules(options: LoaderOptions) -> Iterator[str]:
         yield from (f"environment variable HETSTREAM_SERVICE: {one}" for one in _said_by(parse_service, service))
     if options.buffer_bytes is None:
         yield from _said_by(buffer_bytes_from_environment)
-    yield from _said_by(rails_from_environment)
+    yield from _said_by(transports_from_environment)
     yield from _said_by(compression_from_environment)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.utils.data
 
-from hetstream.mpi_dataworkers.client import Delivered, Ended, MakeItYourself, Pass
+from hetstream.mpi_dataworkers.client import Delivered, Ended, LocalFallback, Pass
 from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.interleave import Interleave, Place, deal
 from hetstream.mpi_dataworkers.loader.order import PlannedPass
@@ -233,7 +233,7 @@ class ShardedIterator(Iterator[Any]):
             raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds") from None
         self._stream.count(lost_steps=sum(one.num_lost for one in self._passes) - lost)
         number = order[chosen]
-        if not isinstance(item, MakeItYourself):
+        if not isinstance(item, LocalFallback):
             self._client.say_streaming()
             return number, item
         self._client.say_local(item.reason)

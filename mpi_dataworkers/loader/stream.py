@@ -26,13 +26,13 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from hetstream.mpi_dataworkers.address import parse_service
-from hetstream.mpi_dataworkers.client import ClientOptions, Delivered, MakeItYourself, Pass, ServiceClient
+from hetstream.mpi_dataworkers.client import ClientOptions, Delivered, LocalFallback, Pass, ServiceClient
 from hetstream.mpi_dataworkers.codec import Buffer, split
 from hetstream.mpi_dataworkers.config import (
     Identity,
     buffer_bytes_from_environment,
     compression_from_environment,
-    rails_from_environment,
+    transports_from_environment,
 )
 from hetstream.mpi_dataworkers.errors import RemoteError, ServiceUnavailable
 from hetstream.mpi_dataworkers.interpreter import announce
@@ -113,7 +113,7 @@ class Stream:
                 functools.partial(_prepare, pin),  # not bound to this stream, which would live as long as the client
                 _runs_program,
                 buffer_bytes or buffer_bytes_from_environment(),
-                rails_from_environment(),
+                transports_from_environment(),
                 compression_from_environment(),
             )
             self._client = ServiceClient(options, self.definition().message)
@@ -383,7 +383,7 @@ class StreamIterator(Iterator[Any]):
             item = self._client.take(one, started + timeout_s if timeout_s > 0 else None)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds") from None
-        if isinstance(item, MakeItYourself):
+        if isinstance(item, LocalFallback):
             self._client.say_local(item.reason)
             return self._client.put_local(one, self._made_here(item.step))
         if isinstance(item, BatchFailed) and item.failure.is_final and self._stream.makes_what_fails_there:

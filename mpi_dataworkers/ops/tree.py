@@ -60,8 +60,8 @@ _COPY_EACH_FROM_BYTES = 48 << 10
 _OWN_BELOW_BYTES = 64 << 10
 # Of many tensors in one buffer, these are small, on average: copying larger ones would cost as much as their way here.
 _SMALL_BYTES = 16 << 10
-# Tensors of this size, on average, leave from where they lie if the rail can do that: a piece more costs less than the
-# copy does.
+# Tensors of this size, on average, leave from where they lie if the transport can do that: a piece more costs less than
+# the copy does.
 _IN_PIECES_FROM_BYTES = 64 << 10
 # What torch's own DistributedDataParallel parts gradients with, for parts of any shape.
 _part_by_template: Any = torch._utils._unflatten_dense_tensors

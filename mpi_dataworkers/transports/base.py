@@ -1,9 +1,9 @@
 """The seam between the data plane and a transport.
 
 Control messages have three endpoints (dispatcher, data worker, the loaders of a process), which `zmq.py` implements.
-Batches travel on rails: for each there is a `BatchReceiver` in the trainer and a `BatchSender` in the data worker, and
-`rails.py` chooses. The conformance suite (tests/mpi_dataworkers/test_transport_conformance.py) holds for every rail. An
-endpoint belongs to one thread, save `wake`, which any thread may call.
+Batches travel on transports: for each there is a `BatchReceiver` in the trainer and a `BatchSender` in the data worker,
+and `transports.py` chooses. The conformance suite (tests/mpi_dataworkers/test_transport_conformance.py) holds for every
+transport. An endpoint belongs to one thread, save `wake`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def parse_peer(peer: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True)
 class ReceivedBatch:
-    """What a data worker delivered, with the frames of its tensors and the rail it came by."""
+    """What a data worker delivered, with the frames of its tensors and the transport it came by."""
 
     header: Delivery
     frames: Sequence[Buffer]
-    rail: str
+    transport: str
 
 
-def rail_of(address: str) -> str:
-    """Name of the rail that an address belongs to: `tcp` for `tcp://HOST:PORT`."""
+def transport_of(address: str) -> str:
+    """Name of the transport that an address belongs to: `tcp` for `tcp://HOST:PORT`."""
     return address.partition(":")[0]
 
 
@@ -122,25 +122,25 @@ class WorkerEndpoint(ControlEndpoint, Protocol):
 
 
 class LoaderEndpoint(ControlEndpoint, Protocol):
-    """The control connection of a process's loaders and the rails on which data workers deliver to all of them."""
+    """The control connection of a process's loaders and the transports on which data workers deliver to all of them."""
 
     def send(self, loader: int, message: Message) -> None:
         """Send a loader's message without waiting; while the dispatcher is away messages queue."""
 
     @property
     def receivers(self) -> list[str]:
-        """Where data workers deliver, the best rail first, for `Session.receivers`."""
+        """Where data workers deliver, the best transport first, for `Session.receivers`."""
 
     def poll(self, timeout_s: float) -> tuple[list[ToLoader | Reconnected], list[ReceivedBatch | ProtocolError]]:
         """Wait for messages or batches, for a `wake`, or for `timeout_s`; a malformed batch comes as its error."""
 
 
 class BatchReceiver(Protocol):
-    """A loader's end of the rails of one transport."""
+    """A loader's end of the transports of one transport."""
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Where data workers connect, the best rail first; see `rail_of`."""
+        """Where data workers connect, the best transport first; see `transport_of`."""
 
     @property
     def sources(self) -> Sequence[Any]:
@@ -161,7 +161,7 @@ class BatchReceiver(Protocol):
 
 
 class BatchSender(Protocol):
-    """A data worker's connections to loaders, by the rails of one transport."""
+    """A data worker's connections to loaders, by the transports of one transport."""
 
     def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> float:
         """Queue one batch, without copying large frames.

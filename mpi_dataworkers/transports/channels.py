@@ -1,7 +1,7 @@
-"""A data worker's connections to loaders on one rail: opened when a batch goes to a new one, closed when it fails.
+"""A data worker's connections to loaders on one transport: opened when a batch goes to a new one, closed when it fails.
 
-What a connection is and how a batch goes over it is the rail's own business, a `Channel` of `shm.py`, `sockets.py` or
-`mpi.py`; which there are, and what their failures mean, is here. Knows no socket.
+What a connection is and how a batch goes over it is the transport's own business, a `Channel` of `shm.py`, `sockets.py`
+or `mpi.py`; which there are, and what their failures mean, is here. Knows no socket.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ChannelSender(abc.ABC):
             self.drop(receiver)
             raise PeerUnreachable(f"the connection to the loader at {receiver} is gone: {error}") from error
 
-    def room(self, receiver: str, num_bytes: int) -> memoryview | None:  # noqa: ARG002, most rails have none
+    def room(self, receiver: str, num_bytes: int) -> memoryview | None:  # noqa: ARG002, most transports have none
         return None
 
     def drop(self, receiver: str) -> None:

@@ -1,7 +1,7 @@
 """Batches by MPI, between ranks of one MPI world: one job step that holds trainers and data workers.
 
-The only home of mpi4py, which initialises MPI when it is imported: `rails.py` imports this module where the user asked
-for this rail. Control stays on ZeroMQ.
+The only home of mpi4py, which initialises MPI when it is imported: `transports.py` imports this module where the user
+asked for this transport. Control stays on ZeroMQ.
 
 An address is `mpi:WORLD/RANK/TAG/NONCE`. A batch is an *envelope* (its header and the sizes of its frames) and the
 frames, each received into memory of its own without another copy. MPI has no descriptor to wait on, so a thread of the
@@ -175,7 +175,7 @@ class MpiReceiver:
         batch_key: the job's batch key in hex.
     """
 
-    rail = "mpi"
+    transport = "mpi"
 
     def __init__(self, batch_key: str) -> None:
         self._world = enter_world(is_trainer=True)
@@ -305,7 +305,7 @@ class MpiReceiver:
         for source in self._sources.values():
             while source.coming and MPI.Request.Testall(source.coming[0][2]):
                 message, frames, _ = source.coming.popleft()
-                self._pass_on(ReceivedBatch(message, [frame.data for frame in frames], self.rail))
+                self._pass_on(ReceivedBatch(message, [frame.data for frame in frames], self.transport))
                 came = True
             under_way = under_way or bool(source.coming)
         return came, under_way
@@ -412,4 +412,4 @@ def _parse(receiver: str) -> tuple[str, int, int]:
         world, rank, tag, _ = receiver.removeprefix(_SCHEME).rsplit("/", 3)
         return world, int(rank), int(tag)
     except ValueError as error:
-        raise PeerUnreachable(f"{receiver!r} is no address of this rail") from error
+        raise PeerUnreachable(f"{receiver!r} is no address of this transport") from error

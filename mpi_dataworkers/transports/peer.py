@@ -38,7 +38,7 @@ def accept_peer(listener: socket.socket) -> socket.socket | None:
 
     Returns:
         None when there is none to take: it has ended already, is another user's, or this process has too many files
-        open. Then the data worker comes by another rail, or later.
+        open. Then the data worker comes by another transport, or later.
     """
     try:
         accepted, _ = listener.accept()

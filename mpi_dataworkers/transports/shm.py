@@ -160,7 +160,7 @@ class ShmReceiver:
         ServiceError: this system has no memory files or Unix sockets.
     """
 
-    rail = "shm"
+    transport = "shm"
 
     def __init__(self, batch_key: str, pool_bytes: int) -> None:
         self._key = bytes.fromhex(batch_key)
@@ -298,7 +298,7 @@ def _delivery(handshake: LoaderHandshake, frames: list[memoryview]) -> ReceivedB
     header = decode(handshake.seal.take_off(frames[0]))
     if not isinstance(header, Delivery):
         raise ProtocolError(f"{type(header).__name__} is no message for an open batch connection")
-    return ReceivedBatch(header, frames[1:], ShmReceiver.rail)
+    return ReceivedBatch(header, frames[1:], ShmReceiver.transport)
 
 
 # --- data worker ----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from hetstream.mpi_dataworkers.codec import Buffer, Leaf, decode, encode, in_one_piece, in_pieces, size_of
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.messages import Compressed, Delivery, Message
-from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, rail_of
+from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, transport_of
 from hetstream.mpi_dataworkers.transports.channels import ChannelSender
 from hetstream.mpi_dataworkers.transports.compression import compress, decompress
 from hetstream.mpi_dataworkers.transports.extents import find_frames, lay_out
@@ -93,7 +93,7 @@ def _tcp_name(address: str) -> tuple[str, int]:
 
 def _open(address: str) -> tuple[socket.socket, tuple[str, int] | str]:
     """A socket for the address, and the address as the kernel has it."""
-    if rail_of(address) == "ipc":
+    if transport_of(address) == "ipc":
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address.removeprefix("ipc://").replace("@", "\0", 1)
     return socket.socket(socket.AF_INET, socket.SOCK_STREAM), _tcp_name(address)
 
@@ -243,7 +243,7 @@ class SocketReceiver:
         listener.setblocking(False)
         listener.bind(name)
         listener.listen(_BACKLOG)
-        address = bind if rail_of(bind) == "ipc" else "tcp://{}:{}".format(*listener.getsockname())
+        address = bind if transport_of(bind) == "ipc" else "tcp://{}:{}".format(*listener.getsockname())
         self._listeners[listener.fileno()] = listener, address
         self._epoll.register(listener, select.EPOLLIN)
         self.addresses.append(address)
@@ -348,7 +348,7 @@ class SocketReceiver:
         frames: list[memoryview] = find_frames(whole)
         seal = one.handshake.seal
         if seal is None:
-            answer = one.handshake.answer(decode(frames[0]), self._compress and rail_of(one.address) == "tcp")
+            answer = one.handshake.answer(decode(frames[0]), self._compress and transport_of(one.address) == "tcp")
             if answer is not None:
                 one.socket.send(_bytes_of(answer))
             else:
@@ -360,7 +360,7 @@ class SocketReceiver:
             message = decode(frames[0])
         if not isinstance(message, Delivery):
             raise ProtocolError(f"{type(message).__name__} is no message for an open batch connection")
-        batches.append(ReceivedBatch(message, frames[1:], rail_of(one.address)))
+        batches.append(ReceivedBatch(message, frames[1:], transport_of(one.address)))
 
     def _drop(self, one: _Connection) -> None:
         descriptor = one.socket.fileno()

@@ -1,4 +1,4 @@
-"""`hetstream ckpt ACTION`: checkpoints on disk and in memory, and the savers of a job. One file for each action."""
+"""`hetstream ckpt ACTION`: checkpoints on disk and in memory, and the writers of a job. One file for each action."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _ACTIONS = {
     "verify": "read checkpoints and compare their checksums",
     "gc": "remove what dead jobs left in memory, and unfinished checkpoints",
     "convert": "turn checkpoints into other formats, and others into checkpoints",
-    "saver": "write a job's generations from memory to disk until the job ends",
-    "start": "start the savers of this job (for batch scripts)",
+    "writer": "write a job's generations from memory to disk until the job ends",
+    "start": "start the checkpoint writers of this job (for batch scripts)",
 }
 
 

@@ -142,10 +142,10 @@ def memory_table(stores: Sequence[FoundStore], color: bool = False) -> list[str]
                 (_short(store.persisted) if store.persisted else "-", YELLOW if unsaved else ""),
                 (size_words(store.num_bytes), ""),
                 ("lives" if store.trainer_alive else "ended" if store.closed else "died", ""),
-                ("lives" if store.saver_alive else "-", ""),
+                ("lives" if store.writer_alive else "-", ""),
             ]
         )
-    head = ["JOB", "COMPONENT", "RANK", "IN MEMORY", "ON DISK", "SIZE", "TRAINER", "SAVER"]
+    head = ["JOB", "COMPONENT", "RANK", "IN MEMORY", "ON DISK", "SIZE", "TRAINER", "WRITER"]
     return ["in memory on this host (step.attempt, newest first)", *table(head, rows, ("JOB", "IN MEMORY"), color)]
 
 
@@ -219,7 +219,7 @@ def _as_json(
                 "persisted": as_fields(store.persisted) if store.persisted else None,
                 "num_bytes": store.num_bytes,
                 "trainer_alive": store.trainer_alive,
-                "saver_alive": store.saver_alive,
+                "writer_alive": store.writer_alive,
                 "closed": store.closed,
             }
             for store in stores

@@ -1,4 +1,4 @@
-"""`hetstream ckpt start`: start the checkpoint savers of this job. Called by batch scripts, converted or not."""
+"""`hetstream ckpt start`: start the checkpoint writers of this job. Called by batch scripts, converted or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.config import DIRECTORY
 from hetstream.hetjob.job_environment import export_lines, export_variables
-from hetstream.hetjob.savers import start
+from hetstream.hetjob.writers import start
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.program import own_program
 
@@ -20,8 +20,8 @@ In a batch script, before the line that starts the trainers:
 
   eval "$(hetstream ckpt start --checkpoint=DIR)"
 
-What it prints tells the trainers that the job has savers. If they cannot start it prints nothing for that, says why on
-stderr and exits with 1, and each trainer starts a saver of its own.
+What it prints tells the trainers that the job has writers. If they cannot start it prints nothing for that, says why on
+stderr and exits with 1, and each trainer starts a checkpoint writer of its own.
 """
 
 
@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Start them and print shell text that exports the variables."""
     directory = {DIRECTORY: str(args.checkpoint.absolute())} if args.checkpoint else {}
-    # Printed first: the program needs it even if no saver starts.
+    # Printed first: the program needs it even if no checkpoint writer starts.
     sys.stdout.write(export_lines(directory | export_variables(os.environ, directory)))
     try:
         variables = start(own_program(), CommandSlurm(), os.environ)

@@ -22,7 +22,7 @@ EPILOG = f"""\
 master.log      what the job master decided and why
 dispatcher.log  which data workers and loaders came and went
 data-worker-N   the data workers of component 1; companion-N: those that joined later
-savers/NODE     the checkpoint savers
+writers/NODE     the checkpoint writers
 
 examples:
   hetstream logs 8123                    the last lines of each
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser = subparsers.add_parser(
         "logs",
         help=summary,
-        description="Print the logs of a job's master, dispatcher, data workers and savers. The job may be named by "
+        description="Print the logs of a job's master, dispatcher, data workers and writers. The job may be named by "
         "any of its numbers, from any directory, as long as Slurm knows it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     directory = directory_of(args.job)
     logs = list(_logs(directory))
     if not logs:
-        raise UsageError(f"no log in {directory}: the job has not started, or had no data workers and no savers")
+        raise UsageError(
+            f"no log in {directory}: the job has not started, or had no data workers and no checkpoint writers"
+        )
     chosen = [one for one in logs if not args.names or any(_is_called(one, name) for name in args.names)]
     if not chosen:
         known = ", ".join(str(one.relative_to(directory).with_suffix("")) for one in logs)
@@ -85,7 +87,7 @@ def _logs(directory: Path) -> Iterator[Path]:
     found = [path for path in directory.glob("*.log") if path.is_file()]
     order = {"master.log": 0, "dispatcher.log": 1}
     yield from sorted(found, key=lambda path: (order.get(path.name, 2), len(path.name), path.name))
-    yield from sorted((directory / "savers").glob("*.log"))
+    yield from sorted((directory / "writers").glob("*.log"))
 
 
 def _is_called(path: Path, name: str) -> bool:

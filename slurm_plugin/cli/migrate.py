@@ -239,7 +239,7 @@ def _look(old: str, new: str, states: Mapping[str, str], checkpoints: Path | Non
         new,
         states.get(old, ""),
         states.get(new, ""),
-        request.taker.job.partition("+")[0] if request else "",
+        request.successor.job.partition("+")[0] if request else "",
         read_owner(checkpoints) if checkpoints else None,
         history(checkpoints) if checkpoints else (),
     )

@@ -54,8 +54,8 @@ def test_leases(tmp_path: Path) -> None:
 def test_tensors(tmp_path: Path) -> None:
     rows = run("tensors", tmp_path, "hetstream")
     assert all(row["value"] is not None for row in rows.values()), rows
-    for rail in ("hetstream tcp", "hetstream shm"):
-        ratio = f"{rail}, 141 tensors / {rail}, 1 tensor"
+    for transport in ("hetstream tcp", "hetstream shm"):
+        ratio = f"{transport}, 141 tensors / {transport}, 1 tensor"
         assert rows[ratio]["target"] == "<= 1.1"
         assert float(str(rows[f"{ratio}: least"]["value"])) > 1, "what the ratio is at least, beside it"
 

@@ -33,11 +33,13 @@ def zygote() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def memory(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Path]:
-    """A directory in place of /dev/shm, whose savers have ended when the test has."""
+    """A directory in place of /dev/shm, whose checkpoint writers have ended when the test has."""
     root = Path("/dev/shm") / f"hetstream-test-{os.getpid()}-{tmp_path.name}"[:100]
     root.mkdir(mode=0o700)
     yield root
-    wait_until(lambda: not any(one.saver_alive for one in find_stores([root])), 60, "the end of all savers")
+    wait_until(
+        lambda: not any(one.writer_alive for one in find_stores([root])), 60, "the end of all checkpoint writers"
+    )
     for found in find_stores([root]):
         with StoreView(found.path) as view:
             view.remove()
@@ -60,6 +62,8 @@ def make(tmp_path: Path, memory: Path) -> Callable[..., FlashCheckpointer]:
 def trainers(zygote: subprocess.Popen[str], tmp_path: Path, wait_until: Any) -> Iterator[Trainers]:
     memory = Path(tempfile.mkdtemp(prefix="hetstream-test-", dir="/dev/shm"))
     yield Trainers(zygote, tmp_path, memory)
-    # Savers of dead trainers end by themselves.
-    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of all savers")
+    # Checkpoint writers of dead trainers end by themselves.
+    wait_until(
+        lambda: not any(one.writer_alive for one in find_stores([memory])), 60, "the end of all checkpoint writers"
+    )
     shutil.rmtree(memory)

@@ -66,7 +66,7 @@ def write_checkpoint(
 
 
 def delete_in_use(path: Path, timeout_s: float = 10.0) -> None:
-    """Delete a directory in which a saver may be at work, and make a file meanwhile: `rm -r`, until it succeeds."""
+    """Delete a directory in which a writer may be at work, and make a file meanwhile: `rm -r`, until it succeeds."""
     deadline_s = time.monotonic() + timeout_s
     while path.exists():
         assert time.monotonic() < deadline_s, f"{path} is still there"

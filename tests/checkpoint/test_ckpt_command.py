@@ -19,10 +19,10 @@ from hetstream.checkpoint.manifest import Part
 from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from hetstream.checkpoint.segment import join_metadata
 from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Holder, Identity, SaverStatus
+from hetstream.checkpoint.store_files import Holder, Identity, WriterStatus
 from hetstream.checkpoint.view import FoundStore, StoreView, find_stores
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.slurm_plugin.cli import ckpt_saver, main
+from hetstream.slurm_plugin.cli import ckpt_writer, main
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from tests.checkpoint import fake_trainer
 from tests.checkpoint.parts import make_record, write_checkpoint
@@ -55,7 +55,7 @@ def dead_store(directory: Path) -> Iterator[Path]:
         with store.begin(1000, 100) as slot:
             slot.publish(Generation(2, step), join_metadata(b"{}", b"{}"), "0" * 32)
     with StoreView(path) as view:
-        view.report(SaverStatus(pid=1, persisted=Generation(2, 10)))
+        view.report(WriterStatus(pid=1, persisted=Generation(2, 10)))
     store.close(keep=True)
     yield path
     if path.exists():
@@ -156,15 +156,15 @@ def test_gc_removes_only_what_is_nobodys(
     jobs = {}
     assert found()[1].startswith("step 20 of attempt 2 is in memory alone")
     with StoreView(dead_store) as view:
-        view.become_saver()
-        assert found("--discard-unsaved") == ("kept", "its saver lives")
+        view.become_writer()
+        assert found("--discard-unsaved") == ("kept", "its checkpoint writer lives")
     assert found("--discard-unsaved", "--dry-run") == (
         "removed",
         f"job {JOB} is over; step 20 of attempt 2 is given up",
     )
     assert dead_store.exists()
     with StoreView(dead_store) as view:
-        view.report(SaverStatus(pid=1, persisted=Generation(2, 20)))
+        view.report(WriterStatus(pid=1, persisted=Generation(2, 20)))
     assert "would be removed" in ckpt(capsys, "gc", "--dry-run")
     assert found() == ("removed", f"job {JOB} is over and step 20 of attempt 2 is on disk")
     assert not dead_store.exists()
@@ -200,7 +200,7 @@ def test_a_store_that_found_no_shared_memory_is_seen_and_collected(
     assert not store.path.exists()
 
 
-def test_gc_completes_what_dead_savers_left(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_completes_what_dead_writers_left(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older = make_record(2)
     write_part(directory, Part(Generation(1, 15), 0, 2, older.layout.digest), older.plan, older.payload)
 
@@ -229,17 +229,17 @@ def test_what_a_dead_trainer_left_is_written_when_it_is_asked_for(
     stores, directory = tmp_path / "stores", tmp_path / "run"
     for path in (stores, directory):
         path.mkdir(mode=0o700)
-    monkeypatch.setattr(ckpt_saver, "find_stores", lambda: find_stores([stores]))
+    monkeypatch.setattr(ckpt_writer, "find_stores", lambda: find_stores([stores]))
     store = Store.open(Identity(JOB, 0, 0, directory), shared_memory=stores)
     fake_trainer.save(store, Generation(1, 40), 0, 1, 10_000)
-    assert "nothing to write" in ckpt(capsys, "saver", "--once"), "its trainer lives"
+    assert "nothing to write" in ckpt(capsys, "writer", "--once"), "its trainer lives"
     store.close(keep=True)
-    assert "would write  step 40 of attempt 1 of rank 0" in ckpt(capsys, "saver", "--once", "--dry-run")
+    assert "would write  step 40 of attempt 1 of rank 0" in ckpt(capsys, "writer", "--once", "--dry-run")
     assert os.listdir(directory) == []
-    assert f"written  step 40 of attempt 1 of rank 0 to {directory}" in ckpt(capsys, "saver", "--once")
+    assert f"written  step 40 of attempt 1 of rank 0 to {directory}" in ckpt(capsys, "writer", "--once")
     assert CheckpointDirectory(directory).verify(Generation(1, 40)) == []
-    assert "nothing to write" in ckpt(capsys, "saver", "--once")
-    assert main(["ckpt", "saver", "--dry-run"]) == 2
+    assert "nothing to write" in ckpt(capsys, "writer", "--once")
+    assert main(["ckpt", "writer", "--dry-run"]) == 2
 
 
 def test_reasons_name_the_job() -> None:

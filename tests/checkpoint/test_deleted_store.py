@@ -25,8 +25,8 @@ from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, payload_of, save
 from tests.checkpoint.test_replica_restore import Job, job
-from tests.checkpoint.test_saver import Bench, bench
 from tests.checkpoint.test_store import identity, shared_memory, steps, store
+from tests.checkpoint.test_writer import Bench, bench
 from tests.checkpoint.trainers import SIGKILL, Trainers
 
 __all__ = ["bench", "identity", "job", "shared_memory", "store"]
@@ -181,15 +181,15 @@ def test_training_goes_on_and_all_gets_to_disk(make: Any, memory: Path, caplog: 
 
 
 @pytest.mark.parametrize("then", ["should_save", "wait", "close"])
-def test_what_no_saver_had_written_when_the_store_was_deleted_gets_to_disk(make: Any, memory: Path, then: str) -> None:
+def test_what_no_writer_had_written_when_the_store_was_deleted_gets_to_disk(make: Any, memory: Path, then: str) -> None:
     with make() as checkpointer:
         assert checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
-        saver = checkpointer._saver.process.pid
-        os.kill(saver, signal.SIGSTOP)
+        writer = checkpointer._writer.process.pid
+        os.kill(writer, signal.SIGSTOP)
         assert checkpointer.save(2, state_of(2))
         delete(checkpointer._store.path)
-        os.kill(saver, signal.SIGCONT)
+        os.kill(writer, signal.SIGCONT)
         if then == "should_save":
             checkpointer.should_save(3)
             assert [one.generations[0].step for one in find_stores([memory])] == [2]
@@ -232,8 +232,8 @@ def test_a_trainer_that_is_killed_while_it_makes_the_store_anew_goes_on_from_the
 # Other processes
 
 
-def test_a_jobs_saver_lets_go_of_a_deleted_store_and_serves_the_new_one(bench: Bench) -> None:
-    saver = bench.job_saver()
+def test_a_jobs_writer_lets_go_of_a_deleted_store_and_serves_the_new_one(bench: Bench) -> None:
+    writer = bench.job_writer()
     trainer = bench.trainer()
     for step in (1, 2, 3):
         trainer.say(f"save {step}")
@@ -241,8 +241,8 @@ def test_a_jobs_saver_lets_go_of_a_deleted_store_and_serves_the_new_one(bench: B
         [found] = find_stores([bench.path / "stores"])
         delete(found.path)
     trainer.end()
-    saver.send_signal(signal.SIGTERM)
-    assert saver.wait(60) == 0
+    writer.send_signal(signal.SIGTERM)
+    assert writer.wait(60) == 0
     bench.check_whole((1, 3))
     assert find_stores([bench.path / "stores"]) == []
 

@@ -208,10 +208,10 @@ def test_ranks_that_commit_at_once(tmp_path: Path) -> None:
             commit.commit(tmp_path, generation, 4)
 
     watcher = threading.Thread(target=watch)
-    savers = [threading.Thread(target=save, args=(rank,)) for rank in range(4)]
-    for thread in (watcher, *savers):
+    writers = [threading.Thread(target=save, args=(rank,)) for rank in range(4)]
+    for thread in (watcher, *writers):
         thread.start()
-    for thread in savers:
+    for thread in writers:
         thread.join()
     done.set()
     watcher.join()
@@ -220,7 +220,7 @@ def test_ranks_that_commit_at_once(tmp_path: Path) -> None:
     assert latest(tmp_path) == "step-0000000008.1"
 
 
-def test_dead_savers_work_is_completed_and_cleaned_up(tmp_path: Path) -> None:
+def test_dead_writers_work_is_completed_and_cleaned_up(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     write_checkpoint(tmp_path, Generation(1, 10))
     write_rank(tmp_path, Generation(1, 5), 0, 2)

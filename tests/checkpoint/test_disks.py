@@ -49,16 +49,16 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_training_goes_on(
         assert checkpointer.wait(60)
         for step in (2, 3):
             assert checkpointer.save(step, state_of(step, 8 * MIB))
-            wait_until(lambda: checkpointer.stats().saver_error, 60, "what the saver says")
-        assert "are free; nothing was written: hetstream ckpt ls" in checkpointer.stats().saver_error
+            wait_until(lambda: checkpointer.stats().writer_error, 60, "what the checkpoint writer says")
+        assert "are free; nothing was written: hetstream ckpt ls" in checkpointer.stats().writer_error
         assert "checkpoints do not get to disk, training goes on with those in memory" in caplog.text
         found = CheckpointDirectory(disk / "ckpt")
         assert [one.generation for one in found.checkpoints()] == [Generation(1, 1)]
         assert found.verify(Generation(1, 1)) == []
         assert checkpointer.load().step == 3
         remount(disk, "size=64m")
-        assert checkpointer.wait(60), "the saver did not try again by itself"
-        assert checkpointer.stats().saver_error == ""
+        assert checkpointer.wait(60), "the checkpoint writer did not try again by itself"
+        assert checkpointer.stats().writer_error == ""
     with make() as checkpointer:
         loaded = checkpointer.load()
         assert (loaded.step, loaded.sources) == (3, ("disk",))

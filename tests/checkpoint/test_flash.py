@@ -201,12 +201,12 @@ def _resident_kib() -> int:
     return int(line.split()[1])
 
 
-def test_every_save_is_in_memory_also_while_the_saver_is_stopped(make: Any, wait_until: WaitUntil) -> None:
+def test_every_save_is_in_memory_also_while_the_writer_is_stopped(make: Any, wait_until: WaitUntil) -> None:
     with make() as checkpointer:
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
-        saver = checkpointer.stats().saver_pid
-        os.kill(saver, signal.SIGSTOP)
+        writer = checkpointer.stats().writer_pid
+        os.kill(writer, signal.SIGSTOP)
         try:
             for step in range(2, 12):
                 assert checkpointer.save(step, state_of(step))
@@ -214,20 +214,20 @@ def test_every_save_is_in_memory_also_while_the_saver_is_stopped(make: Any, wait
             assert not checkpointer.wait(0.05)
             assert checkpointer.stats().persisted == Generation(1, 1)
         finally:
-            os.kill(saver, signal.SIGCONT)
+            os.kill(writer, signal.SIGCONT)
         assert checkpointer.wait(60)
         assert checkpointer.stats().persisted == Generation(1, 11)
 
 
-def test_a_saver_that_dies_is_replaced_and_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_writer_that_dies_is_replaced_and_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     with make() as checkpointer:
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
-        os.kill(checkpointer.stats().saver_pid, signal.SIGKILL)
-        checkpointer._saver.process.wait()
+        os.kill(checkpointer.stats().writer_pid, signal.SIGKILL)
+        checkpointer._writer.process.wait()
         checkpointer.save(2, state_of(2))
         assert checkpointer.wait(60)
-    assert "the checkpoint saver has ended with code -9: another is started" in caplog.text
+    assert "the checkpoint writer has ended with code -9: another is started" in caplog.text
 
 
 # Beside the program
@@ -453,7 +453,7 @@ def test_a_step_that_is_saved_again_is_a_checkpoint_of_its_own(make: Any, tmp_pa
         assert checkpointer.load().state["epoch"] == 3
 
 
-def test_a_jobs_saver_asks_to_stop(make: Any, memory: Path) -> None:
+def test_a_jobs_writer_asks_to_stop(make: Any, memory: Path) -> None:
     with make() as checkpointer:
         assert not checkpointer.stopping
         [found] = find_stores([memory])
@@ -494,7 +494,9 @@ def test_every_end_brings_the_newest_to_disk_and_only_a_crash_leaves_memory(
     latest = tmp_path / "ckpt" / "latest"
     # First what it does: it may not have started yet.
     wait_until(latest.is_symlink, 60, "the checkpoint")
-    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of the saver")
+    wait_until(
+        lambda: not any(one.writer_alive for one in find_stores([memory])), 60, "the end of the checkpoint writer"
+    )
     assert latest.readlink() == Path("step-0000000001.1")
     assert bool(find_stores([memory])) == leaves_memory
 
@@ -524,7 +526,7 @@ def test_a_forked_child_leaves_everything_alone(make: Any) -> None:
         assert checkpointer.wait(60)
 
 
-def test_the_saver_does_without_torch() -> None:
-    code = "import hetstream.checkpoint.saver, sys; sys.exit('torch' in sys.modules)"
+def test_the_writer_does_without_torch() -> None:
+    code = "import hetstream.checkpoint.writer, sys; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False).returncode == 0

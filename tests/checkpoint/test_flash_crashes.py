@@ -13,7 +13,7 @@ import pytest
 from hetstream.checkpoint.view import find_stores
 from tests.checkpoint.trainers import SIGKILL, Trainers, forget_memory, wait_for_disk
 
-# What a trainer passes while it trains; the saver's points are `test_saver.py`'s.
+# What a trainer passes while it trains; the checkpoint writer's points are `test_writer.py`'s.
 POINTS = ("save.copied",)
 OTHER_POINTS = (
     *("store.created", "slot.allocated", "slot.placed", "slot.begun", "slot.described", "slot.before_complete"),
@@ -111,7 +111,7 @@ def undisturbed_pair(zygote: subprocess.Popen[str], tmp_path_factory: pytest.Tem
 
 def test_ranks_that_died_at_different_saves_go_on_from_one(trainers: Trainers, undisturbed_pair: Trainers) -> None:
     faults = {1: f"slot.begun:4:kill:{trainers.path / 'marker'}"}
-    # The other fails in its next step, having saved once more; its saver waits for the dead one's part.
+    # The other fails in its next step, having saved once more; its checkpoint writer waits for the dead one's part.
     assert trainers.group("run", 2, "--steps", "14", "--close-timeout", "0", faults=faults)[1] == SIGKILL
     assert trainers.group("run", 2, "--steps", "14") == [0, 0]
     for rank in range(2):

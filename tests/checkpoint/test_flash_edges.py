@@ -23,7 +23,7 @@ import torch
 from hetstream import CheckpointOptions, FlashCheckpointer, LoadedCheckpoint
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint import ownership, rank_file
-from hetstream.checkpoint.config import environment_of_saver, job_and_component
+from hetstream.checkpoint.config import environment_of_writer, job_and_component
 from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse, StateMismatch, UnsupportedState
 from hetstream.checkpoint.flash import device
 from hetstream.checkpoint.flash.capture import Capture
@@ -102,20 +102,20 @@ def test_a_forked_child_is_told_that_it_has_no_checkpointer(make: Any) -> None:
         assert checkpointer.load().step == 1
 
 
-def test_who_looks_whether_a_saver_lives_keeps_none_from_becoming_it(make: Any, memory: Path) -> None:
+def test_who_looks_whether_a_writer_lives_keeps_none_from_becoming_it(make: Any, memory: Path) -> None:
     with make() as checkpointer:
         checkpointer.close()
     store = memory / "hetstream-ckpt-0-local-0-0-00000000-00000000"
     store.mkdir(mode=0o700)
     with StoreView(store) as view:
-        FileLock.try_exclusive(view.files.saver_lock).release()  # type: ignore[union-attr]
-        looking = FileLock.try_shared(view.files.saver_lock)
+        FileLock.try_exclusive(view.files.writer_lock).release()  # type: ignore[union-attr]
+        looking = FileLock.try_shared(view.files.writer_lock)
         assert looking
         timer = threading.Timer(0.02, looking.release)
         timer.start()
-        view.become_saver()
+        view.become_writer()
         timer.join()
-        (store / "saver.lock").unlink()
+        (store / "writer.lock").unlink()
         store.rmdir()
 
 
@@ -397,8 +397,8 @@ def test_relative_paths_are_those_of_the_beginning(
         monkeypatch.chdir(tmp_path / "there")
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(60)
-        os.kill(checkpointer.stats().saver_pid, signal.SIGKILL)
-        checkpointer._saver.process.wait()  # type: ignore[union-attr]
+        os.kill(checkpointer.stats().writer_pid, signal.SIGKILL)
+        checkpointer._writer.process.wait()  # type: ignore[union-attr]
         checkpointer.save(2, state_of(2))
         assert checkpointer.wait(60)
     assert (tmp_path / "here" / "ckpt" / "latest").readlink() == Path("step-0000000002.1")
@@ -442,7 +442,7 @@ def test_nothing_is_open_to_others_whatever_the_umask(make: Any, memory: Path, t
                 assert inside_private or not stat.S_IMODE(found.stat().st_mode) & 0o077, found
 
 
-def test_modules_in_the_programs_directory_do_not_hide_the_savers(tmp_path: Path, memory: Path) -> None:
+def test_modules_in_the_programs_directory_do_not_hide_the_writers(tmp_path: Path, memory: Path) -> None:
     program = """
         import sys, torch
         from pathlib import Path
@@ -491,7 +491,7 @@ def test_odd_variables_of_slurm_and_paths() -> None:
         "7",
         1,
     )
-    paths = environment_of_saver({"PYTHONPATH": "src:/abs:"})["PYTHONPATH"].split(":")
+    paths = environment_of_writer({"PYTHONPATH": "src:/abs:"})["PYTHONPATH"].split(":")
     assert paths == [str(ROOT), os.path.abspath("src"), "/abs"]
     assert not find_stores([Path("/nowhere")])
 

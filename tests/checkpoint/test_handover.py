@@ -46,7 +46,7 @@ OWNER = Identity("41", "node1", 1)
         (Asked(2, "job 42", is_live=True), False, "job 42 asks attempt 2, this is attempt 3"),
     ],
 )
-def test_an_owner_stops_only_for_a_living_taker_that_means_it(
+def test_an_owner_stops_only_for_a_living_successor_that_means_it(
     asked: Asked | None, hands_over: bool, reason: str
 ) -> None:
     found = answer(3, asked)
@@ -68,8 +68,8 @@ SEEN = Seen("41", "job 41 on node1", 3)
         # The owner's script has started it again before it could see the request.
         (Taking("41", True, asked_attempt=2, waited_s=5, timeout_s=10), SEEN, Action.ASK),
         (Taking("41", True, asked_attempt=3, waited_s=10, timeout_s=10), SEEN, Action.GIVE_UP),
-        (Taking("41", True), Seen("41", "job 41", 3, other_taker="job 43"), Action.REFUSE),
-        (Taking(""), Seen(other_taker="job 43"), Action.REFUSE),
+        (Taking("41", True), Seen("41", "job 41", 3, other_successor="job 43"), Action.REFUSE),
+        (Taking(""), Seen(other_successor="job 43"), Action.REFUSE),
     ],
 )
 def test_what_a_start_does_about_a_directory_that_it_could_not_take(taking: Taking, seen: Seen, action: Action) -> None:
@@ -103,7 +103,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil)
         return FlashCheckpointer(tmp_path / "ckpt", options=options)
 
     yield made
-    wait_until(lambda: not find_stores([memory]), 60, "the end of the savers")
+    wait_until(lambda: not find_stores([memory]), 60, "the end of the checkpoint writers")
     memory.rmdir()
 
 
@@ -128,7 +128,7 @@ def test_an_owner_that_does_not_answer_is_named_and_asked_no_more(make: Any, tmp
 
 
 @pytest.mark.usefixtures("held")
-def test_a_second_taker_is_refused(make: Any, tmp_path: Path) -> None:
+def test_a_second_successor_is_refused(make: Any, tmp_path: Path) -> None:
     first = Claim(tmp_path / "ckpt", Identity("43", "node2", 7))
     first.ask(1, 0.0)
     with pytest.raises(DirectoryInUse, match="is being handed over to job 43 on node2, process 7"):
@@ -223,8 +223,10 @@ class Jobs:
 def jobs(zygote: subprocess.Popen[str], tmp_path: Path, wait_until: WaitUntil) -> Iterator[Jobs]:
     memory = Path(tempfile.mkdtemp(prefix="hetstream-test-", dir="/dev/shm"))
     yield Jobs(zygote, tmp_path, memory)
-    # Savers of dead trainers end by themselves.
-    wait_until(lambda: not any(one.saver_alive for one in find_stores([memory])), 60, "the end of all savers")
+    # Checkpoint writers of dead trainers end by themselves.
+    wait_until(
+        lambda: not any(one.writer_alive for one in find_stores([memory])), 60, "the end of all checkpoint writers"
+    )
     shutil.rmtree(memory)
 
 
@@ -278,19 +280,19 @@ def test_a_training_is_handed_over_without_a_step_lost_or_made_twice(
 @pytest.mark.timeout(400)
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["handover.claimed", "handover.asked"])
-def test_a_taker_that_dies_changes_nothing(
+def test_a_successor_that_dies_changes_nothing(
     jobs: Jobs, truth: Callable[[int], Jobs], wait_until: WaitUntil, point: str
 ) -> None:
     undisturbed = truth(1)
     after = jobs.directory / "after its death"
-    # The owner stands still while the taker asks and dies: between the two it would rightly hand over.
-    taker = TAKER | {
+    # The owner stands still while the successor asks and dies: between the two it would rightly hand over.
+    successor = TAKER | {
         "HETSTREAM_CKPT_FAULT": f"{point}:1:kill:{jobs.marker}",
         "HETSTREAM_TEST_AFTER": str(after.with_suffix(".awaited")),
     }
-    jobs.begin(1, ("41", after, {}), ("42", None, taker))
-    wait_until(lambda: jobs.marker.exists() and jobs.marker.read_text(), 120, "the taker's request")
-    wait_until(lambda: is_dead(int(jobs.marker.read_text())), 120, "the taker's death")
+    jobs.begin(1, ("41", after, {}), ("42", None, successor))
+    wait_until(lambda: jobs.marker.exists() and jobs.marker.read_text(), 120, "the successor's request")
+    wait_until(lambda: is_dead(int(jobs.marker.read_text())), 120, "the successor's death")
     assert jobs.request.exists() == (point == "handover.asked")
     assert living_request(jobs.checkpoints) is None
     after.touch()
@@ -326,7 +328,7 @@ def test_an_owner_that_dies_meanwhile_is_a_crash_like_any_other(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_taker_that_dies_when_the_owner_has_noticed_costs_no_step(
+def test_a_successor_that_dies_when_the_owner_has_noticed_costs_no_step(
     jobs: Jobs, truth: Callable[[int], Jobs], wait_until: WaitUntil
 ) -> None:
     undisturbed = truth(1)
@@ -335,8 +337,8 @@ def test_a_taker_that_dies_when_the_owner_has_noticed_costs_no_step(
     wait_until(lambda: jobs.marker.exists() and jobs.marker.read_text(), 120, "the owner's look")
     request = read_request(jobs.checkpoints)
     assert request is not None
-    os.kill(request.taker.pid, signal.SIGKILL)
-    wait_until(lambda: is_dead(request.taker.pid), 60, "the taker's death")
+    os.kill(request.successor.pid, signal.SIGKILL)
+    wait_until(lambda: is_dead(request.successor.pid), 60, "the successor's death")
     os.kill(int(jobs.marker.read_text()), signal.SIGCONT)
     assert jobs.codes() == [0, -9]
     done = jobs.result()["step"]
@@ -397,7 +399,7 @@ def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: Checkp
                 stops[rank] = step
                 assert watch.is_asked(step + 1)
                 assert watch.hands_over == (who == "another job")
-                assert (watch.taker is not None) == (watch.hands_over and rank == 0)
+                assert (watch.successor is not None) == (watch.hands_over and rank == 0)
                 assert watch.reason == (
                     "hand-over to job 42 on node2, process 7" if claims else f"rank {who}: SIGTERM came"
                 )

@@ -29,7 +29,7 @@ from hetstream.checkpoint.store import Store
 from hetstream.checkpoint.view import find_stores
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.parts import delete_in_use, write_checkpoint
-from tests.checkpoint.test_saver import Bench, bench
+from tests.checkpoint.test_writer import Bench, bench
 from tests.checkpoint.trainers import SIGKILL, Trainers, wait_for_disk
 
 __all__ = ["bench"]
@@ -165,12 +165,12 @@ def test_memory_is_not_used_for_a_copy_from_before_in_its_directorys_place(
         assert branch.acquire(Identity.of_this_process("local")) == 2
         write_checkpoint(copy, g(2, 15), start_id=branch.lineage().start_id)
         branch.release()
-    monkeypatch.setenv("HETSTREAM_CKPT_SAVER", "1")  # of the job: there is none, and memory gets ahead of the disk
+    monkeypatch.setenv("HETSTREAM_CKPT_WRITER", "1")  # of the job: there is none, and memory gets ahead of the disk
     second = make()
     assert second.restore(state) == 10
     second.save(20, {"weight": torch.full((4,), 20.0)})
     second.close(keep_memory=True)
-    monkeypatch.delenv("HETSTREAM_CKPT_SAVER")
+    monkeypatch.delenv("HETSTREAM_CKPT_WRITER")
     shutil.rmtree(path)
     copy.rename(path)
     assert [found.is_orphaned for found in find_stores([memory])] == [True]
@@ -184,7 +184,7 @@ def test_memory_is_not_used_for_a_copy_from_before_in_its_directorys_place(
     caplog.clear()
 
 
-def test_a_saver_of_the_training_before_writes_nothing_into_a_copy_from_before(tmp_path: Path) -> None:
+def test_a_writer_of_the_training_before_writes_nothing_into_a_copy_from_before(tmp_path: Path) -> None:
     path, copy = tmp_path / "ckpt", tmp_path / "copy"
     for is_copied in (False, True):
         start = CheckpointDirectory(path)
@@ -200,7 +200,7 @@ def test_a_saver_of_the_training_before_writes_nothing_into_a_copy_from_before(t
         write_checkpoint(path, g(1, 8), start_id=start_id)
 
 
-def test_a_saver_of_the_training_before_writes_nothing_into_a_new_directory(tmp_path: Path) -> None:
+def test_a_writer_of_the_training_before_writes_nothing_into_a_new_directory(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     first = CheckpointDirectory(path)
     first.acquire(Identity.of_this_process("1"))
@@ -221,7 +221,7 @@ def test_a_saver_of_the_training_before_writes_nothing_into_a_new_directory(tmp_
     assert not list(path.glob("step-*"))
 
 
-def test_a_stopped_saver_of_the_training_before_wakes_up_beside_a_new_directory(bench: Bench) -> None:
+def test_a_stopped_writer_of_the_training_before_wakes_up_beside_a_new_directory(bench: Bench) -> None:
     def start() -> None:
         directory = CheckpointDirectory(bench.directory)
         directory.acquire(Identity.of_this_process("77"))
@@ -230,26 +230,28 @@ def test_a_stopped_saver_of_the_training_before_wakes_up_beside_a_new_directory(
     start()
     trainer = bench.trainer()
     trainer.say("save 10")
-    saver = bench.saver(trainer.store, "saver.chosen", action="stop")
-    bench.until((bench.path / "marker-0").exists, "a stopped saver")
+    writer = bench.writer(trainer.store, "writer.chosen", action="stop")
+    bench.until((bench.path / "marker-0").exists, "a stopped checkpoint writer")
     trainer.kill()
     delete_in_use(bench.directory)
     start()
-    os.kill(saver.pid, signal.SIGCONT)
-    assert saver.wait(60) == 0
+    os.kill(writer.pid, signal.SIGCONT)
+    assert writer.wait(60) == 0
     assert "is not the directory that this training began in" in bench.said()
     assert not list(bench.directory.glob("step-*"))
 
 
-def test_a_saver_does_not_write_again_what_somebody_deleted(bench: Bench) -> None:
-    saver = bench.job_saver()
+def test_a_writer_does_not_write_again_what_somebody_deleted(bench: Bench) -> None:
+    writer = bench.job_writer()
     trainer = bench.trainer()
     trainer.say("save 10")
-    bench.until(lambda: bench.status(trainer.store).persisted == g(1, 10), "a saver that has seen the commit")
+    bench.until(
+        lambda: bench.status(trainer.store).persisted == g(1, 10), "a checkpoint writer that has seen the commit"
+    )
     trainer.kill()
     delete_in_use(bench.directory / "step-0000000010.1")
-    saver.send_signal(signal.SIGTERM)
-    assert saver.wait(60) == 0
+    writer.send_signal(signal.SIGTERM)
+    assert writer.wait(60) == 0
     assert not list(bench.directory.glob("step-*"))
 
 
@@ -395,7 +397,7 @@ def test_a_step_that_only_memory_has_is_restored_and_what_was_saved_after_it_nev
     state = state_of(0)
     with make(num_slots=4) as checkpointer:
         save_steps(checkpointer, 1)
-        os.kill(checkpointer._saver.process.pid, signal.SIGSTOP)
+        os.kill(checkpointer._writer.process.pid, signal.SIGSTOP)
         for step in (2, 3, 4):
             checkpointer.save(step, state_of(step))
         assert checkpointer.all_steps() == [1, 2, 3, 4]
@@ -403,7 +405,7 @@ def test_a_step_that_only_memory_has_is_restored_and_what_was_saved_after_it_nev
         assert value_of(state) == (3.0, 3)
         assert checkpointer.all_steps() == [1, 2, 3]
         checkpointer.save(4, state_of(40))
-        os.kill(checkpointer._saver.process.pid, signal.SIGCONT)
+        os.kill(checkpointer._writer.process.pid, signal.SIGCONT)
         assert checkpointer.wait(60)
     with make() as checkpointer:
         assert checkpointer.restore(state) == 4
@@ -595,7 +597,7 @@ def test_memory_of_a_deleted_directory_is_nobodys(
     directory.acquire(Identity.of_this_process("1"))
     directory.release()
     [found] = find_stores([memory])
-    found = dataclasses.replace(found, persisted=None, saver_alive=False)
+    found = dataclasses.replace(found, persisted=None, writer_alive=False)
     assert found.is_orphaned
     assert reason_to_keep(found, {}, discard_unsaved=False) == ""
     assert "of a checkpoint directory that was deleted" in reason_to_remove(found)

@@ -99,12 +99,12 @@ def test_a_killed_rank_loses_nothing_for_the_others(tmp_path: Path, memory: Path
 
 @pytest.fixture
 def hosts(tmp_path: Path, wait_until: Any) -> Iterator[list[Path]]:
-    """Two directories, each in place of a host's /dev/shm, whose savers have ended when the test has."""
+    """Two directories, each in place of a host's /dev/shm, whose checkpoint writers have ended when the test has."""
     roots = [tmp_path / "host-a", tmp_path / "host-b"]
     for root in roots:
         root.mkdir(mode=0o700)
     yield roots
-    wait_until(lambda: not any(one.saver_alive for one in find_stores(roots)), 60, "the end of all savers")
+    wait_until(lambda: not any(one.writer_alive for one in find_stores(roots)), 60, "the end of all checkpoint writers")
 
 
 @pytest.mark.slow

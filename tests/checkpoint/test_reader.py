@@ -304,7 +304,7 @@ def test_who_is_of_the_directorys_group_reads_what_is_saved(tmp_path: Path, make
     assert {name: found[name] for name in readable} == {
         name: 0o750 if name.startswith("step") else 0o640 for name in readable
     }
-    # Locks, and what savers alone need, stay the owner's; nothing is open to the rest of the world.
+    # Locks, and what checkpoint writers alone need, stay the owner's; nothing is open to the rest of the world.
     assert (found[".lock"], found[".commit"]) == (0o600, 0o600)
     assert all(mode & 0o027 == 0 for mode in found.values())
 

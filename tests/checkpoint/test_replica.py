@@ -1,4 +1,4 @@
-"""Replicas: who keeps whose, what a stranger gets, and what is left of a transfer that broke off. Savers are real."""
+"""Replicas: who keeps whose, what a stranger gets, and what is left of a transfer that broke off. Writers are real."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hetstream.checkpoint.replica.trainer import TrainerReplicas, forget_replica
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request
 from hetstream.checkpoint.segment import Segment
 from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity, SaverStatus, StoreFiles
+from hetstream.checkpoint.store_files import Identity, StoreFiles, WriterStatus
 from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint import fake_trainer
 
@@ -113,7 +113,7 @@ class Keeper:
         return Channel.connect(self.endpoint, rendezvous.read_key(self.directory, 1))
 
     def keep(self, source: Store, spoil: Callable[[Channel, Segment], None] | None = None) -> Reply:
-        """Send the newest generation of a store, in the way of a saver or in another."""
+        """Send the newest generation of a store, in the way of a checkpoint writer or in another."""
         content = source.held()[0]
         with self.connect() as channel, Segment.open(content.path) as segment:
             header = segment.header
@@ -339,7 +339,7 @@ def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
     monkeypatch.setattr("hetstream.checkpoint.replica.trainer._LISTED_TIMEOUT_S", 0.2)
     with open_store(tmp_path / "host-2", 0) as store:
         replicas = TrainerReplicas(store, keeper.directory, HOSTS, 0, 1)
-        # The first holder has no saver; the second one has another generation, or this one.
+        # The first holder has no checkpoint writer; the second one has another generation, or this one.
         with pytest.raises(NoCheckpoint, match=r"rank 0: it was not listed.*rank 1: there is no step 20"):
             replicas.fetch(Generation(1, 20), [0, 1])
         with monkeypatch.context() as changed:
@@ -400,12 +400,13 @@ def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- savers that are killed, stopped, or full ----------------------------------------------------------------------
+# --- checkpoint writers that are killed, stopped, or full
+# ----------------------------------------------------------------------
 
 
 @dataclass
 class Pair:
-    """Two hosts with a trainer and a saver each."""
+    """Two hosts with a trainer and a checkpoint writer each."""
 
     path: Path
     wait_until: WaitUntil
@@ -434,12 +435,12 @@ class Pair:
         self.stores.append(Path(process.stdout.readline().strip()))
         write_whole(StoreFiles(self.stores[-1]).replica_order, msgspec.json.encode(order_of(HOSTS, rank, 1)))
 
-    def saver(self, rank: int, fault: str = "") -> subprocess.Popen[bytes]:
+    def writer(self, rank: int, fault: str = "") -> subprocess.Popen[bytes]:
         request = {"HETSTREAM_CKPT_FAULT": f"{fault}:{self.path / 'marker'}"} if fault else {}
-        with open(self.path / "saver.log", "ab") as log:
+        with open(self.path / "writer.log", "ab") as log:
             words = [f"--store={self.stores[rank]}", f"--directory={self.directory}", "--linger=0.3"]
             process = subprocess.Popen(
-                [sys.executable, "-m", "hetstream.checkpoint.saver", *words],
+                [sys.executable, "-m", "hetstream.checkpoint.writer", *words],
                 stderr=log,
                 env={**os.environ, **request},
                 cwd=ROOT,
@@ -455,14 +456,14 @@ class Pair:
         process.stdin.flush()
         assert process.stdout.readline().strip() == line
 
-    def status(self, rank: int) -> SaverStatus:
-        return StoreView(self.stores[rank]).files.read_status() or SaverStatus(pid=0)
+    def status(self, rank: int) -> WriterStatus:
+        return StoreView(self.stores[rank]).files.read_status() or WriterStatus(pid=0)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         try:
             self.wait_until(condition, TIMEOUT_S, what)
         except BaseException:
-            print((self.path / "saver.log").read_text()[-4000:])
+            print((self.path / "writer.log").read_text()[-4000:])
             raise
 
     def until_replicated(self, rank: int, step: int) -> None:
@@ -489,8 +490,8 @@ def pair(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Pair]:
         yield made
 
 
-def test_savers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
-    savers = [pair.saver(rank) for rank in (0, 1)]
+def test_writers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
+    writers = [pair.writer(rank) for rank in (0, 1)]
     for step in (10, 20, 30):
         for rank in (0, 1):
             pair.say(rank, f"save {step}")
@@ -503,7 +504,7 @@ def test_savers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
         stdin = pair.trainers[rank].stdin
         assert stdin
         stdin.close()
-    assert [saver.wait(TIMEOUT_S) for saver in savers] == [0, 0]
+    assert [writer.wait(TIMEOUT_S) for writer in writers] == [0, 0]
     assert find_stores([pair.path / "host-0", pair.path / "host-1"]) == []
     rendezvous.remove_key(pair.directory, 1)
     assert not (pair.directory / "replicas").exists()
@@ -523,41 +524,41 @@ def test_savers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
         pytest.param(1, "replica.kept:2", marks=pytest.mark.slow),
     ],
 )
-def test_a_saver_killed_at_any_point_leaves_the_old_or_the_new(pair: Pair, rank: int, point: str) -> None:
-    savers = [pair.saver(one, f"{point}:kill" if one == rank else "") for one in (0, 1)]
+def test_a_writer_killed_at_any_point_leaves_the_old_or_the_new(pair: Pair, rank: int, point: str) -> None:
+    writers = [pair.writer(one, f"{point}:kill" if one == rank else "") for one in (0, 1)]
     if point != "replica.listed:1":
         pair.say(0, "save 10")
         pair.until_replicated(0, 10)
     pair.say(0, "save 20")
-    assert savers[rank].wait(TIMEOUT_S) == -signal.SIGKILL
+    assert writers[rank].wait(TIMEOUT_S) == -signal.SIGKILL
     kept = check_kept(StoreFiles(pair.stores[1]), 0)
     assert kept[:1] in ([Generation(1, 10)], [Generation(1, 20)]) or point == "replica.listed:1"
-    pair.saver(rank)
+    pair.writer(rank)
     pair.until_replicated(0, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "replica.receiving:10:stop"])
 def test_a_stopped_peer_holds_up_neither_the_disk_nor_the_trainer(pair: Pair, fault: str) -> None:
-    savers = [pair.saver(0), pair.saver(1, fault)]
+    writers = [pair.writer(0), pair.writer(1, fault)]
     for rank in (0, 1):
         pair.say(rank, "save 10")
     pair.until_replicated(0, 10)
     pair.until(lambda: commit.committed(pair.directory), "the checkpoint")
     if not fault:  # else it stops in the middle of the next transfer
-        savers[1].send_signal(signal.SIGSTOP)
+        writers[1].send_signal(signal.SIGSTOP)
     for step in range(20, 30):
         pair.say(0, f"save {step}")  # ten saves into three slots wait for nobody
     pair.until(lambda: any(one.step >= 20 for one in commit.written_by(pair.directory, 0)), "a newer part on disk")
     pair.until(lambda: pair.status(0).replica_error, "the error in the status")
-    savers[1].send_signal(signal.SIGCONT)
+    writers[1].send_signal(signal.SIGCONT)
     pair.until_replicated(0, 29)
     assert pair.status(0).replica_error == ""
 
 
 def test_full_memory_of_the_peer_is_said_and_training_goes_on(pair: Pair) -> None:
-    pair.saver(0)
-    pair.saver(1, "replica.allocating:1:full")
+    pair.writer(0)
+    pair.writer(1, "replica.allocating:1:full")
     pair.say(0, "save 10")
     pair.until(lambda: "No space left" in pair.status(0).replica_error, "the error in the status")
     pair.until(lambda: commit.written_by(pair.directory, 0), "the part on disk")

@@ -1,4 +1,4 @@
-"""Loss of a node, with real trainers and savers: two "hosts" are two directories of shared memory and two addresses."""
+"""Loss of a node, with real trainers and writers: two "hosts" are two directories of shared memory and two addresses."""
 
 from __future__ import annotations
 
@@ -77,18 +77,20 @@ class Job:
         assert [trainer.wait(TIMEOUT_S) for trainer in self.trainers] == [0, 0]
 
     def lose(self, host: int) -> None:
-        """All trainers die; with one host its saver and its memory go too."""
-        savers = {store.path: StoreView(store.path).files.read_status() for store in self.stores()}
+        """All trainers die; with one host its checkpoint writer and its memory go too."""
+        writers = {store.path: StoreView(store.path).files.read_status() for store in self.stores()}
         for trainer in self.trainers:
             trainer.kill()
             trainer.wait()
-        for path, status in savers.items():
+        for path, status in writers.items():
             assert status is not None
             if path.parent.name == f"host-{host}":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(status.pid, signal.SIGKILL)
         shutil.rmtree(self.path / f"host-{host}")
-        self.wait_until(lambda: not any(one.saver_alive for one in self.stores()), TIMEOUT_S, "the end of savers")
+        self.wait_until(
+            lambda: not any(one.writer_alive for one in self.stores()), TIMEOUT_S, "the end of checkpoint writers"
+        )
 
     def stores(self) -> list[FoundStore]:
         return list(find_stores([self.path / f"host-{host}" for host in range(3)]))
@@ -97,7 +99,7 @@ class Job:
         return self.path / f"rank-{rank}.log"
 
     def forget_on_disk(self, after: int) -> None:
-        """The disk is behind: only checkpoints up to a step are there, and no saver has ever seen another."""
+        """The disk is behind: only checkpoints up to a step are there, and no writer has ever seen another."""
         for store in self.stores():
             with StoreView(store.path) as view:
                 status = view.files.read_status()
@@ -169,7 +171,9 @@ def test_after_the_loss_of_a_host(
         assert job.say("replicated") == after
     job.say("committed")
     job.end()
-    job.wait_until(lambda: not any(one.saver_alive for one in job.stores()), TIMEOUT_S, "the end of savers")
+    job.wait_until(
+        lambda: not any(one.writer_alive for one in job.stores()), TIMEOUT_S, "the end of checkpoint writers"
+    )
     alive = [memory for memory in hosts if list((job.path / f"host-{memory}").iterdir())]
     # The store of rank 1 that its dead trainer left on host 1 is for `hetstream ckpt gc`, as after any move.
     assert alive == ([1] if hosts == (1, 2) else [])

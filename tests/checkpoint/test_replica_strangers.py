@@ -1,4 +1,4 @@
-"""A crowd at a saver's port for replicas: whoever has the key gets in all the same."""
+"""A crowd at a checkpoint writer's port for replicas: whoever has the key gets in all the same."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_where_each_has_one_the_oldest_leaves() -> None:
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
-    """Where the saver of rank 1 listens; its key is in the directory beside it."""
+    """Where the checkpoint writer of rank 1 listens; its key is in the directory beside it."""
     directory = tmp_path / "ckpt"
     directory.mkdir()
     rendezvous.make_key(directory, 1)

@@ -106,10 +106,10 @@ def test_processes_that_nobody_may_look_at_are_no_wrapper(tmp_path: Path) -> Non
 
 # --- real processes ------------------------------------------------------------------------------------------------
 
-JOB_SAVER = """
+JOB_WRITER = """
 import logging, sys
 from pathlib import Path
-from hetstream.checkpoint.saver import serve_job
+from hetstream.checkpoint.writer import serve_job
 logging.basicConfig(level=logging.INFO)
 serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
 """
@@ -117,7 +117,7 @@ serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
 
 @dataclass
 class Job:
-    """A job without Slurm: its saver, and a task that is a wrapper or a launcher."""
+    """A job without Slurm: its checkpoint writer, and a task that is a wrapper or a launcher."""
 
     path: Path
     wait_until: WaitUntil
@@ -138,8 +138,8 @@ class Job:
         self.undo.callback(self._end, process)
         return process  # type: ignore[no-any-return]
 
-    def saver(self) -> subprocess.Popen[bytes]:
-        process = self.start(sys.executable, "-c", JOB_SAVER, self.memory, stdout=subprocess.PIPE)
+    def writer(self) -> subprocess.Popen[bytes]:
+        process = self.start(sys.executable, "-c", JOB_WRITER, self.memory, stdout=subprocess.PIPE)
         assert process.stdout
         assert process.stdout.readline() == b"ready\n"
         return process
@@ -186,7 +186,7 @@ class Job:
 def job(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Job]:
     (tmp_path / "memory").mkdir()
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HETSTREAM_"))}
-    more = {"SLURM_JOB_ID": "77", "HETSTREAM_CKPT_SAVER": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    more = {"SLURM_JOB_ID": "77", "HETSTREAM_CKPT_WRITER": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with ExitStack() as undo:
         job = Job(tmp_path, wait_until, undo, environ | more)
         yield job
@@ -197,9 +197,9 @@ def job(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Job]:
                         os.kill(int(line[1]), signal.SIGKILL)
 
 
-def test_below_a_wrapper_that_passes_nothing_on_the_jobs_saver_asks(job: Job) -> None:
-    """As with proctrack/cgroup: the tasks of steps get SIGTERM, which are a shell and the saver, and nobody else."""
-    saver = job.saver()
+def test_below_a_wrapper_that_passes_nothing_on_the_jobs_writer_asks(job: Job) -> None:
+    """As with proctrack/cgroup: the tasks of steps get SIGTERM, which are a shell and the writer, and nobody else."""
+    writer = job.writer()
     (job.path / "wrapper.sh").write_text(
         f"trap : TERM\n{sys.executable} {TRAINER} checkpoints ledger memory\ncode=$?\nexit $code\n"
     )
@@ -207,56 +207,56 @@ def test_below_a_wrapper_that_passes_nothing_on_the_jobs_saver_asks(job: Job) ->
     job.until_trained(1)
     for _ in range(2):
         wrapper.send_signal(signal.SIGTERM)
-        saver.send_signal(signal.SIGTERM)
+        writer.send_signal(signal.SIGTERM)
     assert wrapper.wait(TIMEOUT_S) == 75
-    assert saver.wait(TIMEOUT_S) == 0
-    assert job.check_saved_and_stopped_once(1) == "SIGTERM came to the job's saver"
+    assert writer.wait(TIMEOUT_S) == 0
+    assert job.check_saved_and_stopped_once(1) == "SIGTERM came to the job's checkpoint writer"
 
 
-def test_a_program_that_closes_waits_for_the_disk_of_a_jobs_saver(job: Job) -> None:
-    saver = job.saver()
+def test_a_program_that_closes_waits_for_the_disk_of_a_jobs_writer(job: Job) -> None:
+    writer = job.writer()
     trainer = job.start(sys.executable, TRAINER, "checkpoints", "ledger", "memory")
     job.until_trained(1)
-    saver.send_signal(signal.SIGSTOP)
+    writer.send_signal(signal.SIGSTOP)
     trainer.send_signal(signal.SIGTERM)
     job.wait_until(lambda: job.ledger()[-1][0] == "stopping", TIMEOUT_S, "the last step")
     with pytest.raises(subprocess.TimeoutExpired):
         trainer.wait(1)
-    saver.send_signal(signal.SIGCONT)
+    writer.send_signal(signal.SIGCONT)
     assert trainer.wait(TIMEOUT_S) == 75
     assert commit.committed(job.directory)[0].step == int(job.ledger()[-1][1]), job.said()
 
 
-def test_a_program_that_closes_does_not_wait_for_a_jobs_saver_that_dies(job: Job) -> None:
-    saver = job.saver()
+def test_a_program_that_closes_does_not_wait_for_a_jobs_writer_that_dies(job: Job) -> None:
+    writer = job.writer()
     trainer = job.start(sys.executable, TRAINER, "checkpoints", "ledger", "memory")
     job.until_trained(1)
-    saver.send_signal(signal.SIGSTOP)
+    writer.send_signal(signal.SIGSTOP)
     trainer.send_signal(signal.SIGTERM)
     job.wait_until(lambda: job.ledger()[-1][0] == "stopping", TIMEOUT_S, "the last step")
     with pytest.raises(subprocess.TimeoutExpired):
         trainer.wait(1)
-    saver.kill()
+    writer.kill()
     assert trainer.wait(TIMEOUT_S / 3) == 75
 
 
-def test_a_signal_behind_the_request_of_the_saver_does_not_end_what_is_closing(job: Job) -> None:
-    saver = job.saver()
+def test_a_signal_behind_the_request_of_the_writer_does_not_end_what_is_closing(job: Job) -> None:
+    writer = job.writer()
     marker = job.path / "marker"
     job.environ["HETSTREAM_CKPT_FAULT"] = f"store.closing:1:stop:{marker}"
     trainer = job.start(sys.executable, TRAINER, "checkpoints", "ledger", "memory")
     job.until_trained(1)
-    saver.send_signal(signal.SIGTERM)
+    writer.send_signal(signal.SIGTERM)
     job.wait_until(marker.exists, TIMEOUT_S, "the last save")
     trainer.send_signal(signal.SIGTERM)
     trainer.send_signal(signal.SIGCONT)
     assert trainer.wait(TIMEOUT_S) == 75
-    assert saver.wait(TIMEOUT_S) == 0
+    assert writer.wait(TIMEOUT_S) == 0
     job.check_saved_and_stopped_once(1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["everybody", "the launcher and the saver", "the launcher"])
+@pytest.mark.parametrize("who", ["everybody", "the launcher and the checkpoint writer", "the launcher"])
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -267,7 +267,7 @@ def test_a_signal_behind_the_request_of_the_saver_does_not_end_what_is_closing(j
 )
 def test_a_launcher_passes_on_what_its_ranks_have_heard_already(job: Job, launcher: list[str], who: str) -> None:
     pytest.importorskip(launcher[1].partition(".")[0])
-    saver = job.saver()
+    writer = job.writer()
     task = job.start(sys.executable, *launcher, TRAINER, "checkpoints", "ledger", "memory")
     ranks = job.until_trained(2)
     task.send_signal(signal.SIGTERM)
@@ -275,8 +275,8 @@ def test_a_launcher_passes_on_what_its_ranks_have_heard_already(job: Job, launch
         for pid in ranks:
             os.kill(pid, signal.SIGTERM)
     if who != "the launcher":
-        saver.send_signal(signal.SIGTERM)
+        writer.send_signal(signal.SIGTERM)
     assert task.wait(TIMEOUT_S) == 1, "a launcher that was told to end says so"
-    saver.send_signal(signal.SIGTERM)
-    assert saver.wait(TIMEOUT_S) == 0
+    writer.send_signal(signal.SIGTERM)
+    assert writer.wait(TIMEOUT_S) == 0
     job.check_saved_and_stopped_once(2)

@@ -23,7 +23,7 @@ from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.mapped_slots import MappedSlots
 from hetstream.checkpoint.segment import Segment
 from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity, SaverStatus, StoreFiles
+from hetstream.checkpoint.store_files import Identity, StoreFiles, WriterStatus
 from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.mounted import mounted_memory
 from tests.checkpoint.programs.store_reader import newest_unpersisted
@@ -288,7 +288,7 @@ def test_a_thousand_saves_are_flat(store: Store) -> None:
             save(store, step, SIZE)
             with newest_unpersisted(view) as segment:
                 assert segment is not None
-            view.report(SaverStatus(pid=os.getpid(), persisted=Generation(1, step)))
+            view.report(WriterStatus(pid=os.getpid(), persisted=Generation(1, step)))
             if step == 100:
                 descriptors, resident, files = holdings()
     assert steps(store) == [1100, 1099, 1098]
@@ -329,7 +329,7 @@ def test_the_next_trainer_adopts_what_a_killed_one_held(identity: Identity, shar
         while first.stdout.readline().split()[1] != "4":
             pass
     (found,) = find_stores([shared_memory])
-    assert (found.path, found.trainer_alive, found.saver_alive, found.closed) == (path, False, False, False)
+    assert (found.path, found.trainer_alive, found.writer_alive, found.closed) == (path, False, False, False)
     assert found.generations == [Generation(1, 4), Generation(1, 3), Generation(1, 2)]
     assert (found.holder.job, found.holder.rank, found.holder.pid) == ("77", 0, first.pid)
     assert found.holder.directory == str(identity.directory)
@@ -353,9 +353,9 @@ def test_fewer_slots_than_a_dead_trainer_had_keep_the_newest(identity: Identity,
         assert steps(third) == [6, 5, 4]
 
 
-def test_a_closed_store_that_its_saver_still_needs_is_adopted(identity: Identity, shared_memory: Path) -> None:
+def test_a_closed_store_that_its_writer_still_needs_is_adopted(identity: Identity, shared_memory: Path) -> None:
     with Store.open(identity, shared_memory=shared_memory) as first, StoreView(first.path) as view:
-        view.become_saver()
+        view.become_writer()
         save(first, 1, SIZE)
         first.close()
         assert view.closed
@@ -564,10 +564,11 @@ def test_more_than_the_hosts_memory_is_refused(store: Store, monkeypatch: pytest
         save(store, 1, SIZE)
 
 
-# --- the saver's side -----------------------------------------------------------------------------------------------
+# --- the checkpoint writer's side
+# -----------------------------------------------------------------------------------------------
 
 
-def test_a_saver_gets_each_newest_generation_once(store: Store) -> None:
+def test_a_writer_gets_each_newest_generation_once(store: Store) -> None:
     with StoreView(store.path) as view:
         with newest_unpersisted(view) as segment:
             assert segment is None
@@ -576,20 +577,20 @@ def test_a_saver_gets_each_newest_generation_once(store: Store) -> None:
         with newest_unpersisted(view) as segment:
             assert segment is not None
             assert check(segment) == 2
-            view.report(SaverStatus(pid=1, persisted=segment.header.generation, persist_s=0.5))
+            view.report(WriterStatus(pid=1, persisted=segment.header.generation, persist_s=0.5))
         with newest_unpersisted(view) as segment:
             assert segment is None
         status = store.status()
         assert status is not None
         assert (status.persisted, status.persist_s) == (Generation(1, 2), 0.5)
-    # The saver after this one knows it too.
+    # The checkpoint writer after this one knows it too.
     with StoreView(store.path) as view:
         assert view.persisted == Generation(1, 2)
 
 
-def test_a_saver_is_woken_by_a_generation_and_by_the_end(store: Store) -> None:
+def test_a_writer_is_woken_by_a_generation_and_by_the_end(store: Store) -> None:
     with StoreView(store.path) as view:
-        view.become_saver()
+        view.become_writer()
         assert not select.select([view], [], [], 0)[0]
         save(store, 1, SIZE)
         assert select.select([view], [], [], 60)[0]
@@ -601,13 +602,13 @@ def test_a_saver_is_woken_by_a_generation_and_by_the_end(store: Store) -> None:
         assert view.remove()
 
 
-def test_a_saver_that_never_looks_does_not_hold_up_saves(store: Store) -> None:
+def test_a_writer_that_never_looks_does_not_hold_up_saves(store: Store) -> None:
     for _ in range(1 << 17):
         store.wake()
     save(store, 1, 8)
 
 
-def test_a_saver_asks_the_trainer_to_stop_and_its_successor_is_not_asked(
+def test_a_writer_asks_the_trainer_to_stop_and_its_successor_is_not_asked(
     identity: Identity, shared_memory: Path
 ) -> None:
     store = Store.open(identity, shared_memory=shared_memory)
@@ -620,27 +621,27 @@ def test_a_saver_asks_the_trainer_to_stop_and_its_successor_is_not_asked(
         assert successor.stop_reason() == ""
 
 
-def test_a_store_has_one_saver(store: Store) -> None:
+def test_a_store_has_one_writer(store: Store) -> None:
     with StoreView(store.path) as first, StoreView(store.path) as second:
-        first.become_saver()
-        first.become_saver()
-        assert store.is_saver_alive()
-        with pytest.raises(StoreInUse, match="saver"):
-            second.become_saver()
+        first.become_writer()
+        first.become_writer()
+        assert store.is_writer_alive()
+        with pytest.raises(StoreInUse, match="writer"):
+            second.become_writer()
         first.close()
-        second.become_saver()
+        second.become_writer()
 
 
 def test_only_what_nobody_uses_is_removed(identity: Identity, shared_memory: Path) -> None:
     with Store.open(identity, shared_memory=shared_memory) as store:
         save(store, 1, SIZE)
-        with StoreView(store.path) as saver, StoreView(store.path) as other:
+        with StoreView(store.path) as writer, StoreView(store.path) as other:
             assert not other.remove()
-            saver.become_saver()
+            writer.become_writer()
             store.close(keep=True)
             assert not other.remove()
             assert steps(store) == [1] or store.path.exists()
-            saver.close()
+            writer.close()
             assert other.remove()
             assert not other.remove()
         with pytest.raises(CheckpointError, match="no store"):

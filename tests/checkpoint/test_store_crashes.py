@@ -20,7 +20,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.faults import POINTS, parse_faults
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity, SaverStatus
+from hetstream.checkpoint.store_files import Identity, WriterStatus
 from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, save, size_at
@@ -165,7 +165,7 @@ def test_killed_five_hundred_times(identity: Identity, shared_memory: Path) -> N
     kill_at_random(identity, shared_memory, 500, seed=2)
 
 
-def test_a_stopped_saver_keeps_its_generation_and_holds_up_no_save(identity: Identity, shared_memory: Path) -> None:
+def test_a_stopped_writer_keeps_its_generation_and_holds_up_no_save(identity: Identity, shared_memory: Path) -> None:
     with Store.open(identity, shared_memory=shared_memory) as store:
         save(store, 1, SIZE)
         reader = subprocess.Popen(
@@ -185,7 +185,7 @@ def test_a_stopped_saver_keeps_its_generation_and_holds_up_no_save(identity: Ide
         reader.communicate(timeout=60)
 
 
-def test_a_saver_takes_up_what_a_dead_trainer_held(identity: Identity, shared_memory: Path) -> None:
+def test_a_writer_takes_up_what_a_dead_trainer_held(identity: Identity, shared_memory: Path) -> None:
     with running(identity.directory, shared_memory, "--waits") as process:
         assert process.stdout
         while not process.stdout.readline().startswith("saved 5"):
@@ -199,7 +199,7 @@ def test_a_saver_takes_up_what_a_dead_trainer_held(identity: Identity, shared_me
         with newest_unpersisted(view) as segment:
             assert segment is not None
             assert check(segment) == 5
-        view.report(SaverStatus(pid=os.getpid(), persisted=Generation(1, 5)))
+        view.report(WriterStatus(pid=os.getpid(), persisted=Generation(1, 5)))
         assert view.remove()
 
 
@@ -213,8 +213,8 @@ def test_every_point_is_passed_somewhere_and_no_other() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "reach":
                 assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno}"
                 passed.add(node.args[0].value)
-    # Those of the saver are passed when there is one.
-    assert passed | {point for point in POINTS if point.startswith("saver.")} == set(POINTS)
+    # Those of the checkpoint writer are passed when there is one.
+    assert passed | {point for point in POINTS if point.startswith("checkpoint writer.")} == set(POINTS)
 
 
 @pytest.mark.parametrize(

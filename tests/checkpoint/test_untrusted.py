@@ -16,7 +16,7 @@ import hetstream.checkpoint.flash.convert  # noqa: F401, as below
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.base.files import UntrustedFile, temporary_name
 from hetstream.checkpoint import commit
-from hetstream.checkpoint.config import JOB_SAVER
+from hetstream.checkpoint.config import JOB_WRITER
 from hetstream.checkpoint.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
 from hetstream.checkpoint.flash.write import write_state
@@ -186,7 +186,7 @@ class Bomb:
 @pytest.mark.parametrize("owner", [STRANGER, 0])
 def test_a_pickle_of_another_user_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int) -> None:
     """Also where pickles are allowed, which they are for checkpoints of one's own."""
-    monkeypatch.setenv(JOB_SAVER, "1")  # it is for a job to have one
+    monkeypatch.setenv(JOB_WRITER, "1")  # it is for a job to have one
     directory, exploded = tmp_path / "ckpt", tmp_path / "exploded"
     directory.mkdir(mode=0o700)
     for generation, value in ((STEP, 1), (Generation(1, 20), Bomb(exploded))):
@@ -309,7 +309,7 @@ def test_planted_files_of_the_directory_itself_are_not_written_through(directory
 def test_no_store_is_made_behind_a_link_in_place_of_the_fallback(
     directory: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(JOB_SAVER, "1")
+    monkeypatch.setenv(JOB_WRITER, "1")
     (tmp_path / "memory").mkdir(mode=0o700)
     options = CheckpointOptions(shared_memory=tmp_path / "memory")
     (directory / FALLBACK).symlink_to(home)

@@ -84,10 +84,10 @@ def forget_memory(trainers: Trainers, wait_until: Any, ranks: Container[int] | N
 
 
 def wait_for_disk(trainers: Trainers, wait_until: Any) -> None:
-    """Until the savers of killed trainers have done what they can."""
-    wait_until(lambda: all(map(_is_settled, find_stores([trainers.memory]))), 60, "the end of all savers")
+    """Until the checkpoint writers of killed trainers have done what they can."""
+    wait_until(lambda: all(map(_is_settled, find_stores([trainers.memory]))), 60, "the end of all checkpoint writers")
 
 
 def _is_settled(found: FoundStore) -> bool:
     is_saved = bool(found.persisted and found.generations and found.persisted >= found.generations[0])
-    return is_saved and not found.saver_alive and not found.trainer_alive
+    return is_saved and not found.writer_alive and not found.trainer_alive

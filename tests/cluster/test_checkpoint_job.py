@@ -39,8 +39,8 @@ def make_job(devcluster: Any) -> Iterator[MakeJob]:
             shutil.rmtree(Path("/dev/shm") / name)
 
 
-def saver_log(job: CheckpointJob) -> str:
-    logs = sorted(job.directory.glob(".hetstream/*/savers/gpu*.log"))
+def writer_log(job: CheckpointJob) -> str:
+    logs = sorted(job.directory.glob(".hetstream/*/writers/gpu*.log"))
     return "".join(path.read_text() for path in logs)
 
 
@@ -67,7 +67,7 @@ def test_what_is_in_memory_is_on_disk_when_a_cancelled_job_is_gone(make_job: Mak
     assert words[0] == "stopping", "the trainer was not asked to stop, or was killed before it saved"
     assert newest_on_disk(job) == int(words[1])
     assert job.shared_memory() == []
-    assert "is not on disk" not in saver_log(job)
+    assert "is not on disk" not in writer_log(job)
 
 
 @pytest.mark.slow
@@ -78,17 +78,17 @@ def test_a_trainer_is_asked_to_stop_before_the_time_limit(make_job: MakeJob) -> 
     words = job.ledger()[-1]
     assert words[0] == "stopping"
     assert newest_on_disk(job) == int(words[1])
-    assert re.search(r"its time limit: trainers are asked to save and to end, 2\d s before", saver_log(job))
+    assert re.search(r"its time limit: trainers are asked to save and to end, 2\d s before", writer_log(job))
     assert job.shared_memory() == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_without_savers_of_the_job_the_next_trainer_starts_its_own(make_job: MakeJob, tmp_path: Path) -> None:
-    job = make_job("saver killed", steps=60, step_s=0.05)
+def test_without_writers_of_the_job_the_next_trainer_starts_its_own(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job("checkpoint writer killed", steps=60, step_s=0.05)
     truth = undisturbed(tmp_path / "truth", 60)
     job.wait_for_steps(SAVE_EVERY + 1)
-    job.kill_saver()
+    job.kill_writer()
     job.kill_trainer()
     job.wait_for_end()
     assert list(differences(job, truth)) == []
@@ -98,12 +98,12 @@ def test_without_savers_of_the_job_the_next_trainer_starts_its_own(make_job: Mak
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_trainer_whose_jobs_saver_dies_starts_its_own(make_job: MakeJob) -> None:
-    job = make_job("saver died", steps=100_000)
+def test_a_trainer_whose_jobs_writer_dies_starts_its_own(make_job: MakeJob) -> None:
+    job = make_job("checkpoint writer died", steps=100_000)
     job.wait_for_steps(SAVE_EVERY + 1)
-    job.kill_saver()
+    job.kill_writer()
     before = newest_on_disk(job)
-    job.wait(lambda: newest_on_disk(job) > before + 10 * SAVE_EVERY, "a checkpoint by another saver")
+    job.wait(lambda: newest_on_disk(job) > before + 10 * SAVE_EVERY, "a checkpoint by another checkpoint writer")
     job.cancel()
     assert newest_on_disk(job) == int(job.ledger()[-1][1])
     assert job.shared_memory() == []
@@ -111,18 +111,18 @@ def test_a_trainer_whose_jobs_saver_dies_starts_its_own(make_job: MakeJob) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_signal_of_sbatch_ends_no_saver_and_reaches_trainers(make_job: MakeJob) -> None:
+def test_a_signal_of_sbatch_ends_no_writer_and_reaches_trainers(make_job: MakeJob) -> None:
     job = make_job("signal", steps=100_000)
     job.wait_for_steps(SAVE_EVERY + 1)
-    (saver,) = job.savers()
-    job.run("scancel", "--signal=USR1", f"{job.job_id}.{_saver_step(job)}")
+    (writer,) = job.writers()
+    job.run("scancel", "--signal=USR1", f"{job.job_id}.{_writer_step(job)}")
     job.wait(lambda: job.ledger()[-1][0] == "stopping", "the trainer's end")
     job.wait_for_end()
     assert newest_on_disk(job) == int(job.ledger()[-1][1])
-    assert saver not in job.savers()
-    assert signal.SIGUSR1.name in saver_log(job)
+    assert writer not in job.writers()
+    assert signal.SIGUSR1.name in writer_log(job)
 
 
-def _saver_step(job: CheckpointJob) -> str:
+def _writer_step(job: CheckpointJob) -> str:
     shown = job.run("squeue", "--steps", "--noheader", f"--jobs={job.job_id}", "--format=%i %j")
     return next(line.split()[0].partition(".")[2] for line in shown.splitlines() if line.endswith("hetstream-ckpt"))

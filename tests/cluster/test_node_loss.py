@@ -27,8 +27,8 @@ STEPS, GATE, RANKS = 40, 12, 2
 TIMEOUT_S = 240.0
 # The first node has the batch script, the last one is spare.
 NODES = ("gpu0", "gpu1", "gpu2")
-# From a saver's second write on the disk is full, unless the file of that write is there.
-FULL = {f"full-{number}": f"saver.chosen:{number}:full:/dev/shm/full-{number}" for number in range(2, 20)}
+# From a checkpoint writer's second write on the disk is full, unless the file of that write is there.
+FULL = {f"full-{number}": f"writer.chosen:{number}:full:/dev/shm/full-{number}" for number in range(2, 20)}
 SCRIPT = f"""#!/bin/bash
 #SBATCH --job-name=loss --output=out.txt --open-mode=append --gres=gpu:1 --cpus-per-task=2 --mem=2G --time=20
 #HETSTREAM --checkpoint=checkpoints --checkpoint-size=4M --checkpoint-replicas=1
@@ -53,7 +53,7 @@ class Job:
         self.wait_until(condition, TIMEOUT_S, what)
 
     def story(self) -> str:
-        logs = [self.directory / "out.txt", *self.directory.glob(".hetstream/*/savers/*.log")]
+        logs = [self.directory / "out.txt", *self.directory.glob(".hetstream/*/writers/*.log")]
         return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in logs if log.exists())
 
     def texts(self, name: str) -> list[str]:
@@ -81,7 +81,7 @@ class Job:
         assert restored == [f"{GATE} {digest}" for digest in self.texts(f"at-{GATE}.")]
         out = (self.directory / "out.txt").read_text()
         assert f"restored step {GATE} of attempt 1 from {sources}\n" in out, self.story()
-        # From now on the disk has room; else Slurm would end the savers before the last step is there.
+        # From now on the disk has room; else Slurm would end the checkpoint writers before the last step is there.
         for node in filter(self.cluster.processes, NODES):
             for name in FULL:
                 (self.cluster.shared_memory(node) / name).touch()

@@ -326,7 +326,7 @@ def test_the_memory_of_checkpoints_counts(sbatch: str, kept: str) -> None:
     assert [component.options for component in plan.components] == [(kept, "--requeue")]
     assert "3 slots of 8G in /dev/shm" in plan.changes[0].why
     assert plan.master_options is None
-    assert plan.saver_options == ("--checkpoint=ckpt",)
+    assert plan.writer_options == ("--checkpoint=ckpt",)
 
 
 def test_the_memory_of_replicas_counts_too() -> None:
@@ -386,7 +386,7 @@ def test_options_of_the_command_line_lose_against_the_memory_of_checkpoints() ->
 
 def test_checkpoints_need_no_backfill_and_share_burst_buffers() -> None:
     check_cluster(CHECKPOINT, Cluster(frozenset({"gpu"}), "gpu", "sched/builtin"))
-    assert plan_of("--bb=x", spec=CHECKPOINT).saver_options
+    assert plan_of("--bb=x", spec=CHECKPOINT).writer_options
 
 
 @pytest.mark.parametrize("line_break", ["\n", "\r", "\0"])

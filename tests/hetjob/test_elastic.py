@@ -18,9 +18,9 @@ from hetstream.hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
 from hetstream.hetjob.elastic.tuning import LocalLoading
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.master.companions import CompanionJobs
+from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
 from hetstream.hetjob.master.looks import Looks
-from hetstream.hetjob.master.notebook import MOST_CHANGES, Notebook
 from hetstream.hetjob.ports import MarkedJob, SiteReading
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStats, LoaderStatus, Status, SteerDataWorkers
@@ -108,9 +108,9 @@ class World:
 
     def run(self, controller: Controller, site: object = None, clock: Callable[[], float] = time.monotonic) -> Elastic:
         controller.go_on.set() if isinstance(controller, Script) else None
-        notebook = Notebook(self.job.notebook)
+        controller_state_file = ControllerStateFile(self.job.controller_state_file)
         connect = lambda: self.dispatcher  # noqa: E731
-        self.elastic = Elastic(controller, self.companions, 0, connect, notebook, site, clock)  # type: ignore[arg-type]
+        self.elastic = Elastic(controller, self.companions, 0, connect, controller_state_file, site, clock)  # type: ignore[arg-type]
         self.elastic.begin()
         return self.elastic
 
@@ -272,10 +272,10 @@ def test_what_is_known_outlives_the_job_master(world: World, wait_until: WaitUnt
     script = Script(grow(1))
     script.local = LocalLoading(0.25)
     world.run(script)
-    wait_until(world.job.notebook.exists, what="the notebook")
-    assert stat.S_IMODE(world.job.notebook.stat().st_mode) == 0o600
+    wait_until(world.job.controller_state_file.exists, what="the controller_state_file")
+    assert stat.S_IMODE(world.job.controller_state_file.stat().st_mode) == 0o600
     wait_until(lambda: len(script.seen) > 2, what="turns")
-    found = Notebook(world.job.notebook)
+    found = ControllerStateFile(world.job.controller_state_file)
     assert found.memory is not None
     assert found.memory.local == LocalLoading(0.25)
     assert [change["reason"] for change in found.changes] == ["it starves"]
@@ -283,19 +283,19 @@ def test_what_is_known_outlives_the_job_master(world: World, wait_until: WaitUnt
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"memory": {"stage": "dancing"}, "changes": []}', "\xff"])
-def test_a_notebook_that_says_nothing_is_no_reason_to_fail(
+def test_a_controller_state_file_that_says_nothing_is_no_reason_to_fail(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "elastic.json"
     path.write_bytes(text.encode("latin-1"))
-    assert Notebook(path).memory is None
+    assert ControllerStateFile(path).memory is None
     assert "the elastic controller begins anew" in caplog.text
-    notebook = Notebook(tmp_path / "nowhere" / "elastic.json")
-    notebook.changes.extend({"count": number} for number in range(MOST_CHANGES + 1))
+    controller_state_file = ControllerStateFile(tmp_path / "nowhere" / "elastic.json")
+    controller_state_file.changes.extend({"count": number} for number in range(MOST_CHANGES + 1))
     for _ in range(2):
-        notebook.write(ControllerState())
+        controller_state_file.write(ControllerState())
     assert caplog.text.count("cannot be written") == 1
-    assert notebook.changes[0] == {"count": 1}
+    assert controller_state_file.changes[0] == {"count": 1}
 
 
 def test_a_dispatcher_that_is_away_and_a_slurm_that_does_not_answer_end_nothing(

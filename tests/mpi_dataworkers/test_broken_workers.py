@@ -25,7 +25,7 @@ from hetstream.mpi_dataworkers.messages import (
     PlannedOrder,
     Program,
     ProvideDefinition,
-    RegisterConsumer,
+    RegisterLoader,
     RegisterWorker,
     ReportProgress,
     Session,
@@ -80,7 +80,7 @@ class Cluster:
         self.now = 0.0
         self.made: set[int] = set()
         self.outcome = Outcome([], set(), 0, 0.0, [], {})
-        self.send(LOADER, RegisterConsumer("job", 0, 0, 1, "gpu", 1, "d", {}))
+        self.send(LOADER, RegisterLoader("job", 0, 0, 1, "gpu", 1, "d", {}))
         self.send(LOADER, ProvideDefinition("d", Program("/", []), b"", b"x"))
         peers = list(self.host_of)
         random.Random(seed).shuffle(peers)

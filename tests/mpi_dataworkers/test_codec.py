@@ -23,15 +23,15 @@ def examples() -> list[messages.Message]:
     failure = messages.Failure(-1, ("builtins", "ValueError"), "why", "trace", "h", 5)
     stats = messages.LoaderStats(1, 2, 3, 4, 0.5, 0.25, 6, 7)
     return [
-        messages.RegisterConsumer("job", 0, 1, 2, "h", 3, "d", {"dataset": "A"}),
+        messages.RegisterLoader("job", 0, 1, 2, "h", 3, "d", {"dataset": "A"}),
         messages.ProvideDefinition("d", messages.Program("/", ["/a"]), b"", b"blob"),
         messages.OpenEpoch(session, 5, 1, [(2, 3)], 8, steps),
         messages.ExtendEpoch("s", steps, -1),
         messages.ReportProgress("s", 1, [(2, 4)], 8, stats),
         messages.LoaderHeartbeat(stats),
         messages.CloseEpoch("s", 5, stats),
-        messages.LeaveConsumer(stats),
-        messages.ConsumerRegistered(True, 2),
+        messages.LeaveLoader(stats),
+        messages.LoaderRegistered(True, 2),
         messages.Membership(3),
         messages.Notice("so it is"),
         messages.LeaseRevoked("s", 4),

@@ -6,12 +6,12 @@ import pytest
 
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.config import (
-    RAILS,
+    TRANSPORTS,
     buffer_bytes_from_environment,
     compression_from_environment,
     identity_from_environment,
-    rails_from_environment,
     service_from_environment,
+    transports_from_environment,
 )
 
 STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
@@ -59,12 +59,14 @@ def test_buffer_and_service() -> None:
     assert service_from_environment({"HETSTREAM_SERVICE": ""}) is None
 
 
-def test_rails() -> None:
-    assert rails_from_environment({}) == rails_from_environment({"HETSTREAM_TRANSPORT": ""}) == set(RAILS)
-    assert rails_from_environment({"HETSTREAM_TRANSPORT": "tcp"}) == {"tcp"}
-    assert rails_from_environment({"HETSTREAM_TRANSPORT": "shm, tcp"}) == {"shm", "tcp"}
-    with pytest.raises(ConfigError, match=r"'tcp,rdma,': 'rdma', '' is no rail; the rails are mpi, shm, "):
-        rails_from_environment({"HETSTREAM_TRANSPORT": "tcp,rdma,"})
+def test_transports() -> None:
+    assert (
+        transports_from_environment({}) == transports_from_environment({"HETSTREAM_TRANSPORT": ""}) == set(TRANSPORTS)
+    )
+    assert transports_from_environment({"HETSTREAM_TRANSPORT": "tcp"}) == {"tcp"}
+    assert transports_from_environment({"HETSTREAM_TRANSPORT": "shm, tcp"}) == {"shm", "tcp"}
+    with pytest.raises(ConfigError, match=r"'tcp,rdma,': 'rdma', '' is no transport; the transports are mpi, shm, "):
+        transports_from_environment({"HETSTREAM_TRANSPORT": "tcp,rdma,"})
 
 
 def test_compression() -> None:

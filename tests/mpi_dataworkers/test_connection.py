@@ -30,12 +30,12 @@ from hetstream.mpi_dataworkers.messages import (
     Alive,
     Batch,
     Batches,
-    LeaveConsumer,
+    LeaveLoader,
     LoaderHeartbeat,
     LoaderStats,
     Membership,
     Message,
-    RegisterConsumer,
+    RegisterLoader,
 )
 from hetstream.mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
 
@@ -103,7 +103,7 @@ class FakeLoader:
         return self.stays
 
     def leave(self) -> None:
-        self.connection.send(self.number, LeaveConsumer(LoaderStats()))
+        self.connection.send(self.number, LeaveLoader(LoaderStats()))
 
     def has_left(self, failure: HetstreamError | None) -> None:
         self.told.put(("left", failure))
@@ -144,7 +144,7 @@ def batch_of(session_id: str) -> Batch:
 
 def test_loaders_of_a_service_share_one_connection_and_the_last_one_closes_it(endpoints: list[FakeEndpoint]) -> None:
     loaders = join(3)
-    others = join(1, ConnectionOptions(ServiceAddress("tcp://127.0.0.1:9", *KEYS), OPTIONS.rails, False))
+    others = join(1, ConnectionOptions(ServiceAddress("tcp://127.0.0.1:9", *KEYS), OPTIONS.transports, False))
     assert len(endpoints) == 2
     assert [one.number for one in loaders] == [1, 2, 3]
     assert sorted(endpoints[0].sent.get(timeout=DEADLINE_S)[0] for _ in range(3)) == [1, 2, 3]
@@ -192,7 +192,7 @@ def test_what_a_loader_raises_ends_that_loader_alone(endpoints: list[FakeEndpoin
     assert said == "left"
     assert "ValueError: 9 data workers are too many" in str(failure)
     sent = [endpoint.sent.get(timeout=DEADLINE_S) for _ in range(3)]
-    assert (bad.number, LeaveConsumer(LoaderStats())) in sent, "the dispatcher is to know"
+    assert (bad.number, LeaveLoader(LoaderStats())) in sent, "the dispatcher is to know"
     endpoint.incoming.put(ToLoader(good.number, Alive()))
     assert good.told.get(timeout=DEADLINE_S) == Alive()
     leave([good])
@@ -212,10 +212,10 @@ def test_a_connection_that_fails_fails_all_its_loaders_and_the_next_one_gets_ano
 def test_the_end_of_a_connection_is_the_end_of_all_its_loaders() -> None:
     state = DispatcherState(1, 0.0)
     for number, peer in enumerate(("aa/1", "aa/2", "ab/1")):
-        hello = RegisterConsumer("job", number, 0, 1, "host", 1, "d", {})
+        hello = RegisterLoader("job", number, 0, 1, "host", 1, "d", {})
         server._decide(state, Received(peer, hello), 0.0)
     server._decide(state, Received("aa", Disconnected()), 1.0)
-    assert list(state.consumers) == ["ab/1"]
+    assert list(state.loaders) == ["ab/1"]
 
 
 # --- with a service -------------------------------------------------------------------------------------------------

@@ -22,14 +22,14 @@ from hetstream.mpi_dataworkers.address import ServiceAddress
 from hetstream.mpi_dataworkers.client import ClientOptions, ServiceClient
 from hetstream.mpi_dataworkers.config import Identity
 from hetstream.mpi_dataworkers.messages import (
-    ConsumerRegistered,
+    LoaderRegistered,
     Message,
     NeedDefinition,
     OpenEpoch,
     PlannedOrder,
     Program,
     ProvideDefinition,
-    RegisterConsumer,
+    RegisterLoader,
     UnknownPeer,
 )
 from hetstream.mpi_dataworkers.naming import LoaderName
@@ -78,7 +78,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
     endpoint = Scripted()
     monkeypatch.setattr(client, "wait_for_address_file", lambda *_: ServiceAddress("tcp://127.0.0.1:1", *"abcd"))
     monkeypatch.setattr(connection, "open_loader_endpoint", lambda *_: endpoint)
-    endpoint.answer(ConsumerRegistered(False, 1, "old"))
+    endpoint.answer(LoaderRegistered(False, 1, "old"))
     options = ClientOptions(
         Path("/nowhere"),
         Identity(0, 1, "job"),
@@ -90,7 +90,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
         frozenset(),
     )
     loader = ServiceClient(options, definition("old"))
-    endpoint.next_of(RegisterConsumer)
+    endpoint.next_of(RegisterLoader)
     yield endpoint, loader
     loader.close()
 
@@ -104,9 +104,9 @@ def test_a_dataset_that_changes_while_the_loader_registers_again_is_sent(
 ) -> None:
     endpoint, loader = scripted
     endpoint.answer(UnknownPeer())  # the dispatcher was started again
-    assert endpoint.next_of(RegisterConsumer).definition_id == "old"
+    assert endpoint.next_of(RegisterLoader).definition_id == "old"
     loader.open_pass(definition("new"), 1, 0, ORDER, 0, 10, 2)
-    endpoint.answer(ConsumerRegistered(False, 1, "old"))
+    endpoint.answer(LoaderRegistered(False, 1, "old"))
     sent = [endpoint.next_of(ProvideDefinition, OpenEpoch) for _ in range(2)]
     assert isinstance(sent[0], ProvideDefinition)
     assert sent[0].definition_id == sent[1].session.definition_id == "new"
@@ -121,8 +121,8 @@ def test_passes_of_several_definitions_are_opened_again_and_none_is_forgotten_be
     for _ in range(4):
         endpoint.next_of(OpenEpoch)
     endpoint.answer(UnknownPeer())
-    asked = endpoint.next_of(RegisterConsumer).definition_id
-    endpoint.answer(ConsumerRegistered(False, 1, "old"))
+    asked = endpoint.next_of(RegisterLoader).definition_id
+    endpoint.answer(LoaderRegistered(False, 1, "old"))
     said = []
     while [kind for kind, _ in said].count("pass") < 4:
         message = endpoint.next_of(ProvideDefinition, OpenEpoch)

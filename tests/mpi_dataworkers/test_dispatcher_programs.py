@@ -15,7 +15,7 @@ from hetstream.mpi_dataworkers.messages import (
     DrainWorker,
     GrantLease,
     HeldLease,
-    LeaveConsumer,
+    LeaveLoader,
     LeaveWorker,
     LoaderStats,
     Membership,
@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.messages import (
     PlannedOrder,
     Program,
     ProvideDefinition,
-    RegisterConsumer,
+    RegisterLoader,
     RegisterWorker,
     RenewWorker,
     Session,
@@ -42,7 +42,7 @@ def sent(instructions: Iterable[Instruction], kind: type[Message]) -> list[str]:
 
 def connect(state: DispatcherState, loader: str, program: Program, trainer: str = "", now: float = 0.0) -> None:
     """A loader of a program registers; its trainer has its name unless another is said."""
-    registration = RegisterConsumer(loader, 0, 0, 1, "host", 1, f"d-{loader}", {}, trainer=trainer or loader)
+    registration = RegisterLoader(loader, 0, 0, 1, "host", 1, f"d-{loader}", {}, trainer=trainer or loader)
     state.handle(loader, registration, now)
     state.handle(loader, ProvideDefinition(f"d-{loader}", program, b"", b""), now)
 
@@ -81,7 +81,7 @@ def test_a_program_after_another_gets_fresh_processes() -> None:
     connect(state, "a", ONE)
     begin(state, "a")
     assert served(state, "w0") == {"s-a"}
-    state.handle("a", LeaveConsumer(STATS), 1.0)
+    state.handle("a", LeaveLoader(STATS), 1.0)
     connect(state, "b", ONE, now=1.0)
     out = begin(state, "b", 1.0)
     assert not sent(out, GrantLease), "also the same program, run again: its processes may have kept something"
@@ -89,7 +89,7 @@ def test_a_program_after_another_gets_fresh_processes() -> None:
     assert sent(out, Membership) == []
     out = state.handle("w0", LeaveWorker(), 1.1)
     assert sent(out, Membership) == [], "the slot counts until its fresh process is there"
-    assert state.consumers["b"].announced_workers == 1
+    assert state.loaders["b"].announced_workers == 1
     out = register(state, "w1", now=1.2)
     assert set(sent(out, GrantLease)) == {"w1"}
     assert state.workers_lost == 0
@@ -104,9 +104,9 @@ def test_loaders_of_one_trainer_and_ranks_of_one_run_have_their_processes_in_com
         out = begin(state, loader)
         assert not sent(out, AddProcess)
         assert not sent(out, RenewWorker)
-    state.handle("train", LeaveConsumer(STATS), 1.0)
-    state.handle("valid", LeaveConsumer(STATS), 1.0)
-    state.handle("other", LeaveConsumer(STATS), 1.0)
+    state.handle("train", LeaveLoader(STATS), 1.0)
+    state.handle("valid", LeaveLoader(STATS), 1.0)
+    state.handle("other", LeaveLoader(STATS), 1.0)
     connect(state, "again", ONE, "rank0", now=2.0)
     assert sent(begin(state, "again", 2.0), GrantLease), "a trainer that makes a loader for each fold"
 
@@ -125,9 +125,9 @@ def test_programs_at_the_same_time_get_a_process_each_in_every_slot() -> None:
     register(state, "w2", "slot0", 0.4)
     register(state, "w3", "slot1", 0.4)
     assert [served(state, f"w{number}") for number in range(4)] == [{"s-a"}, {"s-a"}, {"s-b"}, {"s-b"}]
-    assert {one.announced_workers for one in state.consumers.values()} == {2}
+    assert {one.announced_workers for one in state.loaders.values()} == {2}
     assert not sent(state.tick(0.5), AddProcess)
-    out = state.handle("b", LeaveConsumer(STATS), 1.0) + state.tick(1.3) + state.tick(1.6)
+    out = state.handle("b", LeaveLoader(STATS), 1.0) + state.tick(1.3) + state.tick(1.6)
     assert sorted(sent(out, DrainWorker)) == ["w2", "w3"], "the others stay for the program that is there"
     assert not sent(out, RenewWorker)
     state.validate()
@@ -178,7 +178,7 @@ def test_a_process_that_does_not_come_free_gets_a_fresh_one_beside_it() -> None:
     register(state, "w0")
     connect(state, "a", ONE)
     begin(state, "a")
-    state.handle("a", LeaveConsumer(STATS), 1.0)
+    state.handle("a", LeaveLoader(STATS), 1.0)
     connect(state, "b", TWO, now=1.0)
     assert sent(begin(state, "b", 1.0), RenewWorker) == ["w0"]
     late = 1.0 + rooms.ROOM_S
@@ -208,8 +208,8 @@ def test_a_process_that_nobody_can_fork_anew_serves_its_first_program_and_does_n
     out = begin(state, "b") + state.tick(0.3)
     assert not sent(out, GrantLease)
     assert not sent(out, RenewWorker)
-    assert state.consumers["a"].announced_workers == 1
-    assert state.consumers["b"].announced_workers == 0, "so it loads its own data"
+    assert state.loaders["a"].announced_workers == 1
+    assert state.loaders["b"].announced_workers == 0, "so it loads its own data"
 
 
 def test_jobs_that_name_their_pipeline_share_although_they_start_in_different_directories() -> None:

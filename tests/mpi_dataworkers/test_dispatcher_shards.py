@@ -19,7 +19,7 @@ from hetstream.mpi_dataworkers.messages import (
     Message,
     OpenEpoch,
     PlannedOrder,
-    RegisterConsumer,
+    RegisterLoader,
     RegisterWorker,
     ReportProgress,
     RevokeLease,
@@ -42,7 +42,7 @@ def opened(shard: int, at_most_once: bool = False, consumed: int = 0, snapshot: 
 
 def ready(shards: int, workers: int, at_most_once: bool = False) -> tuple[DispatcherState, list[GrantLease]]:
     state = DispatcherState(1, 0.0)
-    state.handle(LOADER, RegisterConsumer("job", 0, 0, 1, "host", 1, "d", {}), 0.0)
+    state.handle(LOADER, RegisterLoader("job", 0, 0, 1, "host", 1, "d", {}), 0.0)
     out: list[Instruction] = []
     for number in range(workers):
         out += state.handle(f"w{number}", RegisterWorker("host", number, "", []), 0.0)
@@ -215,7 +215,7 @@ def test_shards_are_exact_under_a_random_schedule(seed: int) -> None:
         else:
             for peer in list(held):
                 state.workers[peer].last_seen = now
-            state.consumers[LOADER].last_seen = now
+            state.loaders[LOADER].last_seen = now
             carry_out(state.tick(now))
     assert taken == {f"s{shard}": list(range(length)) for shard, length in enumerate(lengths)}
     for key, buffer in buffers.items():
@@ -226,7 +226,7 @@ def test_shards_are_exact_under_a_random_schedule(seed: int) -> None:
 def test_one_worker_holds_a_shard_for_all_ranks_that_read_its_rounds() -> None:
     state = DispatcherState(1, 0.0)
     for rank in range(2):
-        state.handle(f"rank{rank}", RegisterConsumer("job", 0, rank, 2, "host", rank, "d", {}), 0.0)
+        state.handle(f"rank{rank}", RegisterLoader("job", 0, rank, 2, "host", rank, "d", {}), 0.0)
         for shard in range(2):
             order = ShardOrder("itself", shard, 2, 1, False, False, 0, shard, rank, 2)
             session = Session(f"s{shard}r{rank}", "d", 0, 0, order, ["tcp://l:1"], kept_together=True)

@@ -25,7 +25,6 @@ from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.messages import (
     CloseEpoch,
     CloseSession,
-    ConsumerRegistered,
     Draining,
     DrainWorker,
     DropDefinition,
@@ -36,10 +35,11 @@ from hetstream.mpi_dataworkers.messages import (
     GrantLease,
     HeldLease,
     LeaseRevoked,
-    LeaveConsumer,
+    LeaveLoader,
     LeaveWorker,
     ListedOrder,
     LoaderHeartbeat,
+    LoaderRegistered,
     LoaderStats,
     Membership,
     Message,
@@ -50,7 +50,7 @@ from hetstream.mpi_dataworkers.messages import (
     Program,
     ProvideDefinition,
     Refused,
-    RegisterConsumer,
+    RegisterLoader,
     RegisterWorker,
     ReportProgress,
     RevokeLease,
@@ -74,9 +74,9 @@ def session(steps: int = 100, session_id: str = "s") -> Session:
     return Session(session_id, "d", 0, 0, planned(steps), ["tcp://loader:1"])
 
 
-def consumer(rank: int = 0, **description: str) -> RegisterConsumer:
+def loader(rank: int = 0, **description: str) -> RegisterLoader:
     whole = {"dataset": "A", **description}
-    return RegisterConsumer("job", 0, rank, 2, "host", 100 + rank, "d", whole, place="x", divides=True)
+    return RegisterLoader("job", 0, rank, 2, "host", 100 + rank, "d", whole, place="x", divides=True)
 
 
 def sent(instructions: list[Instruction], kind: type[Message]) -> list[tuple[str, Message]]:
@@ -86,7 +86,7 @@ def sent(instructions: list[Instruction], kind: type[Message]) -> list[tuple[str
 def ready_state(steps: int = 100, window: int = 8, workers: int = 1, now: float = 0.0) -> DispatcherState:
     """A state with one loader in one pass; workers w0, w1, ... hold their first leases."""
     state = DispatcherState(1, now)
-    state.handle(LOADER, consumer(), now)
+    state.handle(LOADER, loader(), now)
     for number in range(workers):
         state.handle(f"w{number}", RegisterWorker("host", number, "", []), now)
     state.handle(LOADER, OpenEpoch(session(steps), steps, 0, [], window, None), now)
@@ -237,7 +237,7 @@ def test_steps_that_wait_for_the_network_are_leased_in_small_lots_and_do_not_kee
 
 def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
     state = DispatcherState(1, 0.0)
-    state.handle(LOADER, consumer(), 0.0)
+    state.handle(LOADER, loader(), 0.0)
     state.handle("w0", RegisterWorker("host", 0, "", []), 0.0)
     listed = Session("s", "d", 0, 0, ListedOrder(True), ["tcp://loader:1"])
     assert not sent(state.handle(LOADER, OpenEpoch(listed, -1, 0, [], 8, None), 0.0), GrantLease)
@@ -254,16 +254,12 @@ def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
 def test_definition_is_sent_once_and_fetched_when_it_comes() -> None:
     state = DispatcherState(1, 0.0)
     state.handle("w0", RegisterWorker("host", 0, "", []), 0.0)
-    assert sent(state.handle(LOADER, consumer(0), 0.0), ConsumerRegistered) == [
-        (LOADER, ConsumerRegistered(True, 1, "d"))
-    ]
+    assert sent(state.handle(LOADER, loader(0), 0.0), LoaderRegistered) == [(LOADER, LoaderRegistered(True, 1, "d"))]
     assert state.handle("w0", FetchDefinition("d"), 0.0) == []
     provided = ProvideDefinition("d", Program("/", []), b"", b"blob")
     out = state.handle(LOADER, provided, 0.0)
     assert out == [RememberDefinition(provided), Send("w0", provided)]
-    assert sent(state.handle("other", consumer(1), 0.0), ConsumerRegistered) == [
-        ("other", ConsumerRegistered(False, 1, "d"))
-    ]
+    assert sent(state.handle("other", loader(1), 0.0), LoaderRegistered) == [("other", LoaderRegistered(False, 1, "d"))]
 
 
 def test_a_definition_that_was_lost_is_asked_for_once_for_each_data_worker_that_wants_it() -> None:
@@ -277,59 +273,59 @@ def test_a_definition_that_was_lost_is_asked_for_once_for_each_data_worker_that_
 
 def test_one_job_name_with_two_pipelines_is_refused_and_names_the_difference() -> None:
     state = DispatcherState(1, 0.0)
-    state.handle(LOADER, consumer(0), 0.0)
-    ((_, message),) = sent(state.handle("other", consumer(1, dataset="B"), 0.0), Refused)
+    state.handle(LOADER, loader(0), 0.0)
+    ((_, message),) = sent(state.handle("other", loader(1, dataset="B"), 0.0), Refused)
     assert isinstance(message, Refused)
     assert message.code == "JobNameConflict"
     assert "dataset: A there, B here" in message.text
-    assert "other" not in state.consumers
+    assert "other" not in state.loaders
 
 
 def test_a_loader_of_rank_0_alone_shifts_no_other() -> None:
     state = DispatcherState(1, 0.0)
-    alone = msgspec.structs.replace(consumer(0, dataset="V"), ordinal=1, place="y", world_size=1, divides=False)
-    first, last = (msgspec.structs.replace(consumer(0), ordinal=n, occurrence=n // 2, place=f"{n}") for n in (0, 2))
+    alone = msgspec.structs.replace(loader(0, dataset="V"), ordinal=1, place="y", world_size=1, divides=False)
+    first, last = (msgspec.structs.replace(loader(0), ordinal=n, occurrence=n // 2, place=f"{n}") for n in (0, 2))
     for peer, one in (("train", first), ("validation", alone), ("test", last)):
-        assert sent(state.handle(peer, one, 0.0), ConsumerRegistered)
+        assert sent(state.handle(peer, one, 0.0), LoaderRegistered)
     for number, one in enumerate((first, last)):
         theirs = msgspec.structs.replace(one, ordinal=number, rank=1, pid=101)
-        assert sent(state.handle(f"rank 1, {number}", theirs, 0.0), ConsumerRegistered)
-    assert len(state.consumers) == 5
+        assert sent(state.handle(f"rank 1, {number}", theirs, 0.0), LoaderRegistered)
+    assert len(state.loaders) == 5
 
 
 def test_the_same_lines_of_two_ranks_with_other_data_are_refused_only_where_they_divide_it() -> None:
     state = DispatcherState(1, 0.0)
-    state.handle(LOADER, consumer(0), 0.0)
-    other = msgspec.structs.replace(consumer(1, length="41"), made_at="train.py:7")
+    state.handle(LOADER, loader(0), 0.0)
+    other = msgspec.structs.replace(loader(1, length="41"), made_at="train.py:7")
     ((_, message),) = sent(state.handle("other", other, 0.0), Refused)
     assert isinstance(message, Refused)
     assert "at train.py:7 (length: None there, 41 here)" in message.text
     assert "rank=0, world_size=1" in message.text
     for harmless in ({"divides": False}, {"place": "z"}, {"job_name": "another"}, {"world_size": 4}):
         state = DispatcherState(1, 0.0)
-        state.handle(LOADER, consumer(0), 0.0)
+        state.handle(LOADER, loader(0), 0.0)
         assert not sent(state.handle("other", msgspec.structs.replace(other, **harmless), 0.0), Refused), harmless
 
 
 def test_two_programs_that_are_one_rank_of_one_job_are_refused_and_a_restart_is_none() -> None:
     state = DispatcherState(1, 0.0)
-    state.handle(LOADER, consumer(0), 0.0)
-    second = msgspec.structs.replace(consumer(0, dataset="V"), ordinal=1, place="y")
+    state.handle(LOADER, loader(0), 0.0)
+    second = msgspec.structs.replace(loader(0, dataset="V"), ordinal=1, place="y")
     state.handle("validation", second, 0.0)
-    stranger = msgspec.structs.replace(consumer(0, dataset="B"), pid=7, place="elsewhere")
+    stranger = msgspec.structs.replace(loader(0, dataset="B"), pid=7, place="elsewhere")
     ((_, message),) = sent(state.handle("stranger", stranger, 0.0), Refused)
     assert isinstance(message, Refused)
     assert message.code == "JobNameConflict"
     out = state.handle("started again", msgspec.structs.replace(second, ordinal=0, pid=8), 0.0)
     assert sent(out, Refused) == [("validation", sent(out, Refused)[0][1])], "the older one's is superseded"
-    assert sent(out, ConsumerRegistered)
+    assert sent(out, LoaderRegistered)
 
 
 def test_a_loader_whose_share_nobody_completes_is_told_once() -> None:
     state = DispatcherState(1, 0.0)
-    lonely = msgspec.structs.replace(consumer(0), made_at="train.py:9")
+    lonely = msgspec.structs.replace(loader(0), made_at="train.py:9")
     state.handle(LOADER, lonely, 0.0)
-    state.handle("other", msgspec.structs.replace(consumer(1, dataset="T"), place="y"), 0.0)
+    state.handle("other", msgspec.structs.replace(loader(1, dataset="T"), place="y"), 0.0)
     for second in range(0, 200, 10):
         taken = LoaderStats(steps=5 if second >= 100 else 0)
         out = state.handle(LOADER, LoaderHeartbeat(taken), float(second)) + state.tick(float(second))
@@ -343,10 +339,10 @@ def test_a_loader_whose_share_nobody_completes_is_told_once() -> None:
 def test_a_loader_that_another_rank_had_and_closed_is_not_alone() -> None:
     for incarnation, closed in ((1, True), (2, False)):
         state = DispatcherState(incarnation, 0.0)
-        state.handle(LOADER, consumer(0), 0.0)
+        state.handle(LOADER, loader(0), 0.0)
         if closed:
-            state.handle("other", consumer(1), 0.0)
-            state.handle("other", LeaveConsumer(STATS), 1.0)
+            state.handle("other", loader(1), 0.0)
+            state.handle("other", LeaveLoader(STATS), 1.0)
         for second in range(0, 100, 10):
             state.handle(LOADER, LoaderHeartbeat(LoaderStats(steps=5)), float(second))
             assert not sent(state.tick(float(second)), Notice)
@@ -354,7 +350,7 @@ def test_a_loader_that_another_rank_had_and_closed_is_not_alone() -> None:
 
 def test_a_rank_started_twice_supersedes_the_older_process() -> None:
     state = ready_state()
-    out = state.handle("newer", consumer(0), 1.0)
+    out = state.handle("newer", loader(0), 1.0)
     ((peer, message),) = sent(out, Refused)
     assert (peer, isinstance(message, Refused) and message.code) == (LOADER, "Superseded")
     assert not state.sessions
@@ -366,7 +362,7 @@ def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_ste
     assert state.handle(LOADER, ReportProgress("s", 3, [], 8, STATS), 100.1) == [Send(LOADER, UnknownPeer())]
     held = HeldLease((1 << 32) + 5, "s", 4, 6)
     state.handle("w0", RegisterWorker("host", 0, "", [held]), 100.2)
-    state.handle(LOADER, consumer(), 100.2)
+    state.handle(LOADER, loader(), 100.2)
     out = state.handle(LOADER, OpenEpoch(session(100), 100, 3, [(6, 7)], 8, None), 100.2)
     assert not sent(out, GrantLease)
     state.validate()
@@ -381,7 +377,7 @@ def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_ste
 
 def test_a_restarted_dispatcher_leases_as_soon_as_all_workers_of_before_are_back() -> None:
     state = DispatcherState(2, 100.0, {"w0", "w1", "dead"})
-    state.handle(LOADER, consumer(), 100.0)
+    state.handle(LOADER, loader(), 100.0)
     state.handle(LOADER, OpenEpoch(session(100), 100, 3, [], 8, None), 100.0)
     assert RememberWorker("w0") in state.handle("w0", RegisterWorker("host", 0, "", []), 100.01)
     assert not state.leases
@@ -496,7 +492,7 @@ def test_a_drained_worker_loses_nothing_that_it_made() -> None:
 
 def test_the_window_never_stalls_on_steps_that_the_loader_made_itself() -> None:
     state = DispatcherState(1, 0.0)
-    state.handle(LOADER, consumer(), 0.0)
+    state.handle(LOADER, loader(), 0.0)
     state.handle(LOADER, OpenEpoch(session(10), 10, 0, [], 4, None), 0.0)
     state.handle(LOADER, ReportProgress("s", 5, [], 4, STATS), 1.0)
     out = state.handle("w0", RegisterWorker("host", 0, "", []), 1.0)
@@ -505,7 +501,7 @@ def test_the_window_never_stalls_on_steps_that_the_loader_made_itself() -> None:
 
 def test_two_passes_share_the_workers_by_need() -> None:
     state = ready_state(steps=100, window=2, workers=1)
-    state.handle("l1", consumer(1), 0.0)
+    state.handle("l1", loader(1), 0.0)
     state.handle("l1", OpenEpoch(session(100, "t"), 100, 0, [], 8, None), 0.0)
     lease = next(iter(state.leases.values()))
     out = state.handle("w0", FinishLease(lease.token, 0.001), 0.1)
@@ -553,7 +549,7 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
 
     def say_hello(peer: str) -> None:
         if peer == LOADER:
-            deliver(state.handle(LOADER, consumer(), now))
+            deliver(state.handle(LOADER, loader(), now))
             opening = OpenEpoch(session(steps), steps, buffer.position, buffer.received(), window, None)
             deliver(state.handle(LOADER, opening, now))
         elif peer in mailbox:
@@ -646,7 +642,7 @@ def test_a_closed_connection_frees_what_its_peer_had() -> None:
     assert all(lease.worker == "w1" for lease in state.leases.values())
     assert sent(out, Membership) == [(LOADER, Membership(1))]
     out = state.peer_gone(LOADER, 1.0)
-    assert RememberStats(consumer(), STATS) in out
+    assert RememberStats(loader(), STATS) in out
     assert (state.sessions, state.leases) == ({}, {})
     assert state.peer_gone("nobody", 1.0) == []
 
@@ -665,30 +661,30 @@ def test_a_loader_that_was_held_up_does_not_blame_the_connections() -> None:
 
 def test_a_silent_loader_is_collected_and_told_and_one_that_does_not_read_yet_is_not() -> None:
     state = ready_state()
-    state.handle("idle", consumer(1), 0.0)
+    state.handle("idle", loader(1), 0.0)
     for now in range(1, 20):
         state.handle("idle", LoaderHeartbeat(STATS), float(now))
         state.handle("w0", WorkerHeartbeat([*state.workers["w0"].tokens]), float(now))
         out = state.tick(float(now))
-        if LOADER not in state.consumers:
+        if LOADER not in state.loaders:
             break
-    assert now == rules.CONSUMER_TIMEOUT_S + 1
+    assert now == rules.LOADER_TIMEOUT_S + 1
     assert Send(LOADER, UnknownPeer()) in out
-    assert RememberStats(consumer(), STATS) in out
-    assert (list(state.consumers), state.sessions, state.leases) == (["idle"], {}, {})
+    assert RememberStats(loader(), STATS) in out
+    assert (list(state.loaders), state.sessions, state.leases) == (["idle"], {}, {})
     state.validate()
 
 
 def test_one_job_may_come_and_go_three_times() -> None:
     state = ready_state(steps=4)
-    state.handle(LOADER, LeaveConsumer(STATS), 1.0)
+    state.handle(LOADER, LeaveLoader(STATS), 1.0)
     for number in range(3):
-        state.handle(LOADER, consumer(), 2.0)
+        state.handle(LOADER, loader(), 2.0)
         out = state.handle(LOADER, OpenEpoch(session(4, f"s{number}"), 4, 0, [], 8, None), 2.0)
         assert sent(out, GrantLease)
         state.validate()
-        state.handle(LOADER, LeaveConsumer(STATS), 3.0)
-        assert (state.consumers, state.sessions, state.leases) == ({}, {}, {})
+        state.handle(LOADER, LeaveLoader(STATS), 3.0)
+        assert (state.loaders, state.sessions, state.leases) == ({}, {}, {})
 
 
 def test_a_worker_that_may_be_tried_again_is_announced() -> None:

@@ -93,7 +93,7 @@ def test_a_scattered_buffer_is_written_where_it_leaves_from() -> None:
     sizes = [10, FUSE_BELOW_BYTES]
     gathered.add(Batch("s", 0, 1, 1, b"", gathered.place([scattered(size) for size in sizes], 0.0)))
     ((header, (shared, large)),) = gathered.rest()
-    assert isinstance(large, Scattered), "a large one is left to the rail, which may have a place for it"
+    assert isinstance(large, Scattered), "a large one is left to the transport, which may have a place for it"
     assert arrived([(header, [shared, in_one_piece(large)])]) == [(0, [b"x" * size for size in sizes])]
 
 
@@ -104,7 +104,7 @@ def test_a_small_buffer_may_be_changed_after_it_was_placed() -> None:
     assert arrived(gathered.rest()) == [(0, [b"before"])]
 
 
-def test_small_batches_are_made_where_the_rail_sends_them_from() -> None:
+def test_small_batches_are_made_where_the_transport_sends_them_from() -> None:
     lent: list[memoryview] = []
 
     def room(num_bytes: int) -> memoryview | None:

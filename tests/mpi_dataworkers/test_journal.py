@@ -11,9 +11,9 @@ import pytest
 from hetstream.mpi_dataworkers.dispatcher import journal as journal_module
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterConsumer
+from hetstream.mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterLoader
 
-CONSUMER = RegisterConsumer("job", 0, 0, 1, "host", 1, "d", {})
+LOADER = RegisterLoader("job", 0, 0, 1, "host", 1, "d", {})
 
 
 def write(directory: Path, groups: int = 1) -> None:
@@ -23,7 +23,7 @@ def write(directory: Path, groups: int = 1) -> None:
         journal.begin()
         journal.remember_definition(ProvideDefinition(f"d{number}", Program("/", []), b"", b"blob" * 100))
         journal.remember_worker(f"w{number}")
-        journal.remember_stats(CONSUMER, LoaderStats(epochs=number))
+        journal.remember_stats(LOADER, LoaderStats(epochs=number))
         journal.commit()
     copies = {path.name: path.read_bytes() for path in directory.glob("journal.sqlite*")}
     journal.close()  # which writes the log back: put the files back as a death would leave them
@@ -111,7 +111,7 @@ def test_damage_is_refused_and_the_file_named(tmp_path: Path, damage: Callable[[
     journal.begin()
     journal.remember_definition(ProvideDefinition("d0", Program("/", []), b"", b"blob"))
     journal.remember_worker("w0")
-    journal.remember_stats(CONSUMER, LoaderStats())
+    journal.remember_stats(LOADER, LoaderStats())
     journal.commit()
     journal.close()
     damage(journal.path)
@@ -142,7 +142,7 @@ def test_it_stays_small_however_long_the_service_runs(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for number in range(1000):
         journal.begin()
-        journal.remember_stats(CONSUMER, LoaderStats(epochs=number, steps=1000 * number))
+        journal.remember_stats(LOADER, LoaderStats(epochs=number, steps=1000 * number))
         journal.remember_worker(f"w{number}")
         journal.forget_worker(f"w{number - 8}")
         journal.forget_definition(f"d{number - 1}")

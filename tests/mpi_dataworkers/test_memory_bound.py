@@ -45,12 +45,14 @@ print(most, fullest)
 """
 
 
-@pytest.mark.parametrize("rail", ["tcp", "shm"])
-def test_a_slow_training_loop_holds_no_more_than_its_buffer(service: Any, run_program: RunProgram, rail: str) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_slow_training_loop_holds_no_more_than_its_buffer(
+    service: Any, run_program: RunProgram, transport: str
+) -> None:
     service.start_workers(2)
-    result = run_program(PROGRAM, service.directory, HETSTREAM_SERVICE=service.name, HETSTREAM_TRANSPORT=rail)
+    result = run_program(PROGRAM, service.directory, HETSTREAM_SERVICE=service.name, HETSTREAM_TRANSPORT=transport)
     assert result.returncode == 0, result.stderr
     most, fullest = map(int, result.stdout.split())
     assert fullest >= 5, "the buffer was not full: nothing was tested"
-    print(f"{rail}: {most / BUFFER_BYTES:.2f} of the buffer")
+    print(f"{transport}: {most / BUFFER_BYTES:.2f} of the buffer")
     assert most <= BUFFER_BYTES + ALLOWANCE_BYTES, f"{most >> 20} MiB with a buffer of {BUFFER_BYTES >> 20} MiB"

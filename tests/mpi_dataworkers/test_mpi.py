@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers.config import rails_from_environment
+from hetstream.mpi_dataworkers.config import transports_from_environment
 
 BIN = Path(sys.executable).parent
 MPIEXEC = BIN / "mpiexec"
@@ -67,7 +67,7 @@ def in_world(*words: str, timeout_s: float = 120, **variables: str) -> subproces
 
 def test_the_conformance_suite_holds_for_mpi() -> None:
     suite = str(Path(__file__).with_name("test_transport_conformance.py"))
-    chosen = "mpi and not tcp and not ipc and not shm and not best_rail and not had_is_not_written and not two_gib"
+    chosen = "mpi and not tcp and not ipc and not shm and not best_transport and not had_is_not_written and not two_gib"
     done = in_world("-n", "1", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", suite, "-k", chosen)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = int(done.stdout.split(" passed")[0].split()[-1])
@@ -109,7 +109,7 @@ def test_a_trainer_that_fails_ends_the_whole_world_at_once(service: Any, tmp_pat
 
 
 def test_an_address_of_another_world_is_refused_at_once() -> None:
-    """So that the data worker takes the next rail."""
+    """So that the data worker takes the next transport."""
     source = """
 from hetstream.mpi_dataworkers.messages import EndOfShard
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
@@ -123,12 +123,12 @@ for address in ("mpi:other/0/1/2", f"mpi:{world_id()}/9/1/2", "mpi:nonsense"):
     done = in_world("-n", "1", sys.executable, "-c", source)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is not in this data worker's MPI world") == 2
-    assert "is no address of this rail" in done.stdout
+    assert "is no address of this transport" in done.stdout
 
 
 def test_mpi_is_used_only_where_it_was_asked_for() -> None:
-    assert "mpi" not in rails_from_environment({})
-    assert rails_from_environment({"HETSTREAM_TRANSPORT": "mpi,tcp"}) == {"mpi", "tcp"}
+    assert "mpi" not in transports_from_environment({})
+    assert transports_from_environment({"HETSTREAM_TRANSPORT": "mpi,tcp"}) == {"mpi", "tcp"}
 
 
 def test_a_rank_is_one_process() -> None:

@@ -24,9 +24,9 @@ RECEIVERS: dict[str, tuple[Callable[[], SocketReceiver | ShmReceiver], socket.So
 
 
 @needs_root
-@pytest.mark.parametrize("rail", RECEIVERS)
-def test_a_stranger_reads_the_name_of_a_socket_and_gets_no_further(rail: str) -> None:
-    make, kind = RECEIVERS[rail]
+@pytest.mark.parametrize("transport", RECEIVERS)
+def test_a_stranger_reads_the_name_of_a_socket_and_gets_no_further(transport: str) -> None:
+    make, kind = RECEIVERS[transport]
     receiver = make()
     name = receiver.addresses[0].partition("@")[2]
     done = threading.Event()

@@ -34,7 +34,7 @@ from hetstream.mpi_dataworkers.messages import (
     LoaderStats,
     OpenEpoch,
     PlannedOrder,
-    RegisterConsumer,
+    RegisterLoader,
     RegisterWorker,
     ReportProgress,
     Session,
@@ -88,7 +88,7 @@ class Simulated:
         self.leases: dict[str, list[GrantLease]] = {}
         self.failed: list[BatchFailed] = []
         order = PlannedOrder(steps, 1, 1, 0, False, False, 0)
-        self.send(LOADER, RegisterConsumer("job", 0, 0, 1, "host", 1, "d", {}))
+        self.send(LOADER, RegisterLoader("job", 0, 0, 1, "host", 1, "d", {}))
         for number in range(workers):
             self.send(f"w{number}", RegisterWorker("host", number, "", []))
         session = Session("s", "d", 0, 0, order, ["tcp://loader:1"], errors=policy)

@@ -79,7 +79,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "mpi_dataworkers/test_security.py::test_a_crowd_of_strangers_makes_room_for_data_workers",
         "mpi_dataworkers/test_security.py::test_a_stranger_cannot_make_a_loader_hold_memory",
     ),
-    "he fills a checkpoint saver's port": (
+    "he fills a checkpoint writer's port": (
         "checkpoint/test_replica_strangers.py::test_a_crowd_that_never_ends_keeps_no_peer_of_another_host_out",
     ),
     "he floods the site daemon": (

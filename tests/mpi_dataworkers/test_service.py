@@ -334,14 +334,14 @@ def test_a_dataset_larger_than_a_frame_reaches_the_data_workers(three: Any, load
     assert loader.stats()["local_steps"] == 0
 
 
-@pytest.mark.parametrize(("rails", "rail"), [("", "shm"), ("tcp,ipc", "ipc"), ("tcp", "tcp")])
-def test_the_rail_is_the_best_that_is_allowed(
-    three: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch, rails: str, rail: str
+@pytest.mark.parametrize(("transports", "transport"), [("", "shm"), ("tcp,ipc", "ipc"), ("tcp", "tcp")])
+def test_the_transport_is_the_best_that_is_allowed(
+    three: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch, transports: str, transport: str
 ) -> None:
-    monkeypatch.setenv("HETSTREAM_TRANSPORT", rails)
+    monkeypatch.setenv("HETSTREAM_TRANSPORT", transports)
     loader = loaders(datasets.Augmented(80), service=three.name)
     assert len(list(loader)) == 10
-    assert loader.stats()["transport"] == {rail: 10}
+    assert loader.stats()["transport"] == {transport: 10}
 
 
 @pytest.mark.slow  # 5 s until a batch counts as not received, 10 s until the next try
@@ -603,7 +603,7 @@ def test_nothing_remains_of_what_was_killed(service: Any, tmp_path: Path, wait_u
     assert not [port for port in ports if port in Path("/proc/net/tcp").read_text()], "a socket that listens"
 
 
-def test_where_no_rail_reaches_the_loader_works_itself(
+def test_where_no_transport_reaches_the_loader_works_itself(
     service: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.start_workers()

@@ -21,7 +21,7 @@ from hetstream.mpi_dataworkers.messages import (
     Program,
     ProvideDefinition,
     Refused,
-    RegisterConsumer,
+    RegisterLoader,
     RegisterWorker,
     ReportProgress,
     Session,
@@ -51,8 +51,8 @@ class Jobs:
 
     def open(self, job: str, consumed: int = 0, epoch: int = 0, window: int = 4, shift: int = 0) -> list[GrantLease]:
         peer = f"loader-{job}"
-        if peer not in self.state.consumers:
-            registration = RegisterConsumer(job, 0, 0, 1, "host", 1, "d", {})
+        if peer not in self.state.loaders:
+            registration = RegisterLoader(job, 0, 0, 1, "host", 1, "d", {})
             self.take(self.state.handle(peer, registration, 0.0))
         order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
         session = Session(job, "d", epoch, 0, order, "tcp://loader:1", Sharing("key", self.mode, STEPS))  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ def test_jobs_that_do_not_share_get_equal_shares_of_the_workers() -> None:
         state.handle(f"w{number}", RegisterWorker("host", number, "", []), 0.0)
     order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
     for job in ("a", "b"):
-        state.handle(f"loader-{job}", RegisterConsumer(job, 0, 0, 1, "host", 1, "d", {}), 0.0)
+        state.handle(f"loader-{job}", RegisterLoader(job, 0, 0, 1, "host", 1, "d", {}), 0.0)
         session = Session(job, "d", 0, 0, order, "tcp://loader:1")
         state.handle(f"loader-{job}", OpenEpoch(session, STEPS, 0, [], 16, None), 0.0)
     done = {"a": 0, "b": 0}
@@ -214,12 +214,12 @@ def test_jobs_that_do_not_share_get_equal_shares_of_the_workers() -> None:
 def test_one_pipeline_name_for_two_pipelines_is_refused() -> None:
     state = DispatcherState(1, 0.0)
     one = {"pipeline_name": "images", "dataset": "A", "length": "10"}
-    state.handle("x", RegisterConsumer("job-x", 0, 0, 1, "host", 1, "d", one), 0.0)
-    (out,) = state.handle("y", RegisterConsumer("job-y", 0, 0, 1, "host", 2, "e", one | {"dataset": "B"}), 0.0)
+    state.handle("x", RegisterLoader("job-x", 0, 0, 1, "host", 1, "d", one), 0.0)
+    (out,) = state.handle("y", RegisterLoader("job-y", 0, 0, 1, "host", 2, "e", one | {"dataset": "B"}), 0.0)
     assert isinstance(out, Send)
     assert isinstance(out.message, Refused)
     assert "pipeline name 'images' is in use for another pipeline (dataset: A there, B here)" in out.message.text
-    (out,) = state.handle("z", RegisterConsumer("job-z", 0, 0, 1, "host", 3, "e", one), 0.0)
+    (out,) = state.handle("z", RegisterLoader("job-z", 0, 0, 1, "host", 3, "e", one), 0.0)
     assert isinstance(out, Send)
     assert not isinstance(out.message, Refused)
 
@@ -227,7 +227,7 @@ def test_one_pipeline_name_for_two_pipelines_is_refused() -> None:
 def told(state: DispatcherState, job: str, definition: ProvideDefinition, key: str, **described: str) -> list[str]:
     """What a loader of a job hears when it begins a pass."""
     description = {"dataset": "A", "length": "10", "sharing": "lossless", "pipeline_name": ""} | described
-    registration = RegisterConsumer(job, 0, 0, 1, "host", ord(job), definition.definition_id, description)
+    registration = RegisterLoader(job, 0, 0, 1, "host", ord(job), definition.definition_id, description)
     order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
     session = Session(job, definition.definition_id, 0, 0, order, "tcp://loader:1", Sharing(key, "lossless", STEPS))
     out: list[Instruction] = []

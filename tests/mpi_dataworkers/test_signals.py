@@ -245,7 +245,7 @@ GENEROUS_S = 4.5
 @pytest.mark.slow
 @pytest.mark.usefixtures("commands")
 @pytest.mark.parametrize(
-    ("rail", "point", "number"),
+    ("transport", "point", "number"),
     [
         ("tcp", "held back", signal.SIGTERM),
         ("tcp", "held back", signal.SIGINT),
@@ -255,14 +255,14 @@ GENEROUS_S = 4.5
     ],
 )
 def test_a_data_worker_ends_while_its_trainer_is_stopped(
-    service: Any, start: Any, wait_until: Any, rail: str, point: str, number: signal.Signals
+    service: Any, start: Any, wait_until: Any, transport: str, point: str, number: signal.Signals
 ) -> None:
     """The trainer takes nothing off the connection, or has not even answered on it; the other one trains on."""
     worker = service.start_workers(1)
     (process,) = children_of(worker.pid)
     variables = {
         "HETSTREAM_SERVICE": service.name,
-        "HETSTREAM_TRANSPORT": rail,
+        "HETSTREAM_TRANSPORT": transport,
         "HETSTREAM_BUFFER_BYTES": str(64 << 20),
     }
     if point == "handshake":

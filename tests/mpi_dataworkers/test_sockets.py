@@ -1,4 +1,4 @@
-"""What only the rail over plain sockets does: it goes ahead within a bound, uses memory again, and notices silence."""
+"""What only the transport over plain sockets does: it goes ahead within a bound, uses memory again, and notices silence."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from hetstream.mpi_dataworkers.messages import (
     LoaderStats,
     OpenEpoch,
     PlannedOrder,
-    RegisterConsumer,
+    RegisterLoader,
     RegisterWorker,
     ReportProgress,
     RequestStatus,
@@ -52,7 +52,7 @@ def grants(instructions: list[Instruction]) -> list[tuple[str, GrantLease]]:
 def busy_state() -> DispatcherState:
     """Two seconds of a service: one loader, w0 makes a step each 0.5 s, w1 cannot reach the loader."""
     state = DispatcherState(1, 0.0)
-    state.handle("loader", RegisterConsumer("job", 0, 1, 2, "gpu1", 9, "d", {}), 0.0)
+    state.handle("loader", RegisterLoader("job", 0, 1, 2, "gpu1", 9, "d", {}), 0.0)
     session = Session("s", "d", 3, 0, PlannedOrder(100, 1, 1, 0, False, False, 0), ["tcp://loader:1"])
     state.handle("loader", OpenEpoch(session, 100, 0, [], 8, None), 0.0)
     state.handle("w0", RegisterWorker("cpu0", 7, "", []), 0.0)
@@ -92,7 +92,7 @@ def test_the_spread_of_step_times_is_that_of_the_ranks_of_one_loader() -> None:
         [("job", 10, 0.0), ("job", 10, 0.5), ("job", 0, 1.0), ("other", 10, 0.0)]
     ):
         peer = f"rank{rank}"
-        state.handle(peer, RegisterConsumer(job, 0, rank, 4, "gpu1", rank, "d", {}), 0.0)
+        state.handle(peer, RegisterLoader(job, 0, rank, 4, "gpu1", rank, "d", {}), 0.0)
         state.handle(peer, LoaderHeartbeat(LoaderStats(steps=steps, wait_s=wait_s)), 1.0)
     rows = state.status(1.0).loaders
     assert [row.step_s for row in rows] == pytest.approx([0.1, 0.05, 0.0, 0.1])
@@ -113,11 +113,11 @@ def test_states_of_data_workers() -> None:
 
 def test_asking_changes_nothing() -> None:
     state = busy_state()
-    before = (len(state.workers), len(state.consumers), len(state.leases), state.events_told)
+    before = (len(state.workers), len(state.loaders), len(state.leases), state.events_told)
     (answer,) = state.handle("stranger with the key", RequestStatus(), 2.0)
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Status)
-    assert (len(state.workers), len(state.consumers), len(state.leases), state.events_told) == before
+    assert (len(state.workers), len(state.loaders), len(state.leases), state.events_told) == before
 
 
 def test_the_elastic_controller_drains_by_slurm_job_and_its_changes_are_events() -> None:

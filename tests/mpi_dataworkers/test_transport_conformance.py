@@ -1,4 +1,4 @@
-"""What every rail must do, whatever carries the bytes. A new transport adds itself to RAILS."""
+"""What every transport must do, whatever carries the bytes. A new transport adds itself to TRANSPORTS."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hetstream.mpi_dataworkers.messages import Batch, Batches, EndOfShard
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
 from hetstream.mpi_dataworkers.transports import shm as shm_module
 from hetstream.mpi_dataworkers.transports.base import BatchReceiver, BatchSender, PeerUnreachable, ReceivedBatch
+from hetstream.mpi_dataworkers.transports.choice import TransportSender
 from hetstream.mpi_dataworkers.transports.compression import compress, decompress
-from hetstream.mpi_dataworkers.transports.rails import RailSender
 from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 
@@ -35,7 +35,7 @@ POOL_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Rail:
+class Transport:
     """How to make both ends, with a job's batch key."""
 
     name: str
@@ -43,20 +43,20 @@ class Rail:
     sender: Callable[[str], BatchSender]
 
 
-RAILS = [
-    Rail("tcp", lambda key: SocketReceiver(key, ["tcp://127.0.0.1:*"]), lambda key: SocketBatchSender(key, "w")),
-    Rail(
+TRANSPORTS = [
+    Transport("tcp", lambda key: SocketReceiver(key, ["tcp://127.0.0.1:*"]), lambda key: SocketBatchSender(key, "w")),
+    Transport(
         "ipc",
         lambda key: SocketReceiver(key, [f"ipc://@hetstream-test-{os.urandom(8).hex()}"]),
         lambda key: SocketBatchSender(key, "w"),
     ),
-    Rail("shm", lambda key: ShmReceiver(key, POOL_BYTES), lambda key: ShmBatchSender(key, "w")),
-    Rail("mpi", lambda key: _mpi().MpiReceiver(key), lambda key: _mpi().MpiBatchSender(key, "w")),
+    Transport("shm", lambda key: ShmReceiver(key, POOL_BYTES), lambda key: ShmBatchSender(key, "w")),
+    Transport("mpi", lambda key: _mpi().MpiReceiver(key), lambda key: _mpi().MpiBatchSender(key, "w")),
 ]
 
 
 def _mpi() -> Any:
-    """The MPI rail, whose import calls MPI_Init: not in a process that goes on to other tests, or forks."""
+    """The MPI transport, whose import calls MPI_Init: not in a process that goes on to other tests, or forks."""
     if "PMI_RANK" not in os.environ:
         pytest.skip("this process is no rank of an MPI world; test_mpi.py runs this suite in one")
     from hetstream.mpi_dataworkers.transports import mpi
@@ -113,21 +113,21 @@ def _mpi_world() -> None:
         _mpi()  # MPI_Init opens what MPI_Finalize closes
 
 
-@pytest.fixture(params=RAILS, ids=lambda rail: rail.name)
-def rail(request: pytest.FixtureRequest) -> Rail:
+@pytest.fixture(params=TRANSPORTS, ids=lambda transport: transport.name)
+def transport(request: pytest.FixtureRequest) -> Transport:
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture
-def loader(rail: Rail) -> Iterator[Loader]:
-    one = Loader(rail.receiver(KEY))
+def loader(transport: Transport) -> Iterator[Loader]:
+    one = Loader(transport.receiver(KEY))
     yield one
     one.stop()
 
 
 @pytest.fixture
-def sender(rail: Rail) -> Iterator[BatchSender]:
-    one = rail.sender(KEY)
+def sender(transport: Transport) -> Iterator[BatchSender]:
+    one = transport.sender(KEY)
     yield one
     one.close(0.0)
 
@@ -181,7 +181,7 @@ def test_every_kind_of_batch_arrives_bit_for_bit(loader: Loader, sender: BatchSe
     sender.send(loader.address, header(1, places, spec), frames)
     received = loader.take()
     assert isinstance(received.header, Batch)
-    assert received.rail == loader.address.partition(":")[0]
+    assert received.transport == loader.address.partition(":")[0]
     assert same(unflatten(received.header.spec, split(received.frames, received.header.buffers)), TREES[tree])
 
 
@@ -255,7 +255,8 @@ def test_received_tensors_can_be_written(loader: Loader, sender: BatchSender) ->
 def test_what_was_sent_before_an_orderly_end_arrives(loader: Loader, sender: BatchSender) -> None:
     for step in range(3):
         sender.send(loader.address, header(step), [bytes(300_000)])
-    # Dropped at once, so that a rail which gives memory back has told the data worker, which does not look any more.
+    # Dropped at once, so that a transport which gives memory back has told the data worker, which does not look any
+    # more.
     assert [loader.take().header.step for _ in range(3)] == [0, 1, 2]
     for step in range(3, 40):
         sender.send(loader.address, header(step), [b"small"])
@@ -275,7 +276,7 @@ def test_a_loader_that_keeps_every_batch_gets_every_batch(loader: Loader, sender
         assert frames_of(loader.take()) == [frame]
 
 
-def test_what_was_made_in_memory_that_the_rail_lends_arrives(loader: Loader, sender: BatchSender) -> None:
+def test_what_was_made_in_memory_that_the_transport_lends_arrives(loader: Loader, sender: BatchSender) -> None:
     """The memory may be filled in part, left unused, held while others leave, or be full of batches that are kept."""
     sender.send(loader.address, header(0), [pattern(0, 20_000)])
     loader.take()
@@ -314,7 +315,7 @@ def test_a_batch_with_a_large_header_goes_from_lent_memory_too(loader: Loader, s
 
 def test_shared_memory_is_lent_and_given_back() -> None:
     """What is made there is not copied: the trainer's bytes lie where they were written."""
-    loader, sender = Loader(RAILS[2].receiver(KEY)), ShmBatchSender(KEY, "w")
+    loader, sender = Loader(TRANSPORTS[2].receiver(KEY)), ShmBatchSender(KEY, "w")
     try:
         assert sender.room(loader.address, 1 << 20) is None, "there is no connection yet"
         sender.send(loader.address, header(0), [])
@@ -335,9 +336,9 @@ def test_shared_memory_is_lent_and_given_back() -> None:
         loader.stop()
 
 
-def test_a_slow_loader_loses_nothing(rail: Rail, sender: BatchSender) -> None:
+def test_a_slow_loader_loses_nothing(transport: Transport, sender: BatchSender) -> None:
     """Back-pressure: the data worker may run ahead or wait, but every batch arrives."""
-    loader = Loader(rail.receiver(KEY))
+    loader = Loader(transport.receiver(KEY))
     try:
         done = threading.Thread(
             target=lambda: [sender.send(loader.address, header(step), [bytes(400_000)]) for step in range(40)]
@@ -354,14 +355,14 @@ def test_a_slow_loader_loses_nothing(rail: Rail, sender: BatchSender) -> None:
 
 @pytest.mark.parametrize("size", [100, 3_000_000, 40_000_000])
 def test_a_data_worker_that_is_killed_while_it_sends_harms_nobody(
-    rail: Rail, loader: Loader, sender: BatchSender, size: int
+    transport: Transport, loader: Loader, sender: BatchSender, size: int
 ) -> None:
-    if rail.name == "mpi":
+    if transport.name == "mpi":
         pytest.skip("when a rank is killed, the launcher ends the whole MPI world")
     child = os.fork()
     if child == 0:
         try:
-            own = rail.sender(KEY)
+            own = transport.sender(KEY)
             own.send(loader.address, header(0), [b"first"])
             own.send(loader.address, header(1), [bytes(size)])
             own.send(loader.address, header(2), [bytes(size)])
@@ -378,7 +379,7 @@ def test_a_data_worker_that_is_killed_while_it_sends_harms_nobody(
 
 
 def test_a_loader_that_is_gone_is_an_error_soon(
-    rail: Rail, loader: Loader, sender: BatchSender, wait_until: Any
+    transport: Transport, loader: Loader, sender: BatchSender, wait_until: Any
 ) -> None:
     sender.send(loader.address, header(0), [bytes(10)])
     loader.take()
@@ -394,22 +395,22 @@ def test_a_loader_that_is_gone_is_an_error_soon(
     wait_until(fails, timeout_s=10, what="PeerUnreachable")
 
 
-def test_an_address_without_a_loader_is_an_error(rail: Rail, sender: BatchSender) -> None:
-    loader = Loader(rail.receiver(KEY))
+def test_an_address_without_a_loader_is_an_error(transport: Transport, sender: BatchSender) -> None:
+    loader = Loader(transport.receiver(KEY))
     loader.stop()
     with pytest.raises(PeerUnreachable, match=r"hetstream|127\.0\.0\.1|mpi:"):
         sender.send(loader.address, header(0), [])
 
 
-def test_a_data_worker_with_another_key_delivers_nothing(rail: Rail, loader: Loader) -> None:
-    stranger = rail.sender("a5" * 32)
+def test_a_data_worker_with_another_key_delivers_nothing(transport: Transport, loader: Loader) -> None:
+    stranger = transport.sender("a5" * 32)
     with pytest.raises(PeerUnreachable, match=r"key|answer"):
         stranger.send(loader.address, header(0), [b"forged"])
     stranger.close(0.0)
     assert loader.is_quiet()
 
 
-def test_a_new_connection_is_proven_anew(rail: Rail, loader: Loader, sender: BatchSender) -> None:
+def test_a_new_connection_is_proven_anew(transport: Transport, loader: Loader, sender: BatchSender) -> None:
     for step in range(3):
         sender.send(loader.address, header(step), [b"x"])
         assert frames_of(loader.take()) == [b"x"]
@@ -427,15 +428,17 @@ def test_closing_leaves_no_name_behind(loader: Loader, sender: BatchSender, wait
     wait_until(lambda: name not in Path("/proc/net/unix").read_text(), what="the end of the socket's name")
 
 
-def test_a_loader_with_too_many_files_open_goes_on_and_takes_connections_later(rail: Rail, loader: Loader) -> None:
-    if rail.name == "mpi":
+def test_a_loader_with_too_many_files_open_goes_on_and_takes_connections_later(
+    transport: Transport, loader: Loader
+) -> None:
+    if transport.name == "mpi":
         pytest.skip("MPI opens no file for a connection")
     start, begin = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.read(start, 1)
-            rail.sender(KEY).send(loader.address, header(0), [b"late"])
+            transport.sender(KEY).send(loader.address, header(0), [b"late"])
         finally:
             os._exit(0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -454,30 +457,31 @@ def test_a_loader_with_too_many_files_open_goes_on_and_takes_connections_later(r
     assert frames_of(loader.take()) == [b"late"]
 
 
-# --- the choice between rails ---------------------------------------------------------------------------------------
+# --- the choice between transports
+# ---------------------------------------------------------------------------------------
 
 
-def test_a_data_worker_takes_the_best_rail_that_it_reaches(caplog: pytest.LogCaptureFixture) -> None:
-    over_shm, over_tcp = Loader(RAILS[2].receiver(KEY)), Loader(RAILS[0].receiver(KEY))
+def test_a_data_worker_takes_the_best_transport_that_it_reaches(caplog: pytest.LogCaptureFixture) -> None:
+    over_shm, over_tcp = Loader(TRANSPORTS[2].receiver(KEY)), Loader(TRANSPORTS[0].receiver(KEY))
     elsewhere = ("shm:@hetstream-elsewhere", "ipc://@hetstream-elsewhere")
-    sender = RailSender(KEY, "w")
+    sender = TransportSender(KEY, "w")
     try:
         with caplog.at_level("INFO"):
             sender.send((over_shm.address, over_tcp.address), header(0), [])
-            assert over_shm.take().rail == "shm"
+            assert over_shm.take().transport == "shm"
             for step in range(2):
                 sender.send((*elsewhere, "rdma://h", over_tcp.address), header(step), [])
-                assert over_tcp.take().rail == "tcp"
+                assert over_tcp.take().transport == "tcp"
         (first, second) = (record.getMessage() for record in caplog.records)
         assert first == f"batches to the loader go by {over_shm.address}"
         assert "elsewhere" in second
-        assert "rdma://h is of no rail that this data worker knows" in second
+        assert "rdma://h is of no transport that this data worker knows" in second
         over_shm.stop()
         sender.send((over_shm.address, over_tcp.address), header(3), [])
-        assert over_tcp.take().rail == "tcp", "a rail that fails is left for the next"
+        assert over_tcp.take().transport == "tcp", "a transport that fails is left for the next"
         with pytest.raises(PeerUnreachable, match=r"elsewhere.*; .*elsewhere"):
             sender.send(elsewhere, header(0), [])
-        with pytest.raises(PeerUnreachable, match="no rail"):
+        with pytest.raises(PeerUnreachable, match="no transport"):
             sender.send((), header(0), [])
     finally:
         sender.close(0.0)
@@ -491,13 +495,13 @@ def test_a_loader_without_address_space_for_a_pool_gets_its_batches_another_way(
     def refused(*_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    over_shm, over_tcp = Loader(RAILS[2].receiver(KEY)), Loader(RAILS[0].receiver(KEY))
-    sender = RailSender(KEY, "w")
+    over_shm, over_tcp = Loader(TRANSPORTS[2].receiver(KEY)), Loader(TRANSPORTS[0].receiver(KEY))
+    sender = TransportSender(KEY, "w")
     monkeypatch.setattr(shm_module.mmap, "mmap", refused)
     try:
         for step in range(2):
             sender.send((over_shm.address, over_tcp.address), header(step), [])
-            assert over_tcp.take().rail == "tcp"
+            assert over_tcp.take().transport == "tcp"
         assert over_shm.is_alive()
     finally:
         sender.close(0.0)
@@ -506,7 +510,7 @@ def test_a_loader_without_address_space_for_a_pool_gets_its_batches_another_way(
 
 
 def test_memory_that_cannot_be_had_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader, sender = Loader(RAILS[2].receiver(KEY)), ShmBatchSender(KEY, "w")
+    loader, sender = Loader(TRANSPORTS[2].receiver(KEY)), ShmBatchSender(KEY, "w")
     monkeypatch.setattr(shm_module, "available_bytes", lambda: 1 << 20)
     try:
         frames: list[Buffer] = [pattern(1, 600_000)]

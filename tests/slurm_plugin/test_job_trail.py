@@ -120,8 +120,8 @@ def test_what_old_jobs_left_goes_by_age_and_only_when_told(site: Site) -> None:
 
     def make(name: str, age_s: float) -> Path:
         directory = submitted / ".hetstream" / name
-        (directory / "savers").mkdir(parents=True)
-        for path in (directory / "savers" / "gpu0.log", directory / "savers", directory):
+        (directory / "writers").mkdir(parents=True)
+        for path in (directory / "writers" / "gpu0.log", directory / "writers", directory):
             path.touch()
             os.utime(path, (age_s, age_s))
         return directory

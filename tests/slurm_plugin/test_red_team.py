@@ -204,7 +204,7 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "events.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
     (directory / "data-worker-0.log").symlink_to(secret)
     os.mkfifo(directory / "data-worker-1.log")
-    (directory / "savers").symlink_to("/etc")
+    (directory / "writers").symlink_to("/etc")
     monkeypatch.chdir(tmp_path)
     return directory
 

@@ -24,7 +24,7 @@ from hetstream.hetjob.site.messages import GrantLimit, ReportDemand, Request, en
 from hetstream.mpi_dataworkers.address import ServiceAddress, write_address_file
 from hetstream.mpi_dataworkers.codec import encode
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
-from hetstream.mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterConsumer
+from hetstream.mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterLoader
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.daemon.store import Store
 from hetstream.slurm_plugin.history import History
@@ -37,7 +37,7 @@ KEYS = ["k" * 40] * 5
 REPORT = ReportDemand(8123, 1, 3, 5, 4, 0.25)
 REGISTERED = Registered("ada", REPORT, 7, NOW_S, 2.0, 4, "4 of 5: 64 CPUs are shared by 2 job(s)")
 SAMPLE = Sample(NOW_S, 64, 32, 8, 6, 1000, 500, 12.5, 4, 2, 0.25, (1, 2, 3, 0), 5, 4, 1.5, {})
-CONSUMER = RegisterConsumer("train", 0, 0, 1, "gpu0", 42, "d0", {})
+LOADER = RegisterLoader("train", 0, 0, 1, "gpu0", 42, "d0", {})
 STATS = LoaderStats(epochs=2, steps=10)
 REPLY_KEY = "0f" * 32
 
@@ -130,7 +130,7 @@ def record(directory: Path) -> None:
     journal.set_fact("port", "40123")
     journal.remember_definition(ProvideDefinition("d0", Program("/home/ada", []), b"", b"blob"))
     journal.remember_worker("w0")
-    journal.remember_stats(CONSUMER, STATS)
+    journal.remember_stats(LOADER, STATS)
     journal.commit()
     journal.close()
     write_address_file(directory / "address", ServiceAddress("tcp://10.0.0.1:40123", *KEYS[:4]))
@@ -145,7 +145,7 @@ def record(directory: Path) -> None:
     (directory / "wire.json").write_text(
         json.dumps(
             {
-                "data plane": encode(CONSUMER).hex(),
+                "data plane": encode(LOADER).hex(),
                 "daemon question": encode_request(Request(1, 7, REPLY_KEY, REPORT)).decode(),
                 "daemon answer": encode_answer(GrantLimit(4, "4 of 5", 10.0), REPLY_KEY).hex(),
             },

@@ -34,8 +34,8 @@ from hetstream.slurm_plugin.errors import DaemonStateError, DamagedRecord, Histo
 from hetstream.slurm_plugin.history import History
 from hetstream.slurm_plugin.installation import read_record
 from tests.upgrade.record import (
-    CONSUMER,
     KEYS,
+    LOADER,
     NOW_S,
     RECORDED,
     REGISTERED,
@@ -126,7 +126,7 @@ def test_the_daemon_goes_on(recorded: Path) -> None:
 
 def test_messages_are_understood(recorded: Path) -> None:
     wire = json.loads((recorded / "wire.json").read_text())
-    assert codec.decode(bytes.fromhex(wire["data plane"])) == CONSUMER
+    assert codec.decode(bytes.fromhex(wire["data plane"])) == LOADER
     assert decode_request(wire["daemon question"].encode()).question == REPORT
     assert getattr(decode_answer(bytes.fromhex(wire["daemon answer"]), REPLY_KEY), "limit", None) == 4
 

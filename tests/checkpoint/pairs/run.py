@@ -6,8 +6,8 @@
     python -m tests.checkpoint.pairs.run --document           the tables of docs/checkpoint-pairs.md from what is stored
 
 Each cell is a training of real processes, to which something happens at one exact step, and a second one, which says
-where it goes on and whether each bit is as it was saved. It is told from memory at once; from disk, when the savers
-have ended and the memory is gone; and with another number of ranks.
+where it goes on and whether each bit is as it was saved. It is told from memory at once; from disk, when the checkpoint
+writers have ended and the memory is gone; and with another number of ranks.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ def _outcome_in(cell: Cell, place: Path, memory: Path) -> str:
     if not any("ends" in line for line in first):
         return f"the training ends: {_last_words(place, 'first')}"
     if cell.way != "memory":
-        _await(place, is_saver=True)
+        _await(place, is_writer=True)
     if cell.way == "disk":
         for held in (memory, place / "ckpt" / FALLBACK):
             forget_memory(held)
     size = cell.size if cell.way != "other ranks" else 3 - cell.size
     codes = _start(place, cell, "second", "", size)
-    _await(place, is_saver=True)
+    _await(place, is_writer=True)
     if any(codes):
         return f"refused: {_last_words(place, 'second')}"
     return _told(first, next(line for line in _lines(place / "second.out") if "restored" in line))
@@ -141,14 +141,14 @@ def _start(place: Path, cell: Cell, name: str, event: str, size: int, fault: str
                     os.waitpid(child, 0)
                     codes[child] = 124
         time.sleep(0.02)
-    _await(place, is_saver=False)  # whom a launcher has left behind
+    _await(place, is_writer=False)  # whom a launcher has left behind
     return [codes[child] for child in children]
 
 
-def _await(place: Path, *, is_saver: bool) -> None:
-    """Wait until no process of this place is there: its savers, those that are starting included, or all others."""
+def _await(place: Path, *, is_writer: bool) -> None:
+    """Wait until no process of this place is there: its writers, those that are starting included, or all others."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    while any((b"hetstream.checkpoint.saver" in line) == is_saver for line in _command_lines(str(place).encode())):
+    while any((b"hetstream.checkpoint.writer" in line) == is_writer for line in _command_lines(str(place).encode())):
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"processes of {place} have not ended within {TIMEOUT_S:g} s")
         time.sleep(0.02)

@@ -140,7 +140,7 @@ def _told_twice(job: Job, checkpointer: FlashCheckpointer) -> None:
 
 
 def _writer_told(job: Job, checkpointer: FlashCheckpointer) -> None:
-    process = checkpointer._saver.process
+    process = checkpointer._writer.process
     assert process is not None
     os.kill(process.pid, signal.SIGTERM)
     process.wait(_PATIENCE_S)
@@ -275,7 +275,7 @@ class Witness:
                     assert is_broken(), "nothing was copied by its address"
             self.say(taken=step, bits=bits(), is_saved=is_saved)
             if step == STRIKE_AT - 1 and job.event != writer.STARTS:
-                checkpointer.wait(_PATIENCE_S)  # from now on there is a saver
+                checkpointer.wait(_PATIENCE_S)  # from now on there is a checkpoint writer
             if is_struck:
                 if job.event in _ENDS_AT_ONCE:
                     self.say(ends=step)
@@ -376,7 +376,7 @@ def run_loop(
 
 
 def forget_memory(memory: Path) -> None:
-    """Remove what dead trainers have left there; their savers have ended."""
+    """Remove what dead trainers have left there; their checkpoint writers have ended."""
     for found in find_stores([memory]):
         with StoreView(found.path) as view:
             view.remove()

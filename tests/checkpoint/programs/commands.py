@@ -24,7 +24,7 @@ import torch
 
 import hetstream.checkpoint.analysis
 import hetstream.checkpoint.flash.convert  # noqa: F401, once for all: each command's process would import it anew
-from hetstream.checkpoint.config import JOB_SAVER
+from hetstream.checkpoint.config import JOB_WRITER
 from hetstream.checkpoint.conversion import KINDS
 from hetstream.checkpoint.errors import CheckpointError
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
@@ -159,7 +159,7 @@ def run(home: Path, directory: Path, kinds: Sequence[str], before: dict[str, tup
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    os.environ[JOB_SAVER] = "1"  # a restore needs no saver of its own
+    os.environ[JOB_WRITER] = "1"  # a restore needs no checkpoint writer of its own
     torch.set_num_threads(1)
     the_home, *directories = map(Path, sys.argv[1:])
     seen = look(the_home)

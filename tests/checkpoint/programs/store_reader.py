@@ -1,4 +1,5 @@
-"""A saver that writes nothing, for tests: it checks every generation that it gets from a store, byte by byte.
+"""A checkpoint writer that writes nothing, for tests: it checks every generation that it gets from a store, byte by
+byte.
 
 python -m tests.checkpoint.programs.store_reader STORE [--stops]
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from hetstream.checkpoint.errors import DamagedSegment
 from hetstream.checkpoint.segment import Segment
-from hetstream.checkpoint.store_files import SaverStatus
+from hetstream.checkpoint.store_files import WriterStatus
 from hetstream.checkpoint.view import StoreView
 from tests.checkpoint.programs.store_trainer import check
 
@@ -46,7 +47,7 @@ def main() -> None:
     """See the module. Ends when it has read one generation, with `--stops`; else never."""
     stops = "--stops" in sys.argv
     with StoreView(Path(sys.argv[1])) as view:
-        view.become_saver()
+        view.become_writer()
         if not stops:
             print("reading", flush=True)
         while True:
@@ -56,7 +57,7 @@ def main() -> None:
                         print("reading", flush=True)
                         os.kill(os.getpid(), signal.SIGSTOP)
                     step = check(segment)
-                    view.report(SaverStatus(pid=os.getpid(), persisted=segment.header.generation))
+                    view.report(WriterStatus(pid=os.getpid(), persisted=segment.header.generation))
                     if stops:
                         print("read", step, flush=True)
                         return

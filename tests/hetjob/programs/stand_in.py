@@ -1,6 +1,6 @@
 """Stands in for the `hetstream` command in tests of the job master: starts in milliseconds, without the data plane.
 
-`dispatcher`, `worker` and `ckpt saver` wait for SIGTERM; `master serve` is the real one over FakeSlurm. A file
+`dispatcher`, `worker` and `ckpt writer` wait for SIGTERM; `master serve` is the real one over FakeSlurm. A file
 `die-VERB` in the working directory makes that verb exit with 9 at once; every start is noted in `started`.
 """
 
@@ -43,7 +43,7 @@ elif verb == "worker":
     until_terminated()
 elif verb == "ckpt":
     from hetstream.hetjob.job_environment import JobEnvironment
-    from hetstream.hetjob.savers import ready_file
+    from hetstream.hetjob.writers import ready_file
 
     ready = ready_file(JobEnvironment.read(os.environ))
     ready.touch()

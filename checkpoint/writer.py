@@ -1,9 +1,11 @@
-"""The saver: the process that brings a trainer's generations from shared memory to disk, and outlives the trainer.
+"""The checkpoint writer: the process that brings a trainer's generations from shared memory to disk, and outlives the
+trainer.
 
-    python -m hetstream.checkpoint.saver --store /dev/shm/hetstream-ckpt-... --directory DIR   of one trainer
-    hetstream ckpt saver --job                                                             of all trainers of a job here
+    python -m hetstream.checkpoint.writer --store /dev/shm/hetstream-ckpt-... --directory DIR   of one trainer
+    hetstream ckpt writer --job                                                             of all trainers of a job
+    here
 
-What is done with one store is `store_saver.py`'s; here is the process: which stores it serves, what signals mean, and
+What is done with one store is `store_writer.py`'s; here is the process: which stores it serves, what signals mean, and
 when it ends. It never imports torch, and never holds a trainer up. When the trainer is gone the newest generation is
 written and the process ends; the memory stays for a restart, unless the trainer closed its store.
 """
@@ -24,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
-from hetstream.checkpoint.config import environment_of_saver
-from hetstream.checkpoint.errors import SaverError, StoreInUse
+from hetstream.checkpoint.config import environment_of_writer
+from hetstream.checkpoint.errors import StoreInUse, WriterError
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.store_files import SHARED_MEMORY, list_stores, stores_prefix
-from hetstream.checkpoint.store_saver import StoreSaver
+from hetstream.checkpoint.store_writer import StoreWriter
 from hetstream.checkpoint.view import StoreView
 
 _log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ _NICENESS = 19
 _AUTOGROUP = Path("/proc/self/autogroup")
 # Sent to all processes of a step (sbatch --signal, scancel --signal), and meant for trainers.
 _NOT_MEANT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# Python takes a moment to start: a signal that comes meanwhile waits until the saver can do what it means.
+# Python takes a moment to start: a signal that comes meanwhile waits until the checkpoint writer can do what it means.
 _BLOCKED_AT_START = (signal.SIGTERM, signal.SIGINT, *_NOT_MEANT)
 # How often to see whether trainers live, and whether other ranks have written their parts.
 _IDLE_S = 0.5
@@ -47,18 +49,18 @@ _WAITING_S, _WAITING_LIMIT_S = 0.1, 2.0
 
 @dataclass(frozen=True)
 class Options:
-    """How a saver behaves.
+    """How a checkpoint writer behaves.
 
     Attributes:
         linger_s: how long to wait at the end for other ranks' parts while nobody writes one.
-        stays: serve stores of dead trainers on, for the next ones; it is a job's saver and ends by SIGTERM.
+        stays: serve stores of dead trainers on, for the next ones; it is a job's checkpoint writer and ends by SIGTERM.
     """
 
     linger_s: float = 20.0
     stays: bool = False
 
 
-class Saver:
+class Writer:
     """Serves stores until there is nothing more to do.
 
     Args:
@@ -78,20 +80,21 @@ class Saver:
         self._find = find
         self._directory = directory
         self._options = options
-        self._stores: dict[Path, StoreSaver] = {}
+        self._stores: dict[Path, StoreWriter] = {}
         self._stop_reason = stop_reason
         self._stopping = False
         self._told_by = ""
         self._patience_s = _WAITING_S
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
-        """Serve until all trainers are gone, or in a job's saver until SIGTERM; then what is newest goes to disk.
+        """Serve until all trainers are gone, or in a job's checkpoint writer until SIGTERM; then what is newest goes to
+        disk.
 
         Args:
             on_ready: called once, when the stores that are there are served.
 
         Raises:
-            StoreInUse: the only store has a saver already.
+            StoreInUse: the only store has a checkpoint writer already.
         """
         handlers: dict[int, Callable[[int], None]] = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop}
         if self._options.stays:
@@ -100,7 +103,7 @@ class Saver:
             try:
                 self._take_up()
                 on_ready()
-                reach("saver.ready")
+                reach("writer.ready")
                 has_said = False
                 while self._stores or self._options.stays:
                     if self._stopping and not has_said:
@@ -138,11 +141,11 @@ class Saver:
     def _ask_to_stop(self) -> None:
         """Ask trainers to save once more and to end, those too that have come since.
 
-        Slurm's signals reach a job's saver, which is a task of its own. Below a wrapper, or with proctrack/cgroup, they
-        may not reach trainers.
+        Slurm's signals reach a job's checkpoint writer, which is a task of its own. Below a wrapper, or with
+        proctrack/cgroup, they may not reach trainers.
         """
         told_by = self._told_by if self._options.stays else ""
-        reason = self._stop_reason() or (f"{told_by} came to the job's saver" if told_by else "")
+        reason = self._stop_reason() or (f"{told_by} came to the job's checkpoint writer" if told_by else "")
         if not reason:
             return
         for store in self._stores.values():
@@ -159,7 +162,7 @@ class Saver:
             store.hurry()
 
     def _take_up(self) -> None:
-        """Become the saver of stores that have come."""
+        """Become the checkpoint writer of stores that have come."""
         for path in self._find():
             if path in self._stores:
                 continue
@@ -173,18 +176,18 @@ class Saver:
     def _take(self, path: Path) -> None:
         view = StoreView(path)
         try:
-            view.become_saver()
+            view.become_writer()
             directory = self._directory or Path(view.holder.directory)
             if not directory.is_absolute():
-                raise SaverError(f"{path} does not say what its checkpoint directory is: --directory")
+                raise WriterError(f"{path} does not say what its checkpoint directory is: --directory")
             view.fileno()
-            self._stores[path] = StoreSaver(view, directory, lambda: self._stopping)
+            self._stores[path] = StoreWriter(view, directory, lambda: self._stopping)
         except BaseException:
             view.close()
             raise
-        _log.info("%s: saver of %s", self._stores[path], path)
+        _log.info("%s: checkpoint writer of %s", self._stores[path], path)
 
-    def _serve(self, store: StoreSaver) -> None:
+    def _serve(self, store: StoreWriter) -> None:
         """Write what there is to write; let go of the store if there is nothing more to come."""
         view = store.view
         if not view.path.exists():
@@ -212,31 +215,31 @@ class Saver:
         elif not self._options.stays:
             self._drop(store)
 
-    def _is_unfinished(self, store: StoreSaver) -> bool:
+    def _is_unfinished(self, store: StoreWriter) -> bool:
         """Whether there is still something to write, or to wait for."""
         return store.unsaved() is not None and not store.is_hopeless(self._options.linger_s)
 
-    def _is_needed(self, store: StoreSaver) -> bool:
-        """Whether a saver that was told to end has still something to do.
+    def _is_needed(self, store: StoreWriter) -> bool:
+        """Whether a checkpoint writer that was told to end has still something to do.
 
-        Who ends a job's saver ends its trainers, and a trainer that is told to end saves once more; then its memory is
-        freed, if all is on disk.
+        Who ends a job's checkpoint writer ends its trainers, and a trainer that is told to end saves once more; then
+        its memory is freed, if all is on disk.
         """
         if self._is_unfinished(store):
             return True
         is_over = self._options.stays or store.view.closed
         return is_over and (store.view.trainer_alive() or store.unsaved() is None)
 
-    def _drop(self, store: StoreSaver) -> None:
-        """End as a store's saver, unless a trainer relies on this one: a new one, or one that has just saved."""
+    def _drop(self, store: StoreWriter) -> None:
+        """End as a store's writer, unless a trainer relies on this one: a new one, or one that has just saved."""
         reach("ending.looked")
         store.let_go()
         store.view.close()
-        # From here on a trainer sees that it has no saver. What came before that has to be seen here.
+        # From here on a trainer sees that it has no checkpoint writer. What came before that has to be seen here.
         is_relied_on = store.has_more() or (not self._stopping and store.view.trainer_alive())
         if store.view.path.exists() and is_relied_on:
             with contextlib.suppress(StoreInUse, OSError):
-                store.view.become_saver()
+                store.view.become_writer()
                 return
         store.tell_missing()
         del self._stores[store.view.path]
@@ -300,30 +303,30 @@ def serve_job(
         files = [one for root in roots for one in list_stores(root, prefix)]
         return [one.path for one in files if not one.path.name.startswith(".")]
 
-    Saver(find, None, Options(stays=True), stop_reason).run(on_ready)
+    Writer(find, None, Options(stays=True), stop_reason).run(on_ready)
 
 
-def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
-    """Start the saver of a store, in a session of its own: neither Ctrl-C nor the trainer's death ends it.
+def spawn_writer(store: Path, directory: Path) -> subprocess.Popen[bytes]:
+    """Start the checkpoint writer of a store, in a session of its own: neither Ctrl-C nor the trainer's death ends it.
 
-    It leaves at once if the store has a saver. What went wrong it logs to this process's stderr.
+    It leaves at once if the store has a checkpoint writer. What went wrong it logs to this process's stderr.
 
     Args:
         store: the store's directory.
         directory: of the checkpoints.
 
     Raises:
-        SaverError: it cannot be started.
+        WriterError: it cannot be started.
     """
     argv = [
         sys.executable,
         "-m",
-        "hetstream.checkpoint.saver",
+        "hetstream.checkpoint.writer",
         f"--store={store}",
         f"--directory={directory}",
         "--quiet",
     ]
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_AT_START)  # which the saver inherits
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_AT_START)  # which the checkpoint writer inherits
     try:
         return subprocess.Popen(
             argv,
@@ -331,11 +334,11 @@ def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
             stdout=subprocess.DEVNULL,
             # Python looks for modules there first: the program's directory may hold a checkpoint.py or a select.py.
             cwd="/",
-            env=environment_of_saver(),
+            env=environment_of_writer(),
             start_new_session=True,
         )
     except OSError as error:
-        raise SaverError(f"the checkpoint saver cannot be started: {error}; argv={argv}") from error
+        raise WriterError(f"the checkpoint writer cannot be started: {error}; argv={argv}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
@@ -343,7 +346,7 @@ def spawn_saver(store: Path, directory: Path) -> subprocess.Popen[bytes]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one store."""
     parser = argparse.ArgumentParser(
-        prog="python -m hetstream.checkpoint.saver", description="Bring generations to disk."
+        prog="python -m hetstream.checkpoint.writer", description="Bring generations to disk."
     )
     parser.add_argument("--store", type=Path, required=True, help="the store's directory")
     parser.add_argument("--directory", type=Path, required=True, help="of the checkpoints")
@@ -353,10 +356,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="log only what went wrong")
     args = parser.parse_args(argv)
     level = logging.WARNING if args.quiet else logging.INFO
-    logging.basicConfig(format="%(asctime)s hetstream saver: %(message)s", level=level)
+    logging.basicConfig(format="%(asctime)s hetstream checkpoint writer: %(message)s", level=level)
     try:
         _be_modest(StoreView(args.store).holder.rank, has_session=os.getsid(0) == os.getpid())
-        Saver(lambda: [args.store], args.directory.absolute(), Options(args.linger)).run()
+        Writer(lambda: [args.store], args.directory.absolute(), Options(args.linger)).run()
     except StoreInUse as error:
         _log.info("%s", error)
         return 0

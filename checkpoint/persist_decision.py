@@ -1,10 +1,10 @@
-"""Which generation a saver writes next, so that ranks which nobody synchronises write the same ones. Pure.
+"""Which generation a checkpoint writer writes next, so that ranks which nobody synchronises write the same ones. Pure.
 
-Each rank's saver writes when it can, and a checkpoint needs a part from every rank. Left alone, each would take the
-newest of its own trainer, and with ranks a step apart no set would ever be complete. So the first to begin announces
-its generation (its directory on disk is the announcement), the others join it, and nobody begins another before that
-one is committed. A saver that has lost what was announced, because its trainer overwrote it, announces a newer one, and
-the others follow.
+Each rank's checkpoint writer writes when it can, and a checkpoint needs a part from every rank. Left alone, each would
+take the newest of its own trainer, and with ranks a step apart no set would ever be complete. So the first to begin
+announces its generation (its directory on disk is the announcement), the others join it, and nobody begins another
+before that one is committed. A checkpoint writer that has lost what was announced, because its trainer overwrote it,
+announces a newer one, and the others follow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PersistDecision:
     reason: str
 
 
-def next_turn(
+def decide_persist(
     held: Collection[Generation],
     written: Collection[Generation],
     announced: Collection[Generation],

@@ -1,9 +1,9 @@
-"""Which way batches go: the rails that a loader offers, and the one that a data worker takes for it.
+"""Which way batches go: the transports that a loader offers, and the one that a data worker takes for it.
 
-A loader offers an address for each rail, best first: shared memory and Unix sockets reach data workers of its own host,
-TCP all of them, and MPI, if the user asked for it, those of its own MPI world. A data worker tries them in that order
-and stays with the first that works, so nobody has to know who shares a host with whom. A rail that fails later is left
-for the next one; a connection in doubt begins at the best.
+A loader offers an address for each transport, best first: shared memory and Unix sockets reach data workers of its own
+host, TCP all of them, and MPI, if the user asked for it, those of its own MPI world. A data worker tries them in that
+order and stays with the first that works, so nobody has to know who shares a host with whom. A transport that fails
+later is left for the next one; a connection in doubt begins at the best.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetstream.mpi_dataworkers.transports.base import (
     BatchSender,
     LoaderEndpoint,
     PeerUnreachable,
-    rail_of,
+    transport_of,
 )
 from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver, local_address_towards
@@ -37,42 +37,42 @@ _POOL_LOADERS = 2
 
 
 def open_loader_endpoint(
-    service: ServiceAddress, peer: str, timeout_s: float, rails: Collection[str], buffer_bytes: int, compress: bool
+    service: ServiceAddress, peer: str, timeout_s: float, transports: Collection[str], buffer_bytes: int, compress: bool
 ) -> LoaderEndpoint:
-    """Connect the loaders of this process to their dispatcher, and open the rails on which they take batches.
+    """Connect the loaders of this process to their dispatcher, and open the transports on which they take batches.
 
     Args:
         service: address and keys.
         peer: this process's id, 32 hexadecimal digits.
         timeout_s: how long to wait for the dispatcher.
-        rails: which of `config.ALL_RAILS` to open.
+        transports: which of `config.ALL_TRANSPORTS` to open.
         buffer_bytes: finished batches that a loader holds ahead of the training loop.
         compress: ask data workers that come over TCP to compress.
 
     Raises:
         ServiceUnavailable, AuthenticationError, ServiceError: as they say.
     """
-    return ZmqLoaderEndpoint(service, peer, timeout_s, open_receivers(service, rails, buffer_bytes, compress))
+    return ZmqLoaderEndpoint(service, peer, timeout_s, open_receivers(service, transports, buffer_bytes, compress))
 
 
 def open_receivers(
-    service: ServiceAddress, rails: Collection[str], buffer_bytes: int, compress: bool
+    service: ServiceAddress, transports: Collection[str], buffer_bytes: int, compress: bool
 ) -> list[BatchReceiver]:
-    """Open the rails, best first."""
+    """Open the transports, best first."""
     receivers: list[BatchReceiver] = []
-    if "mpi" in rails:
+    if "mpi" in transports:
         # Imported here: the import calls MPI_Init, which only the ranks of an MPI step should do.
         from hetstream.mpi_dataworkers.transports.mpi import MpiReceiver
 
         receivers.append(MpiReceiver(service.batch_key))
-    if "shm" in rails:
+    if "shm" in transports:
         # Larger than what the window lets through: it is full only while the training loop keeps old batches.
         receivers.append(ShmReceiver(service.batch_key, _POOL_LOADERS * (buffer_bytes + buffer_bytes // 4)))
     binds = []
-    if "ipc" in rails:
+    if "ipc" in transports:
         # A name in the abstract namespace: nothing is left in a directory, whatever ends this process.
         binds.append(f"ipc://@hetstream-{secrets.token_hex(16)}")
-    if "tcp" in rails:
+    if "tcp" in transports:
         try:
             binds.append(f"tcp://{local_address_towards(service.address)}:*")
         except OSError as error:
@@ -84,8 +84,8 @@ def open_receivers(
     return receivers
 
 
-class RailSender:
-    """A data worker's way to loaders, over the best rail that reaches each.
+class TransportSender:
+    """A data worker's way to loaders, over the best transport that reaches each.
 
     Args:
         batch_key: the job's batch key in hex.
@@ -107,7 +107,7 @@ class RailSender:
         self._chosen: dict[Receivers, int] = {}
 
     def send(self, receivers: Receivers, header: Delivery, frames: Sequence[Leaf]) -> float:
-        """Send a batch over the rail in use, or over the first behind it that works.
+        """Send a batch over the transport in use, or over the first behind it that works.
 
         Returns:
             As `BatchSender.send`.
@@ -118,9 +118,9 @@ class RailSender:
         failures = []
         for number in range(self._chosen.get(receivers, 0), len(receivers)):
             address = receivers[number]
-            sender = self._senders.get(rail_of(address))
+            sender = self._senders.get(transport_of(address))
             if sender is None:
-                failures.append(f"{address} is of no rail that this data worker knows")
+                failures.append(f"{address} is of no transport that this data worker knows")
                 continue
             try:
                 waited_s = sender.send(address, header, frames)
@@ -133,21 +133,21 @@ class RailSender:
                 _log.info("batches to the loader go by %s%s", address, because)
             return waited_s
         self._chosen.pop(receivers, None)
-        raise PeerUnreachable("; ".join(failures) or "the loader offers no rail")
+        raise PeerUnreachable("; ".join(failures) or "the loader offers no transport")
 
     def room(self, receivers: Receivers, num_bytes: int) -> memoryview | None:
-        """See `BatchSender.room`; of the rail in use."""
+        """See `BatchSender.room`; of the transport in use."""
         number = self._chosen.get(receivers)
         if number is None:
             return None
         address = receivers[number]
-        return self._senders[rail_of(address)].room(address, num_bytes)
+        return self._senders[transport_of(address)].room(address, num_bytes)
 
     def drop(self, receivers: Receivers) -> None:
-        """Close the connections to a loader; the next batch begins with the best rail again."""
+        """Close the connections to a loader; the next batch begins with the best transport again."""
         self._chosen.pop(receivers, None)
         for address in receivers:
-            if (sender := self._senders.get(rail_of(address))) is not None:
+            if (sender := self._senders.get(transport_of(address))) is not None:
                 sender.drop(address)
 
     def close(self, until: float) -> None:

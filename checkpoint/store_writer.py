@@ -1,8 +1,9 @@
-"""A saver's work on one store: bring its generations to disk, and its replicas to and from other hosts.
+"""A checkpoint writer's work on one store: bring its generations to disk, and its replicas to and from other hosts.
 
-Called by the loop of `saver.py`. What to write is decided by `turns.py`; it is written and committed by `commit.py`,
-and the trainer is told in the store's `status.json`. With replicas generations are also sent to another host's saver,
-and others' are kept (`replica/`). Never changes a generation, and never waits for another rank.
+Called by the loop of `writer.py`. What to write is decided by `persist_decision.py`; it is written and committed by
+`commit.py`, and the trainer is told in the store's `status.json`. With replicas generations are also sent to another
+host's checkpoint writer, and others' are kept (`replica/`). Never changes a generation, and never waits for another
+rank.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from hetstream.checkpoint.latest import problem_of_latest
 from hetstream.checkpoint.layout import from_json
 from hetstream.checkpoint.manifest import Part
 from hetstream.checkpoint.mapped_slots import MappedSlots
+from hetstream.checkpoint.persist_decision import decide_persist
 from hetstream.checkpoint.replica.service import ReplicaService
 from hetstream.checkpoint.segment import Segment, split_metadata
-from hetstream.checkpoint.store_files import SaverStatus, SlotContent
+from hetstream.checkpoint.store_files import SlotContent, WriterStatus
 from hetstream.checkpoint.structure import Record
-from hetstream.checkpoint.turns import next_turn
 from hetstream.checkpoint.view import StoreView
 
 _log = logging.getLogger(__name__)
@@ -45,11 +46,11 @@ _REPORT_S = 5.0
 _QUIET_S = 2.0
 
 
-class StoreSaver:
-    """The saver of one store.
+class StoreWriter:
+    """The checkpoint writer of one store.
 
     Args:
-        view: the store; this is its only saver.
+        view: the store; this is its only checkpoint writer.
         directory: of the checkpoints.
         is_ending: whether this process is about to end.
 
@@ -65,7 +66,7 @@ class StoreSaver:
         self.rank = view.holder.rank
         self.is_waiting = False
         self.since_s = time.monotonic()
-        self._status = SaverStatus(pid=os.getpid(), persisted=view.persisted)
+        self._status = WriterStatus(pid=os.getpid(), persisted=view.persisted)
         self._serial = 0
         self._seen_newest: Generation | None = None
         self._mine: set[Generation] = set()
@@ -109,16 +110,16 @@ class StoreSaver:
             self._clean_up()
             written = set(commit.written_by(self.directory, self.rank)) - self._damaged
             announced = set(commit.announced(self.directory)) - self._damaged
-            turn = next_turn(held, written, announced, newest, last_chance=last_chance)
+            turn = decide_persist(held, written, announced, newest, last_chance=last_chance)
             self.is_waiting = newest is None or max(held) > newest
             if turn.generation is None:
                 return False
-            reach("saver.chosen")
+            reach("writer.chosen")
             _log.debug("%s turn=%s: %s", self, turn.generation, turn.reason)
             try:
                 with self._slots.open(held[turn.generation]) as segment:
                     self._persist(segment)
-                    reach("saver.written")
+                    reach("writer.written")
                     self._commit_written(held)
             except DamagedSegment as error:
                 return self._pass_over(held[turn.generation], error)
@@ -252,7 +253,7 @@ class StoreSaver:
                 continue
             try:
                 if not commit.commit(self.directory, generation, world_size):
-                    reach("saver.committed")
+                    reach("writer.committed")
                     break
             except DamagedCheckpoint as error:
                 self._damaged.add(generation)

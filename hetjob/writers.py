@@ -1,8 +1,9 @@
-"""Start the checkpoint savers of a job: one on each of the trainer's nodes, in a job step of their own.
+"""Start the checkpoint writers of a job: one on each of the trainer's nodes, in a job step of their own.
 
-Called by `hetstream ckpt start` in a converted script. Slurm ends all processes of a step with it; a saver that is a
-child of a trainer would go with the trainer. When the job ends, the step gets SIGTERM and `KillWait` seconds, in which
-each saver brings the newest generation to disk. What a saver does is `checkpoint/saver.py`'s.
+Called by `hetstream ckpt start` in a converted script. Slurm ends all processes of a step with it; a checkpoint writer
+that is a child of a trainer would go with the trainer. When the job ends, the step gets SIGTERM and `KillWait` seconds,
+in which each checkpoint writer brings the newest generation to disk. What a checkpoint writer does is
+`checkpoint/writer.py`'s.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hetstream.base.private import make_private
-from hetstream.checkpoint.config import JOB_SAVER
-from hetstream.hetjob.errors import SaversError
+from hetstream.checkpoint.config import JOB_WRITER
+from hetstream.hetjob.errors import WritersError
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.ports import SlurmClient
 
@@ -23,13 +24,13 @@ _POLL_S = 0.05
 
 
 def ready_file(job: JobEnvironment) -> Path:
-    """What the saver of this node makes when it is ready to serve, and removes at its end."""
-    return job.savers / f"{job.node}.ready"
+    """What the checkpoint writer of this node makes when it is ready to serve, and removes at its end."""
+    return job.writers / f"{job.node}.ready"
 
 
 def log_file(job: JobEnvironment) -> Path:
-    """What the saver of this node did and why; kept."""
-    return job.savers / f"{job.node}.log"
+    """What the checkpoint writer of this node did and why; kept."""
+    return job.writers / f"{job.node}.log"
 
 
 def start(
@@ -48,30 +49,30 @@ def start(
 
     Raises:
         MasterError: this is no Slurm job.
-        SaversError: they did not come up; nothing of them is left.
+        WritersError: they did not come up; nothing of them is left.
         SlurmCommandError: the step could not be started.
     """
     job = JobEnvironment.read(environ)
     try:
         make_private(job.directory, own_parents=1)
-        make_private(job.savers, own_parents=2)
+        make_private(job.writers, own_parents=2)
     except OSError as error:
-        raise SaversError(
-            f"the savers' directory {job.savers} cannot be made: {error.strerror or error}. Submit from a directory "
+        raise WritersError(
+            f"the writers' directory {job.writers} cannot be made: {error.strerror or error}. Submit from a directory "
             "that you can write to and that all hosts share"
         ) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    # One saver that ends, or one node that fails, is no reason to end the others.
+    # One checkpoint writer that ends, or one node that fails, is no reason to end the others.
     options += ["--mem=0", "--gres=none", "--kill-on-bad-exit=0", "--no-kill", "--job-name=hetstream-ckpt"]
-    output = job.savers / "step.log"
-    step = client.start_step(options, [*program, "ckpt", "saver"], output, in_background=True)
+    output = job.writers / "step.log"
+    step = client.start_step(options, [*program, "ckpt", "writer"], output, in_background=True)
     deadline = time.monotonic() + limit_s
-    while len(list(job.savers.glob("*.ready"))) < job.num_nodes:
+    while len(list(job.writers.glob("*.ready"))) < job.num_nodes:
         ended = step.poll()
         if ended is not None or time.monotonic() > deadline:
             step.terminate()
             how = f"their step ended with {ended}" if ended is not None else f"not all were ready in {limit_s:g} s"
-            raise SaversError(f"the checkpoint savers did not start: {how}. See the logs in {job.savers}")
+            raise WritersError(f"the checkpoint writers did not start: {how}. See the logs in {job.writers}")
         time.sleep(_POLL_S)
-    return {JOB_SAVER: "1"}
+    return {JOB_WRITER: "1"}

@@ -20,7 +20,7 @@ _GONE_S = 1.8
 
 
 @dataclass(frozen=True)
-class Ending:
+class ShutdownDeadlines:
     """Times by which a data worker is done with one thing after the other, on the monotonic clock, s.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetstream.mpi_dataworkers import worker
-from hetstream.mpi_dataworkers.ending import Ending
+from hetstream.mpi_dataworkers.shutdown import ShutdownDeadlines
 from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
 from hetstream.mpi_dataworkers.watch import WorkPage
 
@@ -16,13 +16,13 @@ RULE_S = 2.0
 
 
 def test_who_was_not_told_to_end_has_all_the_time() -> None:
-    assert (Ending().batches_by, Ending().messages_by) == (math.inf, math.inf)
-    assert not Ending().is_overdue(1e12, runs_user_code=True)
-    assert Ending().next_look_s(1e12, 0.25) == 0.25
+    assert (ShutdownDeadlines().batches_by, ShutdownDeadlines().messages_by) == (math.inf, math.inf)
+    assert not ShutdownDeadlines().is_overdue(1e12, runs_user_code=True)
+    assert ShutdownDeadlines().next_look_s(1e12, 0.25) == 0.25
 
 
 def test_each_thing_is_over_before_the_next_and_all_within_the_rule() -> None:
-    ending = Ending(100.0)
+    ending = ShutdownDeadlines(100.0)
     looks, now = [], 100.0
     while not ending.is_overdue(now, runs_user_code=False):
         looks.append(now)
@@ -34,11 +34,11 @@ def test_each_thing_is_over_before_the_next_and_all_within_the_rule() -> None:
 
 def test_the_page_hands_the_time_to_a_process() -> None:
     page = WorkPage()
-    assert page.ending == Ending()
+    assert page.ending == ShutdownDeadlines()
     page.begin("s", 1, 2, 3.0)
-    page.ending = Ending(12.5)
+    page.ending = ShutdownDeadlines(12.5)
     page.at_sample(4, thread=127)
-    assert page.ending == Ending(12.5)
+    assert page.ending == ShutdownDeadlines(12.5)
     page.close()
 
 
@@ -58,7 +58,7 @@ def test_what_came_before_is_taken_off_the_time_to_leave(monkeypatch: pytest.Mon
     one: Any = worker.DataWorker.__new__(worker.DataWorker)
     one._page, one._sender, one._endpoint, one._team = WorkPage(), _Closed(), _Closed(), None
     one._shares = True  # the memory of definitions belongs to its supervisor
-    one._page.ending = Ending(100.0)
+    one._page.ending = ShutdownDeadlines(100.0)
     one._close()
     assert (one._sender.until, one._endpoint.until) == (one._page.ending.batches_by, one._page.ending.messages_by)
     assert max(one._sender.until, one._endpoint.until) < 100.0 + RULE_S

@@ -32,12 +32,12 @@ _POLL_S = 0.01
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """The newest checkpoint that a rank's savers have seen committed."""
+    """The newest checkpoint that a rank's checkpoint writers have seen committed."""
 
     persisted: Generation | None
 
 
-class Tenure:
+class DirectoryOwnership:
     """Of one start of the job.
 
     Args:
@@ -87,7 +87,7 @@ class Tenure:
 
     def settle(self, store: Store) -> None:
         """Give up what memory holds of records that were left behind, those included that come after a checkpoint which
-        somebody has deleted. Before a saver can write them."""
+        somebody has deleted. Before a checkpoint writer can write them."""
         if self.attempt == 0:
             return
         seen = [one.persisted for one in gather(self._ranks, _Seen(store.persisted)) if one.persisted]
@@ -162,7 +162,8 @@ class Tenure:
             _log.warning("step %s was handed over, and step %d is what could be restored", event.step, step)
 
     def arrange_replicas(self, store: Store) -> TrainerReplicas | None:
-        """Tell the saver of each rank who its peer is; None without replicas. All ranks know the hosts of all.
+        """Tell the checkpoint writer of each rank who its peer is; None without replicas. All ranks know the hosts of
+        all.
 
         Raises:
             OptionsError: some ranks want replicas, and others do not.
@@ -188,27 +189,34 @@ class Tenure:
         self._acquisition.withdraw()
 
     def hand_over(
-        self, taker: Identity, saved: Generation, last_step_s: float, timeout_s: float, has_saver: Callable[[], bool]
+        self,
+        successor: Identity,
+        saved: Generation,
+        last_step_s: float,
+        timeout_s: float,
+        has_writer: Callable[[], bool],
     ) -> None:
         """Rank 0: give the directory up as soon as the newest generation of all ranks is on disk; the rest can wait.
 
         Args:
-            taker: the job that goes on.
+            successor: the job that goes on.
             saved: the newest generation.
             last_step_s: when training ended here, in seconds since 1970.
             timeout_s: how long to wait for the disk.
-            has_saver: whether somebody brings it there.
+            has_writer: whether somebody brings it there.
         """
         deadline_s = time.monotonic() + timeout_s
-        # What is committed: this rank's saver hears of it later where another one comes last.
+        # What is committed: this rank's checkpoint writer hears of it later where another one comes last.
         while (newest := self._directory.newest()) is None or newest < saved:
-            if time.monotonic() > deadline_s or not has_saver():
-                _log.error("%s is not on disk, and %s goes on without it", saved, taker)
+            if time.monotonic() > deadline_s or not has_writer():
+                _log.error("%s is not on disk, and %s goes on without it", saved, successor)
                 break
             time.sleep(_POLL_S)
         reach("handover.saved")
-        self._directory.hand_over(taker, saved.step, last_step_s)
-        _log.info("handed over to %s, %.2f s after the end of step %d", taker, time.time() - last_step_s, saved.step)
+        self._directory.hand_over(successor, saved.step, last_step_s)
+        _log.info(
+            "handed over to %s, %.2f s after the end of step %d", successor, time.time() - last_step_s, saved.step
+        )
 
     def end(self) -> None:
         """Give the directory up, if it was not handed over."""

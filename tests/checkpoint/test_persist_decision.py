@@ -1,4 +1,4 @@
-"""Savers that nobody synchronises settle on the same generations."""
+"""Checkpoint writers that nobody synchronises settle on the same generations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.turns import next_turn
+from hetstream.checkpoint.persist_decision import decide_persist
 
 
 def g(*steps: int) -> set[Generation]:
@@ -34,7 +34,7 @@ def g(*steps: int) -> set[Generation]:
     ],
 )
 def test_turns(held, written, announced, committed, last_chance, expected) -> None:  # type: ignore[no-untyped-def]
-    turn = next_turn(
+    turn = decide_persist(
         g(*held),
         g(*written),
         g(*announced),
@@ -46,7 +46,7 @@ def test_turns(held, written, announced, committed, last_chance, expected) -> No
 
 @pytest.mark.parametrize("seed", range(200))
 def test_ranks_settle(seed: int) -> None:
-    """Trainers up to two steps apart, three slots each, savers of any speed: nearly every set is completed."""
+    """Trainers up to two steps apart, three slots each, writers of any speed: nearly every set is completed."""
     rng = random.Random(seed)
     num_ranks = rng.randrange(1, 5)
     steps = [0] * num_ranks
@@ -75,10 +75,10 @@ def test_ranks_settle(seed: int) -> None:
         for rank in range(num_ranks):
             if writing[rank] is None and rng.random() < 0.5:
                 newest = max(committed, default=None)
-                turn = next_turn(slots[rank], written[rank], announced, newest, last_chance=False)
+                turn = decide_persist(slots[rank], written[rank], announced, newest, last_chance=False)
                 if turn.generation:
                     announced.add(turn.generation)
                     writing[rank] = turn.generation
-    # Even where trainers save much faster than savers write, most parts are not written in vain.
+    # Even where trainers save much faster than checkpoint writers write, most parts are not written in vain.
     assert len(committed) >= 0.5 * max(map(len, written)) - 1
     assert committed == sorted(committed)

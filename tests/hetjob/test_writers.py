@@ -1,4 +1,4 @@
-"""The savers' step over FakeSlurm: what it asks Slurm for, and what the script learns."""
+"""The checkpoint writers' step over FakeSlurm: what it asks Slurm for, and what the script learns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hetstream.hetjob.errors import SaversError
+from hetstream.hetjob.errors import WritersError
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.ports import Child
-from hetstream.hetjob.savers import ready_file, start
+from hetstream.hetjob.writers import ready_file, start
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "programs" / "stand_in.py"))
@@ -47,33 +47,33 @@ def _in_the_submit_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_savers_start_beside_everything_else(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+def test_writers_start_beside_everything_else(tmp_path: Path, wait_until: Callable[..., None]) -> None:
     slurm = fake(tmp_path, SLURM_HET_SIZE="2", SLURM_JOB_NUM_NODES_HET_GROUP_0="1", SLURM_JOB_NUM_NODES="5")
-    assert start(PROGRAM, slurm, slurm.environ, 20) == {"HETSTREAM_CKPT_SAVER": "1"}
+    assert start(PROGRAM, slurm, slurm.environ, 20) == {"HETSTREAM_CKPT_WRITER": "1"}
     ((method, words),) = slurm.calls
     assert method == "start_step"
     assert words[: words.index(PROGRAM[0])] == (
         "--het-group=0", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0",
         "--gres=none", "--kill-on-bad-exit=0", "--no-kill", "--job-name=hetstream-ckpt",
     )  # fmt: skip
-    assert words[words.index(PROGRAM[1]) + 1 :] == ("ckpt", "saver")
+    assert words[words.index(PROGRAM[1]) + 1 :] == ("ckpt", "writer")
     job = JobEnvironment.read(slurm.environ)
-    assert stat.S_IMODE(job.savers.stat().st_mode) == 0o700
+    assert stat.S_IMODE(job.writers.stat().st_mode) == 0o700
     assert ready_file(job).exists()
     slurm.steps[0].terminate()
-    wait_until(lambda: slurm.steps[0].poll() is not None, what="the saver's end")
+    wait_until(lambda: slurm.steps[0].poll() is not None, what="the checkpoint writer's end")
     assert not ready_file(job).exists()
 
 
 @pytest.mark.parametrize(("case", "text"), [("dies", "their step ended with 9"), ("is late", "not all were ready")])
-def test_savers_that_do_not_come(tmp_path: Path, case: str, text: str, wait_until: Callable[..., None]) -> None:
+def test_writers_that_do_not_come(tmp_path: Path, case: str, text: str, wait_until: Callable[..., None]) -> None:
     more = {}
     if case == "dies":
         (tmp_path / "die-ckpt").touch()
     else:
         more["SLURM_JOB_NUM_NODES"] = "2"  # the fake starts one
     slurm = fake(tmp_path, **more)
-    with pytest.raises(SaversError, match=text):
+    with pytest.raises(WritersError, match=text):
         start(PROGRAM, slurm, slurm.environ, 20 if case == "dies" else 0.5)
     wait_until(lambda: slurm.steps[0].poll() is not None, what="the end of the step")
 
@@ -81,6 +81,6 @@ def test_savers_that_do_not_come(tmp_path: Path, case: str, text: str, wait_unti
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / ".hetstream").write_text("a file")
     slurm = fake(tmp_path)
-    with pytest.raises(SaversError, match=r"cannot be made: .*all hosts share"):
+    with pytest.raises(WritersError, match=r"cannot be made: .*all hosts share"):
         start(PROGRAM, slurm, slurm.environ)
     assert slurm.calls == []

@@ -28,7 +28,7 @@ class _FileContent(msgspec.Struct, forbid_unknown_fields=True):
     changes: list[dict[str, Any]]
 
 
-class Notebook:
+class ControllerStateFile:
     """The file.
 
     Args:

@@ -1,4 +1,4 @@
-"""Savers as real processes: what is on disk after each of them, their trainers, or all of them were killed."""
+"""Writers as real processes: what is on disk after each of them, their trainers, or all of them were killed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hetstream.checkpoint.faults import POINTS
 from hetstream.checkpoint.generation import Generation
 from hetstream.checkpoint.ownership import Identity
 from hetstream.checkpoint.policy.retention import Retention
-from hetstream.checkpoint.saver import spawn_saver
-from hetstream.checkpoint.store_files import SaverStatus
+from hetstream.checkpoint.store_files import WriterStatus
 from hetstream.checkpoint.view import StoreView
+from hetstream.checkpoint.writer import spawn_writer
 from tests.checkpoint import fake_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 TIMEOUT_S = 60.0
 WaitUntil = Callable[..., None]
-_SAVER = [sys.executable, "-m", "hetstream.checkpoint.saver"]
+_WRITER = [sys.executable, "-m", "hetstream.checkpoint.writer"]
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Bench:
     path: Path
     wait_until: WaitUntil
     undo: contextlib.ExitStack
-    savers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    writers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def directory(self) -> Path:
@@ -83,25 +83,25 @@ class Bench:
         assert process.stdout
         return Trainer(process, Path(process.stdout.readline().strip()))
 
-    def saver(
+    def writer(
         self, store: Path, fault: str = "", count: int = 1, action: str = "kill", linger_s: float = 0.3
     ) -> subprocess.Popen[bytes]:
-        marker = self.path / f"marker-{len(self.savers)}"
+        marker = self.path / f"marker-{len(self.writers)}"
         request = {"HETSTREAM_CKPT_FAULT": f"{fault}:{count}:{action}:{marker}"} if fault else {}
         with open(self.log, "ab") as log:
             process = subprocess.Popen(
-                [*_SAVER, f"--store={store}", f"--directory={self.directory}", f"--linger={linger_s}"],
+                [*_WRITER, f"--store={store}", f"--directory={self.directory}", f"--linger={linger_s}"],
                 stderr=log,
                 env={**os.environ, **request},
                 cwd=ROOT,
             )
         self.undo.callback(self._end, process)
-        self.savers.append(process)
+        self.writers.append(process)
         return process
 
-    def job_saver(self) -> subprocess.Popen[bytes]:
+    def job_writer(self) -> subprocess.Popen[bytes]:
         with open(self.log, "ab") as log:
-            argv = [sys.executable, "-c", JOB_SAVER, str(self.path / "stores")]
+            argv = [sys.executable, "-c", JOB_WRITER, str(self.path / "stores")]
             process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, start_new_session=True)
         self.undo.callback(self._end, process)
         assert process.stdout
@@ -110,7 +110,7 @@ class Bench:
 
     @property
     def log(self) -> Path:
-        return self.path / "saver.log"
+        return self.path / "writer.log"
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
@@ -126,8 +126,8 @@ class Bench:
         wanted = {Generation(*one) for one in generations}
         self.until(lambda: wanted <= set(commit.committed(self.directory)), f"a checkpoint of {generations}")
 
-    def status(self, store: Path) -> SaverStatus:
-        return StoreView(store).files.read_status() or SaverStatus(pid=0)
+    def status(self, store: Path) -> WriterStatus:
+        return StoreView(store).files.read_status() or WriterStatus(pid=0)
 
     def check_whole(self, generation: tuple[int, int], world_size: int = 1, num_bytes: int = 5 * MIB) -> None:
         """Compare every byte of a checkpoint with what was saved."""
@@ -171,7 +171,7 @@ def bench(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Bench]:
 
 def test_the_newest_generation_gets_to_disk_and_the_trainer_is_told(bench: Bench) -> None:
     trainer = bench.trainer()
-    bench.saver(trainer.store)
+    bench.writer(trainer.store)
     for step in (10, 20):
         trainer.say(f"save {step}")
         bench.until(lambda step=step: bench.status(trainer.store).persisted == Generation(1, step), "the status")
@@ -184,34 +184,34 @@ def test_the_newest_generation_gets_to_disk_and_the_trainer_is_told(bench: Bench
 
 def test_a_closed_store_is_persisted_and_removed(bench: Bench) -> None:
     trainer = bench.trainer()
-    saver = bench.saver(trainer.store)
-    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
+    writer = bench.writer(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).writer_alive(), "the checkpoint writer")
     trainer.say("save 10")
     trainer.end()
-    assert saver.wait(TIMEOUT_S) == 0
+    assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 10))
     assert not trainer.store.exists()
 
 
 def test_a_killed_trainers_newest_generation_gets_to_disk_and_stays_in_memory(bench: Bench) -> None:
     trainer = bench.trainer()
-    saver = bench.saver(trainer.store)
-    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
-    saver.send_signal(signal.SIGSTOP)
+    writer = bench.writer(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).writer_alive(), "the checkpoint writer")
+    writer.send_signal(signal.SIGSTOP)
     trainer.say("save 10")
     trainer.say("save 20")
     trainer.kill()
-    saver.send_signal(signal.SIGCONT)
-    assert saver.wait(TIMEOUT_S) == 0
+    writer.send_signal(signal.SIGCONT)
+    assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 20))
     assert [one.header.generation for one in StoreView(trainer.store).generations()] == [
         Generation(1, 20),
         Generation(1, 10),
     ]
-    # The next trainer finds it, and its saver knows that it is on disk.
+    # The next trainer finds it, and its checkpoint writer knows that it is on disk.
     again = bench.trainer(attempt=2)
     assert again.store == trainer.store
-    bench.saver(again.store)
+    bench.writer(again.store)
     again.say("save 21")
     bench.until_committed((2, 21))
     assert commit.committed(bench.directory) == [Generation(2, 21), Generation(1, 20)]
@@ -225,21 +225,21 @@ def test_a_damaged_generation_in_memory_does_not_hide_an_older_one(bench: Bench)
     with newest.path.open("r+b") as file:
         file.seek(4096 + 20)
         file.write(b"?")
-    saver = bench.saver(trainer.store)
+    writer = bench.writer(trainer.store)
     bench.until_committed((1, 11))
     assert f"{newest.path}: the metadata of step 12 of attempt 1 is damaged" in bench.said()
     trainer.say("save 13")
     bench.until_committed((1, 13))
     trainer.say("close")
     trainer.kill()
-    assert saver.wait(TIMEOUT_S) == 0
+    assert writer.wait(TIMEOUT_S) == 0
 
 
 def test_what_is_called_latest_and_is_no_link_is_said_once_and_holds_nothing_up(bench: Bench) -> None:
     latest = bench.directory / "latest"
     latest.write_text("a user's")
     trainer = bench.trainer()
-    bench.saver(trainer.store)
+    bench.writer(trainer.store)
     for step in (10, 20):
         trainer.say(f"save {step}")
         bench.until(lambda step=step: bench.status(trainer.store).persisted == Generation(1, step), "the status")
@@ -248,54 +248,54 @@ def test_what_is_called_latest_and_is_no_link_is_said_once_and_holds_nothing_up(
     assert bench.status(trainer.store).num_failed == 0
     latest.unlink()
     trainer.say("save 30")
-    # The saver may have come by between: then it is a link to step 20 first.
+    # The checkpoint writer may have come by between: then it is a link to step 20 first.
     bench.until(lambda: latest.is_symlink() and os.readlink(latest) == "step-0000000030.1", "the link")
 
 
 def test_sigterm_brings_the_newest_to_disk(bench: Bench) -> None:
     trainer = bench.trainer()
-    saver = bench.saver(trainer.store)
-    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
-    saver.send_signal(signal.SIGSTOP)
+    writer = bench.writer(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).writer_alive(), "the checkpoint writer")
+    writer.send_signal(signal.SIGSTOP)
     trainer.say("save 10")
-    saver.send_signal(signal.SIGTERM)
-    saver.send_signal(signal.SIGCONT)
-    assert saver.wait(TIMEOUT_S) == 0
+    writer.send_signal(signal.SIGTERM)
+    writer.send_signal(signal.SIGCONT)
+    assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 10))
     assert "told to end" in bench.said()
 
 
 def test_sigterm_says_what_is_missing(bench: Bench) -> None:
     trainer = bench.trainer(rank=1, world_size=3)
-    saver = bench.saver(trainer.store)
+    writer = bench.writer(trainer.store)
     trainer.say("save 10")
     bench.until(lambda: commit.written_by(bench.directory, 1), "the part")
-    saver.send_signal(signal.SIGTERM)
-    assert saver.wait(TIMEOUT_S) == 0
+    writer.send_signal(signal.SIGTERM)
+    assert writer.wait(TIMEOUT_S) == 0
     assert (
         "generation=step 10 of attempt 1 is not committed: the parts of rank(s) 0, 2 of 3 are missing" in bench.said()
     )
 
 
-def test_what_is_missing_is_said_before_slurm_kills_the_saver(bench: Bench) -> None:
-    """A node is lost, and its rank's part never comes: the saver waits for it, and is killed while it does."""
+def test_what_is_missing_is_said_before_slurm_kills_the_writer(bench: Bench) -> None:
+    """A node is lost, and its rank's part never comes: the writer waits for it, and is killed while it does."""
     trainer = bench.trainer(rank=1, world_size=2)
-    saver = bench.saver(trainer.store, linger_s=3600)
+    writer = bench.writer(trainer.store, linger_s=3600)
     trainer.say("save 10")
     bench.until(lambda: commit.written_by(bench.directory, 1), "the part")
-    saver.send_signal(signal.SIGTERM)
+    writer.send_signal(signal.SIGTERM)
     missing = "generation=step 10 of attempt 1 is not committed: the parts of rank(s) 0 of 2 are missing"
     bench.until(lambda: missing in bench.said(), "what is missing")
-    assert saver.poll() is None
-    saver.kill()
+    assert writer.poll() is None
+    writer.kill()
 
 
-def test_the_second_saver_of_a_store_leaves(bench: Bench) -> None:
+def test_the_second_writer_of_a_store_leaves(bench: Bench) -> None:
     trainer = bench.trainer()
-    first = bench.saver(trainer.store)
-    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
-    assert bench.saver(trainer.store).wait(TIMEOUT_S) == 0
-    assert "has a saver that lives" in bench.said()
+    first = bench.writer(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).writer_alive(), "the checkpoint writer")
+    assert bench.writer(trainer.store).wait(TIMEOUT_S) == 0
+    assert "has a checkpoint writer that lives" in bench.said()
     trainer.say("save 10")
     bench.until_committed((1, 10))
     assert first.poll() is None
@@ -303,23 +303,23 @@ def test_the_second_saver_of_a_store_leaves(bench: Bench) -> None:
 
 def test_spawned_by_a_trainer_it_is_a_session_of_its_own(bench: Bench) -> None:
     trainer = bench.trainer()
-    saver = spawn_saver(trainer.store, bench.directory)
-    bench.undo.callback(bench._end, saver)
-    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
-    assert os.getsid(saver.pid) == saver.pid
+    writer = spawn_writer(trainer.store, bench.directory)
+    bench.undo.callback(bench._end, writer)
+    bench.until(lambda: StoreView(trainer.store).writer_alive(), "the checkpoint writer")
+    assert os.getsid(writer.pid) == writer.pid
     trainer.say("save 10")
     trainer.end()
-    assert saver.wait(TIMEOUT_S) == 0
+    assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 10))
 
 
-def test_a_saver_in_the_session_of_others_leaves_it_its_share_of_the_processor(bench: Bench) -> None:
+def test_a_writer_in_the_session_of_others_leaves_it_its_share_of_the_processor(bench: Bench) -> None:
     share = Path("/proc/self/autogroup")
     if not share.exists():
         pytest.skip("this kernel does not share the processor among sessions")
     before = share.read_text()
     trainer = bench.trainer()
-    bench.saver(trainer.store)  # in the session of this test
+    bench.writer(trainer.store)  # in the session of this test
     trainer.say("save 10")
     bench.until_committed((1, 10))
     assert share.read_text() == before
@@ -338,20 +338,20 @@ def mapped_kib(pid: int, store: Path) -> Iterator[int]:
 def test_it_is_small_and_does_without_torch(bench: Bench) -> None:
     """Its size beside the mapping, the modules that it has, and the processor time of its start."""
     trainer = bench.trainer(num_bytes=64 * MIB)
-    saver = bench.saver(trainer.store)
-    bench.until(lambda: StoreView(trainer.store).saver_alive(), "the saver")
-    ticks = Path(f"/proc/{saver.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    writer = bench.writer(trainer.store)
+    bench.until(lambda: StoreView(trainer.store).writer_alive(), "the checkpoint writer")
+    ticks = Path(f"/proc/{writer.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     assert sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") < 0.3
     trainer.say("save 10")
     bench.until_committed((1, 10))
-    lines = Path(f"/proc/{saver.pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{writer.pid}/status").read_text().splitlines()
     kib = {key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in lines) if "kB" in value}
-    assert kib["RssAnon"] + kib["RssFile"] - sum(mapped_kib(saver.pid, trainer.store)) < 30 << 10
-    maps = Path(f"/proc/{saver.pid}/maps").read_text()
+    assert kib["RssAnon"] + kib["RssFile"] - sum(mapped_kib(writer.pid, trainer.store)) < 30 << 10
+    maps = Path(f"/proc/{writer.pid}/maps").read_text()
     assert "torch" not in maps
     assert "numpy" not in maps
-    assert len(os.sched_getaffinity(saver.pid)) == 1
-    assert os.getpriority(os.PRIO_PROCESS, saver.pid) >= 10
+    assert len(os.sched_getaffinity(writer.pid)) == 1
+    assert os.getpriority(os.PRIO_PROCESS, writer.pid) >= 10
 
 
 # --- many ranks ----------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_it_is_small_and_does_without_torch(bench: Bench) -> None:
 def test_ranks_settle_on_the_same_generations_without_a_barrier(bench: Bench) -> None:
     trainers = [bench.trainer(rank, 3, num_bytes=MIB) for rank in range(3)]
     for trainer in trainers:
-        bench.saver(trainer.store)
+        bench.writer(trainer.store)
     latest = []
     for step in range(1, 40):
         for trainer in trainers:
@@ -373,8 +373,8 @@ def test_ranks_settle_on_the_same_generations_without_a_barrier(bench: Bench) ->
         bench.check_whole(generation, 3, MIB)
     for trainer in trainers:
         trainer.end()
-    for saver in bench.savers:
-        assert saver.wait(TIMEOUT_S) == 0
+    for writer in bench.writers:
+        assert writer.wait(TIMEOUT_S) == 0
     assert bench.left_over() == []
 
 
@@ -385,11 +385,11 @@ def test_ranks_that_died_at_different_saves_still_make_a_checkpoint(bench: Bench
     for trainer in trainers:
         trainer.say("save 10")
     trainers[0].say("save 20")
-    savers = [bench.saver(trainer.store, linger_s=5) for trainer in trainers]
+    writers = [bench.writer(trainer.store, linger_s=5) for trainer in trainers]
     for trainer in trainers:
         trainer.kill()
-    for saver in savers:
-        assert saver.wait(TIMEOUT_S) == 0
+    for writer in writers:
+        assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 10), 2)
     assert "rank=0" in bench.said()
     assert "generation=step 20 of attempt 1 is not committed: the parts of rank(s) 1 of 2 are missing" in bench.said()
@@ -397,22 +397,22 @@ def test_ranks_that_died_at_different_saves_still_make_a_checkpoint(bench: Bench
 
 def test_signals_for_trainers_do_not_end_it(bench: Bench) -> None:
     trainer = bench.trainer()
-    saver = bench.saver(trainer.store)
+    writer = bench.writer(trainer.store)
     trainer.say("save 10")
     bench.until_committed((1, 10))
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        saver.send_signal(number)
+        writer.send_signal(number)
     trainer.say("save 20")
     bench.until_committed((1, 20))
-    assert saver.poll() is None
+    assert writer.poll() is None
 
 
-def test_retention_by_the_savers(bench: Bench) -> None:
+def test_retention_by_the_writers(bench: Bench) -> None:
     directory = CheckpointDirectory(bench.directory)
     attempt = directory.acquire(Identity("77", "here", 1), Retention(keep_last=2))
     trainers = [bench.trainer(rank, 2, attempt, MIB) for rank in range(2)]
     for trainer in trainers:
-        bench.saver(trainer.store)
+        bench.writer(trainer.store)
     for step in range(1, 6):
         for trainer in trainers:
             trainer.say(f"save {step}")
@@ -425,27 +425,27 @@ def test_retention_by_the_savers(bench: Bench) -> None:
 
 # --- death ---------------------------------------------------------------------------------------------------------
 
-SAVER_POINTS = [point for point in POINTS if point.startswith(("saver.", "persist.", "commit."))]
+WRITER_POINTS = [point for point in POINTS if point.startswith(("checkpoint writer.", "persist.", "commit."))]
 _QUICK = ("persist.writing", "persist.named", "persist.described", "commit.renamed", "commit.synced")
-SOME_POINTS = [pytest.param(one, marks=[] if one in _QUICK else [pytest.mark.slow]) for one in SAVER_POINTS]
+SOME_POINTS = [pytest.param(one, marks=[] if one in _QUICK else [pytest.mark.slow]) for one in WRITER_POINTS]
 
 
 @pytest.mark.parametrize("point", SOME_POINTS)
-def test_a_saver_killed_at_any_point_leaves_the_old_or_the_new_step(bench: Bench, point: str) -> None:
+def test_a_writer_killed_at_any_point_leaves_the_old_or_the_new_step(bench: Bench, point: str) -> None:
     num_bytes = 40 * MIB if point == "persist.writing" else MIB
     trainer = bench.trainer(num_bytes=num_bytes)
-    bench.saver(trainer.store)
+    bench.writer(trainer.store)
     trainer.say("save 10")
     bench.until_committed((1, 10))
-    bench.savers[0].kill()
-    bench.savers[0].wait()
+    bench.writers[0].kill()
+    bench.writers[0].wait()
     trainer.say("save 20")
-    killed = bench.saver(trainer.store, point, count=2 if point == "persist.writing" else 1)
+    killed = bench.writer(trainer.store, point, count=2 if point == "persist.writing" else 1)
     assert killed.wait(TIMEOUT_S) == -signal.SIGKILL
     (newest, *_) = CheckpointDirectory(bench.directory).checkpoints()
     bench.check_whole(newest.generation, num_bytes=num_bytes)
-    # The next saver does what the dead one did not.
-    bench.saver(trainer.store)
+    # The next checkpoint writer does what the dead one did not.
+    bench.writer(trainer.store)
     bench.until_committed((1, 20))
     bench.until(lambda: os.readlink(bench.directory / "latest") == "step-0000000020.1", "latest")
     bench.until(lambda: not bench.left_over(), "the removal of what the dead one left")
@@ -457,20 +457,20 @@ def test_a_saver_killed_at_any_point_leaves_the_old_or_the_new_step(bench: Bench
 def test_all_of_a_job_killed_at_any_point_and_the_next_attempt_completes_what_can_be(bench: Bench, point: str) -> None:
     """Two ranks, everything dies, memory is lost as with a requeue: from disk comes the old or the new step, whole."""
     trainers = [bench.trainer(rank, 2, num_bytes=MIB) for rank in range(2)]
-    first = [bench.saver(trainer.store) for trainer in trainers]
+    first = [bench.writer(trainer.store) for trainer in trainers]
     for trainer in trainers:
         trainer.say("save 10")
     bench.until_committed((1, 10))
-    for saver in first:
-        saver.kill()
-        saver.wait()
+    for writer in first:
+        writer.kill()
+        writer.wait()
     for trainer in trainers:
         trainer.say("save 20")
-    second = [bench.saver(trainer.store, point) for trainer in trainers]
-    bench.until(lambda: any(saver.poll() is not None for saver in second), "a death")
-    for saver in second:
-        saver.kill()
-        saver.wait()
+    second = [bench.writer(trainer.store, point) for trainer in trainers]
+    bench.until(lambda: any(writer.poll() is not None for writer in second), "a death")
+    for writer in second:
+        writer.kill()
+        writer.wait()
     for trainer in trainers:
         trainer.kill()
     directory = CheckpointDirectory(bench.directory)
@@ -483,24 +483,24 @@ def test_all_of_a_job_killed_at_any_point_and_the_next_attempt_completes_what_ca
     # The next attempt's first checkpoint cleans up all that is left.
     again = [bench.trainer(rank, 2, 2, MIB) for rank in range(2)]
     for trainer in again:
-        bench.saver(trainer.store)
+        bench.writer(trainer.store)
         trainer.say("save 15")
     bench.until_committed((2, 15))
     bench.until(lambda: not bench.left_over(), "the removal of what the dead ones left")
 
 
 @pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("remove.")])
-def test_a_saver_killed_while_it_removes(bench: Bench, point: str) -> None:
+def test_a_writer_killed_while_it_removes(bench: Bench, point: str) -> None:
     directory = CheckpointDirectory(bench.directory)
     directory.acquire(Identity("77", "here", 1), Retention(keep_last=1))
     trainer = bench.trainer(num_bytes=MIB)
-    killed = bench.saver(trainer.store, point)
+    killed = bench.writer(trainer.store, point)
     trainer.say("save 10")
     bench.until_committed((1, 10))
     trainer.say("save 20")
     assert killed.wait(TIMEOUT_S) == -signal.SIGKILL
     assert [one.generation for one in directory.checkpoints()] == [Generation(1, 20)]
-    bench.saver(trainer.store)
+    bench.writer(trainer.store)
     bench.until(lambda: not bench.left_over(), "the removal")
     bench.check_whole((1, 20), num_bytes=MIB)
     directory.release()
@@ -529,13 +529,13 @@ def test_an_attempt_killed_while_it_gets_its_number(bench: Bench, point: str) ->
 @pytest.mark.parametrize("point", ["persist.writing", "persist.unsynced", "persist.named"])
 def test_a_disk_that_gets_full_leaves_the_old_step_and_no_garbage(bench: Bench, point: str) -> None:
     trainer = bench.trainer()
-    first = bench.saver(trainer.store)
+    first = bench.writer(trainer.store)
     trainer.say("save 10")
     bench.until_committed((1, 10))
     first.kill()
     first.wait()
     trainer.say("save 20")
-    second = bench.saver(trainer.store, point, action="full")
+    second = bench.writer(trainer.store, point, action="full")
     bench.until(lambda: bench.status(trainer.store).num_failed, "the failure")
     second.send_signal(signal.SIGSTOP)
     assert "No space left on device" in bench.status(trainer.store).error
@@ -549,33 +549,34 @@ def test_a_disk_that_gets_full_leaves_the_old_step_and_no_garbage(bench: Bench, 
     bench.check_whole((1, 20))
 
 
-def test_a_stopped_saver_does_not_hold_the_trainer_up(bench: Bench) -> None:
+def test_a_stopped_writer_does_not_hold_the_trainer_up(bench: Bench) -> None:
     trainer = bench.trainer(num_bytes=40 * MIB)
-    saver = bench.saver(trainer.store, "persist.writing", action="stop")
+    writer = bench.writer(trainer.store, "persist.writing", action="stop")
     trainer.say("save 1")
     bench.until(lambda: (bench.path / "marker-0").exists(), "the stop")
     for step in range(2, 9):
         trainer.say(f"save {step}")
-    saver.send_signal(signal.SIGCONT)
+    writer.send_signal(signal.SIGCONT)
     bench.until_committed((1, 1), (1, 8))
     bench.check_whole((1, 1), num_bytes=40 * MIB)
     bench.check_whole((1, 8), num_bytes=40 * MIB)
     assert bench.status(trainer.store).num_skipped == 6
 
 
-# --- a job's saver ---------------------------------------------------------------------------------------------------
+# --- a job's checkpoint writer
+# ---------------------------------------------------------------------------------------------------
 
-JOB_SAVER = """
+JOB_WRITER = """
 import logging, sys
 from pathlib import Path
-from hetstream.checkpoint.saver import serve_job
+from hetstream.checkpoint.writer import serve_job
 logging.basicConfig(level=logging.INFO)
 serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
 """
 
 
-def test_a_jobs_saver_serves_all_stores_that_come_and_outlives_their_trainers(bench: Bench) -> None:
-    saver = bench.job_saver()
+def test_a_jobs_writer_serves_all_stores_that_come_and_outlives_their_trainers(bench: Bench) -> None:
+    writer = bench.job_writer()
     trainers = [bench.trainer(rank, 2) for rank in range(2)]
     for trainer in trainers:
         trainer.say("save 10")
@@ -593,41 +594,43 @@ def test_a_jobs_saver_serves_all_stores_that_come_and_outlives_their_trainers(be
     bench.until_committed((2, 21))
     again[0].end()
     again[1].kill()
-    saver.send_signal(signal.SIGTERM)
-    assert saver.wait(TIMEOUT_S) == 0
+    writer.send_signal(signal.SIGTERM)
+    assert writer.wait(TIMEOUT_S) == 0
     # The job is over, all is on disk: its memory is free again.
     assert os.listdir(bench.path / "stores") == []
 
 
-def test_a_jobs_saver_that_is_told_to_end_asks_trainers_that_have_just_come(bench: Bench) -> None:
-    saver = bench.job_saver()
-    saver.send_signal(signal.SIGSTOP)
+def test_a_jobs_writer_that_is_told_to_end_asks_trainers_that_have_just_come(bench: Bench) -> None:
+    writer = bench.job_writer()
+    writer.send_signal(signal.SIGSTOP)
     trainer = bench.trainer()
-    saver.send_signal(signal.SIGTERM)
-    saver.send_signal(signal.SIGCONT)
-    asked = "SIGTERM came to the job's saver"
+    writer.send_signal(signal.SIGTERM)
+    writer.send_signal(signal.SIGCONT)
+    asked = "SIGTERM came to the job's checkpoint writer"
     bench.until(lambda: StoreView(trainer.store).files.stop_reason() == asked, "the word to the trainer")
     trainer.say("save 10")
     trainer.end()
-    assert saver.wait(TIMEOUT_S) == 0
+    assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 10))
     assert os.listdir(bench.path / "stores") == []
 
 
-def test_a_jobs_saver_passes_a_warning_on_and_waits_for_the_last_save(bench: Bench) -> None:
-    saver = bench.job_saver()
+def test_a_jobs_writer_passes_a_warning_on_and_waits_for_the_last_save(bench: Bench) -> None:
+    writer = bench.job_writer()
     trainer = bench.trainer()
     trainer.say("save 10")
     bench.until_committed((1, 10))
     assert StoreView(trainer.store).files.stop_reason() == ""
-    saver.send_signal(signal.SIGUSR1)
+    writer.send_signal(signal.SIGUSR1)
     bench.until(lambda: StoreView(trainer.store).files.stop_reason(), "the warning")
-    saver.send_signal(signal.SIGTERM)
-    bench.until(lambda: "told to end" in bench.said(), "the saver's answer")
-    assert StoreView(trainer.store).files.stop_reason() == "SIGUSR1 came to the job's saver", "and no second word"
-    # Slurm ends a job's saver and its trainers at one moment: a trainer may save once more.
+    writer.send_signal(signal.SIGTERM)
+    bench.until(lambda: "told to end" in bench.said(), "the checkpoint writer's answer")
+    assert StoreView(trainer.store).files.stop_reason() == "SIGUSR1 came to the job's checkpoint writer", (
+        "and no second word"
+    )
+    # Slurm ends a job's checkpoint writer and its trainers at one moment: a trainer may save once more.
     trainer.say("save 11")
     trainer.kill()
-    assert saver.wait(TIMEOUT_S) == 0
+    assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 11))
     assert os.listdir(bench.path / "stores") == []

@@ -1,6 +1,7 @@
-"""A trainer's link to its saver: that there is one, what it says, and that the newest generation gets to disk.
+"""A trainer's link to its checkpoint writer: that there is one, what it says, and that the newest generation gets to
+disk.
 
-Called by the checkpointer. A job's saver is waited for; without one the trainer starts its own.
+Called by the checkpointer. A job's checkpoint writer is waited for; without one the trainer starts its own.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.saver import spawn_saver
 from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.writer import spawn_writer
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.005
-# A job's saver step starts with the job, and not always before its trainers.
-_JOB_SAVER_TIMEOUT_S = 30.0
+# A job's checkpoint writer step starts with the job, and not always before its trainers.
+_JOB_WRITER_TIMEOUT_S = 30.0
 _WATCH_S = 0.5
 _RESTART_LIMIT_S = 60.0
 _SAY_WAITING_S = 30.0
-# A job's saver outlives the program, and may wait for ranks that never come: `close` does not wait for it for ever.
-_JOB_SAVER_CLOSE_S = 60.0
+# A job's checkpoint writer outlives the program, and may wait for ranks that never come: `close` does not wait for it
+# for ever.
+_JOB_WRITER_CLOSE_S = 60.0
 
 
-class SaverLink:
+class WriterLink:
     """Of one store.
 
     Args:
@@ -36,7 +38,7 @@ class SaverLink:
         directory: of the checkpoints.
 
     Attributes:
-        process: the saver that this trainer has started; None where the job has one.
+        process: the checkpoint writer that this trainer has started; None where the job has one.
     """
 
     def __init__(self, store: Store, directory: Path) -> None:
@@ -49,16 +51,16 @@ class SaverLink:
         self._started_s = 0.0
         self._said_error = ""
 
-    def start(self, *, job_has_saver: bool) -> None:
-        """Have a saver: a job's own if it comes, else one of this trainer."""
-        if job_has_saver:
-            threading.Thread(target=self._watch, name="checkpoint saver watch", daemon=True).start()
+    def start(self, *, job_has_writer: bool) -> None:
+        """Have a checkpoint writer: a job's own if it comes, else one of this trainer."""
+        if job_has_writer:
+            threading.Thread(target=self._watch, name="checkpoint writer watch", daemon=True).start()
         else:
             self._spawn()
 
     def renew(self) -> None:
-        """The store has been made anew in another directory. A job's saver finds it; one of our own has nothing more to
-        serve and ends, and another is started."""
+        """The store has been made anew in another directory. A job's checkpoint writer finds it; one of our own has
+        nothing more to serve and ends, and another is started."""
         if self.process:
             self._former.append(self.process)
             self._spawn()
@@ -68,7 +70,7 @@ class SaverLink:
         self._is_ended.set()
 
     def tell_errors(self, *, between_saves: bool = False) -> None:
-        """Log what has happened to the saver since; one that has died is replaced.
+        """Log what has happened to the checkpoint writer since; one that has died is replaced.
 
         Args:
             between_saves: those that die one after the other are replaced less and less often.
@@ -78,21 +80,21 @@ class SaverLink:
         status = self._store.status()
         error = status.error if status else ""
         is_due = time.monotonic() >= self._started_s + pause_s
-        if is_due and self.process and self.process.poll() is not None and not self._store.is_saver_alive():
-            _log.error("the checkpoint saver has ended with code %d: another is started", self.process.returncode)
+        if is_due and self.process and self.process.poll() is not None and not self._store.is_writer_alive():
+            _log.error("the checkpoint writer has ended with code %d: another is started", self.process.returncode)
             self._spawn()
         if error and error != self._said_error:
             _log.error("checkpoints do not get to disk, training goes on with those in memory: %s", error)
         self._said_error = error
 
-    def has_saver(self) -> bool:
-        """Whether a saver will bring what is in memory to disk, once it has started; true if there is nothing."""
+    def has_writer(self) -> bool:
+        """Whether a writer will bring what is in memory to disk, once it has started; true if there is nothing."""
         if not self._store.held():
             return True
         for _ in range(2):
-            while self.process and self.process.poll() is None and not self._store.is_saver_alive():
+            while self.process and self.process.poll() is None and not self._store.is_writer_alive():
                 time.sleep(_POLL_S)
-            if self._store.is_saver_alive():
+            if self._store.is_writer_alive():
                 return True
             self._spawn()
         return False
@@ -111,16 +113,18 @@ class SaverLink:
             is_late = deadline_s is not None and time.monotonic() > deadline_s
             status = self._store.status()
             is_lost = status is not None and status.is_lost
-            # A job's saver that is not there yet comes, or one of our own in its place, until the store is closed.
+            # A job's checkpoint writer that is not there yet comes, or one of our own in its place, until the store is
+            # closed.
             may_come = self.process.poll() is None if self.process else not self._is_ended.is_set()
-            is_gone = not may_come and not self._store.is_saver_alive()
+            is_gone = not may_come and not self._store.is_writer_alive()
             if is_late or is_lost or is_gone:
                 return self._has_persisted(wanted)
             time.sleep(_POLL_S)
         return True
 
-    def await_job_saver(self, newest: Generation, timeout_s: float | None) -> None:
-        """Wait for a job's saver, if there is one: a job whose script ends now leaves it what KillWait gives.
+    def await_job_writer(self, newest: Generation, timeout_s: float | None) -> None:
+        """Wait for a job's checkpoint writer, if there is one: a job whose script ends now leaves it what KillWait
+        gives.
 
         Args:
             newest: what it is to bring to disk.
@@ -128,18 +132,21 @@ class SaverLink:
         """
         if self.process:
             return
-        timeout_s = _JOB_SAVER_CLOSE_S if timeout_s is None else timeout_s
+        timeout_s = _JOB_WRITER_CLOSE_S if timeout_s is None else timeout_s
         if not self.wait_for(newest, timeout_s):
-            _log.warning("%s is not on disk yet after %g s; the job's saver goes on with it", newest, timeout_s)
+            _log.warning(
+                "%s is not on disk yet after %g s; the job's checkpoint writer goes on with it", newest, timeout_s
+            )
 
     def await_end(self, timeout_s: float | None) -> None:
-        """Wait for the saver of our own once the store is closed: at the end of a job step, all that runs is killed.
+        """Wait for the checkpoint writer of our own once the store is closed: at the end of a job step, all that runs
+        is killed.
 
         Args:
             timeout_s: for how long; None: until it ends.
         """
         if self._store.is_left:
-            # Its saver was there a moment ago, and has ended since.
+            # Its checkpoint writer was there a moment ago, and has ended since.
             self._spawn()
         for process in [*self._former, *([self.process] if self.process else [])]:
             self._await_process(process, timeout_s)
@@ -165,12 +172,12 @@ class SaverLink:
         # It may come late, and it may die: then nobody would bring anything to disk, and nobody would say so.
         seen_s = time.monotonic()
         while not self._is_ended.is_set():
-            if self._store.is_saver_alive():
+            if self._store.is_writer_alive():
                 seen_s = time.monotonic()
-            elif time.monotonic() > seen_s + _JOB_SAVER_TIMEOUT_S:
+            elif time.monotonic() > seen_s + _JOB_WRITER_TIMEOUT_S:
                 _log.warning(
-                    "the job's checkpoint saver is not there since %g s: the trainer starts its own",
-                    _JOB_SAVER_TIMEOUT_S,
+                    "the job's checkpoint writer is not there since %g s: the trainer starts its own",
+                    _JOB_WRITER_TIMEOUT_S,
                 )
                 self._spawn()
                 return
@@ -180,6 +187,6 @@ class SaverLink:
         self._num_started += 1
         self._started_s = time.monotonic()
         try:
-            self.process = spawn_saver(self._store.path, self._directory)
+            self.process = spawn_writer(self._store.path, self._directory)
         except HetstreamError as error:
             _log.error("checkpoints stay in memory: %s", error)

@@ -1,4 +1,4 @@
-"""A saver starts, or is told to end, while its trainer saves, closes or dies: what is in memory gets to disk."""
+"""A writer starts, or is told to end, while its trainer saves, closes or dies: what is in memory gets to disk."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ import pytest
 import torch
 
 from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.flash import saver_link
-from hetstream.checkpoint.flash.saver_link import SaverLink
-from hetstream.checkpoint.saver import spawn_saver
+from hetstream.checkpoint.flash import writer_link
+from hetstream.checkpoint.flash.writer_link import WriterLink
 from hetstream.checkpoint.view import StoreView
-from tests.checkpoint.test_saver import TIMEOUT_S, Bench, bench
+from hetstream.checkpoint.writer import spawn_writer
+from tests.checkpoint.test_writer import TIMEOUT_S, Bench, bench
 
 __all__ = ["bench"]
 WaitUntil = Callable[..., None]
 
 
-def test_a_saver_that_is_told_to_end_while_it_starts_brings_to_disk_what_a_dead_trainer_left(bench: Bench) -> None:
+def test_a_writer_that_is_told_to_end_while_it_starts_brings_to_disk_what_a_dead_trainer_left(bench: Bench) -> None:
     trainer = bench.trainer()
     trainer.say("save 10")
-    saver = spawn_saver(trainer.store, bench.directory)
-    bench.undo.callback(bench._end, saver)
+    writer = spawn_writer(trainer.store, bench.directory)
+    bench.undo.callback(bench._end, writer)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        saver.send_signal(number)
+        writer.send_signal(number)
     trainer.kill()
-    assert saver.wait(TIMEOUT_S) == 0
+    assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 10))
 
 
-def test_the_signals_of_a_trainer_are_its_own_again_when_its_saver_is_started(bench: Bench) -> None:
+def test_the_signals_of_a_trainer_are_its_own_again_when_its_writer_is_started(bench: Bench) -> None:
     trainer = bench.trainer()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    saver = spawn_saver(trainer.store, bench.directory)
-    bench.undo.callback(bench._end, saver)
+    writer = spawn_writer(trainer.store, bench.directory)
+    bench.undo.callback(bench._end, writer)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["and dies", "and lives"])
-def test_what_a_trainer_saves_while_its_saver_ends_gets_to_disk(bench: Bench, dies: bool) -> None:
+def test_what_a_trainer_saves_while_its_writer_ends_gets_to_disk(bench: Bench, dies: bool) -> None:
     trainer = bench.trainer()
-    saver = bench.saver(trainer.store, "ending.looked", action="stop")
+    writer = bench.writer(trainer.store, "ending.looked", action="stop")
     trainer.say("save 10")
     bench.until_committed((1, 10))
-    saver.send_signal(signal.SIGTERM)
+    writer.send_signal(signal.SIGTERM)
     bench.until((bench.path / "marker-0").exists, "the last look")
     trainer.say("save 20")
-    assert StoreView(trainer.store).saver_alive(), "so the trainer relies on it"
+    assert StoreView(trainer.store).writer_alive(), "so the trainer relies on it"
     if dies:
         trainer.kill()
-    saver.send_signal(signal.SIGCONT)
-    assert saver.wait(TIMEOUT_S) == 0
+    writer.send_signal(signal.SIGCONT)
+    assert writer.wait(TIMEOUT_S) == 0
     bench.check_whole((1, 20))
     assert "there was no time" not in bench.said()
 
@@ -65,49 +65,49 @@ def state_of(step: int) -> dict[str, Any]:
     return {"weights": torch.full((1000,), float(step))}
 
 
-def test_a_program_that_ends_just_after_its_saver_loses_nothing(
+def test_a_program_that_ends_just_after_its_writer_loses_nothing(
     make: Any, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = make()
     checkpointer.save(1, state_of(1))
     assert checkpointer.wait(TIMEOUT_S)
-    saver = checkpointer._saver.process
-    saver.send_signal(signal.SIGSTOP)
+    writer = checkpointer._writer.process
+    writer.send_signal(signal.SIGSTOP)
     checkpointer.save(2, state_of(2))
-    has_saver = SaverLink.has_saver
+    has_writer = WriterLink.has_writer
 
-    def had_saver(link: SaverLink) -> bool:
-        assert has_saver(link)
-        saver.kill()
-        saver.wait()
+    def had_writer(link: WriterLink) -> bool:
+        assert has_writer(link)
+        writer.kill()
+        writer.wait()
         return True
 
-    monkeypatch.setattr(SaverLink, "has_saver", had_saver)
+    monkeypatch.setattr(WriterLink, "has_writer", had_writer)
     checkpointer.close()
     assert CheckpointDirectory(checkpointer._directory.path).checkpoints()[0].generation.step == 2
     assert os.listdir(memory) == []
 
 
-def test_a_saver_that_dies_between_two_saves_is_replaced_before_the_next(make: Any, wait_until: WaitUntil) -> None:
+def test_a_writer_that_dies_between_two_saves_is_replaced_before_the_next(make: Any, wait_until: WaitUntil) -> None:
     with make(interval=1000) as checkpointer:
         checkpointer.save(1, state_of(1))
         assert checkpointer.wait(TIMEOUT_S)
-        saver = checkpointer._saver.process
-        saver.send_signal(signal.SIGSTOP)
+        writer = checkpointer._writer.process
+        writer.send_signal(signal.SIGSTOP)
         checkpointer.save(2, state_of(2))
-        saver.kill()
-        saver.wait()
+        writer.kill()
+        writer.wait()
 
         def trained_on() -> bool:
             assert not checkpointer.should_save(3)
             persisted = checkpointer.stats().persisted
             return persisted is not None and persisted.step == 2
 
-        wait_until(trained_on, TIMEOUT_S, "the generation that the dead saver had left")
+        wait_until(trained_on, TIMEOUT_S, "the generation that the dead checkpoint writer had left")
 
 
 class OfNobody:
-    """A store that never has a saver."""
+    """A store that never has a checkpoint writer."""
 
     path = "store"
 
@@ -116,24 +116,24 @@ class OfNobody:
         """Nobody has said anything."""
 
     @staticmethod
-    def is_saver_alive() -> bool:
+    def is_writer_alive() -> bool:
         return False
 
 
-def test_savers_that_die_one_after_the_other_are_started_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writers_that_die_one_after_the_other_are_started_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, started = [1000.0], []
 
     def spawn(*_: Any) -> Any:
         started.append(clock[0] - 1000.0)
         return SimpleNamespace(poll=lambda: 1, returncode=1)
 
-    monkeypatch.setattr(saver_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(saver_link, "spawn_saver", spawn)
-    link = SaverLink(OfNobody(), Path("ckpt"))  # type: ignore[arg-type]
-    link.start(job_has_saver=False)
+    monkeypatch.setattr(writer_link, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(writer_link, "spawn_writer", spawn)
+    link = WriterLink(OfNobody(), Path("ckpt"))  # type: ignore[arg-type]
+    link.start(job_has_writer=False)
     while clock[0] < 1200.0:
         clock[0] += 1.0
         link.tell_errors(between_saves=True)
     assert started == [0, 2, 6, 14, 30, 62, 122, 182]
     link.tell_errors()
-    assert started[-1] == 200, "a save has a saver at once"
+    assert started[-1] == 200, "a save has a checkpoint writer at once"

@@ -1,4 +1,4 @@
-"""hetstream as a user runs it: `hetstream dispatcher`, `hetstream worker` and the loader, on the transport of argument 1."""
+"""hetstream as a user runs it: `hetstream dispatcher`, `hetstream worker` and the loader, on transport argv[1]."""
 
 from __future__ import annotations
 

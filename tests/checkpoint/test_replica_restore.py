@@ -1,4 +1,4 @@
-"""Loss of a node, with real trainers and writers: two "hosts" are two directories of shared memory and two addresses."""
+"""Loss of a node, with real trainers and writers: two "hosts" are two shared-memory directories, two addresses."""
 
 from __future__ import annotations
 

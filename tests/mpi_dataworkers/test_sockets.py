@@ -1,4 +1,4 @@
-"""What only the transport over plain sockets does: it goes ahead within a bound, uses memory again, and notices silence."""
+"""What only the transport over plain sockets does: how far it goes ahead, memory used again, silence noticed."""
 
 from __future__ import annotations
 

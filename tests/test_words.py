@@ -1,0 +1,68 @@
+"""One word for one thing: names that other words have replaced stay away. CONTRIBUTING.md has the table."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("benchmarks", "checkpoint", "hetjob", "hetstream", "mpi_dataworkers", "sbatch_templates", "slurm_plugin")
+# Words of others' interfaces: torch.distributed.checkpoint's, tf.data service's.
+FOREIGN = ("state_dict_saver", "consumer_index", "num_consumers")
+
+
+def retired() -> list[str]:
+    """The first column of the table."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    words = re.findall(r"^\| `(\w+)` \|", text[text.index("## Words") :], re.M)
+    assert len(words) > 10
+    return words
+
+
+def parts(name: str) -> set[str]:
+    """What a name is made of, in lower case and singular: `LoaderLeft`, `_loader_left`."""
+    pieces = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return {piece.lower().removesuffix("s") for piece in pieces}
+
+
+def names(path: Path) -> Iterator[str]:
+    yield path.stem
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME and token.string not in FOREIGN:
+            yield token.string
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_retired_words_are_in_no_name(folder: str) -> None:
+    gone = retired()
+    general = {word for word in gone if word.islower()}
+    exact = {*gone} - general
+    found = set()
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        if not path.is_symlink():
+            found |= {
+                f"{path.relative_to(ROOT)}: {name}" for name in names(path) if name in exact or parts(name) & general
+            }
+    assert not found
+
+
+def test_retired_words_are_in_no_text_for_users() -> None:
+    words = "|".join(word for word in retired() if word.islower())
+    files = subprocess.run(
+        ["git", "ls-files", "README.md", "docs", "sbatch_templates"], cwd=ROOT, capture_output=True, text=True
+    )
+    if files.returncode:
+        pytest.skip("no git checkout")
+    found = []
+    for name in files.stdout.split():
+        path = ROOT / name
+        if path.suffix in (".md", ".sbatch", ".py") and "decisions" not in path.parts:
+            text = re.sub("|".join(FOREIGN), "", path.read_text())
+            found += [f"{name}: {match}" for match in re.findall(rf"\b(?:{words})s?\b", text, re.I)]
+    assert not found

@@ -26,9 +26,9 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Row
-from hetstream.checkpoint.store import SHARED_MEMORY
-from hetstream.checkpoint.store_files import list_stores, stores_prefix
-from hetstream.checkpoint.view import StoreView
+from hetstream.checkpoint.memory.store import SHARED_MEMORY
+from hetstream.checkpoint.memory.store_files import list_stores, stores_prefix
+from hetstream.checkpoint.memory.view import StoreView
 
 TRAINER, WRITER, BOTH, HOST = "trainer", "writer", "trainer and checkpoint writer", "both, and the memory"
 VICTIMS = (TRAINER, WRITER, BOTH, TRAINER, BOTH, HOST)
@@ -196,7 +196,9 @@ class Chaos:
         """The checkpoint writers of this training: that of the trainer, and what is left of those before."""
         word = f"--directory={self.directory}".encode()
         return [
-            process for process, line in _command_lines() if b"hetstream.checkpoint.writer" in line and word in line
+            process
+            for process, line in _command_lines()
+            if b"hetstream.checkpoint.persist.writer" in line and word in line
         ]
 
     def end(self) -> None:

@@ -22,8 +22,8 @@ from benchmarks.clients.elastic_job import ElasticJob
 from benchmarks.clients.elastic_picture import Sample, picture
 from benchmarks.harness import Row
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.messages import Status
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.wire.messages import Status
+from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
 from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
 from hetstream.slurm_plugin.devcluster.programs import missing_programs
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs

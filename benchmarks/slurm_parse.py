@@ -19,12 +19,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hetstream.slurm_plugin.advise import advise
 from hetstream.slurm_plugin.client import gres, hostlist, parse_json, parse_text, values
 from hetstream.slurm_plugin.client.model import Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.fragmentation import measure
-from hetstream.slurm_plugin.observation import observe
-from hetstream.slurm_plugin.why import Explainer
+from hetstream.slurm_plugin.insight.advise import advise
+from hetstream.slurm_plugin.insight.fragmentation import measure
+from hetstream.slurm_plugin.insight.observation import observe
+from hetstream.slurm_plugin.insight.why import Explainer
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests/slurm_plugin/fixtures"
 VERSIONS = ("22.05", "24.11", "26.05")

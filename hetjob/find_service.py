@@ -17,7 +17,7 @@ from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory
 from hetstream.hetjob.ended_job import SUMMARY_FILE
 from hetstream.hetjob.errors import ServiceNotFound, SlurmCommandError
-from hetstream.mpi_dataworkers.address import parse_service
+from hetstream.mpi_dataworkers.wire.address import parse_service
 
 _ADDRESS = "address"
 _JOB_ID = re.compile(r"(\d+)(?:\+\d+|_\d+)?")

@@ -3,7 +3,7 @@
 Called by `hetstream ckpt start` in a converted script. Slurm ends all processes of a step with it; a checkpoint writer
 that is a child of a trainer would go with the trainer. When the job ends, the step gets SIGTERM and `KillWait` seconds,
 in which each checkpoint writer brings the newest generation to disk. What a checkpoint writer does is
-`checkpoint/writer.py`'s.
+`checkpoint/persist/writer.py`'s.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
     from hetstream.checkpoint.flash.options import CheckpointOptions
     from hetstream.checkpoint.flash.reader import CheckpointReader
-    from hetstream.checkpoint.flash.restoring import LoadedCheckpoint
+    from hetstream.checkpoint.flash.restore.restoring import LoadedCheckpoint
     from hetstream.checkpoint.flash.stats import CheckpointStats
     from hetstream.checkpoint.policy.interval import Adaptive, Every
     from hetstream.checkpoint.policy.retention import Best, Retention
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
         SlurmCommandError,
         WritersError,
     )
-    from hetstream.mpi_dataworkers.data_state import merge_states
     from hetstream.mpi_dataworkers.errors import (
         AddressInUse,
         AuthenticationError,
@@ -69,7 +68,8 @@ if TYPE_CHECKING:
     from hetstream.mpi_dataworkers.generators import numpy_sample_generator, sample_generator
     from hetstream.mpi_dataworkers.loader.data_loader import DataLoader
     from hetstream.mpi_dataworkers.loader.mixing import mix
-    from hetstream.mpi_dataworkers.visitation import ShardingPolicy, Visitation
+    from hetstream.mpi_dataworkers.order.data_state import merge_states
+    from hetstream.mpi_dataworkers.order.visitation import ShardingPolicy, Visitation
     from hetstream.slurm_plugin.errors import (
         BootFailed,
         ClusterExists,
@@ -201,7 +201,7 @@ _HOMES = {
     "hetstream.checkpoint.flash.checkpointer": ("FlashCheckpointer",),
     "hetstream.checkpoint.flash.options": ("CheckpointOptions",),
     "hetstream.checkpoint.flash.reader": ("CheckpointReader",),
-    "hetstream.checkpoint.flash.restoring": ("LoadedCheckpoint",),
+    "hetstream.checkpoint.flash.restore.restoring": ("LoadedCheckpoint",),
     "hetstream.checkpoint.flash.stats": ("CheckpointStats",),
     "hetstream.checkpoint.policy.interval": (
         "Adaptive",
@@ -221,7 +221,7 @@ _HOMES = {
         "SiteError",
         "SlurmCommandError",
     ),
-    "hetstream.mpi_dataworkers.data_state": ("merge_states",),
+    "hetstream.mpi_dataworkers.order.data_state": ("merge_states",),
     "hetstream.mpi_dataworkers.errors": (
         "AddressInUse",
         "AuthenticationError",
@@ -243,7 +243,7 @@ _HOMES = {
     ),
     "hetstream.mpi_dataworkers.loader.data_loader": ("DataLoader",),
     "hetstream.mpi_dataworkers.loader.mixing": ("mix",),
-    "hetstream.mpi_dataworkers.visitation": (
+    "hetstream.mpi_dataworkers.order.visitation": (
         "ShardingPolicy",
         "Visitation",
     ),

@@ -24,14 +24,14 @@ from pathlib import Path
 
 from hetstream.base.errors import ConfigError
 from hetstream.base.files import Directory
-from hetstream.mpi_dataworkers.address import has_ended, not_there
 from hetstream.mpi_dataworkers.config import (
     container_from_environment,
     environment_with_hash_seed,
     identity_from_environment,
     python_environment,
 )
-from hetstream.mpi_dataworkers.messages import Interpreter
+from hetstream.mpi_dataworkers.wire.address import has_ended, not_there
+from hetstream.mpi_dataworkers.wire.messages import Interpreter
 
 _log = logging.getLogger(__name__)
 

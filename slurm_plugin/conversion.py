@@ -28,7 +28,7 @@ from hetstream.hetjob.render import render
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, from_environment, parse_words
 from hetstream.hetjob.spec import OPTIONS, JobSpec
 from hetstream.slurm_plugin.client.values import seconds
-from hetstream.slurm_plugin.report import duration
+from hetstream.slurm_plugin.render.report import duration
 
 
 @dataclass(frozen=True)

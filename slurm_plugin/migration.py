@@ -1,6 +1,7 @@
 """Moving a training job: what is submitted in its place, and how far the hand-over is. Called by `hetstream migrate`.
 
-Pure. The hand-over itself is between the two trainers (`checkpoint/flash/handover.py`); here it is only watched.
+Pure. The hand-over itself is between the two trainers (`checkpoint/flash/handover/acquisition.py`); here it is only
+watched.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from hetstream.base.errors import UsageError
 from hetstream.checkpoint.config import TAKES_OVER
-from hetstream.checkpoint.ownership import Event, Owner
+from hetstream.checkpoint.disk.ownership import Event, Owner
 from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions
 
 

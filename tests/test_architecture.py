@@ -31,12 +31,16 @@ HOMES = {
     "prometheus_client": (
         "mpi_dataworkers/dispatcher/exposition.py",
         "mpi_dataworkers/dispatcher/metrics.py",
-        "slurm_plugin/metrics.py",
+        "slurm_plugin/render/metrics.py",
     ),
     "pyslurm": ("slurm_plugin/client/pyslurm_backend.py",),
     "zstandard": ("mpi_dataworkers/transports/compression.py",),
-    "xxhash": ("checkpoint/checksum.py", "mpi_dataworkers/ops/pickling.py"),
-    "sqlite3": ("mpi_dataworkers/dispatcher/journal.py", "slurm_plugin/history.py", "slurm_plugin/daemon/store.py"),
+    "xxhash": ("checkpoint/record/checksum.py", "mpi_dataworkers/ops/pickling.py"),
+    "sqlite3": (
+        "mpi_dataworkers/dispatcher/journal.py",
+        "slurm_plugin/insight/history.py",
+        "slurm_plugin/daemon/store.py",
+    ),
 }
 FOLDERS = [ROOT / room for room in ROOMS[:-1]]
 FILES = sorted(path for folder in [*FOLDERS, ROOT / "hetstream" / "base"] for path in folder.rglob("*.py"))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetstream.checkpoint.store_files import Identity
+from hetstream.checkpoint.memory.store_files import Identity
 
 PROGRAM = Path(__file__).with_name("ckpt_train.py")
 HETSTREAM = Path(sys.executable).with_name("hetstream")

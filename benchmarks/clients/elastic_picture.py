@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from hetstream.slurm_plugin.charts import Axis, Series, line_chart, ticked
+from hetstream.slurm_plugin.render.charts import Axis, Series, line_chart, ticked
 
 _WIDTH, _HEIGHT, _HEAD, _TITLE, _NAME = 860, 190, 46, 20, len("requested")
 _STYLE = (

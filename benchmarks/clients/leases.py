@@ -19,10 +19,11 @@ import zmq
 
 from benchmarks.clients.service import running
 from benchmarks.clients.window import Meter, Request, read_request
-from hetstream.mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file
-from hetstream.mpi_dataworkers.codec import decode, encode
 from hetstream.mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER, TARGET_LEASE_S
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.order.reorder import as_ranges
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress, parse_service, read_address_file
+from hetstream.mpi_dataworkers.wire.codec import decode, encode
+from hetstream.mpi_dataworkers.wire.messages import (
     FinishLease,
     GrantLease,
     LoaderRegistered,
@@ -39,7 +40,6 @@ from hetstream.mpi_dataworkers.messages import (
     UnknownPeer,
     WorkerHeartbeat,
 )
-from hetstream.mpi_dataworkers.reorder import as_ranges
 
 STEPS = 1 << 40
 STATS = LoaderStats()

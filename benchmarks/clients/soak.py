@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.sharding import EpochPlan
+from hetstream.mpi_dataworkers.order.sharding import EpochPlan
 
 BATCH_SIZE = 4
 SAVE_EVERY = 500

@@ -25,34 +25,34 @@ from typing import Any
 import torch
 
 from hetstream.base.errors import HetstreamError, OptionsError
-from hetstream.checkpoint.adoption import newest_attempt
 from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_writers, takes_over
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.ownership import Identity as JobIdentity
 from hetstream.checkpoint.flash import collector
-from hetstream.checkpoint.flash.capture import RNG, Capture
-from hetstream.checkpoint.flash.directory_ownership import DirectoryOwnership
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
-from hetstream.checkpoint.flash.handover import DirectoryAcquisition
+from hetstream.checkpoint.flash.handover.acquisition import DirectoryAcquisition
+from hetstream.checkpoint.flash.handover.directory_ownership import DirectoryOwnership
+from hetstream.checkpoint.flash.handover.watch import Watch
 from hetstream.checkpoint.flash.host import find_host
-from hetstream.checkpoint.flash.newest import Newest
 from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
-from hetstream.checkpoint.flash.restoring import LoadedCheckpoint, Wish, load_from, restore_from
-from hetstream.checkpoint.flash.saving import Saving
+from hetstream.checkpoint.flash.restore.newest import Newest
+from hetstream.checkpoint.flash.restore.restoring import LoadedCheckpoint, Wish, load_from, restore_from
+from hetstream.checkpoint.flash.restore.source import Memory
+from hetstream.checkpoint.flash.save.capture import RNG, Capture
+from hetstream.checkpoint.flash.save.saving import Saving
 from hetstream.checkpoint.flash.slurm_task import task_that_sigterm_ends
-from hetstream.checkpoint.flash.source import Memory
 from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.flash.stop import StopRequest
 from hetstream.checkpoint.flash.tensors import Leaves
 from hetstream.checkpoint.flash.timing import Timing
-from hetstream.checkpoint.flash.watch import Watch
 from hetstream.checkpoint.flash.writer_link import WriterLink
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.ownership import Identity as JobIdentity
+from hetstream.checkpoint.memory.adoption import newest_attempt
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import FALLBACK, Identity, make_fallback
 from hetstream.checkpoint.policy.interval import Adaptive, Every
 from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica.trainer import TrainerReplicas
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import FALLBACK, Identity, make_fallback
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from hetstream.checkpoint.flash.distributed import Communicator, gather
-from hetstream.checkpoint.segment import boot_id
-from hetstream.checkpoint.store import Store
+from hetstream.checkpoint.memory.segment import boot_id
+from hetstream.checkpoint.memory.store import Store
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Any, SupportsIndex
 
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.formats.part import FORMATS, Format
-from hetstream.checkpoint.generation import MAX_NUMBER
+from hetstream.checkpoint.memory.store import MIN_SLOTS
+from hetstream.checkpoint.memory.store_files import SHARED_MEMORY
 from hetstream.checkpoint.policy.interval import Adaptive, Every
 from hetstream.checkpoint.policy.retention import Retention
-from hetstream.checkpoint.store import MIN_SLOTS
-from hetstream.checkpoint.store_files import SHARED_MEMORY
+from hetstream.checkpoint.record.generation import MAX_NUMBER
 
 
 @dataclass(frozen=True)

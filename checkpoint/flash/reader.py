@@ -12,14 +12,14 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.flash import collector
-from hetstream.checkpoint.flash.capture import Capture
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
-from hetstream.checkpoint.flash.newest import Newest
 from hetstream.checkpoint.flash.options import CheckpointOptions, checked_step
-from hetstream.checkpoint.flash.restoring import LoadedCheckpoint, Wish, load_from, restore_from
+from hetstream.checkpoint.flash.restore.newest import Newest
+from hetstream.checkpoint.flash.restore.restoring import LoadedCheckpoint, Wish, load_from, restore_from
+from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.policy.lineage import Lineage
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.store_files import WriterStatus
+from hetstream.checkpoint.memory.store_files import WriterStatus
+from hetstream.checkpoint.record.generation import Generation
 
 
 @dataclass

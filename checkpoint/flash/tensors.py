@@ -22,9 +22,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
-from hetstream.checkpoint.layout import Entry
-from hetstream.checkpoint.structure import Shard, TensorRef
-from hetstream.checkpoint.tree import (
+from hetstream.checkpoint.record.layout import Entry
+from hetstream.checkpoint.record.structure import Shard, TensorRef
+from hetstream.checkpoint.record.tree import (
     MAX_INLINE_BYTES,
     TENSOR,
     Data,

@@ -9,12 +9,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.flash.distributed import Communicator, gather
 from hetstream.checkpoint.flash.stats import CheckpointStats
-from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.memory.store_files import WriterStatus
 from hetstream.checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree
-from hetstream.checkpoint.store_files import WriterStatus
+from hetstream.checkpoint.record.generation import Generation
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.writer import spawn_writer
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.persist.writer import spawn_writer
+from hetstream.checkpoint.record.generation import Generation
 
 _log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 
 from hetstream.base.installed import install_command
-from hetstream.checkpoint import typed_json
 from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedLayout
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.layout import TensorSpec, lay_out
-from hetstream.checkpoint.structure import Record, TensorRef
-from hetstream.checkpoint.tree import MAX_DEPTH, TENSOR, Node
+from hetstream.checkpoint.record import typed_json
+from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import TensorSpec, lay_out
+from hetstream.checkpoint.record.structure import Record, TensorRef
+from hetstream.checkpoint.record.tree import MAX_DEPTH, TENSOR, Node
 
 try:
     import h5py

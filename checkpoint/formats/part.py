@@ -17,8 +17,8 @@ from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease
 from hetstream.checkpoint.formats import safetensors
 from hetstream.checkpoint.formats.plan import FilePlan, Range
 from hetstream.checkpoint.formats.torch_zip import plan_torch, read_torch
-from hetstream.checkpoint.layout import Entry, Layout
-from hetstream.checkpoint.structure import Record
+from hetstream.checkpoint.record.layout import Entry, Layout
+from hetstream.checkpoint.record.structure import Record
 
 Format = Literal["safetensors", "torch"]  # as in `structure.Record`
 FORMATS: tuple[Format, ...] = get_args(Format)

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from hetstream.checkpoint import typed_json
 from hetstream.checkpoint.errors import DamagedCheckpoint, UnsupportedState
 from hetstream.checkpoint.formats.plan import FilePlan, Range
-from hetstream.checkpoint.layout import ITEM_BYTES, MAX_DIMENSIONS, Entry
+from hetstream.checkpoint.record import typed_json
+from hetstream.checkpoint.record.layout import ITEM_BYTES, MAX_DIMENSIONS, Entry
 
 PAGE_BYTES = 4096
 _LENGTH_BYTES = 8

@@ -27,9 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hetstream.checkpoint.errors import DamagedCheckpoint
-from hetstream.checkpoint.layout import Entry
-from hetstream.checkpoint.structure import Record, TensorRef
-from hetstream.checkpoint.tree import TENSOR
+from hetstream.checkpoint.record.layout import Entry
+from hetstream.checkpoint.record.structure import Record, TensorRef
+from hetstream.checkpoint.record.tree import TENSOR
 
 
 class _Dtype(NamedTuple):

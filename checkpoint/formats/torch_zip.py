@@ -17,8 +17,8 @@ from hetstream.checkpoint.formats.plan import FilePlan, Range
 from hetstream.checkpoint.formats.stored_zip import Record as ZipRecord
 from hetstream.checkpoint.formats.stored_zip import find_records, plan_zip
 from hetstream.checkpoint.formats.torch_pickle import pickle_record
-from hetstream.checkpoint.layout import Entry, TensorSpec, from_json, lay_out
-from hetstream.checkpoint.structure import Record
+from hetstream.checkpoint.record.layout import Entry, TensorSpec, from_json, lay_out
+from hetstream.checkpoint.record.structure import Record
 
 # torch takes any folder; this is the one that it names itself when it does not know the file's name.
 _FOLDER = "archive/"

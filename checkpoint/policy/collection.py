@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetstream.checkpoint.config import NO_JOB
-from hetstream.checkpoint.view import FoundStore
+from hetstream.checkpoint.memory.view import FoundStore
 
 
 def reason_to_keep(store: FoundStore, jobs: Mapping[str, str] | None, *, discard_unsaved: bool) -> str:

@@ -19,15 +19,15 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.errors import DamagedSegment, ReplicaError
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.memory.segment import MAX_METADATA_BYTES, Header, Segment
+from hetstream.checkpoint.memory.store_files import StoreFiles
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.callers import UnknownCallers
 from hetstream.checkpoint.replica.peers import Order
 from hetstream.checkpoint.replica.rendezvous import Endpoint
 from hetstream.checkpoint.replica.stock import check_record, forget_others, make_slot, on_this_host
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request, words
-from hetstream.checkpoint.segment import MAX_METADATA_BYTES, Header, Segment
-from hetstream.checkpoint.store_files import StoreFiles
 
 _log = logging.getLogger(__name__)
 

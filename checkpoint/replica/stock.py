@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 
-from hetstream.checkpoint.agreement import Replica
 from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ReplicaError
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.layout import from_json
-from hetstream.checkpoint.segment import Segment, check_memory, check_room, file_bytes, split_metadata
-from hetstream.checkpoint.store_files import SlotContent, StoreFiles
-from hetstream.checkpoint.structure import Origin, Record, read_origin
+from hetstream.checkpoint.memory.segment import Segment, check_memory, check_room, file_bytes, split_metadata
+from hetstream.checkpoint.memory.store_files import SlotContent, StoreFiles
+from hetstream.checkpoint.record.agreement import Replica
+from hetstream.checkpoint.record.layout import from_json
+from hetstream.checkpoint.record.structure import Origin, Record, read_origin
 
 NUM_SLOTS = 2
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import msgspec
 
 from hetstream.base.errors import HetstreamError
-from hetstream.checkpoint.agreement import Replica
+from hetstream.checkpoint.disk.files import write_whole
 from hetstream.checkpoint.errors import NoCheckpoint, ReplicaError
-from hetstream.checkpoint.files import write_whole
-from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.memory.segment import MAX_METADATA_BYTES
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import StoreFiles
+from hetstream.checkpoint.record.agreement import Replica
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.peers import order_of
 from hetstream.checkpoint.replica.rendezvous import Endpoint
 from hetstream.checkpoint.replica.stock import check_record, for_others
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request
-from hetstream.checkpoint.segment import MAX_METADATA_BYTES
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import StoreFiles
 
 _log = logging.getLogger(__name__)
 

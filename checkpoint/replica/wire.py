@@ -26,13 +26,13 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from hetstream.checkpoint import typed_json
-from hetstream.checkpoint.checksum import Checksum
 from hetstream.checkpoint.errors import DamagedSegment, ReplicaError
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.memory.segment import Header, Segment
+from hetstream.checkpoint.record import typed_json
+from hetstream.checkpoint.record.checksum import Checksum
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica.rendezvous import Endpoint
-from hetstream.checkpoint.segment import Header, Segment
 
 _MAGIC = b"HETREPL1"
 _NONCE_BYTES = 32

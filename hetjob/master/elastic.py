@@ -24,7 +24,7 @@ from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.looks import Looks
 from hetstream.hetjob.ports import MarkedJob, SiteLimit
-from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ READ_WITHIN_S = 300.0
 
 
 class Steering(Protocol):
-    """A connection to the dispatcher; `hetstream.mpi_dataworkers.status_client.StatusClient` is one."""
+    """A connection to the dispatcher; `hetstream.mpi_dataworkers.wire.status_client.StatusClient` is one."""
 
     def steer(self, order: SteerDataWorkers) -> Status:
         """Tell what this side does, and hear what goes on."""

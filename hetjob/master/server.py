@@ -35,7 +35,7 @@ from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
 from hetstream.mpi_dataworkers.dispatcher.journal import remove_leftovers
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.interpreter import remove_announcement
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.private import own_directory
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.faults import reach
-from hetstream.mpi_dataworkers.messages import LoaderStats, ProvideDefinition, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import LoaderStats, ProvideDefinition, RegisterLoader
 
 # Also of the messages in it: a release whose `ProvideDefinition` or `LoaderStats` has another form has another number.
 _SCHEMA_VERSION = 3

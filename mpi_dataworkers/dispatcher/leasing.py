@@ -29,8 +29,9 @@ from hetstream.mpi_dataworkers.dispatcher.records import (
     WorkerRecord,
 )
 from hetstream.mpi_dataworkers.dispatcher.sharing import ShareGroup, ShareGroups
-from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.order.reorder import as_ranges
+from hetstream.mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.wire.messages import (
     Failure,
     GrantLease,
     LeaseRevoked,
@@ -45,9 +46,8 @@ from hetstream.mpi_dataworkers.messages import (
     StepsLost,
     TrimLease,
 )
-from hetstream.mpi_dataworkers.programs import joined, serves, why_unfit
-from hetstream.mpi_dataworkers.rates import RecentRates
-from hetstream.mpi_dataworkers.reorder import as_ranges
+from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.worker.programs import joined, serves, why_unfit
 
 # A worker that could not reach a loader is not sent there again for this long.
 UNREACHABLE_S = 10.0

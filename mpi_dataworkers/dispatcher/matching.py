@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 
-from hetstream.mpi_dataworkers.messages import RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import RegisterLoader
 
 
 def description_of(loader: RegisterLoader) -> Hashable:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from hetstream.base.installed import install_command
 from hetstream.base.web import WebServer
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStatus, Status
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric

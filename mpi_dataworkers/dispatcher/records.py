@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hetstream.mpi_dataworkers.dispatcher.standing import Standing
-from hetstream.mpi_dataworkers.failures import StepFailures
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.wire.messages import (
     Interpreter,
     LoaderStats,
     Message,
@@ -27,7 +27,7 @@ from hetstream.mpi_dataworkers.messages import (
     Session,
     ShardOrder,
 )
-from hetstream.mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.worker.failures import StepFailures
 
 # More than a data worker has leases that are not yet reported; if it is fewer, a shard is read from its beginning.
 _SNAPSHOTS_KEPT = 16

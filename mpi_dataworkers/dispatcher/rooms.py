@@ -15,8 +15,8 @@ from collections.abc import Collection
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.leasing import Leasing
 from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send, SessionRecord, WorkerRecord
-from hetstream.mpi_dataworkers.messages import AddProcess, DrainWorker, RenewWorker
-from hetstream.mpi_dataworkers.programs import serves
+from hetstream.mpi_dataworkers.wire.messages import AddProcess, DrainWorker, RenewWorker
+from hetstream.mpi_dataworkers.worker.programs import serves
 
 # A process that was asked for has registered by then; or the one that is to leave is at a long sample.
 ROOM_S = 5.0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetstream.base.files import Directory
-from hetstream.mpi_dataworkers.address import ServiceAddress, remove_address_file, write_address_file
 from hetstream.mpi_dataworkers.dispatcher.event_log import EventLog
 from hetstream.mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
@@ -29,11 +28,12 @@ from hetstream.mpi_dataworkers.dispatcher.records import (
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import AddressInUse, ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.faults import reach
-from hetstream.mpi_dataworkers.handover import is_there, remove_all, remove_unused
-from hetstream.mpi_dataworkers.memory import give_back_freed_memory
-from hetstream.mpi_dataworkers.messages import ShutDown, ToDispatcher
 from hetstream.mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received, parse_peer
 from hetstream.mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress, remove_address_file, write_address_file
+from hetstream.mpi_dataworkers.wire.messages import ShutDown, ToDispatcher
+from hetstream.mpi_dataworkers.wire.pipeline_transfer import is_there, remove_all, remove_unused
+from hetstream.mpi_dataworkers.worker.memory import give_back_freed_memory
 
 if TYPE_CHECKING:
     from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer

@@ -2,8 +2,8 @@
 
 Sessions with one share key read one endless stream of batches: position = epoch * steps of an epoch + step (+ a shift,
 in window mode). The dispatcher leases a position that a worker has made, or is making, to that worker again, which
-serves it from its cache (`mpi_dataworkers/cache.py`). What is kept here are hints: a wrong one costs making a batch
-again, never a wrong batch.
+serves it from its cache (`mpi_dataworkers/worker/cache.py`). What is kept here are hints: a wrong one costs making a
+batch again, never a wrong batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from hetstream.mpi_dataworkers.dispatcher.matching import is_same_process
-from hetstream.mpi_dataworkers.messages import ProvideDefinition, Ranges, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import ProvideDefinition, Ranges, RegisterLoader
 
 # Positions of one stream whose makers are remembered; workers say which of them left their caches.
 _MAX_POSITIONS = 8192

@@ -39,8 +39,8 @@ from hetstream.mpi_dataworkers.dispatcher.rooms import Rooms
 from hetstream.mpi_dataworkers.dispatcher.sharing import Reader, different_under_one_name, shares_with_nobody
 from hetstream.mpi_dataworkers.dispatcher.status import note_rates, status_of
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.wire.messages import (
     Alive,
     BatchFailed,
     CloseEpoch,
@@ -82,8 +82,8 @@ from hetstream.mpi_dataworkers.messages import (
     WorkerRegistered,
     WorkerToDispatcher,
 )
-from hetstream.mpi_dataworkers.programs import why_unfit
-from hetstream.mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.worker.programs import why_unfit
 
 # A worker is lost when it was silent this long and has no work; it sends a heartbeat every HEARTBEAT_S. One that works
 # may hold the GIL: while its connection is alive, its sample has the time that the program gives a sample.

@@ -13,8 +13,14 @@ import msgspec
 
 from hetstream.mpi_dataworkers.dispatcher.matching import key_of
 from hetstream.mpi_dataworkers.dispatcher.records import LoaderRecord, SessionRecord, WorkerRecord
-from hetstream.mpi_dataworkers.messages import DataWorkerState, DataWorkerStatus, LoaderStatus, PastDecision, Status
 from hetstream.mpi_dataworkers.rates import step_time_s
+from hetstream.mpi_dataworkers.wire.messages import (
+    DataWorkerState,
+    DataWorkerStatus,
+    LoaderStatus,
+    PastDecision,
+    Status,
+)
 
 if TYPE_CHECKING:
     from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState

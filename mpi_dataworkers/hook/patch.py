@@ -60,9 +60,9 @@ def _patch(module: ModuleType) -> None:
 def _announce() -> None:
     """Tell data workers, which were started before the script's own environment, which Python this is."""
     from hetstream.base.errors import ConfigError
-    from hetstream.mpi_dataworkers.address import parse_service
     from hetstream.mpi_dataworkers.config import service_from_environment
     from hetstream.mpi_dataworkers.interpreter import announce
+    from hetstream.mpi_dataworkers.wire.address import parse_service
 
     service = service_from_environment()
     if service is not None:

@@ -13,9 +13,7 @@ import torch
 import torch.utils.data
 
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers.bucketing import BucketPlan, LengthBuckets, padding_waste, step_spread
 from hetstream.mpi_dataworkers.config import service_from_environment
-from hetstream.mpi_dataworkers.data_state import MAX_EPOCH, DataState
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
@@ -34,9 +32,11 @@ from hetstream.mpi_dataworkers.loader.torch_loader import (
     torch_options,
 )
 from hetstream.mpi_dataworkers.ops.pipeline import fingerprint_of
-from hetstream.mpi_dataworkers.rounds import StreamBuckets
-from hetstream.mpi_dataworkers.sharding import EpochPlan
-from hetstream.mpi_dataworkers.visitation import Cut, ShardingPolicy, Visitation
+from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, LengthBuckets, padding_waste, step_spread
+from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH, DataState
+from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
+from hetstream.mpi_dataworkers.order.sharding import EpochPlan
+from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPolicy, Visitation
 
 # What reading by length saves is judged by so many steps of all ranks: a lookup of some 0.1 ms each.
 _STEPS_JUDGED = 16

@@ -11,11 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hetstream.mpi_dataworkers.client import service_at
-from hetstream.mpi_dataworkers.codec import Buffer
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.handover import HandoverFailed, buffers_in, pack, places_of, read_into
-from hetstream.mpi_dataworkers.messages import ProvideDefinition
+from hetstream.mpi_dataworkers.loader.client import service_at
 from hetstream.mpi_dataworkers.ops.pipeline import (
     Definition,
     EnteredPipeline,
@@ -26,6 +23,9 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
     has_changed,
 )
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
+from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.messages import ProvideDefinition
+from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, buffers_in, pack, places_of, read_into
 
 _log = logging.getLogger(__name__)
 

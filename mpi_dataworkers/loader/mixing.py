@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch.utils.data
 
 from hetstream.base.errors import ConfigError
-from hetstream.mpi_dataworkers.data_state import MAX_EPOCH
 from hetstream.mpi_dataworkers.errors import StateError
-from hetstream.mpi_dataworkers.mixer import Mixer, Stop, check_mixture, choices_of
+from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH
+from hetstream.mpi_dataworkers.order.mixer import Mixer, Stop, check_mixture, choices_of
 
 _STATE_VERSION = 1
 # Passes of a part within one epoch of the mixture get epochs of their own, far from those of other epochs.

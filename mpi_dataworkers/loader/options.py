@@ -20,8 +20,6 @@ import torch
 import torch.utils.data
 
 from hetstream.base.errors import HetstreamError, OptionsError
-from hetstream.mpi_dataworkers.address import parse_service
-from hetstream.mpi_dataworkers.bucketing import LengthBuckets, boundary_problems
 from hetstream.mpi_dataworkers.config import (
     Identity,
     buffer_bytes_from_environment,
@@ -31,12 +29,14 @@ from hetstream.mpi_dataworkers.config import (
     service_from_environment,
     transports_from_environment,
 )
-from hetstream.mpi_dataworkers.data_state import MAX_EPOCH
 from hetstream.mpi_dataworkers.loader.device import check_device
 from hetstream.mpi_dataworkers.loader.skipped import quarantine_file, writing_problem
-from hetstream.mpi_dataworkers.messages import ErrorPolicy
 from hetstream.mpi_dataworkers.ops.iterable import files_of, generator_problem
-from hetstream.mpi_dataworkers.visitation import Guarantee, Traits, decide
+from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, boundary_problems
+from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH
+from hetstream.mpi_dataworkers.order.visitation import Guarantee, Traits, decide
+from hetstream.mpi_dataworkers.wire.address import parse_service
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
 
 _log = logging.getLogger(__name__)
 

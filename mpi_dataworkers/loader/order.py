@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from hetstream.mpi_dataworkers.bucketing import BucketPlan, order_of
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
-from hetstream.mpi_dataworkers.messages import ListedOrder
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm, form_of
-from hetstream.mpi_dataworkers.sharding import EpochPlan, Indices, SampleSeeds
+from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, order_of
+from hetstream.mpi_dataworkers.order.sharding import EpochPlan, Indices, SampleSeeds
+from hetstream.mpi_dataworkers.wire.messages import ListedOrder
 
 _LARGEST_INDEX = 2**63 - 1
 # Without another bound, a listed order is drawn from the program's sampler this many steps beyond the window.

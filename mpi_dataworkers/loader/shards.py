@@ -13,9 +13,8 @@ from typing import Any
 
 import torch.utils.data
 
-from hetstream.mpi_dataworkers.client import Delivered, Ended, LocalFallback, Pass
 from hetstream.mpi_dataworkers.errors import StateError
-from hetstream.mpi_dataworkers.interleave import Interleave, Place, deal
+from hetstream.mpi_dataworkers.loader.client import Delivered, Ended, LocalFallback, Pass
 from hetstream.mpi_dataworkers.loader.order import PlannedPass
 from hetstream.mpi_dataworkers.loader.stream import (
     BeginWorker,
@@ -28,13 +27,14 @@ from hetstream.mpi_dataworkers.loader.stream import (
     no_collate,
     rebuild_error,
 )
-from hetstream.mpi_dataworkers.messages import BatchFailed, ErrorPolicy, ShardOrder
 from hetstream.mpi_dataworkers.ops.iterable import ShardReader
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
-from hetstream.mpi_dataworkers.reorder import as_ranges
-from hetstream.mpi_dataworkers.sharding import EpochPlan, derive_seed
-from hetstream.mpi_dataworkers.visitation import Cut, Guarantee
+from hetstream.mpi_dataworkers.order.interleave import Interleave, Place, deal
+from hetstream.mpi_dataworkers.order.reorder import as_ranges
+from hetstream.mpi_dataworkers.order.sharding import EpochPlan, derive_seed
+from hetstream.mpi_dataworkers.order.visitation import Cut, Guarantee
+from hetstream.mpi_dataworkers.wire.messages import BatchFailed, ErrorPolicy, ShardOrder
 
 # A state with more was not written by a loader: there are not so many data workers.
 _MAX_COPIES = 1 << 16

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from hetstream.mpi_dataworkers.messages import ListedOrder, PlannedOrder, Sharing
+from hetstream.mpi_dataworkers.wire.messages import ListedOrder, PlannedOrder, Sharing
 
 SharingMode = Literal["lossless", "window"]
 

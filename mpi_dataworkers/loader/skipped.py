@@ -15,7 +15,7 @@ import msgspec
 from hetstream.base.files import Directory
 from hetstream.mpi_dataworkers.config import Identity
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
-from hetstream.mpi_dataworkers.messages import ErrorPolicy, Failure
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,6 @@ from torch import _utils as torch_utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin
 
-from hetstream.mpi_dataworkers.address import parse_service
-from hetstream.mpi_dataworkers.client import ClientOptions, Delivered, LocalFallback, Pass, ServiceClient
-from hetstream.mpi_dataworkers.codec import Buffer, split
 from hetstream.mpi_dataworkers.config import (
     Identity,
     buffer_bytes_from_environment,
@@ -36,12 +33,12 @@ from hetstream.mpi_dataworkers.config import (
 )
 from hetstream.mpi_dataworkers.errors import RemoteError, ServiceUnavailable
 from hetstream.mpi_dataworkers.interpreter import announce
+from hetstream.mpi_dataworkers.loader.client import ClientOptions, Delivered, LocalFallback, Pass, ServiceClient
 from hetstream.mpi_dataworkers.loader.definitions import Definitions, Sent
+from hetstream.mpi_dataworkers.loader.naming import name_loader
 from hetstream.mpi_dataworkers.loader.order import ListedPass, LookAhead, Order, steps_to_gather
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
-from hetstream.mpi_dataworkers.messages import Batch, BatchFailed, ErrorPolicy, Failure, LoaderStats
-from hetstream.mpi_dataworkers.naming import name_loader
 from hetstream.mpi_dataworkers.ops.index_form import pack_indices
 from hetstream.mpi_dataworkers.ops.pipeline import (
     MadeStep,
@@ -54,6 +51,9 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
 )
 from hetstream.mpi_dataworkers.ops.tree import holds_objects, resolve_class, unflatten
 from hetstream.mpi_dataworkers.rates import RecentRates, step_time_s
+from hetstream.mpi_dataworkers.wire.address import parse_service
+from hetstream.mpi_dataworkers.wire.codec import Buffer, split
+from hetstream.mpi_dataworkers.wire.messages import Batch, BatchFailed, ErrorPolicy, Failure, LoaderStats
 
 _pin_memory: Any = torch_pin.pin_memory
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper

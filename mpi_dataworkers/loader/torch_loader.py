@@ -9,7 +9,6 @@ import torch
 import torch.distributed
 import torch.utils.data
 
-from hetstream.mpi_dataworkers.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.config import Identity
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.horovod import horovod_identity
@@ -18,7 +17,8 @@ from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
 from hetstream.mpi_dataworkers.loader.stream import Stream
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
-from hetstream.mpi_dataworkers.rounds import StreamBuckets
+from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
+from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
 
 
 def distributed_identity() -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetstream.mpi_dataworkers.sharding import Indices
+from hetstream.mpi_dataworkers.order.sharding import Indices
 
 # What holds a step's indices; a step that is not batched has one index: "one", or a list that is one index.
 _CONTAINERS = ("list", "tuple", "array", "tensor", "one")

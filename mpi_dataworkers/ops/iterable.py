@@ -21,12 +21,12 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.generators import making_sample
-from hetstream.mpi_dataworkers.messages import Failure, ShardOrder
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
-from hetstream.mpi_dataworkers.reorder import as_ranges
-from hetstream.mpi_dataworkers.sharding import derive_seed, permute
-from hetstream.mpi_dataworkers.snapshots import pack, unpack
-from hetstream.mpi_dataworkers.visitation import Cut
+from hetstream.mpi_dataworkers.order.reorder import as_ranges
+from hetstream.mpi_dataworkers.order.sharding import derive_seed, permute
+from hetstream.mpi_dataworkers.order.snapshots import pack, unpack
+from hetstream.mpi_dataworkers.order.visitation import Cut
+from hetstream.mpi_dataworkers.wire.messages import Failure, ShardOrder
 
 _DIVIDE_THEMSELVES = (Cut.ITSELF.value, Cut.ITSELF_FOR_RANKS.value)
 # An iterator that raises so often without an element between does not get any further.

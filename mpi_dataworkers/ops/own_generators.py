@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hetstream.mpi_dataworkers.ops.reachable import reachable
-from hetstream.mpi_dataworkers.sharding import derive_seed
+from hetstream.mpi_dataworkers.order.sharding import derive_seed
 
 
 class OwnGenerators:

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 import xxhash
 
-from hetstream.mpi_dataworkers.codec import Buffer
-from hetstream.mpi_dataworkers.messages import Program
 from hetstream.mpi_dataworkers.ops.shared_memory import SharedMappings
+from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.messages import Program
 
 # Below this a buffer of its own costs more than its copy in the pickle stream.
 APART_FROM_BYTES = 64 << 10

@@ -25,22 +25,22 @@ import torch.utils.data
 from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 
-from hetstream.mpi_dataworkers.bucketing import LengthBuckets
-from hetstream.mpi_dataworkers.codec import Buffer
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
-from hetstream.mpi_dataworkers.messages import ErrorPolicy, Failure, Program
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
 from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators
 from hetstream.mpi_dataworkers.ops.pickling import digest_of, pickle_apart, unpickle
 from hetstream.mpi_dataworkers.ops.program import is_own, program_of, settings_of
 from hetstream.mpi_dataworkers.ops.reached import Reached
-from hetstream.mpi_dataworkers.rounds import StreamBuckets
-from hetstream.mpi_dataworkers.sharding import Indices
+from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
+from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
+from hetstream.mpi_dataworkers.order.sharding import Indices
 from hetstream.mpi_dataworkers.sources.together import reads_apart
-from hetstream.mpi_dataworkers.threads import ThreadTeam
+from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure, Program
+from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.worker.threads import ThreadTeam
 
 _pin_memory: Any = torch_pin.pin_memory
 _numpy_seed: Any = torch_worker._generate_state

@@ -27,8 +27,8 @@ import torch
 
 import hetstream
 from hetstream.mpi_dataworkers.config import travelling_environment
-from hetstream.mpi_dataworkers.messages import Program
 from hetstream.mpi_dataworkers.ops.reached import Place, Reached
+from hetstream.mpi_dataworkers.wire.messages import Program
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hetstream.mpi_dataworkers.codec import Buffer
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.wire.codec import Buffer
 
 _MAPS = Path("/proc/self/maps")
 # Looking takes no more than this share of the time, but for the first time.

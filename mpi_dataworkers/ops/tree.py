@@ -26,8 +26,8 @@ import numpy as np
 import torch
 import torch._utils
 
-from hetstream.mpi_dataworkers.codec import FUSE_BELOW_BYTES, Buffer, Leaf, Scattered
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
+from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, Buffer, Leaf, Scattered
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.codec import Buffer, Leaf
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.messages import Delivery, Message
+from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf
+from hetstream.mpi_dataworkers.wire.messages import Delivery, Message
 
 # For `close`: nothing that is queued is waited for.
 AT_ONCE = 0.0

@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from hetstream.mpi_dataworkers.codec import Leaf
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.messages import Delivery
 from hetstream.mpi_dataworkers.transports.base import AT_ONCE, PeerUnreachable
+from hetstream.mpi_dataworkers.wire.codec import Leaf
+from hetstream.mpi_dataworkers.wire.messages import Delivery
 
 # A guard for descriptors, 1024 of a process in most places, of which a connection has two at most: data workers close
 # those to loaders that read no more.

@@ -12,10 +12,7 @@ import logging
 import secrets
 from collections.abc import Collection, Sequence
 
-from hetstream.mpi_dataworkers.address import ServiceAddress
-from hetstream.mpi_dataworkers.codec import Leaf
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.messages import Delivery
 from hetstream.mpi_dataworkers.transports.base import (
     BatchReceiver,
     BatchSender,
@@ -26,6 +23,9 @@ from hetstream.mpi_dataworkers.transports.base import (
 from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver, local_address_towards
 from hetstream.mpi_dataworkers.transports.zmq import ZmqLoaderEndpoint
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress
+from hetstream.mpi_dataworkers.wire.codec import Leaf
+from hetstream.mpi_dataworkers.wire.messages import Delivery
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hetstream.mpi_dataworkers.codec import Buffer
 from hetstream.mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.wire.codec import Buffer
 
 try:
     import zstandard

@@ -35,12 +35,12 @@ import msgspec
 import numpy as np
 
 from hetstream.base.installed import install_command
-from hetstream.mpi_dataworkers.codec import Leaf, decode, encode, in_one_piece
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
-from hetstream.mpi_dataworkers.messages import Delivery, Hello, Message
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
 from hetstream.mpi_dataworkers.transports.channels import ChannelSender
 from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
+from hetstream.mpi_dataworkers.wire.codec import Leaf, decode, encode, in_one_piece
+from hetstream.mpi_dataworkers.wire.messages import Delivery, Hello, Message
 
 try:
     from mpi4py import MPI

@@ -16,9 +16,9 @@ import hashlib
 import hmac
 import secrets
 
-from hetstream.mpi_dataworkers.codec import Buffer
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.messages import AnyMessage, Challenge, Hello, Proof
+from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.messages import AnyMessage, Challenge, Hello, Proof
 
 NONCE_BYTES = 32
 SEAL_BYTES = 16

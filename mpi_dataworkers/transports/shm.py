@@ -33,14 +33,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hetstream.base.limits import available_bytes
-from hetstream.mpi_dataworkers.codec import Buffer, Leaf, Scattered, decode, encode, size_of
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
-from hetstream.mpi_dataworkers.messages import Delivery
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch
 from hetstream.mpi_dataworkers.transports.channels import ChannelSender
 from hetstream.mpi_dataworkers.transports.extents import Extents, find_frames, lay_out
 from hetstream.mpi_dataworkers.transports.peer import accept_peer, is_own_user
 from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
+from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, Scattered, decode, encode, size_of
+from hetstream.mpi_dataworkers.wire.messages import Delivery
 
 _log = logging.getLogger(__name__)
 

@@ -26,15 +26,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hetstream.mpi_dataworkers.codec import Buffer, Leaf, decode, encode, in_one_piece, in_pieces, size_of
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
-from hetstream.mpi_dataworkers.messages import Compressed, Delivery, Message
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, transport_of
 from hetstream.mpi_dataworkers.transports.channels import ChannelSender
 from hetstream.mpi_dataworkers.transports.compression import compress, decompress
 from hetstream.mpi_dataworkers.transports.extents import find_frames, lay_out
 from hetstream.mpi_dataworkers.transports.peer import accept_peer, most_unproven
 from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
+from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, decode, encode, in_one_piece, in_pieces, size_of
+from hetstream.mpi_dataworkers.wire.messages import Compressed, Delivery, Message
 
 _LENGTH = struct.Struct("<Q")
 _HANDSHAKE_BYTES = 4096

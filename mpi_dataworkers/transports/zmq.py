@@ -18,8 +18,6 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from hetstream.mpi_dataworkers.address import ServiceAddress
-from hetstream.mpi_dataworkers.codec import Buffer, chop, decode, encode, join
 from hetstream.mpi_dataworkers.errors import (
     AddressInUse,
     AuthenticationError,
@@ -28,7 +26,6 @@ from hetstream.mpi_dataworkers.errors import (
     ServiceError,
     ServiceUnavailable,
 )
-from hetstream.mpi_dataworkers.messages import Message
 from hetstream.mpi_dataworkers.transports.base import (
     BatchReceiver,
     Disconnected,
@@ -40,6 +37,9 @@ from hetstream.mpi_dataworkers.transports.base import (
     peer_name,
 )
 from hetstream.mpi_dataworkers.transports.peer import Newcomers, most_unproven
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress
+from hetstream.mpi_dataworkers.wire.codec import Buffer, chop, decode, encode, join
+from hetstream.mpi_dataworkers.wire.messages import Message
 
 # Frames that libzmq takes; larger messages (datasets in pickled form, which are rare) travel in pieces. What a stranger
 # can make a process hold is one frame for each connection, until the handshake's time is over.

@@ -6,15 +6,15 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from hetstream.slurm_plugin.advise import Advice, advise
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.client.accounting import has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.users import is_own
-from hetstream.slurm_plugin.ended_jobs import ended_jobs
-from hetstream.slurm_plugin.report import Column, Report, Section
-from hetstream.slurm_plugin.wait_shares import wait_shares
+from hetstream.slurm_plugin.insight.advise import Advice, advise
+from hetstream.slurm_plugin.insight.ended_jobs import ended_jobs
+from hetstream.slurm_plugin.insight.wait_shares import wait_shares
+from hetstream.slurm_plugin.render.report import Column, Report, Section
 
 EPILOG = f"""\
 BASIS says how firm a line is: measured (trainers waited for data, by hetstream's or Slurm's count), free now (a pending

@@ -11,11 +11,11 @@ from typing import Any
 from hetstream.base.errors import OptionsError
 from hetstream.base.installed import install_command
 from hetstream.base.text import printable
-from hetstream.checkpoint.apart import read_apart
-from hetstream.checkpoint.conversion import KINDS, Source, check_target, detect
+from hetstream.checkpoint.convert.source import KINDS, Source, check_target, detect
+from hetstream.checkpoint.disk.apart import read_apart
 from hetstream.checkpoint.errors import CheckpointError
 from hetstream.checkpoint.formats.part import FORMATS
-from hetstream.hetjob.table import size_words
+from hetstream.slurm_plugin.render.table import size_words
 
 EPILOG = """\
 SRC is recognised by what is in it: a directory of checkpoints, or one checkpoint in it; a directory of
@@ -111,7 +111,7 @@ def _check_options(args: argparse.Namespace, source: Source) -> None:
 
 def _convert_data(source: Source, args: argparse.Namespace) -> dict[str, Any]:
     try:
-        from hetstream.checkpoint.analysis import export_hdf5, import_hdf5, read_state, saved_states
+        from hetstream.checkpoint.convert.analysis import export_hdf5, import_hdf5, read_state, saved_states
     except ImportError as error:
         raise CheckpointError(str(error)) from error
     if args.to == "hdf5":
@@ -130,7 +130,7 @@ def _convert_data(source: Source, args: argparse.Namespace) -> dict[str, Any]:
 
 def _convert_weights(source: Source, args: argparse.Namespace) -> dict[str, Any]:
     try:
-        from hetstream.checkpoint.flash.convert import check_step, reading, write
+        from hetstream.checkpoint.convert.weights import check_step, reading, write
     except ImportError as error:
         raise CheckpointError(f"this conversion needs torch: {install_command('torch')} ({error})") from error
     with reading(source, args.step, args.under or "") as content:

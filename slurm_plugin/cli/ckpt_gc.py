@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.text import printable
-from hetstream.checkpoint.bounds import bounded
 from hetstream.checkpoint.config import NO_JOB
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.bounds import bounded
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores, places
 from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
-from hetstream.checkpoint.view import FoundStore, StoreView, find_stores, places
 from hetstream.hetjob.errors import SlurmCommandError
-from hetstream.hetjob.table import size_words
 from hetstream.slurm_plugin.cli.ckpt_ls import existing
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.render.table import size_words
 
 EPILOG = """\
 Memory: a store of this user goes if no process holds it, its job is over (squeue is asked; a requeued job is not over)

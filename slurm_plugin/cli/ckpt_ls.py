@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.text import printable
-from hetstream.checkpoint.bounds import bounded
-from hetstream.checkpoint.directory import Checkpoint, CheckpointDirectory, Partial
+from hetstream.checkpoint.disk.bounds import bounded
+from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory, Partial
+from hetstream.checkpoint.disk.latest import problem_of_latest
 from hetstream.checkpoint.errors import NoCheckpoint
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.latest import problem_of_latest
+from hetstream.checkpoint.memory.view import FoundStore, find_stores, places
 from hetstream.checkpoint.policy.lineage import Lineage
-from hetstream.checkpoint.view import FoundStore, find_stores, places
-from hetstream.hetjob.table import RED, YELLOW, Cell, duration_words, size_words, table
+from hetstream.checkpoint.record.generation import Generation
+from hetstream.slurm_plugin.render.table import RED, YELLOW, Cell, duration_words, size_words, table
 
 EPILOG = """\
 States on disk: `committed` (the newest is `latest`), `damaged` with what is wrong, `partial` with the ranks that are

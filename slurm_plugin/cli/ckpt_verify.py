@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.text import printable
-from hetstream.checkpoint.bounds import bounded
-from hetstream.checkpoint.directory import Checkpoint
+from hetstream.checkpoint.disk.bounds import bounded
+from hetstream.checkpoint.disk.directory import Checkpoint
 from hetstream.checkpoint.errors import NoCheckpoint
-from hetstream.hetjob.table import size_words
 from hetstream.slurm_plugin.cli.ckpt_ls import as_fields, existing
+from hetstream.slurm_plugin.render.table import size_words
 
 EPILOG = """\
 A checkpoint that turns out to be damaged is marked (`damaged.txt` in its directory), so that no restore takes it; one

@@ -13,9 +13,9 @@ from pathlib import Path
 from hetstream.base.errors import UsageError
 from hetstream.base.private import make_private
 from hetstream.checkpoint.errors import CheckpointError
-from hetstream.checkpoint.store_files import StoreFiles, WriterStatus
-from hetstream.checkpoint.view import FoundStore, find_stores
-from hetstream.checkpoint.writer import Options, Writer, serve_job
+from hetstream.checkpoint.memory.store_files import StoreFiles, WriterStatus
+from hetstream.checkpoint.memory.view import FoundStore, find_stores
+from hetstream.checkpoint.persist.writer import Options, Writer, serve_job
 from hetstream.hetjob.job_end import JobEnd
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.writers import log_file, ready_file

@@ -12,8 +12,8 @@ from pathlib import Path
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.hetjob.job_cleaning import JobLeft, jobs_left, remove
-from hetstream.hetjob.table import duration_words, size_words
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.render.table import duration_words, size_words
 
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 

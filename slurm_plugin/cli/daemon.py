@@ -24,12 +24,12 @@ from hetstream.hetjob.site.address import (
 )
 from hetstream.hetjob.site.client import ask
 from hetstream.hetjob.site.messages import AskStatus, JobStatus, ShowStatus
-from hetstream.hetjob.table import duration_words
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.watching import interval_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.options import DaemonOptions
-from hetstream.slurm_plugin.report import Column, Report, Section
+from hetstream.slurm_plugin.render.report import Column, Report, Section
+from hetstream.slurm_plugin.render.table import duration_words
 
 DEFAULT_STATE_DIR = Path("/var/lib/hetstreamd")
 DEFAULT_ADDRESS = UnixAddress(Path("/run/hetstream/daemon.sock"))

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hetstream.hetjob.table import RED, YELLOW
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.doctor import LUA_PLUGINS, NUM_CHECKS, Facts, Finding, Level, examine, lua_versions
-from hetstream.slurm_plugin.lua_settings import (
+from hetstream.slurm_plugin.install.doctor import LUA_PLUGINS, NUM_CHECKS, Facts, Finding, Level, examine, lua_versions
+from hetstream.slurm_plugin.install.lua_settings import (
     OPTIONS,
     asked_for,
     asks_for_lua,
@@ -22,7 +21,8 @@ from hetstream.slurm_plugin.lua_settings import (
     missing_modules,
     modules_of,
 )
-from hetstream.slurm_plugin.report import Column, Report, Row, Section
+from hetstream.slurm_plugin.render.report import Column, Report, Row, Section
+from hetstream.slurm_plugin.render.table import RED, YELLOW
 
 EPILOG = """\
 A problem keeps something of hetstream from working, a warning makes it work badly, a note says which feature is off.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.history import History
-from hetstream.slurm_plugin.monitor import Monitor
-from hetstream.slurm_plugin.wait_shares import SharesAside
+from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.monitor import Monitor
+from hetstream.slurm_plugin.insight.wait_shares import SharesAside
 
 EPILOG = """\
 It reads the cluster once in each interval, however often it is scraped. When slurmctld does not answer, hetstream_up is
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     (host, port), interval_s = address_of(args), interval_of(args)
     # Only here: prometheus_client is an extra.
-    from hetstream.slurm_plugin.metrics import ClusterCollector, MetricsServer
+    from hetstream.slurm_plugin.render.metrics import ClusterCollector, MetricsServer
 
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None

@@ -6,7 +6,6 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from hetstream.hetjob.table import RED, YELLOW
 from hetstream.slurm_plugin.cli.output import (
     EXIT_CODES,
     add_node_arguments,
@@ -19,8 +18,9 @@ from hetstream.slurm_plugin.cli.output import (
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.fragmentation import Fragmentation, NodeFragmentation, measure
-from hetstream.slurm_plugin.report import Column, Report, Row, Section, gib, percent, signed
+from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
+from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, gib, percent, signed
+from hetstream.slurm_plugin.render.table import RED, YELLOW
 
 EPILOG = f"""\
 FRAG is GoldMiner's indicator of a node, freeCPU/CPU - freeGPU/GPU: below zero its CPUs are gone before its GPUs, above

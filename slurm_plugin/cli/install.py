@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
-from hetstream.slurm_plugin.installation import (
+from hetstream.slurm_plugin.install.installation import (
     HOOKS,
     LUA_DIR,
     Action,
@@ -26,9 +26,9 @@ from hetstream.slurm_plugin.installation import (
     put_below,
     site_name,
 )
-from hetstream.slurm_plugin.manual import bash_completion, man_pages, verbs_of
+from hetstream.slurm_plugin.install.manual import bash_completion, man_pages, verbs_of
+from hetstream.slurm_plugin.install.unit import DAEMON_ENVIRONMENT, EXPORTER_ENVIRONMENT, daemon_unit, exporter_unit
 from hetstream.slurm_plugin.program import own_program
-from hetstream.slurm_plugin.unit import DAEMON_ENVIRONMENT, EXPORTER_ENVIRONMENT, daemon_unit, exporter_unit
 
 EPILOG = """\
 Below DIR: share/hetstream/lua (the modules), etc/hetstream/policy.lua (the site's rules, all commented out; for /usr

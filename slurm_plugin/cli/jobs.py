@@ -12,8 +12,8 @@ from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.users import names_of, uid_of
-from hetstream.slurm_plugin.report import Column, Report, Row, Section, duration, gib
-from hetstream.slurm_plugin.why import Explainer
+from hetstream.slurm_plugin.insight.why import Explainer
+from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration, gib
 
 EPILOG = f"""\
 CPUS, GPUS and GIB are totals over all nodes of a job; of pending jobs what they ask for. WAITS FOR is made from what is

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
-from hetstream.checkpoint.handover import living_request
-from hetstream.checkpoint.ownership import history, read_owner
+from hetstream.checkpoint.disk.handover_request import living_request
+from hetstream.checkpoint.disk.ownership import history, read_owner
 from hetstream.hetjob.convert import AlreadyHeterogeneous, script_options
 from hetstream.hetjob.directives import from_command_line, read_directives, read_spec
 from hetstream.hetjob.errors import SlurmCommandError

@@ -11,7 +11,7 @@ from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import Snapshot
-from hetstream.slurm_plugin.report import Report, as_csv, as_json, as_table
+from hetstream.slurm_plugin.render.report import Report, as_csv, as_json, as_table
 
 EXIT_CODES = """\
 exit codes:

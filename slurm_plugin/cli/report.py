@@ -14,11 +14,11 @@ from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.util import parse_time
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.history import History
-from hetstream.slurm_plugin.observation import Observation, Sample, observe
-from hetstream.slurm_plugin.page import page
-from hetstream.slurm_plugin.report import Column, Report, Section, duration
-from hetstream.slurm_plugin.wait_shares import wait_shares
+from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
+from hetstream.slurm_plugin.insight.wait_shares import wait_shares
+from hetstream.slurm_plugin.render.page import page
+from hetstream.slurm_plugin.render.report import Column, Report, Section, duration
 
 EPILOG = f"""\
 The page holds everything that it shows: no script, no outside resource. It names users and jobs, so mind whom you send

@@ -16,13 +16,13 @@ from hetstream.slurm_plugin.cli.report import DEFAULT_START, report_of
 from hetstream.slurm_plugin.cli.util import parse_time
 from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.history import KEEP_S, History
-from hetstream.slurm_plugin.monitor import Monitor, Reading
-from hetstream.slurm_plugin.observation import Sample
-from hetstream.slurm_plugin.page import page, unavailable
-from hetstream.slurm_plugin.report import as_json
-from hetstream.slurm_plugin.wait_shares import SharesAside
-from hetstream.slurm_plugin.web import serve_documents
+from hetstream.slurm_plugin.insight.history import KEEP_S, History
+from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
+from hetstream.slurm_plugin.insight.observation import Sample
+from hetstream.slurm_plugin.insight.wait_shares import SharesAside
+from hetstream.slurm_plugin.render.page import page, unavailable
+from hetstream.slurm_plugin.render.report import as_json
+from hetstream.slurm_plugin.render.web import serve_documents
 
 EPILOG = """\
 The page is at /, the figures of now are at /data.json. It reads the cluster once in each interval, however many look,

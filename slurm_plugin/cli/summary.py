@@ -13,10 +13,10 @@ from hetstream.base.text import printable
 from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetstream.hetjob.errors import ServiceNotFound
 from hetstream.hetjob.service import summary_line
-from hetstream.hetjob.table import Cell, duration_words, size_words, table
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.slurm_plugin.cli.logs import directory_of
 from hetstream.slurm_plugin.cli.output import EXIT_CODES
+from hetstream.slurm_plugin.render.table import Cell, duration_words, size_words, table
 
 _MAX_BYTES = 64 << 20
 _HEAD = ("LOADER", "RANK", "HOST", "EPOCHS", "STEPS", "SAMPLES", "BYTES", "WAITED", "LOCAL", "LEFT OUT")

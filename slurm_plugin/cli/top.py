@@ -15,7 +15,7 @@ import msgspec
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.find_service import check_running, find_address_file
-from hetstream.hetjob.top import render
+from hetstream.slurm_plugin.render.top import render
 
 EPILOG = """\
 WAITED is the share of the last seconds in which the training loop waited for data; BUSY the share in which a data
@@ -71,7 +71,7 @@ def address_file_of(args: argparse.Namespace) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     """Show it until the user has seen enough."""
-    from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+    from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
 
     if args.interval <= 0:
         raise UsageError(f"--interval {args.interval:g}: must be more than 0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hetstream.slurm_plugin.cli.install import add_arguments, report
-from hetstream.slurm_plugin.installation import uninstall
+from hetstream.slurm_plugin.install.installation import uninstall
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:

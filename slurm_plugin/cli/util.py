@@ -13,9 +13,9 @@ from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, 
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.report import Column, Report, Section, duration, percent
-from hetstream.slurm_plugin.utilisation import BY, Utilisation, Window, capacity, share, together, utilisation
-from hetstream.slurm_plugin.wait_shares import wait_shares
+from hetstream.slurm_plugin.insight.utilisation import BY, Utilisation, Window, capacity, share, together, utilisation
+from hetstream.slurm_plugin.insight.wait_shares import wait_shares
+from hetstream.slurm_plugin.render.report import Column, Report, Section, duration, percent
 
 EPILOG = f"""\
 Times are Slurm's: 2026-11-20T16:00:00, now, now-1day, now-8hours, now-30minutes. Allocated hours are those that jobs

@@ -7,7 +7,7 @@ import argparse
 from hetstream.base.errors import ConfigError, UsageError
 from hetstream.mpi_dataworkers.config import metrics_address
 from hetstream.slurm_plugin.cli.output import add_history_argument
-from hetstream.slurm_plugin.monitor import MIN_INTERVAL_S
+from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser, listen: str) -> None:

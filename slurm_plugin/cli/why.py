@@ -11,8 +11,8 @@ from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
-from hetstream.slurm_plugin.report import Column, Report, Row, Section, duration
-from hetstream.slurm_plugin.why import Explainer, Explanation, find_jobs
+from hetstream.slurm_plugin.insight.why import Explainer, Explanation, find_jobs
+from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
 
 EPILOG = f"""\
 The explanation is made from what is free now. Priorities in the making, licenses, topology, --exclusive and complex

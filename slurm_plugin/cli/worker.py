@@ -63,10 +63,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def run(args: argparse.Namespace) -> int:
     """Work until the service ends."""
-    from hetstream.mpi_dataworkers.address import parse_service
     from hetstream.mpi_dataworkers.config import cache_bytes_from_environment
     from hetstream.mpi_dataworkers.interpreter import take_hash_seed
-    from hetstream.mpi_dataworkers.threads import MAX_THREADS
+    from hetstream.mpi_dataworkers.wire.address import parse_service
+    from hetstream.mpi_dataworkers.worker.threads import MAX_THREADS
 
     if not 1 <= args.processes <= _MAX_PROCESSES:
         raise UsageError(f"--processes {args.processes}: 1 to {_MAX_PROCESSES}")
@@ -81,25 +81,25 @@ def run(args: argparse.Namespace) -> int:
     if args.follow_program is not None and not args.mpi:
         return _follow(args, cache_bytes)
     if args.mpi:
-        from hetstream.mpi_dataworkers.mpi_worker import run_mpi_data_worker
+        from hetstream.mpi_dataworkers.worker.mpi_worker import run_mpi_data_worker
 
         return run_mpi_data_worker(parse_service(args.service), cache_bytes, args.threads)
-    from hetstream.mpi_dataworkers.supervisor import run_data_workers
+    from hetstream.mpi_dataworkers.worker.supervisor import run_data_workers
 
     return run_data_workers(parse_service(args.service), args.processes, cache_bytes, args.threads)
 
 
 def _follow(args: argparse.Namespace, cache_bytes: int) -> int:
     """Work in the Python environment of the program, whichever that turns out to be."""
-    from hetstream.mpi_dataworkers.address import parse_service
     from hetstream.mpi_dataworkers.interpreter import Follower
+    from hetstream.mpi_dataworkers.wire.address import parse_service
 
     address_file = parse_service(args.service)
     follower = Follower(address_file, args.follow_program)
     follower.wait_for_torch()
     wanted = follower.target()
     if wanted is None:
-        from hetstream.mpi_dataworkers.supervisor import CHANGE, run_data_workers
+        from hetstream.mpi_dataworkers.worker.supervisor import CHANGE, run_data_workers
 
         code = run_data_workers(address_file, args.processes, cache_bytes, args.threads, follower.wants_change)
         wanted = follower.chosen

@@ -42,8 +42,8 @@ from hetstream.slurm_plugin.daemon.options import DaemonOptions
 from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, Change, Registry
 from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, Store
 from hetstream.slurm_plugin.errors import ServeError
-from hetstream.slurm_plugin.history import History
-from hetstream.slurm_plugin.monitor import MIN_INTERVAL_S, Cluster, Monitor, Reading
+from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S, Cluster, Monitor, Reading
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from hetstream.hetjob.site.messages import ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.errors import DaemonStateError
-from hetstream.slurm_plugin.history import create_private
+from hetstream.slurm_plugin.insight.history import create_private
 
 STATE_FILE = "daemon.sqlite"
 HISTORY_FILE = "history.sqlite"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetstream import CheckpointOptions, FlashCheckpointer
-from hetstream.checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint.memory.view import StoreView, find_stores
 from tests.checkpoint.trainers import Trainers
 
 WaitUntil = Callable[..., None]

@@ -10,14 +10,14 @@ import hashlib
 import sys
 from pathlib import Path
 
-from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.layout import Layout, TensorSpec, lay_out
-from hetstream.checkpoint.segment import join_metadata
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity
-from hetstream.checkpoint.structure import Record, TensorRef
-from hetstream.checkpoint.tree import TENSOR
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.memory.segment import join_metadata
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import Identity
+from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Layout, TensorSpec, lay_out
+from hetstream.checkpoint.record.structure import Record, TensorRef
+from hetstream.checkpoint.record.tree import TENSOR
 
 
 def layout_of(num_bytes: int) -> Layout:

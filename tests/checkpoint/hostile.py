@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetstream.checkpoint import typed_json
-from hetstream.checkpoint.checksum import checksum
-from hetstream.checkpoint.commit import commit
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.convert.write import write_state
+from hetstream.checkpoint.disk.commit import commit
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.errors import Damaged
-from hetstream.checkpoint.flash.write import write_state
 from hetstream.checkpoint.formats.part import STRUCTURE, Format
 from hetstream.checkpoint.formats.stored_zip import Record as ZipRecord
 from hetstream.checkpoint.formats.stored_zip import find_records, plan_zip
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.manifest import Part
-from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.record import typed_json
+from hetstream.checkpoint.record.checksum import checksum
+from hetstream.checkpoint.record.generation import Generation
 
 STEPS = (Generation(1, 10), Generation(1, 20))
 Point = namedtuple("Point", "x y")
@@ -367,7 +367,7 @@ def describe(step: Path, chance: Chance | None = None, **fields: Any) -> None:
         manifest["itself"] = ""
         try:
             # As the reader writes it down to compare: fields in its order, floats in its form.
-            from hetstream.checkpoint.manifest import Manifest
+            from hetstream.checkpoint.disk.manifest import Manifest
 
             known = typed_json.decode(json.dumps(manifest), Manifest)
             manifest["itself"] = known._checksum()

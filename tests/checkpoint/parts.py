@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetstream.checkpoint.commit import commit, write_part
+from hetstream.checkpoint.disk.commit import commit, write_part
+from hetstream.checkpoint.disk.manifest import Part
 from hetstream.checkpoint.formats.plan import FilePlan
 from hetstream.checkpoint.formats.safetensors import plan_file
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.layout import Layout, TensorSpec, lay_out
-from hetstream.checkpoint.manifest import Part
+from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import Layout, TensorSpec, lay_out
 
 SPECS = (
     TensorSpec("model.weight", "F32", (64, 33)),

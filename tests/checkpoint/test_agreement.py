@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.checkpoint.agreement import Held, Offer, Replica, agree
-from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.record.agreement import Held, Offer, Replica, agree
+from hetstream.checkpoint.record.generation import Generation
 
 
 def offer(memory: Sequence[tuple[int, ...]] = (), disk: Sequence[tuple[int, ...]] = (), world_size: int = 2) -> Offer:

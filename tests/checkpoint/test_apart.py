@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.checkpoint import bounds
-from hetstream.checkpoint.apart import read_apart
+from hetstream.checkpoint.disk import bounds
+from hetstream.checkpoint.disk.apart import read_apart
 from hetstream.checkpoint.errors import DamagedCheckpoint, NoCheckpoint
 
 WaitUntil = Callable[..., None]

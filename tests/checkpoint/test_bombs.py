@@ -16,12 +16,12 @@ import h5py
 import numpy as np
 import pytest
 
-from hetstream.checkpoint.bounds import bounded, bytes_on_disk
-from hetstream.checkpoint.checksum import checksum
+from hetstream.checkpoint.disk.bounds import bounded, bytes_on_disk
+from hetstream.checkpoint.disk.manifest import MAX_RANKS, read_manifest
 from hetstream.checkpoint.errors import DamagedCheckpoint
 from hetstream.checkpoint.formats.safetensors import read_header
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.manifest import MAX_RANKS, read_manifest
+from hetstream.checkpoint.record.checksum import checksum
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.parts import write_checkpoint
 from tests.checkpoint.programs.commands import Result

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from hetstream.checkpoint.commit import partial_path, write_part
-from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.manifest import Part
+from hetstream.checkpoint.disk.commit import partial_path, write_part
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.memory.segment import join_metadata
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import Holder, Identity, WriterStatus
+from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores
 from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
-from hetstream.checkpoint.segment import join_metadata
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Holder, Identity, WriterStatus
-from hetstream.checkpoint.view import FoundStore, StoreView, find_stores
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.cli import ckpt_writer, main
 from hetstream.slurm_plugin.client.slurm import CommandSlurm

@@ -19,19 +19,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from hetstream.checkpoint.commit import commit
-from hetstream.checkpoint.conversion import detect
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.convert.source import detect
+from hetstream.checkpoint.convert.weights import Content, load_safetensors, load_torch, plain, read_dcp, reading
+from hetstream.checkpoint.convert.write import write_state
+from hetstream.checkpoint.disk.commit import commit
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryInUse, NoCheckpoint, UnsupportedState
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
-from hetstream.checkpoint.flash.convert import Content, load_safetensors, load_torch, plain, read_dcp, reading
 from hetstream.checkpoint.flash.options import CheckpointOptions
-from hetstream.checkpoint.flash.shards import open_parts
-from hetstream.checkpoint.flash.write import write_state
+from hetstream.checkpoint.flash.restore.shards import open_parts
 from hetstream.checkpoint.formats.hdf5 import read_hdf5
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.manifest import Part
-from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -424,8 +424,8 @@ def test_a_full_disk_leaves_nothing(ckpt: Path, tmp_path: Path, monkeypatch: pyt
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", str(tmp_path))
 
-    monkeypatch.setattr("hetstream.checkpoint.flash.convert.write_file", full)
-    monkeypatch.setattr("hetstream.checkpoint.flash.convert.dcp_save", lambda *_, **__: full())
+    monkeypatch.setattr("hetstream.checkpoint.convert.weights.write_file", full)
+    monkeypatch.setattr("hetstream.checkpoint.convert.weights.dcp_save", lambda *_, **__: full())
     before = sorted(os.listdir(tmp_path))
     for kind in ("torch", "safetensors", "dcp"):
         assert convert(ckpt, tmp_path / "out", "--to", kind) == 1

@@ -15,15 +15,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 
-from hetstream.checkpoint.commit import commit
+from hetstream.checkpoint.convert.dcp import FlashStorageReader
+from hetstream.checkpoint.convert.write import write_state
+from hetstream.checkpoint.disk.commit import commit
+from hetstream.checkpoint.disk.manifest import CHUNK_BYTES, Part
 from hetstream.checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint, UnsupportedState
-from hetstream.checkpoint.flash.dcp import FlashStorageReader
-from hetstream.checkpoint.flash.shards import Part as RankPart
-from hetstream.checkpoint.flash.shards import Parts, Whole, open_parts, overlap_of
-from hetstream.checkpoint.flash.write import write_state
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.manifest import CHUNK_BYTES, Part
-from hetstream.checkpoint.structure import Record, Shard, TensorRef
+from hetstream.checkpoint.flash.restore.shards import Part as RankPart
+from hetstream.checkpoint.flash.restore.shards import Parts, Whole, open_parts, overlap_of
+from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.structure import Record, Shard, TensorRef
 
 # What torch says when a program without ranks loads, which is what most of these tests are.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

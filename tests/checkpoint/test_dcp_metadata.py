@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from hetstream.checkpoint.convert.weights import read_dcp
 from hetstream.checkpoint.errors import DamagedCheckpoint
-from hetstream.checkpoint.flash.convert import read_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 ROOT = Path(__file__).parents[2]

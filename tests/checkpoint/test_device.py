@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint.flash import device
-from hetstream.checkpoint.flash.copy_plan import make_plan
-from hetstream.checkpoint.flash.device import Copier
-from hetstream.checkpoint.flash.restore import Copies
+from hetstream.checkpoint.flash.restore.apply import Copies
+from hetstream.checkpoint.flash.save import device
+from hetstream.checkpoint.flash.save.copy_plan import make_plan
+from hetstream.checkpoint.flash.save.device import Copier
 from hetstream.checkpoint.flash.tensors import Flattener
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.checkpoint import commit
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk import commit
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.manifest import Part, read_manifest
+from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.errors import (
     DamagedCheckpoint,
     DirectoryInUse,
@@ -23,11 +25,9 @@ from hetstream.checkpoint.errors import (
     NoCheckpoint,
     NotEnoughSpace,
 )
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.manifest import Part, read_manifest
-from hetstream.checkpoint.ownership import Identity
 from hetstream.checkpoint.policy.interval import Attempt
 from hetstream.checkpoint.policy.retention import Best, Retention
+from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint.parts import make_record, write_checkpoint
 
 ME = Identity("8123", "gpu01", 77)
@@ -82,8 +82,8 @@ def test_two_jobs_with_one_directory(tmp_path: Path) -> None:
 def test_a_killed_owner_does_not_keep_the_directory_and_neither_do_its_children(tmp_path: Path) -> None:
     program = f"""
 import os, signal
-from hetstream.checkpoint.directory import CheckpointDirectory
-from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.ownership import Identity
 CheckpointDirectory({str(tmp_path)!r}).acquire(Identity("1", "a", 1))
 if os.fork() == 0:
     os.write(1, b"x")

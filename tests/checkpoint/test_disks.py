@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import DirectoryNotWritable, ForeignOwner
-from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.mounted import mounted_memory
 

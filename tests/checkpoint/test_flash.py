@@ -21,7 +21,7 @@ import torch
 
 from hetstream import Adaptive, CheckpointOptions, Every, FlashCheckpointer, Retention, checkpoint
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import (
     CheckpointError,
     DirectoryInUse,
@@ -30,12 +30,12 @@ from hetstream.checkpoint.errors import (
     StateMismatch,
     UnsupportedState,
 )
-from hetstream.checkpoint.flash import source
-from hetstream.checkpoint.flash.device import Copier
 from hetstream.checkpoint.flash.distributed import Alone
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.segment import Segment
-from hetstream.checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint.flash.restore.apply import source
+from hetstream.checkpoint.flash.save.device import Copier
+from hetstream.checkpoint.memory.segment import Segment
+from hetstream.checkpoint.memory.view import StoreView, find_stores
+from hetstream.checkpoint.record.generation import Generation
 
 ROOT = Path(__file__).resolve().parents[2]
 WaitUntil = Callable[..., None]
@@ -527,6 +527,6 @@ def test_a_forked_child_leaves_everything_alone(make: Any) -> None:
 
 
 def test_the_writer_does_without_torch() -> None:
-    code = "import hetstream.checkpoint.writer, sys; sys.exit('torch' in sys.modules)"
+    code = "import hetstream.checkpoint.persist.writer, sys; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False).returncode == 0

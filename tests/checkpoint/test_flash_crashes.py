@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.checkpoint.view import find_stores
+from hetstream.checkpoint.memory.view import find_stores
 from tests.checkpoint.trainers import SIGKILL, Trainers, forget_memory, wait_for_disk
 
 # What a trainer passes while it trains; the checkpoint writer's points are `test_writer.py`'s.

@@ -22,18 +22,18 @@ import torch
 
 from hetstream import CheckpointOptions, FlashCheckpointer, LoadedCheckpoint
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint import ownership, rank_file
 from hetstream.checkpoint.config import environment_of_writer, job_and_component
+from hetstream.checkpoint.disk import ownership, rank_file
 from hetstream.checkpoint.errors import CheckpointError, DirectoryInUse, StateMismatch, UnsupportedState
-from hetstream.checkpoint.flash import device
-from hetstream.checkpoint.flash.capture import Capture
-from hetstream.checkpoint.flash.device import Copier
-from hetstream.checkpoint.flash.saving import Saving
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.locks import FileLock
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity
-from hetstream.checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint.flash.save import device
+from hetstream.checkpoint.flash.save.capture import Capture
+from hetstream.checkpoint.flash.save.device import Copier
+from hetstream.checkpoint.flash.save.saving import Saving
+from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import Identity
+from hetstream.checkpoint.memory.view import StoreView, find_stores
+from hetstream.checkpoint.record.generation import Generation
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}

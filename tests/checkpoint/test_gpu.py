@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint.flash import device
+from hetstream.checkpoint.flash.save import device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

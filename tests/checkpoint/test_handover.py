@@ -20,13 +20,13 @@ import torch
 
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.handover_request import Claim, living_request, read_request
+from hetstream.checkpoint.disk.ownership import Identity, history
 from hetstream.checkpoint.errors import DirectoryInUse
-from hetstream.checkpoint.flash.watch import Watch, steps_until_next
-from hetstream.checkpoint.handover import Claim, living_request, read_request
-from hetstream.checkpoint.ownership import Identity, history
+from hetstream.checkpoint.flash.handover.watch import Watch, steps_until_next
+from hetstream.checkpoint.memory.view import find_stores
 from hetstream.checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
-from hetstream.checkpoint.view import find_stores
 
 STEPS = 60
 STEP_S = 0.05

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 
 from hetstream.checkpoint.errors import DamagedCheckpoint
 from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.layout import TensorSpec
-from hetstream.checkpoint.structure import Record, TensorRef
-from hetstream.checkpoint.tree import Encoder
+from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.layout import TensorSpec
+from hetstream.checkpoint.record.structure import Record, TensorRef
+from hetstream.checkpoint.record.tree import Encoder
 
 LOADER = {
     "version": 2,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hetstream.checkpoint.errors import SharedMemoryFull
-from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.memory.segment import file_bytes
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import Identity
 from hetstream.checkpoint.policy.interval import Schedule
-from hetstream.checkpoint.segment import file_bytes
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity
+from hetstream.checkpoint.record.generation import Generation
 
 SIZE = 4 << 20
 SLOT = file_bytes(SIZE, 5000)
@@ -40,7 +40,7 @@ def open_store(tmp_path: Path) -> Iterator[Open]:
 def available(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The one number that the host is said to have available."""
     left = [0]
-    monkeypatch.setattr("hetstream.checkpoint.segment.available_bytes", lambda: left[0])
+    monkeypatch.setattr("hetstream.checkpoint.memory.segment.available_bytes", lambda: left[0])
     return left
 
 

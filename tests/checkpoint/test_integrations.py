@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.flash.distributed import Alone, communicator
 from hetstream.checkpoint.integrations.horovod import HorovodCommunicator
 

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetstream.checkpoint.errors import DamagedLayout
-from hetstream.checkpoint.layout import ALIGN_BYTES, ITEM_BYTES, MAX_PAYLOAD_BYTES, TensorSpec, from_json, lay_out
+from hetstream.checkpoint.record.layout import (
+    ALIGN_BYTES,
+    ITEM_BYTES,
+    MAX_PAYLOAD_BYTES,
+    TensorSpec,
+    from_json,
+    lay_out,
+)
 
 shapes = st.lists(st.integers(0, 70), max_size=4).map(tuple)
 specs = st.lists(

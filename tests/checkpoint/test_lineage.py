@@ -18,15 +18,15 @@ import torch
 
 from hetstream import CheckpointReader, FlashCheckpointer, Retention
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.conversion import Source, choose
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.convert.source import Source, choose
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.errors import DamagedLineage, DirectoryReplaced, NoCheckpoint, SharedMemoryFull
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.view import find_stores
 from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from hetstream.checkpoint.policy.lineage import Branch, Lineage, is_newest_removed
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.view import find_stores
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.parts import delete_in_use, write_checkpoint
 from tests.checkpoint.test_writer import Bench, bench

@@ -15,8 +15,8 @@ import torch
 
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.flash.host import Host
-from hetstream.checkpoint.flash.source import Memory
-from hetstream.checkpoint.view import find_stores
+from hetstream.checkpoint.flash.restore.source import Memory
+from hetstream.checkpoint.memory.view import find_stores
 from tests.checkpoint.programs.host_ranks import SIZE, came_to, trained
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,14 +17,13 @@ import torch
 
 from hetstream import CheckpointReader, FlashCheckpointer, Retention
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint import commit
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk import commit
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, StateMismatch
-from hetstream.checkpoint.flash import newest
-from hetstream.checkpoint.flash.restore import Part
-from hetstream.checkpoint.flash.source import Disk
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.rank_file import open_file
+from hetstream.checkpoint.flash.restore.apply import Part, newest
+from hetstream.checkpoint.flash.restore.source import Disk
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.base.users import run_as
 

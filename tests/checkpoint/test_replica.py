@@ -17,22 +17,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hetstream.checkpoint import commit
-from hetstream.checkpoint.agreement import Held, Offer, Replica, agree
-from hetstream.checkpoint.checksum import checksum
+from hetstream.checkpoint.disk import commit
+from hetstream.checkpoint.disk.files import write_whole
 from hetstream.checkpoint.errors import ForeignOwner, NoCheckpoint, ReplicaError
-from hetstream.checkpoint.files import write_whole
-from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.memory.segment import Segment
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import Identity, StoreFiles, WriterStatus
+from hetstream.checkpoint.memory.view import StoreView, find_stores
+from hetstream.checkpoint.record.agreement import Held, Offer, Replica, agree
+from hetstream.checkpoint.record.checksum import checksum
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.peers import order_of, peer_of
 from hetstream.checkpoint.replica.service import ReplicaService
 from hetstream.checkpoint.replica.stock import for_others
 from hetstream.checkpoint.replica.trainer import TrainerReplicas, forget_replicas
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request
-from hetstream.checkpoint.segment import Segment
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity, StoreFiles, WriterStatus
-from hetstream.checkpoint.view import StoreView, find_stores
 from tests.checkpoint import fake_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -440,7 +440,7 @@ class Pair:
         with open(self.path / "writer.log", "ab") as log:
             words = [f"--store={self.stores[rank]}", f"--directory={self.directory}", "--linger=0.3"]
             process = subprocess.Popen(
-                [sys.executable, "-m", "hetstream.checkpoint.writer", *words],
+                [sys.executable, "-m", "hetstream.checkpoint.persist.writer", *words],
                 stderr=log,
                 env={**os.environ, **request},
                 cwd=ROOT,

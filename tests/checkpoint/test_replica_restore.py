@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hetstream.checkpoint import commit
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.view import FoundStore, StoreView, find_stores
+from hetstream.checkpoint.disk import commit
+from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores
+from hetstream.checkpoint.record.generation import Generation
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0

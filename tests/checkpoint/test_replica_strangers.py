@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.checkpoint.generation import Generation
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import Identity, StoreFiles
+from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica import rendezvous, wire
 from hetstream.checkpoint.replica.callers import UnknownCallers
 from hetstream.checkpoint.replica.peers import order_of
 from hetstream.checkpoint.replica.rendezvous import Endpoint
 from hetstream.checkpoint.replica.service import _MAX_UNKNOWN, ReplicaService
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity, StoreFiles
 
 TIMEOUT_S = 20.0
 # Loopback addresses of the crowd; a peer comes from 127.0.0.1.

@@ -15,7 +15,7 @@ from torch import nn
 
 from hetstream.checkpoint.errors import StateMismatch
 from hetstream.checkpoint.flash import rng
-from hetstream.checkpoint.flash.restore import Restore
+from hetstream.checkpoint.flash.restore.apply import Restore
 from hetstream.checkpoint.flash.tensors import Flattener
 from tests.checkpoint.test_tensors import pack
 

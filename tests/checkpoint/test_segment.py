@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint import pages
 from hetstream.checkpoint.errors import DamagedSegment
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.segment import (
+from hetstream.checkpoint.memory import pages
+from hetstream.checkpoint.memory.segment import (
     PAGE_BYTES,
     Segment,
     State,
@@ -25,6 +24,7 @@ from hetstream.checkpoint.segment import (
     read_header,
     split_metadata,
 )
+from hetstream.checkpoint.record.generation import Generation
 
 DIGEST = "0123456789abcdef" * 2
 PAYLOAD = random.Random(1).randbytes(3 * PAGE_BYTES + 17)
@@ -112,7 +112,7 @@ def test_populating_on_a_kernel_without_the_advice(
     def unknown(mapping: mmap.mmap, offset: int, num_bytes: int, _how: int) -> bool:
         return pages.populate(mapping, offset, num_bytes, 9999)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hetstream.checkpoint.segment.populate", unknown)
+    monkeypatch.setattr("hetstream.checkpoint.memory.segment.populate", unknown)
     test_populating_changes_nothing(complete, path, writable)
 
 
@@ -164,7 +164,7 @@ def test_a_file_of_another_version_is_named(complete: Segment, path: Path) -> No
 def test_a_file_that_outlived_a_restart_of_the_host_is_refused(
     complete: Segment, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetstream.checkpoint.segment.boot_id", lambda: bytes(16))
+    monkeypatch.setattr("hetstream.checkpoint.memory.segment.boot_id", lambda: bytes(16))
     with pytest.raises(DamagedSegment, match="last start"):
         Segment.open(path)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.checkpoint import commit
+from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.flash.slurm_task import task_that_sigterm_ends
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,7 @@ def test_processes_that_nobody_may_look_at_are_no_wrapper(tmp_path: Path) -> Non
 JOB_WRITER = """
 import logging, sys
 from pathlib import Path
-from hetstream.checkpoint.writer import serve_job
+from hetstream.checkpoint.persist.writer import serve_job
 logging.basicConfig(level=logging.INFO)
 serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
 """

@@ -19,12 +19,12 @@ import pytest
 
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, ForeignOwner, SharedMemoryFull, StoreInUse
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.mapped_slots import MappedSlots
-from hetstream.checkpoint.segment import Segment
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity, StoreFiles, WriterStatus
-from hetstream.checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint.memory.mapped_slots import MappedSlots
+from hetstream.checkpoint.memory.segment import Segment
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import Identity, StoreFiles, WriterStatus
+from hetstream.checkpoint.memory.view import StoreView, find_stores
+from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint.mounted import mounted_memory
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, payload_of, save, size_at
@@ -469,7 +469,7 @@ def test_an_interrupted_trainer_leaves_nothing(identity: Identity, shared_memory
 
 def test_pythons_resource_tracker_is_not_used() -> None:
     heavy = ("multiprocessing", "numpy", "torch")
-    words = "import sys, hetstream.checkpoint.store, hetstream.checkpoint.view; "
+    words = "import sys, hetstream.checkpoint.memory.store, hetstream.checkpoint.memory.view; "
     words += f"print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -559,7 +559,7 @@ def test_without_shared_memory_the_store_is_elsewhere(
 
 
 def test_more_than_the_hosts_memory_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetstream.checkpoint.segment.available_bytes", lambda: 1000)
+    monkeypatch.setattr("hetstream.checkpoint.memory.segment.available_bytes", lambda: 1000)
     with pytest.raises(SharedMemoryFull, match="only 1000 bytes of memory"):
         save(store, 1, SIZE)
 
@@ -650,7 +650,7 @@ def test_only_what_nobody_uses_is_removed(identity: Identity, shared_memory: Pat
 
 def test_a_store_that_goes_while_stores_are_listed_is_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = StoreFiles(store.path.with_name(store.path.name[:-8] + "00000000"))
-    monkeypatch.setattr("hetstream.checkpoint.view.list_stores", lambda *_: [gone, StoreFiles(store.path)])
+    monkeypatch.setattr("hetstream.checkpoint.memory.view.list_stores", lambda *_: [gone, StoreFiles(store.path)])
     assert [one.path for one in find_stores()] == [store.path]
 
 

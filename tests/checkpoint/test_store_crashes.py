@@ -18,10 +18,10 @@ import pytest
 
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.faults import POINTS, parse_faults
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity, WriterStatus
-from hetstream.checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import Identity, WriterStatus
+from hetstream.checkpoint.memory.view import StoreView, find_stores
+from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, save, size_at
 from tests.checkpoint.test_store import ROOT, identity, running, shared_memory, start, steps

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, UnsupportedState
 from hetstream.checkpoint.flash.tensors import make_foreign
-from hetstream.checkpoint.structure import Record, Shard, TensorRef
-from hetstream.checkpoint.tree import MAX_INLINE_VALUES, TENSOR, Data, Encoder, Foreign, Node, decode
+from hetstream.checkpoint.record.structure import Record, Shard, TensorRef
+from hetstream.checkpoint.record.tree import MAX_INLINE_VALUES, TENSOR, Data, Encoder, Foreign, Node, decode
 
 Point = namedtuple("Point", "x y")
 

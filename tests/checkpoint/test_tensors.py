@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
-from hetstream.checkpoint.flash.copy_plan import Plan, make_plan
-from hetstream.checkpoint.flash.device import copy_in_memory
-from hetstream.checkpoint.flash.payload import Payload
-from hetstream.checkpoint.flash.restore import Part, Restore, TensorStore
+from hetstream.checkpoint.flash.restore.apply import Part, Restore, TensorStore
+from hetstream.checkpoint.flash.restore.payload import Payload
+from hetstream.checkpoint.flash.save.copy_plan import Plan, make_plan
+from hetstream.checkpoint.flash.save.device import copy_in_memory
 from hetstream.checkpoint.flash.tensors import DTYPES, Flattener, Signature, bytes_as_tensor, view_of
-from hetstream.checkpoint.layout import Entry
-from hetstream.checkpoint.structure import Record, TensorRef
+from hetstream.checkpoint.record.layout import Entry
+from hetstream.checkpoint.record.structure import Record, TensorRef
 
 # torch warns that complex32 is young.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -25,9 +25,9 @@ from hetstream.checkpoint.formats.plan import FilePlan, Range
 from hetstream.checkpoint.formats.stored_zip import Record as ZipRecord
 from hetstream.checkpoint.formats.stored_zip import plan_zip
 from hetstream.checkpoint.formats.torch_zip import plan_torch, read_torch
-from hetstream.checkpoint.layout import Entry, TensorSpec, lay_out
-from hetstream.checkpoint.structure import Record, TensorRef
-from hetstream.checkpoint.tree import Encoder
+from hetstream.checkpoint.record.layout import Entry, TensorSpec, lay_out
+from hetstream.checkpoint.record.structure import Record, TensorRef
+from hetstream.checkpoint.record.tree import Encoder
 
 Point = namedtuple("Point", ["x", "y"])
 WORDS = {

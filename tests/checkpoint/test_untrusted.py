@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-import hetstream.checkpoint.flash.convert  # noqa: F401, as below
+import hetstream.checkpoint.convert.weights  # noqa: F401, as below
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.base.files import UntrustedFile, temporary_name
-from hetstream.checkpoint import commit
 from hetstream.checkpoint.config import JOB_WRITER
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.convert.write import write_state
+from hetstream.checkpoint.disk import commit
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
-from hetstream.checkpoint.flash.write import write_state
-from hetstream.checkpoint.generation import MAX_NUMBER, Generation
-from hetstream.checkpoint.manifest import Part
-from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.memory.store_files import FALLBACK
+from hetstream.checkpoint.memory.view import places
 from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.record.generation import MAX_NUMBER, Generation
 from hetstream.checkpoint.replica import rendezvous
-from hetstream.checkpoint.store_files import FALLBACK
-from hetstream.checkpoint.view import places
 from hetstream.slurm_plugin.cli import main
 from tests.base.conftest import common_place  # noqa: F401, a fixture
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as

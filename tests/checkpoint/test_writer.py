@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.checkpoint import commit
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk import commit
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.faults import POINTS
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.ownership import Identity
+from hetstream.checkpoint.memory.store_files import WriterStatus
+from hetstream.checkpoint.memory.view import StoreView
+from hetstream.checkpoint.persist.writer import spawn_writer
 from hetstream.checkpoint.policy.retention import Retention
-from hetstream.checkpoint.store_files import WriterStatus
-from hetstream.checkpoint.view import StoreView
-from hetstream.checkpoint.writer import spawn_writer
+from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint import fake_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 TIMEOUT_S = 60.0
 WaitUntil = Callable[..., None]
-_WRITER = [sys.executable, "-m", "hetstream.checkpoint.writer"]
+_WRITER = [sys.executable, "-m", "hetstream.checkpoint.persist.writer"]
 
 
 @dataclass
@@ -509,8 +509,8 @@ def test_a_writer_killed_while_it_removes(bench: Bench, point: str) -> None:
 @pytest.mark.parametrize("point", ["owner.numbered", "owner.written"])
 def test_an_attempt_killed_while_it_gets_its_number(bench: Bench, point: str) -> None:
     program = (
-        "from hetstream.checkpoint.directory import CheckpointDirectory;"
-        "from hetstream.checkpoint.ownership import Identity;"
+        "from hetstream.checkpoint.disk.directory import CheckpointDirectory;"
+        "from hetstream.checkpoint.disk.ownership import Identity;"
         f"print(CheckpointDirectory({str(bench.directory)!r}).acquire(Identity('1', 'a', 1)))"
     )
 
@@ -569,7 +569,7 @@ def test_a_stopped_writer_does_not_hold_the_trainer_up(bench: Bench) -> None:
 JOB_WRITER = """
 import logging, sys
 from pathlib import Path
-from hetstream.checkpoint.writer import serve_job
+from hetstream.checkpoint.persist.writer import serve_job
 logging.basicConfig(level=logging.INFO)
 serve_job("77", lambda: print("ready", flush=True), [Path(sys.argv[1])])
 """

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.flash import writer_link
 from hetstream.checkpoint.flash.writer_link import WriterLink
-from hetstream.checkpoint.view import StoreView
-from hetstream.checkpoint.writer import spawn_writer
+from hetstream.checkpoint.memory.view import StoreView
+from hetstream.checkpoint.persist.writer import spawn_writer
 from tests.checkpoint.test_writer import TIMEOUT_S, Bench, bench
 
 __all__ = ["bench"]

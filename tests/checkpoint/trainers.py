@@ -9,7 +9,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from hetstream.checkpoint.view import FoundStore, StoreView, find_stores
+from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores
 
 SIGKILL = -9
 

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.ckpt_requeue import measure
 from benchmarks.clients.ckpt_job import SAVE_EVERY, CheckpointJob, differences, undisturbed
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 
 MakeJob = Callable[..., CheckpointJob]
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.ckpt_migrate import MIGRATE, measure
-from hetstream.checkpoint.ownership import history
+from hetstream.checkpoint.disk.ownership import history
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hetstream.checkpoint import commit
+from hetstream.checkpoint.disk import commit
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 from tests.cluster.networked import Cluster, networked_cluster

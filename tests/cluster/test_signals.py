@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.ckpt_job import HETSTREAM, CheckpointJob
-from hetstream.checkpoint.directory import CheckpointDirectory
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.slurm_plugin.devcluster.boot import BootRequest
 from hetstream.slurm_plugin.devcluster.cgroups import groups_of, why_not
 from hetstream.slurm_plugin.devcluster.programs import host_programs

@@ -23,7 +23,13 @@ from hetstream.hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
 from hetstream.hetjob.master.looks import Looks
 from hetstream.hetjob.ports import MarkedJob, SiteReading
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
-from hetstream.mpi_dataworkers.messages import DataWorkerStatus, LoaderStats, LoaderStatus, Status, SteerDataWorkers
+from hetstream.mpi_dataworkers.wire.messages import (
+    DataWorkerStatus,
+    LoaderStats,
+    LoaderStatus,
+    Status,
+    SteerDataWorkers,
+)
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 
 WaitUntil = Callable[..., None]

@@ -11,8 +11,7 @@ import pytest
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.errors import ServiceNotFound
 from hetstream.hetjob.find_service import JobPlace, check_running, find_address_file, find_directory
-from hetstream.hetjob.top import render
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerState,
     DataWorkerStatus,
     LoaderStats,
@@ -20,6 +19,7 @@ from hetstream.mpi_dataworkers.messages import (
     PastDecision,
     Status,
 )
+from hetstream.slurm_plugin.render.top import render
 
 
 def loader(rank: int, **changes: object) -> LoaderStatus:

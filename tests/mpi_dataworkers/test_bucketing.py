@@ -8,8 +8,15 @@ import random
 import numpy as np
 import pytest
 
-from hetstream.mpi_dataworkers.bucketing import BucketPlan, LengthBuckets, order_of, padding_waste, plan_of, step_spread
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.order.bucketing import (
+    BucketPlan,
+    LengthBuckets,
+    order_of,
+    padding_waste,
+    plan_of,
+    step_spread,
+)
 
 BOUNDARIES = (10, 20, 40, 80)
 

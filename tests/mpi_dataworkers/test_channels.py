@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.messages import Delivery, EndOfShard
 from hetstream.mpi_dataworkers.transports import channels
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
 from hetstream.mpi_dataworkers.transports.channels import ChannelSender
+from hetstream.mpi_dataworkers.wire.messages import Delivery, EndOfShard
 
 END = EndOfShard("s", 1, 1)
 

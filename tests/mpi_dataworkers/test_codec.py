@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetstream.mpi_dataworkers import messages
-from hetstream.mpi_dataworkers.codec import FUSE_BELOW_BYTES, chop, decode, encode, fuse, join, split
 from hetstream.mpi_dataworkers.errors import ProtocolError
+from hetstream.mpi_dataworkers.wire import messages
+from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, chop, decode, encode, fuse, join, split
 
 GOLDEN = bytes.fromhex("4845540583a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
 

@@ -18,15 +18,16 @@ import torch
 
 from hetstream import DataLoader
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers import connection
-from hetstream.mpi_dataworkers.address import ServiceAddress
-from hetstream.mpi_dataworkers.client import DISPATCHER_SILENCE_S
-from hetstream.mpi_dataworkers.connection import ConnectionOptions, join_service
 from hetstream.mpi_dataworkers.dispatcher import server
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import RemoteError
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.loader import connection
+from hetstream.mpi_dataworkers.loader.client import DISPATCHER_SILENCE_S
+from hetstream.mpi_dataworkers.loader.connection import ConnectionOptions, join_service
+from hetstream.mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress
+from hetstream.mpi_dataworkers.wire.messages import (
     Alive,
     Batch,
     Batches,
@@ -37,7 +38,6 @@ from hetstream.mpi_dataworkers.messages import (
     Message,
     RegisterLoader,
 )
-from hetstream.mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
 
 DEADLINE_S = 10.0
 KEYS = "k" * 40, "k" * 40, "k" * 40, "00" * 32

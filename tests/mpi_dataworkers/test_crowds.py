@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers.address import read_address_file
 from hetstream.mpi_dataworkers.transports.zmq import _MAX_UNPROVEN, CONTROL_FRAME_BYTES
+from hetstream.mpi_dataworkers.wire.address import read_address_file
 
 # ZMTP 3.0 (https://rfc.zeromq.org/spec/23/): a greeting with the mechanism CURVE, and the head of a long command.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)
@@ -51,7 +51,7 @@ def test_what_strangers_announce_is_given_back_when_they_are_gone(
 # glibc take the next ones from the heap.
 HOLD_AND_FREE = """
 import ctypes, os, sys
-from hetstream.mpi_dataworkers.memory import give_back_freed_memory
+from hetstream.mpi_dataworkers.worker.memory import give_back_freed_memory
 if sys.argv[1] == "gives back":
     give_back_freed_memory()
 libc = ctypes.CDLL(None)

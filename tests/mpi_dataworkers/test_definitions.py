@@ -17,11 +17,13 @@ import pytest
 import sample_datasets as datasets
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers import client, connection
-from hetstream.mpi_dataworkers.address import ServiceAddress
-from hetstream.mpi_dataworkers.client import ClientOptions, ServiceClient
 from hetstream.mpi_dataworkers.config import Identity
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.loader import client, connection
+from hetstream.mpi_dataworkers.loader.client import ClientOptions, ServiceClient
+from hetstream.mpi_dataworkers.loader.naming import LoaderName
+from hetstream.mpi_dataworkers.transports.base import ToLoader
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress
+from hetstream.mpi_dataworkers.wire.messages import (
     LoaderRegistered,
     Message,
     NeedDefinition,
@@ -32,8 +34,6 @@ from hetstream.mpi_dataworkers.messages import (
     RegisterLoader,
     UnknownPeer,
 )
-from hetstream.mpi_dataworkers.naming import LoaderName
-from hetstream.mpi_dataworkers.transports.base import ToLoader
 
 ORDER = PlannedOrder(10, 1, 1, 0, False, False, 0)
 

@@ -9,7 +9,7 @@ import pytest
 from hetstream.mpi_dataworkers.dispatcher import rooms
 from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.wire.messages import (
     AddProcess,
     CloseEpoch,
     DrainWorker,
@@ -31,7 +31,7 @@ from hetstream.mpi_dataworkers.messages import (
     Sharing,
     WorkerHeartbeat,
 )
-from hetstream.mpi_dataworkers.programs import joined, serves
+from hetstream.mpi_dataworkers.worker.programs import joined, serves
 
 STATS = LoaderStats()
 

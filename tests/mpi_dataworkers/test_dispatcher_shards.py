@@ -8,7 +8,8 @@ import pytest
 
 from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
+from hetstream.mpi_dataworkers.wire.messages import (
     CloseEpoch,
     EndOfShard,
     FinishLease,
@@ -27,7 +28,6 @@ from hetstream.mpi_dataworkers.messages import (
     ShardOrder,
     StepsLost,
 )
-from hetstream.mpi_dataworkers.reorder import ReorderBuffer
 
 LOADER = "loader"
 STATS = LoaderStats()

@@ -22,7 +22,8 @@ from hetstream.mpi_dataworkers.dispatcher.records import (
     Send,
 )
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
+from hetstream.mpi_dataworkers.wire.messages import (
     CloseEpoch,
     CloseSession,
     Draining,
@@ -60,7 +61,6 @@ from hetstream.mpi_dataworkers.messages import (
     UnknownPeer,
     WorkerHeartbeat,
 )
-from hetstream.mpi_dataworkers.reorder import ReorderBuffer
 
 LOADER = "loader"
 STATS = LoaderStats()

@@ -17,7 +17,7 @@ import pytest
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.ops.holdings import Holdings
-from hetstream.mpi_dataworkers.watch import Answer, WorkPage
+from hetstream.mpi_dataworkers.worker.watch import Answer, WorkPage
 
 # Of words, so many that their pickle is above the threshold.
 LENGTH = 3000

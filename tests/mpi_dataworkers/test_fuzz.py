@@ -22,9 +22,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetstream.mpi_dataworkers.codec import encode
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.ops import tree
+from hetstream.mpi_dataworkers.transports.base import ReceivedBatch
+from hetstream.mpi_dataworkers.transports.extents import lay_out
+from hetstream.mpi_dataworkers.transports.shm import ShmReceiver
+from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
+from hetstream.mpi_dataworkers.wire.codec import encode
+from hetstream.mpi_dataworkers.wire.messages import (
     Batch,
     Batches,
     Compressed,
@@ -36,11 +41,6 @@ from hetstream.mpi_dataworkers.messages import (
     Session,
     StepList,
 )
-from hetstream.mpi_dataworkers.ops import tree
-from hetstream.mpi_dataworkers.transports.base import ReceivedBatch
-from hetstream.mpi_dataworkers.transports.extents import lay_out
-from hetstream.mpi_dataworkers.transports.shm import ShmReceiver
-from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 
 PROGRAM = Path(fuzz_frames.__file__)
 TREES: list[Any] = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hetstream.mpi_dataworkers.codec import (
+from hetstream.mpi_dataworkers.wire.codec import (
     FUSE_BELOW_BYTES,
     Leaf,
     Scattered,
@@ -17,8 +17,8 @@ from hetstream.mpi_dataworkers.codec import (
     size_of,
     split,
 )
-from hetstream.mpi_dataworkers.gather import GATHER_BYTES, GATHER_S, Gatherer
-from hetstream.mpi_dataworkers.messages import Batch, Batches, Delivery, EndOfShard
+from hetstream.mpi_dataworkers.wire.messages import Batch, Batches, Delivery, EndOfShard
+from hetstream.mpi_dataworkers.worker.gather import GATHER_BYTES, GATHER_S, Gatherer
 
 Sent = list[tuple[Delivery, Sequence[Leaf]]]
 

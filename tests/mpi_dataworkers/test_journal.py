@@ -11,7 +11,7 @@ import pytest
 from hetstream.mpi_dataworkers.dispatcher import journal as journal_module
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Program, ProvideDefinition, RegisterLoader
 
 LOADER = RegisterLoader("job", 0, 0, 1, "host", 1, "d", {})
 

@@ -111,7 +111,7 @@ def test_a_trainer_that_fails_ends_the_whole_world_at_once(service: Any, tmp_pat
 def test_an_address_of_another_world_is_refused_at_once() -> None:
     """So that the data worker takes the next transport."""
     source = """
-from hetstream.mpi_dataworkers.messages import EndOfShard
+from hetstream.mpi_dataworkers.wire.messages import EndOfShard
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
 from hetstream.mpi_dataworkers.transports.mpi import MpiBatchSender, world_id
 for address in ("mpi:other/0/1/2", f"mpi:{world_id()}/9/1/2", "mpi:nonsense"):

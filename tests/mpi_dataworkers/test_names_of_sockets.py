@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.mpi_dataworkers.address import ServiceAddress, read_address_file, remove_address_file, write_address_file
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.transports.shm import ShmReceiver
 from hetstream.mpi_dataworkers.transports.sockets import SocketReceiver
+from hetstream.mpi_dataworkers.wire.address import (
+    ServiceAddress,
+    read_address_file,
+    remove_address_file,
+    write_address_file,
+)
 from tests.base.users import STRANGER, needs_root, run_as
 
 SERVICE = ServiceAddress("tcp://127.0.0.1:1", "a", "b", "c", "00" * 32)

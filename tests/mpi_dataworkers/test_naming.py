@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetstream.mpi_dataworkers.config import Identity
-from hetstream.mpi_dataworkers.naming import LoaderName, name_loader, title_of
+from hetstream.mpi_dataworkers.loader.naming import LoaderName, name_loader, title_of
 
 
 @pytest.mark.parametrize(

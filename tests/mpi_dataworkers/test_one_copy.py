@@ -16,13 +16,13 @@ import sample_datasets as datasets
 import torch
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers import handover
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.exchange import Exchange
-from hetstream.mpi_dataworkers.handover import HandoverFailed, pack, read_into, remove_unused
-from hetstream.mpi_dataworkers.messages import Contents, Program, ProvideDefinition
 from hetstream.mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
 from hetstream.mpi_dataworkers.ops.pipeline import Definition, Pipeline, define, load_pipeline
+from hetstream.mpi_dataworkers.wire import pipeline_transfer as handover
+from hetstream.mpi_dataworkers.wire.messages import Contents, Program, ProvideDefinition
+from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, pack, read_into, remove_unused
+from hetstream.mpi_dataworkers.worker.exchange import Exchange
 
 
 def pss_bytes(pid: int) -> int:

@@ -36,7 +36,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
     generators_kept,
     load_pipeline,
 )
-from hetstream.mpi_dataworkers.sharding import SampleSeeds
+from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 
 

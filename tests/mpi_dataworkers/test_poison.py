@@ -19,12 +19,10 @@ import sample_datasets as datasets
 
 from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers import watch
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import DataWorkerDied, PipelineError, RemoteError, StateError
-from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.loader import skipped
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     ErrorPolicy,
     FailStep,
@@ -39,7 +37,9 @@ from hetstream.mpi_dataworkers.messages import (
     ReportProgress,
     Session,
 )
-from hetstream.mpi_dataworkers.supervisor import FRESH_PROCESS
+from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
+from hetstream.mpi_dataworkers.worker.supervisor import FRESH_PROCESS
+from hetstream.mpi_dataworkers.worker.worker import watch
 
 LOADER = "loader"
 

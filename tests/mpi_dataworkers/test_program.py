@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from hetstream.mpi_dataworkers.config import travelling_environment
-from hetstream.mpi_dataworkers.messages import Program
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, define
 from hetstream.mpi_dataworkers.ops.program import (
     INSTALLATION,
@@ -27,6 +26,7 @@ from hetstream.mpi_dataworkers.ops.program import (
     settings_of,
 )
 from hetstream.mpi_dataworkers.ops.reached import Reached
+from hetstream.mpi_dataworkers.wire.messages import Program
 
 USER = """
 import settings_of_user as settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetstream.mpi_dataworkers.reorder import ReorderBuffer
+from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 
 
 def test_steps_leave_in_order_and_once() -> None:

@@ -19,8 +19,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sa
 
 from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers.data_state import VERSION
 from hetstream.mpi_dataworkers.errors import StateError
+from hetstream.mpi_dataworkers.order.data_state import VERSION
 
 RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
 Make = Callable[..., DataLoader]

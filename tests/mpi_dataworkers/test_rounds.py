@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
-from hetstream.mpi_dataworkers.messages import ShardOrder
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.rounds import SharedRounds, open_shard
-from hetstream.mpi_dataworkers.rounds import RoundFormer, StreamBuckets
+from hetstream.mpi_dataworkers.order.rounds import RoundFormer, StreamBuckets
+from hetstream.mpi_dataworkers.wire.messages import ShardOrder
 
 BOUNDARIES = [10, 20, 40]
 NUM_ELEMENTS = 600

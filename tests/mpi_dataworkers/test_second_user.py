@@ -22,10 +22,10 @@ import pytest
 import sample_datasets as datasets
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.address import ServiceAddress
-from hetstream.mpi_dataworkers.codec import encode
-from hetstream.mpi_dataworkers.messages import Hello, Proof
 from hetstream.mpi_dataworkers.transports.proof import new_nonce, prove
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress
+from hetstream.mpi_dataworkers.wire.codec import encode
+from hetstream.mpi_dataworkers.wire.messages import Hello, Proof
 from tests.base.users import STRANGER, VICTIM, needs_root
 
 TESTS = Path(__file__).parents[1]

@@ -25,10 +25,7 @@ import zmq
 
 from hetstream import DataLoader
 from hetstream.base.errors import ConfigError
-from hetstream.mpi_dataworkers.address import ServiceAddress, parse_service, read_address_file, write_address_file
-from hetstream.mpi_dataworkers.codec import encode
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
-from hetstream.mpi_dataworkers.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, Membership, Proof
 from hetstream.mpi_dataworkers.transports import sockets
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
 from hetstream.mpi_dataworkers.transports.extents import find_frames, lay_out
@@ -43,6 +40,9 @@ from hetstream.mpi_dataworkers.transports.proof import (
     prove,
 )
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress, parse_service, read_address_file, write_address_file
+from hetstream.mpi_dataworkers.wire.codec import encode
+from hetstream.mpi_dataworkers.wire.messages import PROTOCOL_VERSION, Batch, Challenge, Hello, Membership, Proof
 
 PROGRAMS = Path(__file__).with_name("programs")
 SERVICE = ServiceAddress("tcp://127.0.0.1:1", "a", "b", "c", "00" * 32)
@@ -418,9 +418,9 @@ def test_the_dispatcher_refuses_other_versions_and_goes_on(service: Any, wait_un
     program = f"""
 import sys
 from pathlib import Path
-from hetstream.mpi_dataworkers.address import read_address_file
-from hetstream.mpi_dataworkers.codec import encode
-from hetstream.mpi_dataworkers.messages import Batch, LeaveWorker
+from hetstream.mpi_dataworkers.wire.address import read_address_file
+from hetstream.mpi_dataworkers.wire.codec import encode
+from hetstream.mpi_dataworkers.wire.messages import Batch, LeaveWorker
 from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
 endpoint = ZmqWorkerEndpoint(read_address_file(Path({str(service.address_file)!r})), "ab" * 16, 10)
 for bad in (b"HET\\x07" + encode(LeaveWorker())[4:], encode(LeaveWorker())[:7], encode(Batch("s", 0, 0, 0, b"", []))):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.sharding import EpochPlan, derive_seed, permute
+from hetstream.mpi_dataworkers.order.sharding import EpochPlan, derive_seed, permute
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.mpi_dataworkers.cache import BatchCache, CachedBatch
 from hetstream.mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER
 from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.sharing import ShareGroup
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.wire.messages import (
     CloseEpoch,
     FinishLease,
     GrantLease,
@@ -27,6 +26,7 @@ from hetstream.mpi_dataworkers.messages import (
     Session,
     Sharing,
 )
+from hetstream.mpi_dataworkers.worker.cache import BatchCache, CachedBatch
 
 STATS = LoaderStats()
 STEPS = 100

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers import worker
-from hetstream.mpi_dataworkers.shutdown import ShutdownDeadlines
 from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
-from hetstream.mpi_dataworkers.watch import WorkPage
+from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
+from hetstream.mpi_dataworkers.worker.watch import WorkPage
+from hetstream.mpi_dataworkers.worker.worker import worker
 
 RULE_S = 2.0
 

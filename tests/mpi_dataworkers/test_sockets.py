@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetstream.mpi_dataworkers.codec import Scattered
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.messages import Batch
 from hetstream.mpi_dataworkers.transports import sockets
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
+from hetstream.mpi_dataworkers.wire.codec import Scattered
+from hetstream.mpi_dataworkers.wire.messages import Batch
 
 KEY = "5a" * 32
 
@@ -259,7 +259,7 @@ def test_a_loader_that_is_stopped_is_an_error_and_its_steps_can_go_elsewhere(
 
 CUT = """
 import subprocess, threading, time
-from hetstream.mpi_dataworkers.messages import Batch
+from hetstream.mpi_dataworkers.wire.messages import Batch
 from hetstream.mpi_dataworkers.transports import sockets
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
 

@@ -23,7 +23,8 @@ from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
 from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
-from hetstream.mpi_dataworkers.messages import (
+from hetstream.mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.wire.messages import (
     DrainWorker,
     FailLease,
     FinishLease,
@@ -41,8 +42,7 @@ from hetstream.mpi_dataworkers.messages import (
     Status,
     SteerDataWorkers,
 )
-from hetstream.mpi_dataworkers.rates import RecentRates
-from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
 
 
 def grants(instructions: list[Instruction]) -> list[tuple[str, GrantLease]]:

@@ -15,11 +15,11 @@ import pytest
 import sample_datasets as datasets
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.address import ServiceAddress, read_address_file, write_address_file
 from hetstream.mpi_dataworkers.errors import AddressInUse
-from hetstream.mpi_dataworkers.messages import WorkerHeartbeat
 from hetstream.mpi_dataworkers.transports.base import Reconnected
 from hetstream.mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, ZmqWorkerEndpoint, new_keys
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress, read_address_file, write_address_file
+from hetstream.mpi_dataworkers.wire.messages import WorkerHeartbeat
 
 PEER = "01" * 16
 (SERVER_PUBLIC, SERVER_SECRET), (CLIENT_PUBLIC, CLIENT_SECRET) = new_keys(), new_keys()

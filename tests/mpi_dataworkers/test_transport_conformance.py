@@ -19,9 +19,7 @@ import pytest
 import torch
 import zmq
 
-from hetstream.mpi_dataworkers.codec import Buffer, Scattered, fuse, split
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.messages import Batch, Batches, EndOfShard
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
 from hetstream.mpi_dataworkers.transports import shm as shm_module
 from hetstream.mpi_dataworkers.transports.base import BatchReceiver, BatchSender, PeerUnreachable, ReceivedBatch
@@ -29,6 +27,8 @@ from hetstream.mpi_dataworkers.transports.choice import TransportSender
 from hetstream.mpi_dataworkers.transports.compression import compress, decompress
 from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
+from hetstream.mpi_dataworkers.wire.codec import Buffer, Scattered, fuse, split
+from hetstream.mpi_dataworkers.wire.messages import Batch, Batches, EndOfShard
 
 KEY = "5a" * 32
 POOL_BYTES = 4 << 20

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from hetstream.mpi_dataworkers.codec import fuse, split
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.ops import tree
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
+from hetstream.mpi_dataworkers.wire.codec import fuse, split
 
 Pair = namedtuple("Pair", "left right")
 

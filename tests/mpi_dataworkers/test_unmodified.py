@@ -465,7 +465,7 @@ def test_a_class_that_the_program_changes_is_neither_missed_nor_changed_back(
 def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
     service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.client.LOCAL_AFTER_S", 0.1)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.client.LOCAL_AFTER_S", 0.1)
     (tmp_path / "data").write_bytes(b"")
     lazy = programs.OpensLazily(tmp_path / "data", 8)
     told = programs.Told(8)

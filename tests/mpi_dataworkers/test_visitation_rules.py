@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetstream.base.errors import ConfigError
-from hetstream.mpi_dataworkers.visitation import Cut, ShardingPolicy, Traits, decide
+from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPolicy, Traits, decide
 
 INDEXED = Traits("Table")
 STREAM = Traits("Log", iterable=True)

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from hetstream.mpi_dataworkers.codec import encode
-from hetstream.mpi_dataworkers.messages import WorkerHeartbeat
 from hetstream.mpi_dataworkers.transports import zmq as zmq_module
 from hetstream.mpi_dataworkers.transports.base import Disconnected, Received
 from hetstream.mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
+from hetstream.mpi_dataworkers.wire.codec import encode
+from hetstream.mpi_dataworkers.wire.messages import WorkerHeartbeat
 
 PEER, OTHER = "01" * 16, "02" * 16
 SERVER_PUBLIC, SERVER_SECRET = new_keys()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.advise import advise
 from hetstream.slurm_plugin.client.accounting import Usage
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
+from hetstream.slurm_plugin.insight.advise import advise
 
 NOW_S = 1_000_000.0
 CPU_NODE = Node("c0", frozenset({"IDLE"}), ("cpu",), 16, 0, 1000, 0)

@@ -46,7 +46,7 @@ from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_daemons
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.devcluster.teardown import tear_down
-from hetstream.slurm_plugin.history import History
+from hetstream.slurm_plugin.insight.history import History
 
 AS_USER = Path(__file__).with_name("programs") / "as_user.py"
 NOBODY = 65534

@@ -17,8 +17,16 @@ from hetstream.slurm_plugin.cli.doctor import _lua, _lua_files
 from hetstream.slurm_plugin.client import parse_text
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Partition, Snapshot
-from hetstream.slurm_plugin.doctor import LUA_PLUGINS, LUA_VERSIONS, Facts, Finding, Level, examine, lua_versions
-from hetstream.slurm_plugin.installation import LUA_DIR
+from hetstream.slurm_plugin.install.doctor import (
+    LUA_PLUGINS,
+    LUA_VERSIONS,
+    Facts,
+    Finding,
+    Level,
+    examine,
+    lua_versions,
+)
+from hetstream.slurm_plugin.install.installation import LUA_DIR
 
 FIXTURES = Path(__file__).with_name("fixtures")
 GOOD = {

@@ -27,9 +27,9 @@ from hetstream.slurm_plugin.cli import main
 from hetstream.slurm_plugin.cli.exporter import DASHBOARD
 from hetstream.slurm_plugin.client.fake import FakeSlurm
 from hetstream.slurm_plugin.errors import HistoryError, ServeError
-from hetstream.slurm_plugin.history import KEEP_S, History
-from hetstream.slurm_plugin.metrics import ClusterCollector, MetricsServer
-from hetstream.slurm_plugin.monitor import Monitor, Reading
+from hetstream.slurm_plugin.insight.history import KEEP_S, History
+from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
+from hetstream.slurm_plugin.render.metrics import ClusterCollector, MetricsServer
 
 OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
 # How names may end: a unit, or what is counted.

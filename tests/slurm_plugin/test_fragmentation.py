@@ -24,8 +24,8 @@ from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
 from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
 from hetstream.slurm_plugin.devcluster.teardown import tear_down
-from hetstream.slurm_plugin.fragmentation import Fragmentation, NodeFragmentation, measure
-from hetstream.slurm_plugin.shapes import alike_jobs, pending_shapes
+from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
+from hetstream.slurm_plugin.insight.shapes import alike_jobs, pending_shapes
 
 FIXTURES = Path(__file__).with_name("fixtures")
 

@@ -15,7 +15,7 @@ import pytest
 from hetstream.hetjob.site.address import read_settings
 from hetstream.slurm_plugin.cli import VERBS, main
 from hetstream.slurm_plugin.cli.install import closed_notes
-from hetstream.slurm_plugin.installation import RECORD, read_record
+from hetstream.slurm_plugin.install.installation import RECORD, read_record
 
 SITE = (
     b"-- the site's own, \xff not UTF-8\nfunction slurm_job_submit() return slurm.SUCCESS end\r\nreturn slurm.SUCCESS"

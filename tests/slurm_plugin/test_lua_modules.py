@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetstream.slurm_plugin.installation import LUA_DIR, hook_text
+from hetstream.slurm_plugin.install.installation import LUA_DIR, hook_text
 
 INTERPRETERS = [name for name in ("lua5.1", "lua5.2", "lua5.3", "lua5.4", "luajit") if shutil.which(name)]
 pytestmark = pytest.mark.skipif(not INTERPRETERS, reason="no Lua interpreter: apt-get install lua5.1 lua5.4")

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hetstream.slurm_plugin.cli.frag import MOST_SHAPES, report_of
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
-from hetstream.slurm_plugin.fragmentation import measure
-from hetstream.slurm_plugin.observation import observe
-from hetstream.slurm_plugin.report import as_json, as_table
-from hetstream.slurm_plugin.shapes import Shape, shape_of
-from hetstream.slurm_plugin.why import Explainer
+from hetstream.slurm_plugin.insight.fragmentation import measure
+from hetstream.slurm_plugin.insight.observation import observe
+from hetstream.slurm_plugin.insight.shapes import Shape, shape_of
+from hetstream.slurm_plugin.insight.why import Explainer
+from hetstream.slurm_plugin.render.report import as_json, as_table
 
 NOW_S = 1_000_000.0
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hetstream.base.errors import UsageError
-from hetstream.checkpoint.ownership import Event, Identity, Owner
+from hetstream.checkpoint.disk.ownership import Event, Identity, Owner
 from hetstream.hetjob.convert import convert
 from hetstream.hetjob.directives import read_directives, read_spec
 from hetstream.hetjob.ports import Cluster

@@ -17,7 +17,11 @@ import pytest
 from browser import Browser
 
 from hetstream.base.web import Document, WebServer
-from hetstream.slurm_plugin.charts import (
+from hetstream.slurm_plugin.cli.serve import documents
+from hetstream.slurm_plugin.errors import ServeError
+from hetstream.slurm_plugin.insight.monitor import Reading
+from hetstream.slurm_plugin.insight.observation import Sample, class_of, observe
+from hetstream.slurm_plugin.render.charts import (
     Axis,
     Series,
     cell,
@@ -27,12 +31,8 @@ from hetstream.slurm_plugin.charts import (
     stacked_bars,
     with_gaps,
 )
-from hetstream.slurm_plugin.cli.serve import documents
-from hetstream.slurm_plugin.errors import ServeError
-from hetstream.slurm_plugin.monitor import Reading
-from hetstream.slurm_plugin.observation import Sample, class_of, observe
-from hetstream.slurm_plugin.page import MAX_LARGE_CELLS, binned, page
-from hetstream.slurm_plugin.web import serve_documents
+from hetstream.slurm_plugin.render.page import MAX_LARGE_CELLS, binned, page
+from hetstream.slurm_plugin.render.web import serve_documents
 
 DESKTOP, PHONE = 1280, 390
 # Added by the test alone: the page itself has no script. A window is 500 wide at least, so the page is put in a frame.

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from hetstream.slurm_plugin.advise import advise
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot, is_resource_reason
-from hetstream.slurm_plugin.fragmentation import measure
-from hetstream.slurm_plugin.observation import observe
-from hetstream.slurm_plugin.reasons import told_by_slurm
-from hetstream.slurm_plugin.why import Explainer
+from hetstream.slurm_plugin.insight.advise import advise
+from hetstream.slurm_plugin.insight.fragmentation import measure
+from hetstream.slurm_plugin.insight.observation import observe
+from hetstream.slurm_plugin.insight.reasons import told_by_slurm
+from hetstream.slurm_plugin.insight.why import Explainer
 
 NOW_S = 1_000_000.0
 # The names of job_state_reason.c of 22.05 to 26.05, and the texts that slurmctld writes in their place, by what they

@@ -37,11 +37,11 @@ from hetstream.slurm_plugin.client.parse_text import JOB_FIELDS
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.daemon.registry import Registry
-from hetstream.slurm_plugin.ended_jobs import ended_jobs
-from hetstream.slurm_plugin.metrics import ClusterCollector
-from hetstream.slurm_plugin.monitor import Reading
-from hetstream.slurm_plugin.observation import Observation, observe
-from hetstream.slurm_plugin.page import page
+from hetstream.slurm_plugin.insight.ended_jobs import ended_jobs
+from hetstream.slurm_plugin.insight.monitor import Reading
+from hetstream.slurm_plugin.insight.observation import Observation, observe
+from hetstream.slurm_plugin.render.metrics import ClusterCollector
+from hetstream.slurm_plugin.render.page import page
 from tests.base.hostile import HARMLESS, HOSTILE, Said, as_read, check_shown, hostile, said_by, said_of_words
 
 # Fields of squeue with what users write; slurmctld checks the others against what the cluster has.

@@ -30,9 +30,9 @@ from hetstream.slurm_plugin.client.reservations import parse_reservations, with_
 from hetstream.slurm_plugin.client.values import moment
 from hetstream.slurm_plugin.conversion import convert_script
 from hetstream.slurm_plugin.errors import UnreadableAnswer
-from hetstream.slurm_plugin.fragmentation import measure
-from hetstream.slurm_plugin.shapes import shape_of
-from hetstream.slurm_plugin.why import Explainer
+from hetstream.slurm_plugin.insight.fragmentation import measure
+from hetstream.slurm_plugin.insight.shapes import shape_of
+from hetstream.slurm_plugin.insight.why import Explainer
 
 FIXTURES = Path(__file__).with_name("fixtures")
 RELEASES = ("22.05", "24.11", "26.05")

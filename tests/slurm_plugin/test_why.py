@@ -17,7 +17,7 @@ import pytest
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.client.run import run_slurm
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
-from hetstream.slurm_plugin.why import Explainer, Explanation, find_jobs
+from hetstream.slurm_plugin.insight.why import Explainer, Explanation, find_jobs
 
 NOW_S = 1_000_000.0
 

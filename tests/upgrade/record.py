@@ -21,15 +21,15 @@ import torch
 from hetstream import DataLoader, FlashCheckpointer, mix
 from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.hetjob.site.messages import GrantLimit, ReportDemand, Request, encode_answer, encode_request
-from hetstream.mpi_dataworkers.address import ServiceAddress, write_address_file
-from hetstream.mpi_dataworkers.codec import encode
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
-from hetstream.mpi_dataworkers.messages import LoaderStats, Program, ProvideDefinition, RegisterLoader
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress, write_address_file
+from hetstream.mpi_dataworkers.wire.codec import encode
+from hetstream.mpi_dataworkers.wire.messages import LoaderStats, Program, ProvideDefinition, RegisterLoader
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.daemon.store import Store
-from hetstream.slurm_plugin.history import History
-from hetstream.slurm_plugin.installation import install
-from hetstream.slurm_plugin.observation import Sample
+from hetstream.slurm_plugin.insight.history import History
+from hetstream.slurm_plugin.insight.observation import Sample
+from hetstream.slurm_plugin.install.installation import install
 
 RECORDED = Path(__file__).with_name("recorded")
 NOW_S = 1.8e9

@@ -27,7 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hetstream.checkpoint.store_files import FALLBACK
+from hetstream.checkpoint.memory.store_files import FALLBACK
 from tests.checkpoint.mounted import fill, mounted_memory
 from tests.checkpoint.pairs import writer
 from tests.checkpoint.pairs.programs import FRAMEWORKS, python_of, start, warm_up
@@ -148,7 +148,9 @@ def _start(place: Path, cell: Cell, name: str, event: str, size: int, fault: str
 def _await(place: Path, *, is_writer: bool) -> None:
     """Wait until no process of this place is there: its writers, those that are starting included, or all others."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    while any((b"hetstream.checkpoint.writer" in line) == is_writer for line in _command_lines(str(place).encode())):
+    while any(
+        (b"hetstream.checkpoint.persist.writer" in line) == is_writer for line in _command_lines(str(place).encode())
+    ):
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"processes of {place} have not ended within {TIMEOUT_S:g} s")
         time.sleep(0.02)

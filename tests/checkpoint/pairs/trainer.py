@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hetstream import CheckpointOptions, FlashCheckpointer
-from hetstream.checkpoint.flash import device
-from hetstream.checkpoint.view import StoreView, find_stores
+from hetstream.checkpoint.flash.save import device
+from hetstream.checkpoint.memory.view import StoreView, find_stores
 from tests.checkpoint.pairs import writer
 from tests.checkpoint.parts import delete_in_use
 
@@ -238,7 +238,7 @@ class Witness:
         self._deadline_s = time.monotonic() + _PATIENCE_S
         self.source = ""
         self._sources = _Sources()
-        logger = logging.getLogger("hetstream.checkpoint.flash.restoring")
+        logger = logging.getLogger("hetstream.checkpoint.flash.restore.restoring")
         logger.addHandler(self._sources)
         logger.setLevel(logging.INFO)
 

@@ -24,9 +24,9 @@ import torch._dynamo  # what a rank would import at its first optimizer, half a 
 import torch.distributed as dist
 
 from hetstream import CheckpointOptions, FlashCheckpointer
-from hetstream.checkpoint import rank_file
-from hetstream.checkpoint.checksum import Checksum
-from hetstream.checkpoint.flash import newest
+from hetstream.checkpoint.disk import rank_file
+from hetstream.checkpoint.flash.restore.apply import newest
+from hetstream.checkpoint.record.checksum import Checksum
 from tests.checkpoint.programs.flash_trainer import digest
 
 SIZE = 700

@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hetstream.checkpoint.commit import commit
+from hetstream.checkpoint.convert.dcp import FlashStorageReader
+from hetstream.checkpoint.convert.write import write_state
+from hetstream.checkpoint.disk.commit import commit
+from hetstream.checkpoint.disk.manifest import Part
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
-from hetstream.checkpoint.flash.dcp import FlashStorageReader
 from hetstream.checkpoint.flash.reader import CheckpointReader
-from hetstream.checkpoint.flash.write import write_state
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.manifest import Part
+from hetstream.checkpoint.record.generation import Generation
 
 
 def in_ranks(num_ranks: int, function: Callable[..., None], *args: Any) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetstream.checkpoint.errors import DamagedSegment
-from hetstream.checkpoint.segment import Segment
-from hetstream.checkpoint.store_files import WriterStatus
-from hetstream.checkpoint.view import StoreView
+from hetstream.checkpoint.memory.segment import Segment
+from hetstream.checkpoint.memory.store_files import WriterStatus
+from hetstream.checkpoint.memory.view import StoreView
 from tests.checkpoint.programs.store_trainer import check
 
 # The trainer may publish while the slots are looked at.

@@ -13,10 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
-from hetstream.checkpoint.generation import Generation
-from hetstream.checkpoint.segment import Segment, join_metadata, split_metadata
-from hetstream.checkpoint.store import Store
-from hetstream.checkpoint.store_files import Identity
+from hetstream.checkpoint.memory.segment import Segment, join_metadata, split_metadata
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.store_files import Identity
+from hetstream.checkpoint.record.generation import Generation
 
 DIGEST = "ab" * 16
 

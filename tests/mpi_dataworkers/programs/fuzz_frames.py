@@ -13,11 +13,11 @@ else:
     atheris = None
 
 with atheris.instrument_imports(include=["hetstream.mpi_dataworkers"]) if atheris else contextlib.nullcontext():
-    from hetstream.mpi_dataworkers import codec
     from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
-    from hetstream.mpi_dataworkers.messages import Batch, Batches
     from hetstream.mpi_dataworkers.ops import tree
     from hetstream.mpi_dataworkers.transports import compression, extents, proof
+    from hetstream.mpi_dataworkers.wire import codec
+    from hetstream.mpi_dataworkers.wire.messages import Batch, Batches
 
 KEY = bytes(32)
 LIMIT = 64

@@ -11,12 +11,12 @@ import time
 
 import zmq
 
-from hetstream.mpi_dataworkers.codec import encode
-from hetstream.mpi_dataworkers.messages import Batch, Hello, Program, Proof, ProvideDefinition, RegisterWorker
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
 from hetstream.mpi_dataworkers.transports.extents import lay_out
 from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender
+from hetstream.mpi_dataworkers.wire.codec import encode
+from hetstream.mpi_dataworkers.wire.messages import Batch, Hello, Program, Proof, ProvideDefinition, RegisterWorker
 
 known = json.loads(sys.argv[1])
 forged = Batch(known["session"], 5, 1 << 60, 8, b"\xc0", [])

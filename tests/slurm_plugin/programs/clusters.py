@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetstream.slurm_plugin.client.model import Gres, Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.observation import Observation, Sample, observe
+from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
 
 NOW_S = 1_795_000_000.0
 HOUR_S = 3600.0

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: directories, who writes to them, parts and their commit."""

@@ -1,0 +1,337 @@
+"""Which job writes to a checkpoint directory, how often it was started, and how these starts ended.
+
+Rank 0 of the running attempt holds the lock; who it is stands beside it, for messages. The history says what the time
+between failures is. Nothing here looks at checkpoints except to tell when a dead attempt was last alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from hetstream.base.files import Directory, UntrustedFile, is_temporary, writable_above
+from hetstream.checkpoint.config import NO_JOB
+from hetstream.checkpoint.disk.lineage import begin_start
+from hetstream.checkpoint.errors import DirectoryInUse, DirectoryNotWritable, DirectoryReplaced, ForeignOwner
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.policy.interval import Attempt
+from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.record import typed_json
+from hetstream.checkpoint.record.generation import MAX_NUMBER, Generation
+
+_log = logging.getLogger(__name__)
+
+_LOCK = ".lock"
+_OWNER = "owner.json"
+_HISTORY = "history.jsonl"
+# A line for each start and each end.
+_MAX_OWNER_BYTES, _MAX_HISTORY_BYTES = 64 << 10, 16 << 20
+_ENDS = ("ended", "died", "handed over")
+# A job that is started again knows that its earlier start is over. Its lock may last: a killed process gives back its
+# memory first, and the file server of a node that is gone waits for the end of its lease (NFS: 90 s).
+_PATIENCE_S = 120.0
+_POLL_S = 0.05
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Who uses a directory.
+
+    Attributes:
+        job: Slurm job id, or "local".
+        host: of rank 0.
+        pid: of rank 0.
+    """
+
+    job: str
+    host: str
+    pid: int
+
+    @staticmethod
+    def of_this_process(job: str) -> Identity:
+        """This process, as a part of `job`."""
+        return Identity(job, os.uname().nodename, os.getpid())
+
+    def __str__(self) -> str:
+        return f"job {self.job} on {self.host}, process {self.pid}"
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The newest attempt. Its process may be dead: the lock says.
+
+    Attributes:
+        attempt: its number.
+        identity: who made it.
+        keep: which checkpoints stay; rank 0's checkpoint writer acts on it.
+    """
+
+    attempt: int
+    identity: Identity
+    keep: Retention = Retention(keep_last=None)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A line of the history.
+
+    Attributes:
+        event: an attempt `started`, `ended` by itself, was found to have `died`; or it was `handed over`, and another
+            `took over`.
+        attempt: which.
+        time_s: when, in seconds since 1970. Of `handed over` when the last step ended, of `took over` when the first
+            one could begin.
+        identity: who started; of a hand-over, who goes on.
+        step: of a hand-over, the last one that was trained before it.
+        pause_s: of `took over`, how long nobody trained, by the clocks of both hosts.
+    """
+
+    event: str
+    attempt: int
+    time_s: float
+    identity: Identity | None = None
+    step: int | None = None
+    pause_s: float | None = None
+
+
+def prepare_directory(path: Path) -> None:
+    """Make a directory for checkpoints, or check that it is ours to write to.
+
+    Raises:
+        ForeignOwner: it belongs to another user, or others can write to it, and so could put a checkpoint there.
+        DirectoryNotWritable: it cannot be made or written to.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with Directory.open(path) as root:
+            owner, strangers, above = root.owner, root.strangers(), writable_above(path)
+    except OSError as error:
+        raise DirectoryNotWritable(f"{path} cannot be made a checkpoint directory: {error}") from error
+    if owner != os.geteuid():
+        raise ForeignOwner(
+            f"{path} belongs to user {owner}, this is user {os.geteuid()}; a checkpoint directory belongs to the user "
+            "who trains: choose another one"
+        )
+    if strangers or above:
+        raise ForeignOwner(
+            f"{strangers or f'anybody can put another directory into {above}'}: what others can write to holds no "
+            "checkpoints that can be trusted. Change the mode, or choose another directory"
+        )
+    if not os.access(path, os.W_OK | os.X_OK) or os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise DirectoryNotWritable(f"{path} cannot be written to (ls -ld {path}; findmnt -T {path})")
+
+
+def take(
+    path: Path,
+    identity: Identity,
+    keep: Retention,
+    seen: Iterable[tuple[Generation, float]],
+    now_s: float,
+    above: int = 0,
+) -> tuple[FileLock, int]:
+    """Become the owner of a directory.
+
+    Args:
+        path: a directory that `prepare_directory` let pass.
+        identity: the new owner.
+        keep: which checkpoints stay.
+        seen: committed checkpoints, and when each was written.
+        now_s: seconds since 1970.
+        above: an attempt that the directory may not know of; the new one gets a larger number.
+
+    Returns:
+        The lock, to be held while the attempt runs, and the attempt's number.
+
+    Raises:
+        DirectoryInUse: a living process owns it.
+        DirectoryNotWritable: it cannot be written to.
+    """
+    try:
+        lock = _lock(path, identity)
+    except OSError as error:
+        raise DirectoryNotWritable(f"{path} cannot be locked: {error}") from error
+    if lock is None:
+        owner = read_owner(path)
+        named = owner.identity if owner else "a process that does not say who it is"
+        raise DirectoryInUse(
+            f"{path} is in use by {named}; two jobs cannot share a checkpoint directory: end that job (scancel), "
+            "or choose another directory"
+        )
+    try:
+        with Directory.open(path) as root:
+            for name in root.names():
+                if is_temporary(name, _OWNER):  # made with this lock only: whoever began it is dead
+                    root.unlink(name, missing_ok=True)
+        events = history(path)
+        last_seen = dict(_last_seen(seen))
+        owner = read_owner(path)
+        with Directory.open(path, group_reads=True) as root:
+            root.check_own()
+            lineage = begin_start(root, is_new=not last_seen and not root.has(_OWNER))
+            branches = (branch.attempt for branch in lineage.branches)
+            known = [above, owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen, *branches]
+            attempt = max(known) + 1
+            if attempt > MAX_NUMBER:
+                raise DirectoryNotWritable(
+                    f"{path}: something in it is of attempt {attempt - 1}, and attempts are counted to {MAX_NUMBER}: "
+                    f"take away what no training has put there (hetstream ckpt ls {path}; {_OWNER}; {_HISTORY})"
+                )
+            reach("owner.numbered")
+            # On disk before anybody uses it: no other attempt may have the same.
+            root.write_whole(_OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
+        reach("owner.written")
+        _append(path, [*_died(events, last_seen), Event("started", attempt, now_s, identity)])
+    except OSError as error:
+        lock.release()
+        raise DirectoryNotWritable(f"{path} cannot be written to: {error}") from error
+    except BaseException:
+        lock.release()
+        raise
+    return lock, attempt
+
+
+def _lock(path: Path, identity: Identity) -> FileLock | None:
+    """The owner's lock; None while another job holds it, or this job all the time that it is waited for."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    has_said = False
+    while True:
+        with Directory.open(path) as root:
+            lock = FileLock.try_exclusive(path / _LOCK, root)
+        owner = None if lock else read_owner(path)
+        if owner is None or owner.identity.job != identity.job or owner.identity.job == NO_JOB:
+            return lock
+        if time.monotonic() > deadline_s:
+            return None
+        if not has_said:
+            has_said = True
+            _log.warning(
+                "%s is still locked by an earlier start of this job (%s): waiting up to %g s until it is gone",
+                path,
+                owner.identity,
+                _PATIENCE_S,
+            )
+        time.sleep(_POLL_S)
+
+
+def renumber(path: Path, attempt: int, now_s: float) -> int:
+    """Let the running attempt end and begin the next one, by the same owner, who keeps the lock; its number."""
+    owner = read_owner(path)
+    if owner is None or owner.attempt != attempt:
+        raise DirectoryReplaced(
+            f"{path} does not say any more that attempt {attempt} has it: somebody has changed owner.json, or deleted "
+            "the directory. End this training, and start it again"
+        )
+    with Directory.open(path, group_reads=True) as root:
+        root.check_own()
+        root.write_whole(_OWNER, msgspec.json.encode(msgspec.structs.replace(owner, attempt=attempt + 1)))
+    _append(path, [Event("ended", attempt, now_s), Event("started", attempt + 1, now_s, owner.identity)])
+    return attempt + 1
+
+
+def end(path: Path, attempt: int, now_s: float) -> None:
+    """Write down that an attempt ended by itself."""
+    _append(path, [Event("ended", attempt, now_s)])
+
+
+def hand_over(path: Path, attempt: int, to: Identity, step: int, last_step_s: float) -> None:
+    """Write down that an attempt has ended for another to go on.
+
+    Args:
+        path: the directory.
+        attempt: that ends.
+        to: who goes on.
+        step: the last one that was trained.
+        last_step_s: when it ended, in seconds since 1970.
+    """
+    _append(path, [Event("handed over", attempt, last_step_s, to, step)])
+
+
+def take_over(path: Path, attempt: int, identity: Identity, now_s: float) -> Event:
+    """Write down that an attempt goes on where another one has ended for it; what is written.
+
+    Args:
+        path: the directory.
+        attempt: that goes on.
+        identity: who it is.
+        now_s: when its first step can begin, in seconds since 1970.
+    """
+    handed = next(
+        (one for one in reversed(history(path)) if one.event == "handed over" and one.identity == identity), None
+    )
+    pause_s = now_s - handed.time_s if handed else None
+    event = Event("took over", attempt, now_s, identity, handed.step if handed else None, pause_s)
+    _append(path, [event])
+    return event
+
+
+def read_owner(path: Path) -> Owner | None:
+    """The newest attempt; None if there was none, or its file is no longer to be read."""
+    try:
+        with Directory.open(path) as root:
+            return typed_json.decode(root.read(_OWNER, _MAX_OWNER_BYTES), Owner)
+    except (FileNotFoundError, UntrustedFile, msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def past_attempts(path: Path) -> list[Attempt]:
+    """How long the attempts before the newest one ran and how they ended, as far as the history knows."""
+    started: dict[int, float] = {}
+    attempts = []
+    for event in history(path):
+        if event.event == "started":
+            started[event.attempt] = event.time_s
+        elif event.event in _ENDS and event.attempt in started:
+            attempts.append(Attempt(started.pop(event.attempt), event.time_s, event.event == "died"))
+    return attempts
+
+
+def _died(events: Iterable[Event], last_seen: dict[int, float]) -> list[Event]:
+    """The ends that attempts could not write down themselves; at the time of their newest checkpoint."""
+    open_starts: dict[int, Event] = {}
+    for event in events:
+        if event.event == "started":
+            open_starts[event.attempt] = event
+        elif event.event in _ENDS:
+            open_starts.pop(event.attempt, None)
+    return [
+        Event("died", start.attempt, max(start.time_s, last_seen.get(start.attempt, start.time_s)))
+        for start in open_starts.values()
+    ]
+
+
+def _last_seen(seen: Iterable[tuple[Generation, float]]) -> Iterable[tuple[int, float]]:
+    """The newest time of each attempt's checkpoints."""
+    return sorted((generation.attempt, time_s) for generation, time_s in seen)
+
+
+def history(path: Path) -> list[Event]:
+    """The lines of the history; a crash may have cut one off, and the one behind it begins a line of its own."""
+    try:
+        with Directory.open(path) as root:
+            lines = root.read(_HISTORY, _MAX_HISTORY_BYTES).splitlines()
+    except FileNotFoundError:
+        return []
+    except UntrustedFile as error:
+        _log.warning("the time between failures is not known: %s", error)
+        return []
+    events = []
+    for line in lines:
+        try:
+            events.append(typed_json.decode(line, Event))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+    return events
+
+
+def _append(path: Path, events: Iterable[Event]) -> None:
+    with Directory.open(path) as root:
+        descriptor = root.open_file(_HISTORY, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        with open(descriptor, "r+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            file.write(b"\n" * torn + b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+            os.fsync(descriptor)
+        root.sync()

@@ -1,0 +1,1 @@
+"""Restores: a record back into the program's own objects."""

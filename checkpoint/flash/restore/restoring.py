@@ -1,0 +1,156 @@
+"""What `restore` and `load` do with a generation: bring it into a state, or give it as plain values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetstream.checkpoint.flash import rng
+from hetstream.checkpoint.flash.restore.apply import Part, Restore, owned
+from hetstream.checkpoint.flash.restore.newest import Newest
+from hetstream.checkpoint.flash.save.capture import RNG
+from hetstream.checkpoint.flash.tensors import Leaves
+from hetstream.checkpoint.record.agreement import Choice
+from hetstream.checkpoint.record.generation import Generation
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A record as plain values.
+
+    Attributes:
+        step: of training.
+        attempt: the start of the job that saved it.
+        state: what `save` was given; objects are what their `state_dict` gave.
+        sources: by rank, `memory`, `replica` or `disk`.
+        notes: what was newer and could not be used, and why.
+    """
+
+    step: int
+    attempt: int
+    state: dict[str, Any]
+    sources: Sequence[str]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What became of a restore.
+
+    Attributes:
+        generation: that was restored; None: there was nothing to restore.
+        keeps_leaves: whether the state has the tensors that it had before, with other values.
+    """
+
+    generation: Generation | None = None
+    keeps_leaves: bool = True
+
+    @property
+    def step(self) -> int | None:
+        """Of training; None: there was nothing to restore."""
+        return self.generation.step if self.generation else None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How something is to be restored.
+
+    Attributes:
+        step: which; None: the newest.
+        strict: every key and tensor must be on both sides.
+        allow_pickle: unpickle what was pickled.
+        only_given: keys of the checkpoint that the state has not are left out; with the states of the generators.
+    """
+
+    step: int | None = None
+    strict: bool = True
+    allow_pickle: bool = False
+    only_given: bool = False
+
+
+def restore_from(newest: Newest, state: MutableMapping[str, Any], leaves: Leaves, wish: Wish) -> Restored:
+    """Bring a generation into a state, in place, and set the generators.
+
+    Args:
+        newest: finds it.
+        state: as it is given to `save`.
+        leaves: the same taken apart.
+        wish: which, and how.
+
+    Raises:
+        StateMismatch: the layout of the state has changed. Nothing is restored.
+        NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
+    """
+    done: list[tuple[Choice, bool]] = []
+
+    def use(parts: list[Part], choice: Choice) -> Iterator[None]:
+        task = Restore()
+        saved: dict[str, Any] = {}
+        all_alike: set[str] = set()
+        for part in parts:
+            alike = task.take_alike(state, leaves, part)
+            without = alike | ({*part.record.tree} - {*state} if wish.only_given else set())
+            saved.update(part.saved(allow_pickle=wish.allow_pickle, without=without))
+            all_alike |= alike
+        generators = saved.pop(RNG, None)
+        task.compare(state, saved, all_alike)
+        mismatch = task.mismatch()
+        if mismatch and wish.strict:
+            raise mismatch
+        yield
+        task.run()
+        for difference in task.differences:
+            _log.warning("not restored: %s", difference)
+        _restore_generators(generators, choice, newest.ranks.rank)
+        done.append((choice, all_alike == {*state}))
+
+    newest.use(use, wish.step)
+    if not done:
+        return Restored()
+    choice, keeps_leaves = done[0]
+    _log.info("restored %s from %s", choice.generation, ", ".join(sorted({*choice.sources})))
+    return Restored(choice.generation, keeps_leaves)
+
+
+def load_from(newest: Newest, wish: Wish) -> LoadedCheckpoint | None:
+    """A generation as plain values; None if there is none.
+
+    Args:
+        newest: finds it.
+        wish: which.
+
+    Raises:
+        NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
+    """
+    done: list[LoadedCheckpoint] = []
+
+    def use(parts: list[Part], choice: Choice) -> Iterator[None]:
+        assert choice.generation is not None
+        state: dict[str, Any] = {}
+        for part in parts:
+            state.update(part.load(allow_pickle=wish.allow_pickle))
+        state.pop(RNG, None)
+        yield
+        step, attempt = choice.generation.step, choice.generation.attempt
+        done.append(LoadedCheckpoint(step, attempt, state, tuple(choice.sources), tuple(choice.notes)))
+
+    newest.use(use, wish.step)
+    return done[0] if done else None
+
+
+def _restore_generators(states: Any, choice: Choice, rank: int) -> None:
+    if states is None:
+        return
+    if rank >= choice.world_size:
+        _log.warning(
+            "rank %d has no saved generators, as %d rank(s) saved: its random numbers go on as they are",
+            rank,
+            choice.world_size,
+        )
+        return
+    for note in rng.restore(owned(states)):
+        _log.warning("%s", note)

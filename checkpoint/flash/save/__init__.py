@@ -1,0 +1,1 @@
+"""Saves: a state taken apart, and copied into a slot."""

@@ -1,0 +1,235 @@
+"""Saves: copy a captured state into a slot of the rank's store, at once or in a thread beside the program.
+
+Called by the checkpointer. Nothing here talks to other ranks, and a save that fails leaves the newest generation as it
+was.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetstream.checkpoint.errors import CheckpointError, SharedMemoryFull
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.flash import collector
+from hetstream.checkpoint.flash.save.capture import Capture
+from hetstream.checkpoint.flash.save.copy_plan import Plan
+from hetstream.checkpoint.flash.save.device import Copier
+from hetstream.checkpoint.flash.save.slots import SlotViews
+from hetstream.checkpoint.flash.stats import CheckpointStats
+from hetstream.checkpoint.memory.store import Store
+from hetstream.checkpoint.memory.writable_slot import WritableSlot
+from hetstream.checkpoint.record.checksum import checksum
+from hetstream.checkpoint.record.generation import Generation
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A state that is about to be copied.
+
+    Attributes:
+        generation: what it will be.
+        slot: where it goes.
+        plan: how.
+        metadata: of the generation.
+        tensors: what is copied, one for each entry.
+        addresses: of the tensors of the state.
+        stepped: of `Leaves`.
+    """
+
+    generation: Generation
+    slot: WritableSlot
+    plan: Plan
+    metadata: bytes
+    tensors: list[torch.Tensor]
+    addresses: list[int]
+    stepped: set[int]
+
+
+@dataclass
+class _Pending:
+    """A copy in a thread.
+
+    Attributes:
+        taken: what is copied.
+        checksums: of the tensors as they were, where they are compared.
+        turn: taken by the thread that copies when it begins, or by who gives the save up before.
+        is_done: set at the end of the thread. Thread.join would do, but Ctrl-C in it makes Python take the thread for
+            ended (bpo-45274), and the slot would be unmapped below the copy.
+        errors: what it ended with.
+    """
+
+    taken: _Taken
+    checksums: list[int] = field(default_factory=list)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    is_done: threading.Event = field(default_factory=threading.Event)
+    errors: list[Exception] = field(default_factory=list)
+
+
+class Saving:
+    """The saves of one rank, one at a time.
+
+    Args:
+        store: of this rank.
+        capture: takes states apart.
+        check_async: compare tensors before and after each `save_async`.
+
+    Attributes:
+        stats: how they went; what the checkpoint writer says is not in it, see `CheckpointStats.told`.
+    """
+
+    def __init__(self, store: Store, capture: Capture, *, check_async: bool) -> None:
+        self.stats = CheckpointStats()
+        self._store = store
+        self._capture = capture
+        self._check_async = check_async
+        self._copier = Copier()
+        self._views = SlotViews()
+        self._pending: _Pending | None = None
+
+    def save(self, generation: Generation, state: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
+        """Take a state; see `FlashCheckpointer.save`."""
+        began_s = time.perf_counter()
+        self.fence()
+        with collector.held_off():
+            taken = self._take(generation, state, metrics)
+            if taken:
+                with taken.slot:
+                    self._copy(taken, range(len(taken.tensors)))
+                    self._publish(taken)
+        self.stats.blocked_s = time.perf_counter() - began_s
+        return taken is not None
+
+    def save_async(self, generation: Generation, state: Mapping[str, Any], metrics: Mapping[str, float]) -> bool:
+        """Take a state, what an optimizer changes in a thread; see `FlashCheckpointer.save_async`."""
+        began_s = time.perf_counter()
+        self.fence()
+        with collector.held_off():
+            taken = self._take(generation, state, metrics, finds_stepped=True)
+        if taken:
+            pending = _Pending(taken)
+            later = [entry for entry, leaf in enumerate(taken.plan.sources) if leaf in taken.stepped]
+            at_once = sorted({*range(len(taken.tensors))} - {*later})
+
+            def work() -> None:
+                if not pending.turn.acquire(blocking=False):
+                    return
+                try:
+                    with taken.slot:
+                        self._copy(taken, later)
+                        self._check_unchanged(pending, later)
+                        self._publish(taken)
+                except Exception as error:  # noqa: BLE001, a thread's end: `fence` raises it
+                    pending.errors.append(error)
+                finally:
+                    pending.is_done.set()
+
+            try:
+                self._pending = pending
+                pending.checksums = self._checksums(taken)
+                self._copy(taken, at_once)
+                threading.Thread(target=work, name="checkpoint copy").start()
+            except BaseException:
+                if pending.turn.acquire(blocking=False):
+                    self._pending = None
+                    taken.slot.abandon()
+                raise
+        self.stats.blocked_s = time.perf_counter() - began_s
+        return taken is not None
+
+    def fence(self) -> None:
+        """Wait until the copy of `save_async` is done; see `FlashCheckpointer.fence`."""
+        pending = self._pending
+        if pending:
+            began_s = time.perf_counter()
+            pending.is_done.wait()
+            # Not before: Ctrl-C may end the waiting, and who comes next has to wait again.
+            self._pending = None
+            self.stats.blocked_s += time.perf_counter() - began_s
+            if pending.errors:
+                raise pending.errors[0]
+
+    def forget_slots(self) -> None:
+        """Let go of the store's memory, which is about to be unmapped."""
+        self._views.clear()
+
+    def _take(
+        self,
+        generation: Generation,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        finds_stepped: bool = False,
+    ) -> _Taken | None:
+        """All of a save that comes before the copy; None: there is no slot for it."""
+        captured = self._capture.take(state, metrics, finds_stepped=finds_stepped)
+        plan, metadata, leaves = captured.plan, captured.metadata, captured.leaves
+        self._store.abandon()
+        try:
+            slot = self._store.begin(plan.layout.payload_bytes, len(metadata))
+        except (SharedMemoryFull, OSError) as error:
+            self.stats.num_failed += 1
+            _log.error("step %d is not saved, training goes on: %s", generation.step, error)
+            return None
+        self.stats.waited_s = slot.waited_s
+        self.stats.allocated_s = slot.allocated_s
+        self.stats.copied_s = 0.0
+        try:
+            tensors = plan.tensors_to_copy(leaves.tensors)
+            self._copier.begin(tensors)
+        except BaseException:
+            slot.abandon()
+            raise
+        return _Taken(generation, slot, plan, metadata, tensors, captured.addresses, leaves.stepped)
+
+    def _copy(self, taken: _Taken, entries: Sequence[int]) -> None:
+        plan, began_s = taken.plan, time.perf_counter()
+        views = self._views.of(taken.slot.segment, taken.slot.payload, plan)  # pins memory that is new
+        self.stats.allocated_s += time.perf_counter() - began_s
+        began_s = time.perf_counter()
+        chosen = np.array(entries, np.int64)
+        are_plain = plan.are_plain[chosen]
+        others = chosen[~are_plain].tolist()
+        self._copier.copy(
+            [views.destination(entry) for entry in others],
+            [taken.tensors[entry] for entry in others],
+            plan.moves(taken.addresses, views.begin, chosen[are_plain]),
+        )
+        self.stats.copied_s += time.perf_counter() - began_s
+
+    def _publish(self, taken: _Taken) -> None:
+        reach("save.copied")
+        taken.slot.publish(taken.generation, taken.metadata, taken.plan.layout.digest)
+        self.stats.num_saves += 1
+        self.stats.num_bytes = taken.plan.layout.payload_bytes
+        self.stats.saved = taken.generation
+
+    def _checksums(self, taken: _Taken) -> list[int]:
+        if not self._check_async:
+            return []
+        with torch.no_grad():
+            plain = (one.detach().cpu().resolve_conj().resolve_neg() for one in taken.tensors)
+            rows = (one.clone(memory_format=torch.contiguous_format).reshape(-1) for one in plain)
+            return [checksum(one.view(torch.uint8).numpy().tobytes()) for one in rows]
+
+    def _check_unchanged(self, pending: _Pending, entries: Sequence[int]) -> None:
+        if not pending.checksums:
+            return
+        now = self._checksums(pending.taken)
+        names = [
+            pending.taken.plan.layout.entries[entry].name for entry in entries if now[entry] != pending.checksums[entry]
+        ]
+        if names:
+            raise CheckpointError(
+                f"{len(names)} tensor(s) changed while save_async copied them: {', '.join(names[:5])}. The save was "
+                "given up. Call fence() before anything changes the state: guard(optimizer) does so for each step"
+            )

@@ -1,0 +1,1 @@
+"""Generations in shared memory: stores, their slots, and who has them."""

@@ -1,0 +1,241 @@
+"""How a trainer comes by its store: it adopts what a dead trainer of the same identity has left, or makes a new one.
+
+The trainer's lock tells the dead from the living: it goes with the process. A trainer that ended as it should leaves a
+store for as long as its checkpoint writer needs it; that one too is adopted, so that a training that is started again
+at once finds its newest generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from hetstream.checkpoint.errors import CheckpointError, ForeignOwner, SharedMemoryFull, StoreInUse
+from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.memory.slot import unlink_with_target
+from hetstream.checkpoint.memory.store_files import STATUS_BYTES, Holder, Identity, SlotContent, StoreFiles, list_stores
+
+_log = logging.getLogger(__name__)
+
+_TOKEN_BYTES = 4
+# Whoever looks whether a trainer lives holds its lock for a moment.
+_GRACE_S = 1.0
+# Two trainers of one identity that start at the same moment look for stores one after the other.
+_ALONE_TIMEOUT_S = 10.0
+_POLL_S = 0.002
+
+
+def own_store(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
+    """The store of an identity with the trainer's lock.
+
+    Args:
+        identity: whose it is.
+        shared_memory: where stores are.
+        fallback: where it is made if that is full or cannot be written to.
+
+    Raises:
+        StoreInUse: a living process has it.
+        SharedMemoryFull: not even a directory fits, and there is no fallback.
+        OSError: neither place can be written to.
+    """
+    with _alone_in(shared_memory):
+        files, lock = _adopt(identity, [root for root in (shared_memory, fallback) if root]) or _make_somewhere(
+            identity, shared_memory, fallback
+        )
+        _write_holder(files, identity)
+    return files, lock
+
+
+def newest_attempt(identity: Identity, roots: Iterable[Path]) -> int:
+    """The newest attempt of which the stores of an identity hold anything, of this rank or of others; 0: none."""
+    attempts = [0]
+    for files in (files for root in roots for files in list_stores(root, identity.prefix)):
+        with contextlib.suppress(CheckpointError):
+            files.check_owner()
+            held = [*files.complete(), *(content for path in files.replicas() if (content := SlotContent.of(path)))]
+            attempts += [content.header.generation.attempt for content in held]
+    return max(attempts)
+
+
+def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock] | None:
+    """The dead trainer's store with the newest generation; others of the same identity are deleted."""
+    found: list[tuple[StoreFiles, FileLock]] = []
+    try:
+        for files in (files for root in roots for files in list_stores(root, identity.prefix)):
+            if files.path.name.startswith("."):
+                continue  # it is being deleted
+            try:
+                files.check_owner()
+            except ForeignOwner as error:
+                _log.warning("%s", error)
+                continue
+            lock = _lock_dead(files, identity)
+            if lock:
+                found.append((files, lock))
+    except BaseException:
+        for _, lock in found:
+            lock.release()
+        raise
+    ours = [one for one in found if identity.lineage.knows(one[0].read_start_id())]
+    for files, lock in (one for one in found if one not in ours):
+        with lock:
+            _say_given_up(identity, files)
+            give_up(files)
+    found = ours
+    found.sort(key=lambda one: [content.age for content in one[0].complete()[:1]])
+    for files, lock in found[:-1]:
+        writer = FileLock.try_exclusive(files.writer_lock)
+        if writer:
+            _log.info("checkpoint store %s: an older one is deleted: %s", identity, files.path)
+            files.delete()
+            writer.release()
+        lock.release()
+    if not found:
+        return None
+    files, lock = found[-1]
+    files.write_start_id(identity.lineage.start_id)
+    files.closed.unlink(missing_ok=True)
+    files.stop.unlink(missing_ok=True)
+    reach("store.adopted")
+    return files, lock
+
+
+def _say_given_up(identity: Identity, files: StoreFiles) -> None:
+    held = files.complete()
+    if held:
+        _log.warning(
+            "what memory holds of %s is given up (the newest is %s): %s",
+            identity.directory,
+            held[0].header.generation,
+            "the directory was deleted, or emptied, and made again since the last start, or a copy from before has "
+            "taken its place"
+            if files.read_start_id()
+            else "an earlier release has saved it, which did not say for which directory",
+        )
+
+
+def give_up(files: StoreFiles) -> None:
+    """Delete a store that is of no use to anybody, or have its writer do so. For who has its trainer's lock."""
+    writer = FileLock.try_exclusive(files.writer_lock)
+    if writer:
+        with writer:
+            files.delete()
+        return
+    for path in (*files.slots(), *files.replicas()):
+        unlink_with_target(path)
+    files.closed.touch(0o600)  # its checkpoint writer removes it
+
+
+def _lock_dead(files: StoreFiles, identity: Identity) -> FileLock | None:
+    """The trainer's lock of a store, or None if the store has just been deleted."""
+    deadline_s = time.monotonic() + _GRACE_S
+    while True:
+        try:
+            lock = FileLock.try_exclusive(files.trainer_lock)
+        except FileNotFoundError:
+            return None
+        if lock:
+            if lock.is_of(files.trainer_lock):
+                return lock
+            lock.release()
+            return None
+        if time.monotonic() > deadline_s:
+            holder = files.holder()
+            raise StoreInUse(
+                f"{identity}: process {holder.pid} of host {holder.host} is this rank's trainer and lives. Two "
+                f"trainings need two checkpoint directories. See: fuser -v {files.trainer_lock}"
+            )
+        time.sleep(_POLL_S)
+
+
+def make_store(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
+    """A new store of an identity with the trainer's lock; arguments and errors are those of `own_store`."""
+    files, lock = _make_somewhere(identity, shared_memory, fallback)
+    _write_holder(files, identity)
+    return files, lock
+
+
+def _make_somewhere(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
+    try:
+        return _make(identity, shared_memory)
+    except OSError as error:
+        if fallback is None:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise SharedMemoryFull(
+                    f"{shared_memory} is full: {error.strerror}. See `df -i {shared_memory}`"
+                ) from error
+            raise
+        _log.warning("checkpoints leave shared memory: %s. Their store is in %s; saves are slower", error, fallback)
+        return _make(identity, fallback)
+
+
+def _make(identity: Identity, root: Path) -> tuple[StoreFiles, FileLock]:
+    name = identity.prefix + secrets.token_hex(_TOKEN_BYTES)
+    # Under another name until it is locked: nobody may take it for a dead trainer's.
+    hidden = StoreFiles(root / f".{name}")
+    hidden.path.mkdir(mode=0o700)
+    lock = None
+    try:
+        lock = FileLock.try_exclusive(hidden.trainer_lock)
+        if lock is None:
+            raise StoreInUse(f"{hidden.path} was locked by another process while it was made; start again")
+        os.mkfifo(hidden.wake, 0o600)
+        # Room that the checkpoint writer can write to when memory is full; where there is none the store is made
+        # elsewhere.
+        hidden.status.write_bytes(b" " * STATUS_BYTES)
+        hidden.write_start_id(identity.lineage.start_id)
+        hidden.path.rename(root / name)
+    except BaseException:
+        if lock:
+            lock.release()
+        shutil.rmtree(hidden.path, ignore_errors=True)
+        raise
+    reach("store.created")
+    return StoreFiles(root / name), lock
+
+
+def _write_holder(files: StoreFiles, identity: Identity) -> None:
+    directory = os.path.realpath(identity.directory)
+    holder = Holder(os.getpid(), os.uname().nodename, identity.job, identity.component, identity.rank, directory)
+    # In memory without a free page, and for a path that is no text, the name of the store has to do.
+    with contextlib.suppress(OSError, UnicodeError):
+        files.trainer_lock.write_bytes(msgspec.json.encode(holder))
+
+
+@contextlib.contextmanager
+def _alone_in(root: Path) -> Iterator[None]:
+    """One trainer of this host after the other looks for its store. Locks the directory itself: no file is left."""
+    try:
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield  # what is wrong with it is said where it is used
+        return
+    try:
+        deadline_s = time.monotonic() + _ALONE_TIMEOUT_S
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > deadline_s:
+                # Any user can lock this directory. Without the lock only twins of the same instant go unnoticed.
+                _log.warning(
+                    "%s has been locked by another process for %g s: fuser -v %s", root, _ALONE_TIMEOUT_S, root
+                )
+                break
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        # By name, and not by closing: a forked child may have a copy.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)

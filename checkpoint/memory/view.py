@@ -1,0 +1,233 @@
+"""The other side of a store: what the checkpoint writer, `gc` and tools do with the store of a trainer, living or dead.
+
+Nothing here changes a generation. A store is removed by who holds its trainer's lock and its checkpoint writer's lock:
+nobody lives who could use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetstream.base.errors import HetstreamError
+from hetstream.base.files import Directory
+from hetstream.checkpoint.disk.lineage import read_lineage
+from hetstream.checkpoint.errors import DamagedLineage, StoreInUse
+from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.memory.store_files import (
+    FALLBACK,
+    SHARED_MEMORY,
+    Holder,
+    SlotContent,
+    StoreFiles,
+    WriterStatus,
+    list_stores,
+    stores_prefix,
+)
+from hetstream.checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.record.generation import Generation
+
+_PIPE_BYTES = 1 << 16
+# Whoever looks whether a checkpoint writer lives holds its lock for a moment.
+_GRACE_S, _POLL_S = 0.1, 0.002
+
+
+class StoreView:
+    """A store as its checkpoint writer sees it. A context manager.
+
+    Args:
+        path: the store's directory.
+
+    Raises:
+        CheckpointError: it is not there.
+        ForeignOwner: it is another user's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.files = StoreFiles(path)
+        self.files.check_owner()
+        self._writer_lock: FileLock | None = None
+        self._pipe = -1
+
+    @property
+    def path(self) -> Path:
+        """The store's directory."""
+        return self.files.path
+
+    @property
+    def holder(self) -> Holder:
+        """Who has or had the store as its trainer: job, rank, checkpoint directory."""
+        return self.files.holder()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the trainer has ended as it should: what is in memory may go once it is on disk."""
+        return self.files.closed.exists()
+
+    @property
+    def persisted(self) -> Generation | None:
+        """Newest generation that this checkpoint writer or one before it reported as persisted."""
+        status = self.files.read_status()
+        return status.persisted if status else None
+
+    def trainer_alive(self) -> bool:
+        """Whether the trainer's process lives."""
+        return self.files.is_trainer_alive()
+
+    def writer_alive(self) -> bool:
+        """Whether this or another process is the store's checkpoint writer."""
+        return self._writer_lock is not None or self.files.is_writer_alive()
+
+    def become_writer(self) -> None:
+        """Be the only checkpoint writer of the store until `close`.
+
+        Raises:
+            StoreInUse: another process is.
+        """
+        deadline_s = time.monotonic() + _GRACE_S
+        while self._writer_lock is None:
+            self._writer_lock = self._try_lock(self.files.writer_lock)
+            if self._writer_lock is None:
+                if time.monotonic() > deadline_s:
+                    raise StoreInUse(
+                        f"{self.path} has a checkpoint writer that lives: fuser -v {self.files.writer_lock}"
+                    )
+                time.sleep(_POLL_S)
+
+    def fileno(self) -> int:
+        """To poll for reading: the trainer has published a generation, or has closed the store."""
+        if self._pipe < 0:
+            # Read and write: without a writer of its own the pipe would report its end over and over.
+            self._pipe = os.open(self.files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        return self._pipe
+
+    def drain(self) -> None:
+        """Take off all that has come, so that the next poll waits for something new."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.fileno(), _PIPE_BYTES):
+                pass
+
+    def generations(self) -> list[SlotContent]:
+        """The complete generations, newest first."""
+        return self.files.complete()
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask the trainer to save once more and to end: its job will end soon.
+
+        Raises:
+            OSError: there is no room.
+        """
+        self.files.write_stop_reason(reason)
+
+    def report(self, status: WriterStatus) -> None:
+        """Tell the trainer, and the checkpoint writer after this one, what has been done."""
+        self.files.write_status(status)
+
+    def remove(self) -> bool:
+        """Delete the store and free its memory, unless its trainer or another checkpoint writer lives: then False."""
+        trainer = self._try_lock(self.files.trainer_lock)
+        writer = self._writer_lock or self._try_lock(self.files.writer_lock)
+        try:
+            if trainer is None or writer is None or not trainer.is_of(self.files.trainer_lock):
+                return False
+            self.files.delete()
+            return True
+        finally:
+            for lock in (trainer, writer if writer is not self._writer_lock else None):
+                if lock:
+                    lock.release()
+
+    def close(self) -> None:
+        """Stop being the checkpoint writer. A second time does nothing."""
+        if self._writer_lock:
+            self._writer_lock.release()
+            self._writer_lock = None
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def __enter__(self) -> StoreView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _try_lock(self, path: Path) -> FileLock | None:
+        try:
+            return FileLock.try_exclusive(path)
+        except FileNotFoundError:
+            return None
+
+
+@dataclass(frozen=True)
+class FoundStore:
+    """A store of this user, for `gc` and lists.
+
+    Attributes:
+        path: its directory.
+        holder: who has or had it.
+        trainer_alive: whether the trainer lives.
+        writer_alive: whether a checkpoint writer lives.
+        closed: whether the trainer ended as it should.
+        generations: what is in it, newest first.
+        persisted: newest generation on disk.
+        num_bytes: memory that it takes.
+        is_orphaned: the checkpoint directory that it was made for was deleted, and another has its name, such
+            as a copy from before.
+    """
+
+    path: Path
+    holder: Holder
+    trainer_alive: bool
+    writer_alive: bool
+    closed: bool
+    generations: list[Generation]
+    persisted: Generation | None
+    num_bytes: int
+    is_orphaned: bool = False
+
+
+def places(directories: Iterable[Path]) -> list[Path]:
+    """Where stores of these checkpoint directories may be: in shared memory, or where none was to be had. A link in
+    the place of the latter was put there by somebody else, and is not followed."""
+    fallbacks = [directory / FALLBACK for directory in directories]
+    return [SHARED_MEMORY, *(path for path in fallbacks if not path.is_symlink())]
+
+
+def find_stores(roots: Iterable[Path] = (SHARED_MEMORY,)) -> list[FoundStore]:
+    """The stores of this user below some directories, with those that are half made or half deleted.
+
+    `StoreView(found.path).remove()` deletes one that is nobody's.
+    """
+    found = []
+    for files in (files for root in roots for files in list_stores(root, stores_prefix())):
+        try:
+            files.check_owner()
+        except HetstreamError:
+            continue  # it has just gone, or is a foreigner's
+        status = files.read_status()
+        found.append(
+            FoundStore(
+                files.path,
+                files.holder(),
+                files.is_trainer_alive(),
+                files.is_writer_alive(),
+                files.closed.exists(),
+                [content.header.generation for content in files.complete()],
+                status.persisted if status else None,
+                files.num_bytes(),
+                _is_orphaned(files),
+            )
+        )
+    return found
+
+
+def _is_orphaned(files: StoreFiles) -> bool:
+    there = Lineage()
+    with contextlib.suppress(OSError, DamagedLineage), Directory.open(files.holder().directory) as root:
+        there = read_lineage(root)
+    return there.directory_id != "" and not there.knows(files.read_start_id())

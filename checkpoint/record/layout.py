@@ -1,0 +1,183 @@
+"""Where each tensor of a record lies in its payload. Pure; made by the trainer, read by the checkpoint writer and the
+formats.
+
+The payload has two regions. *Region A* holds the tensors whose size is a multiple of 64 bytes (nearly all bytes of a
+model), back to back in the order of the state. *Region B* holds the others by falling item size, each at a multiple of
+64 bytes; on disk they are packed, and the order keeps each at a multiple of its item size. So region A goes to disk as
+it lies in memory, in one piece.
+
+Offsets follow from names, dtypes and shapes, so a layout's JSON holds only these: there are no offsets in it that could
+overlap or point outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
+
+from hetstream.checkpoint.errors import DamagedLayout
+from hetstream.checkpoint.record import typed_json
+
+VERSION = 1
+ALIGN_BYTES = 64
+# Item sizes in bytes, by safetensors' names. complex128 has none: it is saved as F64 with one more dimension.
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+# Beyond any machine's memory, and far below what sums of offsets can overflow.
+MAX_PAYLOAD_BYTES = 1 << 56
+MAX_DIMENSIONS = 64
+# A key of the file's header that is not a tensor.
+_RESERVED_NAME = "__metadata__"
+_DIGEST_BYTES = 16
+
+
+# Structs and no dataclasses: there is one for each tensor, and they are made ten times as fast.
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A tensor that is to be laid out.
+
+    Attributes:
+        name: unique in its record.
+        dtype: a key of `ITEM_BYTES`.
+        shape: elements along each dimension; () for a scalar.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """A tensor and its place.
+
+    Attributes:
+        name: unique in its record.
+        dtype: a key of `ITEM_BYTES`.
+        shape: elements along each dimension; () for a scalar.
+        offset: where it begins in the payload, in bytes; a multiple of `ALIGN_BYTES`.
+        num_bytes: its size, in row-major order without holes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The places of all tensors of a record.
+
+    Attributes:
+        entries: in the order of the specs they were made from.
+        payload_bytes: size of the payload; a multiple of `ALIGN_BYTES`.
+        region_a_bytes: size of region A, which begins at 0; region B takes the rest.
+        digest: 32 hexadecimal digits; equal for equal names, dtypes, shapes and order.
+        encoded: the layout as JSON.
+    """
+
+    entries: tuple[Entry, ...]
+    payload_bytes: int
+    region_a_bytes: int
+    digest: str
+    encoded: bytes = field(repr=False, compare=False)
+
+    def to_json(self) -> bytes:
+        """What `from_json` reads."""
+        return self.encoded
+
+
+def lay_out(specs: Iterable[TensorSpec]) -> Layout:
+    """Give every tensor its place.
+
+    Raises:
+        DamagedLayout: a name occurs twice or is not text, a dtype is unknown, a shape is none, or it is all too large.
+    """
+    ordered = list(specs)
+    sizes = [_num_bytes(spec) for spec in ordered]
+    names = [spec.name for spec in ordered]
+    if len({*names}) < len(names):
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        raise DamagedLayout(f"{len(repeated)} names occur twice, {repeated[0]!r} first; names of a record are unique")
+    offsets = [0] * len(ordered)
+    end = 0
+    for number, size in enumerate(sizes):
+        if size % ALIGN_BYTES == 0:  # as in `_is_in_region_a`
+            offsets[number] = end
+            end += size
+    region_a_bytes = end
+    rest = [number for number, size in enumerate(sizes) if size % ALIGN_BYTES]
+    for number in sorted(rest, key=lambda number: -ITEM_BYTES[ordered[number].dtype]):
+        offsets[number] = end
+        end += -(-sizes[number] // ALIGN_BYTES) * ALIGN_BYTES
+    if end > MAX_PAYLOAD_BYTES:
+        raise DamagedLayout(f"the tensors take {end} bytes, a record holds at most {MAX_PAYLOAD_BYTES}")
+    entries = tuple(
+        Entry(spec.name, spec.dtype, spec.shape, offset, size)
+        for spec, offset, size in zip(ordered, offsets, sizes, strict=True)
+    )
+    try:
+        encoded = msgspec.json.encode(_Form(VERSION, ordered))
+    except UnicodeEncodeError as error:
+        raise DamagedLayout(f"the name of a tensor is not text: {error}") from error
+    return Layout(entries, end, region_a_bytes, blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest(), encoded)
+
+
+def from_json(data: bytes | memoryview) -> Layout:
+    """Read what `Layout.to_json` gave.
+
+    Raises:
+        DamagedLayout: it is something else, or breaks a rule of `lay_out`.
+    """
+    try:
+        form = typed_json.decode(data, _Form)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedLayout(f"a layout of {len(data)} bytes cannot be read: {error}") from error
+    if form.version != VERSION:
+        raise DamagedLayout(f"a layout has version {form.version}, this release reads version {VERSION}")
+    return lay_out(form.tensors)
+
+
+class _Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    tensors: list[TensorSpec]
+
+
+def _is_in_region_a(num_bytes: int) -> bool:
+    return num_bytes % ALIGN_BYTES == 0
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    item_bytes = ITEM_BYTES.get(spec.dtype)
+    if item_bytes is None:
+        raise DamagedLayout(f"tensor {spec.name!r} has dtype {spec.dtype!r}, known are {', '.join(ITEM_BYTES)}")
+    if not spec.name or spec.name == _RESERVED_NAME:
+        raise DamagedLayout(f"a tensor cannot be called {spec.name!r}")
+    shape = spec.shape
+    if len(shape) > MAX_DIMENSIONS or (shape and not (min(shape) >= 0 and max(shape) < MAX_PAYLOAD_BYTES)):
+        raise DamagedLayout(f"tensor {spec.name!r} has shape {shape}: at most {MAX_DIMENSIONS} sizes from 0 up")
+    return math.prod(shape) * item_bytes

@@ -1,0 +1,1 @@
+"""Which samples come at which step, and where a loader stands. Pure."""

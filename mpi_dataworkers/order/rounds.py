@@ -1,0 +1,124 @@
+"""Coordinated reads of a stream: its elements become rounds of like length, one batch for each rank. Pure.
+
+Beside `bucketing.BucketPlan`, and used where lengths are seen only when the elements come. The rounds of a shard are a
+function of its elements alone, so whoever reads the shard forms the same ones: step j of rank r is slice r of round j.
+`ops/rounds.py` reads the shards.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.order.bucketing import boundary_problems
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StreamBuckets:
+    """How the elements of a stream are told apart by length; travels to data workers as part of the pipeline.
+
+    Attributes:
+        length_of: an element's length, a whole number >= 0.
+        boundaries: ascending lengths, as in `bucketing.LengthBuckets`.
+
+    Raises:
+        PipelineError: boundaries break their rule.
+    """
+
+    length_of: Callable[[Any], int]
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if problems := boundary_problems(self.boundaries):
+            raise PipelineError("; ".join(problems))
+
+    @property
+    def description(self) -> str:
+        """What makes two orders by bucket the same, as far as it can be named."""
+        name = getattr(self.length_of, "__qualname__", type(self.length_of).__qualname__)
+        return f"{','.join(map(str, self.boundaries))} of {name}"
+
+    def bucket(self, element: Any) -> int:
+        """The element's bucket, from 0.
+
+        Raises:
+            PipelineError: `length_of` gives no length.
+        """
+        length = self.length_of(element)
+        try:
+            is_length = int(length) == length >= 0
+        except (TypeError, ValueError):
+            is_length = False
+        if not is_length:
+            raise PipelineError(f"length_of gives {length!r} for an element: must be a whole number >= 0")
+        return bisect.bisect_right(self.boundaries, length)
+
+
+class RoundFormer(Generic[T]):
+    """Forms the rounds of one shard from its elements in order of arrival.
+
+    A bucket that holds `world_size * batch_size` elements is a round, and rank r has the r-th slice of it. The newest
+    round is held back: at the shard's end, when fewer elements are left than ranks, it is divided anew together with
+    them, so that every rank has as many steps. Other leftovers are joined in order of bucket into rounds of their own.
+
+    Args:
+        batch_size: samples in a full batch of one rank.
+        world_size: number of ranks.
+        drop_last: leave out what fills no round of its bucket.
+    """
+
+    def __init__(self, batch_size: int, world_size: int, drop_last: bool = False) -> None:
+        self._batch_size, self._world_size, self._drop_last = batch_size, world_size, drop_last
+        self._buckets: dict[int, list[T]] = {}
+        self._held: list[T] = []
+
+    def add(self, element: T, bucket: int) -> Iterator[list[list[T]]]:
+        """The next element; gives the round that is complete by it, if any: a list of elements for each rank."""
+        waiting = self._buckets.setdefault(bucket, [])
+        waiting.append(element)
+        if len(waiting) == self._batch_size * self._world_size:
+            del self._buckets[bucket]
+            complete, self._held = self._held, waiting
+            yield from self._divide(complete)
+
+    def end(self) -> Iterator[list[list[T]]]:
+        """The shard has no more elements; gives its last rounds.
+
+        Raises:
+            PipelineError: it has fewer elements than there are ranks.
+        """
+        rest = [one for _, waiting in sorted(self._buckets.items()) for one in waiting]
+        if self._drop_last:
+            rest = []
+        elif len(rest) < self._world_size and self._held:
+            rest, self._held = self._held + rest, []
+        if 0 < len(rest) < self._world_size:
+            raise PipelineError(
+                f"a shard has {len(rest)} elements for {self._world_size} ranks, which cannot have the same number of "
+                "steps without repeating one. Use fewer shards (num_shards=, larger files), fewer ranks, or "
+                "drop_last=True."
+            )
+        yield from self._divide(self._held)
+        yield from self._divide(rest)
+
+    def _divide(self, elements: list[T]) -> Iterator[list[list[T]]]:
+        """Rounds of equal size, of as few batches of at most `batch_size` as there can be with one for every rank.
+
+        With batches of one element some have two when the ranks could not have as many otherwise.
+        """
+        full = self._batch_size * self._world_size
+        num_rounds = min(-(-len(elements) // full), len(elements) // self._world_size)
+        for part in _evenly(elements, num_rounds):
+            yield _evenly(part, self._world_size)
+
+
+def _evenly(elements: Sequence[T], num_parts: int) -> list[list[T]]:
+    """Parts in order whose sizes differ by at most one."""
+    ends = [len(elements) * number // num_parts for number in range(num_parts + 1)] if num_parts else []
+    return [list(elements[first:stop]) for first, stop in itertools.pairwise(ends)]

@@ -1,0 +1,1 @@
+"""What crosses between processes: messages, their bytes, and where a service is."""

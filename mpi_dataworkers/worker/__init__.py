@@ -1,0 +1,1 @@
+"""A data worker: its processes, and what each does."""

@@ -1,0 +1,303 @@
+"""Processes that have loaded a large pipeline, and from which the processes of a data worker are forked.
+
+Python's objects can be shared by processes only as the memory of the one that has forked them. So a process that comes
+to a large pipeline asks its supervisor (`ask_to_be_forked`). That one forks a *fork server*, which loads the pipeline
+and nothing else, and compares what it holds with what it held before (`ops/holdings.py`). Where nothing is in the way,
+those who asked leave, and the fork server forks processes in their slots, now and whenever one of them dies. Else, or
+when the fork server ends, hangs or is stopped, they load the pipeline for themselves.
+
+The fork server makes no batch, has no thread and no connection. What it forks are children of the supervisor: of the
+two forks that make one of them the first ends at once, and the supervisor adopts the second.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+
+from hetstream.mpi_dataworkers.ops.holdings import Holdings
+from hetstream.mpi_dataworkers.ops.pipeline import Definition, use_one_thread
+from hetstream.mpi_dataworkers.worker.children import (
+    FRESH_PROCESS,
+    adopt_orphans,
+    begin_child,
+    end_group,
+    fork_child,
+    has_ended,
+    is_signalled,
+    is_stopped,
+)
+from hetstream.mpi_dataworkers.worker.exchange import Exchange
+from hetstream.mpi_dataworkers.worker.forks import ForksEndHere
+from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
+from hetstream.mpi_dataworkers.worker.watch import Answer, StackFile, WorkPage
+
+_log = logging.getLogger(__name__)
+
+# Pickled objects below this are loaded by each process: to be forked anew takes longer than their memory is worth.
+FORK_FROM_BYTES = 1 << 20
+# A fork server that has not forked by then is of no use; a process that was not noticed by then is none either.
+_FORK_S = 2.0
+_NOTICED_S = 5.0
+_LOOK_AGAIN_S = 0.002
+# Of a request: what a process is started with, with the stack of the one that it replaces.
+_MOST_REQUEST_BYTES = 1 << 20
+_LOADED, _REFUSED = b"1", b"0"
+
+
+def objects_bytes(definition: Definition | None) -> int:
+    """Bytes of a pipeline's objects in pickled form; the arrays beside them are shared anyway."""
+    return 0 if definition is None else memoryview(definition.blob).nbytes
+
+
+def ask_to_be_forked(page: WorkPage, definition: Definition, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+    """Ask the supervisor to have a pipeline loaded once for all processes, and wait until it was, or will not be.
+
+    Args:
+        page: of this process.
+        definition: of the pipeline; while this process has it, the fork server finds it.
+        limit_s: how long loading may take.
+        is_wanted: asked while it waits.
+
+    Returns:
+        Whether this process is to leave with `FRESH_PROCESS`; else it goes on by itself.
+    """
+    supervisor = os.getppid()
+    page.wish(definition.definition_id, limit_s)
+    os.kill(supervisor, signal.SIGCHLD)  # look here now
+    while page.answer is Answer.WAIT and is_wanted() and not is_stopped(supervisor):
+        time.sleep(_LOOK_AGAIN_S)
+    if page.answer is Answer.LEAVE and is_wanted():
+        return True
+    page.wish("")
+    return False
+
+
+@dataclass
+class _ForkServer:
+    """One of them, as its supervisor sees it."""
+
+    pid: int
+    channel: socket.socket
+    limit_s: float
+    is_loaded: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+
+class ForkServers:
+    """The fork servers of one supervisor, by the definition that each has loaded.
+
+    Args:
+        exchange: where they find it.
+        leave_supervisor: called in a child of the supervisor, to give up what is the supervisor's alone.
+        run: be a data worker process, with what the supervisor wrote for it, and return its exit code.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        leave_supervisor: Callable[[], None],
+        run: Callable[[bytes, WorkPage, StackFile, LoadedProgram], int],
+    ) -> None:
+        self._exchange, self._leave_supervisor, self._run = exchange, leave_supervisor, run
+        self._servers: dict[str, _ForkServer] = {}
+        self._refused: set[str] = set()
+        self._ended: set[int] = set()  # processes that are not reaped yet
+
+    def answer(self, definition_id: str, limit_s: float) -> Answer:
+        """What to tell a process that wants a pipeline to be loaded once for all; begin to load it, if nobody has."""
+        server = self._servers.get(definition_id)
+        if server is None and definition_id not in self._refused:
+            self._servers[definition_id] = self._begin(definition_id, limit_s)
+            return Answer.WAIT
+        if server is not None and not server.is_loaded:
+            self._hear(definition_id, server)
+        if definition_id in self._refused:
+            return Answer.LOAD
+        return Answer.LEAVE if server is not None and server.is_loaded else Answer.WAIT
+
+    def fork(self, definition_id: str, words: bytes, page: WorkPage, stacks: StackFile) -> int | None:
+        """Have a data worker process forked that has a pipeline.
+
+        Args:
+            definition_id: of the pipeline.
+            words: for `run`.
+            page: of the process.
+            stacks: of the process.
+
+        Returns:
+            Its process id; None when there is no fork server for it, or none that works.
+        """
+        server = self._servers.get(definition_id)
+        if server is None or not server.is_loaded:
+            return None
+        deadline = time.monotonic() + _FORK_S
+        try:
+            socket.send_fds(server.channel, [words], [page.descriptor, stacks.descriptor])
+            while not page.pid:
+                if time.monotonic() > deadline or is_signalled() or is_stopped(server.pid) or has_ended(server.pid):
+                    raise TimeoutError("it does not answer")
+                time.sleep(_LOOK_AGAIN_S)
+        except OSError as error:
+            self._refuse(definition_id, f"its fork server {server.pid} failed: {error}")
+            return None
+        page.note_known()
+        return page.pid
+
+    def end_unused(self, in_use: Collection[str]) -> None:
+        """End those that no process was forked from, and that none waits for."""
+        for definition_id in self._servers.keys() - in_use:
+            self._end(definition_id)
+
+    def forget(self, pid: int) -> bool:
+        """Take note that a process has ended, before it is waited for.
+
+        If it is a fork server that has ended by itself, its pipeline is loaded by each process from now on.
+
+        Returns:
+            Whether it is one of them.
+        """
+        if pid in self._ended:
+            self._ended.remove(pid)
+            return True
+        for definition_id, server in self._servers.items():
+            if server.pid == pid:
+                self._refuse(definition_id, f"its fork server {pid} has ended")
+                self._ended.remove(pid)
+                return True
+        return False
+
+    def leave(self) -> None:
+        """In a child of the supervisor: they are not its own."""
+        for server in self._servers.values():
+            server.channel.close()
+        self._servers.clear()
+
+    def close(self) -> None:
+        """End them all, and wait for them."""
+        self.end_unused(())
+        for pid in self._ended:
+            end_group(pid)
+            os.waitpid(pid, 0)
+        self._ended.clear()
+
+    def _begin(self, definition_id: str, limit_s: float) -> _ForkServer:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        supervisor = os.getpid()
+
+        def run() -> int:
+            if not begin_child(supervisor):
+                return 0
+            ours.close()
+            self._leave_supervisor()
+            return self._serve(definition_id, theirs, supervisor)
+
+        pid = fork_child(run)
+        theirs.close()
+        return _ForkServer(pid, ours, limit_s)
+
+    def _hear(self, definition_id: str, server: _ForkServer) -> None:
+        """Take note of what a fork server says that is loading."""
+        try:
+            said = server.channel.recv(len(_LOADED))
+        except BlockingIOError:
+            if is_stopped(server.pid):
+                self._refuse(definition_id, "its fork server is stopped")
+            elif time.monotonic() - server.started > server.limit_s:
+                self._refuse(definition_id, f"its fork server has not loaded it in {server.limit_s:g} s")
+            return
+        except OSError:
+            said = b""
+        if said == _LOADED:
+            server.is_loaded = True
+        else:
+            self._refuse(definition_id, "" if said == _REFUSED else "its fork server has ended")
+
+    def _refuse(self, definition_id: str, reason: str) -> None:
+        if reason:  # else the fork server has said it
+            _log.warning("pipeline=%s is loaded in each process: %s", definition_id[:8], reason)
+        self._refused.add(definition_id)
+        self._end(definition_id)
+
+    def _end(self, definition_id: str) -> None:
+        server = self._servers.pop(definition_id)
+        server.channel.close()
+        self._ended.add(server.pid)
+        os.kill(server.pid, signal.SIGKILL)
+
+    # --- in the fork server -----------------------------------------------------------------------------------------
+
+    def _serve(self, definition_id: str, channel: socket.socket, supervisor: int) -> int:
+        """Load a pipeline, and fork whatever the supervisor asks for."""
+        use_one_thread()
+        loaded, reason = self._load(definition_id)
+        if reason:
+            _log.info("pipeline=%s is loaded in each process: loading it %s", definition_id[:8], reason)
+        else:
+            of = definition_id[:8], os.getpid(), objects_bytes(loaded.kept)
+            _log.info("pipeline=%s loaded once for this host, in process %d: %d bytes", *of)
+        sys.stdout.flush()  # what user code has printed is printed once
+        channel.send(_REFUSED if reason else _LOADED)
+        os.kill(supervisor, signal.SIGCHLD)  # look here now
+        if reason:
+            return 0
+        gc.freeze()  # what is here is shared with the children until they write to it
+        while True:
+            words, descriptors, _, _ = socket.recv_fds(channel, _MOST_REQUEST_BYTES, 2)
+            if not words:
+                return 0
+            start = partial(self._start, channel, words, descriptors, loaded, supervisor)
+            os.waitpid(fork_child(start), 0)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _load(self, definition_id: str) -> tuple[LoadedProgram, str]:
+        """Load a pipeline, and say why processes cannot be forked with it."""
+        loaded = LoadedProgram()
+        definition = self._exchange.find(definition_id)
+        if definition is None:
+            return loaded, "failed: its bytes are not shared"
+        adopt_orphans(True)  # what loading has started is then a child, whoever of them started it
+        before = Holdings.now()
+        try:
+            with ForksEndHere():
+                loaded.keep(definition)
+        except Exception as error:  # noqa: BLE001, user code: each process will see for itself
+            return loaded, f"failed: {error}"
+        reason = Holdings.now().why_not_fork(before)
+        adopt_orphans(False)
+        return loaded, reason
+
+    # --- in what it forks -------------------------------------------------------------------------------------------
+
+    def _start(
+        self, channel: socket.socket, words: bytes, descriptors: list[int], loaded: LoadedProgram, supervisor: int
+    ) -> int:
+        """Fork the process, which is the supervisor's child as soon as this one has ended."""
+        channel.close()
+        page, stacks, between = WorkPage(descriptors[0]), StackFile(descriptors[1]), os.getpid()
+
+        def run() -> int:
+            while os.getppid() == between:
+                time.sleep(_LOOK_AGAIN_S)
+            if not begin_child(supervisor):
+                return 0
+            page.pid = os.getpid()
+            deadline = time.monotonic() + _NOTICED_S
+            while not page.is_known:
+                if time.monotonic() > deadline:
+                    return FRESH_PROCESS
+                time.sleep(_LOOK_AGAIN_S)
+            return self._run(words, page, stacks, loaded)
+
+        fork_child(run)
+        return 0

@@ -1,0 +1,87 @@
+"""What a data worker process has loaded of the program that it serves.
+
+Used by the process that makes batches (`worker.py`), and by one that loads a pipeline for others to be forked from it
+(`fork_server.py`): they go on with the object as it was left.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.ops.pipeline import Definition, Pipeline, load_pipeline
+from hetstream.mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
+from hetstream.mpi_dataworkers.wire.messages import Program
+from hetstream.mpi_dataworkers.worker.programs import joined, serves
+
+_log = logging.getLogger(__name__)
+
+
+class OtherProgram(Exception):
+    """This process serves another program, or has loaded another version of its modules."""
+
+
+class LoadedProgram:
+    """The program of this process, and the pipeline that was loaded before it was forked, if one was.
+
+    Attributes:
+        program: that this process serves; None as long as it serves none. Other threads may read it.
+    """
+
+    def __init__(self) -> None:
+        self.program: Program | None = None
+        self._in_force = SettingsInForce()
+        self._said_changed = False
+        self._kept: tuple[Definition, Pipeline] | None = None
+
+    def apply(self, settings: bytes) -> None:
+        """Put what the program had set when it defined a pipeline in force.
+
+        Raises:
+            PipelineError: a module of the program cannot be imported.
+        """
+        try:
+            self._in_force.apply(settings)
+        except BaseException as error:  # the program's modules are imported: anything may come
+            text = f"{type(error).__name__}: {error}"
+            raise PipelineError(f"the program's modules cannot be imported in a data worker: {text}") from error
+
+    def load(self, definition: Definition) -> Pipeline:
+        """Be a process of a pipeline's program, under its settings, and unpickle it.
+
+        Raises:
+            OtherProgram: this process cannot.
+            PipelineError: user code failed.
+        """
+        program = definition.program
+        if self.program is None:
+            enter_program(program)
+        elif not serves(self.program, program):
+            raise OtherProgram
+        self.program = program if self.program is None else joined(self.program, program)
+        self.apply(definition.settings)
+        changed = changed_since(program)
+        if changed and not self._said_changed:
+            self._said_changed = True
+            _log.warning(
+                "on this host the source of %s is not what the program has loaded: samples may differ until it "
+                "starts again",
+                ", ".join(changed),
+            )
+        return load_pipeline(definition)
+
+    def keep(self, definition: Definition) -> None:
+        """Load a pipeline for processes that are forked from this one."""
+        self._kept = definition, self.load(definition)
+
+    @property
+    def kept(self) -> Definition | None:
+        """Of the pipeline that was loaded before this process was forked; None when it was taken."""
+        return self._kept[0] if self._kept is not None else None
+
+    def take(self, definition_id: str) -> tuple[Definition, Pipeline] | None:
+        """The pipeline that was loaded before this process was forked: once, because samples may change it."""
+        if self._kept is None or self._kept[0].definition_id != definition_id:
+            return None
+        taken, self._kept = self._kept, None
+        return taken

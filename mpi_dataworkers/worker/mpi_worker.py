@@ -1,0 +1,94 @@
+"""A data worker that a launcher started as a rank of an MPI world. Called by `hetstream worker --mpi`.
+
+One process: what has called MPI_Init must not fork. When it dies, the launcher ends the whole step; so when it only
+cannot work, it stays until the trainers have ended, and they load their own data.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from hetstream.base.errors import HetstreamError
+from hetstream.mpi_dataworkers.errors import ServiceEnded
+from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
+from hetstream.mpi_dataworkers.wire.address import has_ended, wait_for_address_file
+from hetstream.mpi_dataworkers.worker.memory import keep_freed_memory
+from hetstream.mpi_dataworkers.worker.worker import CONNECT_TIMEOUT_S, DataWorker
+
+_log = logging.getLogger(__name__)
+
+# How soon the end of the trainers is seen.
+_LOOK_S = 0.1
+
+
+def run_mpi_data_worker(address_file: Path, cache_bytes: int, num_threads: int = 1) -> int:
+    """Work until the service ends or all trainers of this MPI world have; then wait for them.
+
+    Args:
+        address_file: the dispatcher's address file.
+        cache_bytes: finished batches to keep for other loaders that share them.
+        num_threads: that make the samples of a batch, where the dataset is thread-safe.
+
+    Returns:
+        Exit code: 0 after an orderly end, 1 when it could not work, 2 for an error inside.
+
+    Raises:
+        ServiceError: there is no MPI here.
+    """
+    from hetstream.mpi_dataworkers.transports.mpi import enter_world
+
+    world = enter_world(is_trainer=False)
+    code = 0
+    try:
+        _work(address_file, cache_bytes, num_threads, world.is_over)
+    except ServiceEnded as ended:
+        _log.info("%s", ended)
+    except HetstreamError as error:
+        sys.stderr.write(f"hetstream worker: {type(error).__name__}: {error}\n")
+        code = 1
+    except Exception:  # noqa: BLE001, the process's boundary: say it, but do not end the step
+        traceback.print_exc()
+        code = 2
+    while not world.is_over():
+        time.sleep(_LOOK_S)
+    return code
+
+
+def _work(address_file: Path, cache_bytes: int, num_threads: int, is_over: Callable[[], bool]) -> None:
+    use_one_thread()
+    keep_freed_memory()
+    service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
+    worker = DataWorker(
+        service,
+        secrets.token_hex(16),
+        cache_bytes=cache_bytes,
+        over_mpi=True,
+        num_threads=num_threads,
+        has_ended=partial(has_ended, address_file),
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.stop())
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_LOOK_S):
+            if is_over():
+                worker.stop()
+                return
+
+    watcher = threading.Thread(target=watch, name="hetstream-world", daemon=True)
+    watcher.start()
+    try:
+        worker.run()
+    finally:
+        done.set()
+        watcher.join()

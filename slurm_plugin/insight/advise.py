@@ -1,0 +1,165 @@
+"""Which jobs would gain from data workers, and how much: (snapshot, what was measured) -> advice with its basis. Pure.
+
+Called by `hetstream advise`. Three bases, from firm to soft: *measured* (trainers waited for data), *free now* (a
+pending job would start), *shape* (a running job holds CPUs beside GPUs that nobody can use for want of CPUs; whether it
+loads data with them is for its user to say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from hetstream.hetjob.ended_job import EndedJob
+from hetstream.hetjob.spec import DEFAULT_TRAINER_CPUS_PER_GPU
+from hetstream.slurm_plugin.client.accounting import Usage
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.insight.fragmentation import measure_table
+from hetstream.slurm_plugin.insight.node_table import NodeTable
+from hetstream.slurm_plugin.insight.shapes import alike_jobs, pending_shapes, shape_of
+from hetstream.slurm_plugin.insight.why import Explainer
+
+# A trainer that waits for a twentieth of its time is worth a look.
+MUCH_WAITING = 0.05
+# Slurm's own measure: GPUs less busy than this while the CPUs are busier than that look as if data were lacking.
+IDLE_GPUS, BUSY_CPUS = 0.5, 0.8
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One job that would gain.
+
+    Attributes:
+        basis: `measured`, `free now` or `shape`.
+        cpus_freed: CPUs that trainers would give back on their nodes.
+        gpus_unlocked: GPUs that would begin to be of use.
+        gpu_hours_per_day: GPU hours gained in a day; None where nothing allows an estimate.
+        text: why.
+        step: what to do.
+    """
+
+    job: str
+    user: str
+    state: str
+    basis: str
+    cpus_freed: int
+    gpus_unlocked: int
+    gpu_hours_per_day: float | None
+    text: str
+    step: str
+
+
+def advise(
+    snapshot: Snapshot, waits: Mapping[str, float], usages: Iterable[Usage] = (), ended: Iterable[EndedJob] = ()
+) -> tuple[Advice, ...]:
+    """All advice, firm first, then by what would be gained.
+
+    Args:
+        snapshot: the cluster.
+        waits: label of a hetstream job -> share of time that its trainers wait for data.
+        usages: recent jobs with what accounting measured.
+        ended: recent jobs with data workers that have left a record.
+    """
+    found = [
+        *(_starving(job, waits[job.label]) for job in snapshot.jobs if waits.get(job.label, 0) > MUCH_WAITING),
+        *(advice for usage in usages if (advice := _idle(usage))),
+        *(_oversized(one) for one in ended if one.advice),
+        *_pending(snapshot),
+        *_running(snapshot, waits),
+    ]
+    order = ("measured", "free now", "shape")
+    return tuple(
+        sorted(found, key=lambda one: (order.index(one.basis), -(one.gpu_hours_per_day or 0.0), -one.cpus_freed))
+    )
+
+
+def _starving(job: Job, wait: float) -> Advice:
+    gpus = job.count("gpu")
+    return Advice(
+        job.label, job.user, job.state, "measured", 0, 0, gpus * wait * 24,
+        f"its trainers wait for data {wait:.0%} of their time", f"more data workers; hetstream top {job.label}",
+    )  # fmt: skip
+
+
+def _idle(usage: Usage) -> Advice | None:
+    """A job of accounting whose GPUs waited while its CPUs worked."""
+    if not usage.gpus or usage.gpu_share is None or usage.cpu_used_s is None or usage.end_s is None:
+        return None
+    ran_s = usage.end_s - usage.start_s
+    busy = usage.cpu_used_s / (usage.cpus * ran_s) if usage.cpus and ran_s > 0 else 0.0
+    if usage.gpu_share >= IDLE_GPUS or busy < BUSY_CPUS:
+        return None
+    return Advice(
+        usage.job, usage.user, "ended", "measured", 0, 0, usage.gpus * (1 - usage.gpu_share) * 24,
+        f"its GPUs were busy {usage.gpu_share:.0%} of the time, its CPUs {min(1.0, busy):.0%}",
+        "#HETSTREAM --data-workers=MIN-MAX",
+    )  # fmt: skip
+
+
+def _oversized(one: EndedJob) -> Advice:
+    """A job whose trainers needed fewer CPUs than they had, as its elastic controller saw."""
+    freed = 0 if one.trainer_cpus is None else (one.trainer_cpus - one.needed_cpus) * one.num_ranks
+    return Advice(
+        one.job, one.user, "ended", "measured", freed, 0, None,
+        one.advice, f"next time: #HETSTREAM --trainer-cpus={one.needed_cpus}",
+    )  # fmt: skip
+
+
+def _pending(snapshot: Snapshot) -> Iterable[Advice]:
+    explainer = Explainer(snapshot)
+    for job in snapshot.jobs:
+        if not job.waits_for_resources or not job.count("gpu"):
+            continue
+        verdict = explainer.conversion(job)
+        if not verdict.helps:
+            continue
+        gpus, shape = job.count("gpu"), shape_of(job)
+        kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
+        early_s = max(0.0, job.start_s - snapshot.taken_s) if job.start_s else None
+        hours = None if early_s is None else gpus * min(24.0, early_s / 3600)
+        yield Advice(
+            job.label, job.user, job.state, "free now", (shape.cpus - kept) * max(1, job.num_nodes), gpus, hours,
+            verdict.text, verdict.directive,
+        )  # fmt: skip
+
+
+def _running(snapshot: Snapshot, waits: Mapping[str, float]) -> Iterable[Advice]:
+    shapes = pending_shapes(alike_jobs(snapshot.jobs))
+    # Nodes whose GPUs want CPUs, and how many GPUs.
+    with_room = NodeTable(
+        (node for node in snapshot.nodes if node.is_usable and not node.is_reserved and node.gpus_free()),
+        snapshot.partitions,
+        snapshot.jobs,
+    )
+    stranded = {
+        one.node: (node, one.stranded_gpus)
+        for node, one in zip(with_room.nodes, measure_table(with_room, shapes)[0], strict=True)
+        if one.stranded_gpus and one.lacking == "CPUs"
+    }
+    # Who is whose companion they say themselves: it counts among the jobs of one user.
+    served = {(job.trainer, job.uid, job.user) for job in snapshot.jobs if job.trainer}
+    holders = [
+        (job, shape, shape.cpus - kept, [stranded[name] for name in job.nodes if name in stranded])
+        for job in snapshot.jobs
+        if job.is_running and not job.het and job.label not in waits
+        and (str(job.job_id), job.uid, job.user) not in served
+        and 0 < (kept := DEFAULT_TRAINER_CPUS_PER_GPU * (shape := shape_of(job)).gpus) < shape.cpus
+    ]  # fmt: skip
+    lighter = [
+        replace(node, cpus_allocated=max(0, node.cpus_allocated - freed))
+        for _, _, freed, beside in holders
+        for node, _ in beside
+    ]
+    measured = iter(measure_table(NodeTable(lighter, snapshot.partitions, snapshot.jobs), shapes)[0])
+    for job, shape, freed, beside in holders:
+        unlocked = sum(
+            before - one.stranded_gpus for (_, before), one in zip(beside, islice(measured, len(beside)), strict=True)
+        )
+        if unlocked > 0:
+            yield Advice(
+                job.label, job.user, job.state, "shape", freed * max(1, job.num_nodes), unlocked, unlocked * 24.0,
+                f"it holds {shape.cpus} CPUs for {shape.gpus} GPU(s) a node, beside {unlocked} free GPU(s) that no "
+                "pending job can use for want of CPUs",
+                "if it loads data with them, next time: #HETSTREAM --data-workers=MIN-MAX",
+            )  # fmt: skip

@@ -1,0 +1,198 @@
+"""A cluster as dashboards show it: (snapshot, what trainers told) -> totals, fragmentation, who waits for what. Pure.
+
+Used by `hetstream report`, `hetstream serve` and `hetstream exporter`, so that all three show the same figures. A
+`Sample` is the part that is kept: a few numbers of one moment, whatever the size of the cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, measure
+from hetstream.slurm_plugin.insight.shapes import alike_jobs
+from hetstream.slurm_plugin.insight.why import Explainer
+
+# Between these lie the classes of GoldMiner's indicator, from "CPUs gone" over "in step" to "GPUs gone".
+CLASS_EDGES = (-0.5, -0.25, 0.25, 0.5)
+NUM_CLASSES = len(CLASS_EDGES) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The pending jobs that wait for one thing.
+
+    Attributes:
+        num_jobs: array tasks count one by one.
+        cpus, gpus: what they ask for together.
+        waited_s: how long they have waited since they could have started, all together.
+        longest_s: the longest of them.
+    """
+
+    num_jobs: int = 0
+    cpus: int = 0
+    gpus: int = 0
+    waited_s: float = 0.0
+    longest_s: float = 0.0
+
+    @property
+    def mean_s(self) -> float:
+        """How long one has waited, on average."""
+        return self.waited_s / self.num_jobs if self.num_jobs else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingJob:
+    """One pending record.
+
+    Attributes:
+        cause: the first thing that it waits for, in the words of `hetstream why`: `GPUs`, `memory`, `priority`, ...;
+            `GPUs or CPUs` where more of either would let it start.
+        waited_s: since it could have started; 0 if its time has not come.
+    """
+
+    job: Job
+    cause: str
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is kept of one moment. Totals are of the nodes on which jobs can start.
+
+    Attributes:
+        taken_s: seconds since the epoch.
+        cpu_load: threads that want a CPU; None where no node tells.
+        indicator: the mean of GoldMiner's indicator without its sign; None without GPUs.
+        classes: how many nodes with GPUs are in each class of the indicator; see `class_of`.
+        num_running: running jobs.
+        gpus_measured: GPUs of the jobs whose trainers tell how long they wait for data.
+        gpus_starved: of those, as many as their wait shares make up.
+        waiting: cause -> the jobs that wait for it.
+    """
+
+    taken_s: float
+    cpus: int
+    cpus_allocated: int
+    gpus: int
+    gpus_allocated: int
+    memory_mb: int
+    memory_allocated_mb: int
+    cpu_load: float | None
+    stranded_cpus: int
+    stranded_gpus: int
+    indicator: float | None
+    classes: tuple[int, ...]
+    num_running: int
+    gpus_measured: int
+    gpus_starved: float
+    waiting: dict[str, Waiting]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Everything seen at one moment.
+
+    Attributes:
+        waiting: pending records, the longest wait first.
+        wait_shares: label of a running job -> share of time that its trainers wait for data.
+    """
+
+    snapshot: Snapshot
+    fragmentation: Fragmentation
+    waiting: tuple[WaitingJob, ...]
+    wait_shares: Mapping[str, float]
+    sample: Sample
+
+
+def observe(snapshot: Snapshot, wait_shares: Mapping[str, float]) -> Observation:
+    """Look at a snapshot.
+
+    Args:
+        snapshot: the cluster.
+        wait_shares: what trainers told; see `wait_shares.py`.
+    """
+    alike = alike_jobs(snapshot.jobs)
+    found = measure(snapshot.nodes, snapshot.jobs, snapshot.partitions, alike)
+    explainer = Explainer(snapshot, alike)
+    now_s = snapshot.taken_s
+    pending: list[WaitingJob] = []
+    causes: dict[str, list[Waiting]] = {}
+    for group in alike:
+        names = [" or ".join(kinds) for kinds in explainer.causes_of(group)]
+        waiting = [WaitingJob(job, cause, waited_s(job, now_s)) for job, cause in zip(group, names, strict=True)]
+        pending += waiting
+        for cause in set(names):
+            causes.setdefault(cause, []).append(_together([one for one in waiting if one.cause == cause]))
+    # The longest wait first; of equal ones the smaller number.
+    pending.sort(key=lambda one: one.job.job_id)
+    pending.sort(key=lambda one: one.waited_s, reverse=True)
+    sums = {cause: _sum(parts) for cause, parts in causes.items()}
+    return Observation(snapshot, found, tuple(pending), wait_shares, _sample(snapshot, found, sums, wait_shares))
+
+
+def waited_s(job: Job, now_s: float) -> float:
+    """How long a pending job has waited since it could have started; since its submission where Slurm does not say."""
+    since_s = job.submit_s if job.eligible_s is None else job.eligible_s
+    return max(0.0, now_s - since_s) if since_s is not None else 0.0
+
+
+def class_of(indicator: float) -> int:
+    """The class of an indicator: 0 is CPUs gone, 2 in step, 4 GPUs gone. An edge belongs to the worse class."""
+    if indicator < 0:
+        return sum(indicator > edge for edge in CLASS_EDGES[:2])
+    return 2 + sum(indicator >= edge for edge in CLASS_EDGES[2:])
+
+
+def _sample(
+    snapshot: Snapshot, found: Fragmentation, waiting: dict[str, Waiting], wait_shares: Mapping[str, float]
+) -> Sample:
+    total = found.total
+    classes = [0] * NUM_CLASSES
+    for node in found.gpu_nodes:
+        classes[class_of(node.indicator or 0.0)] += 1
+    running = [job for job in snapshot.jobs if job.is_running]
+    told = {job.label: job.count("gpu") for job in running if job.label in wait_shares}
+    loads = [node.cpu_load for node in snapshot.nodes if node.is_usable and node.cpu_load is not None]
+    return Sample(
+        taken_s=snapshot.taken_s,
+        cpus=total("cpus"),
+        cpus_allocated=total("cpus") - total("cpus_free"),
+        gpus=total("gpus"),
+        gpus_allocated=total("gpus") - total("gpus_free"),
+        memory_mb=total("memory_mb"),
+        memory_allocated_mb=total("memory_mb") - total("memory_free_mb"),
+        cpu_load=sum(loads) if loads else None,
+        stranded_cpus=total("stranded_cpus"),
+        stranded_gpus=total("stranded_gpus"),
+        indicator=found.mean_abs_indicator,
+        classes=tuple(classes),
+        num_running=len(running),
+        gpus_measured=sum(told.values()),
+        gpus_starved=sum(gpus * wait_shares[label] for label, gpus in told.items()),
+        waiting=waiting,
+    )
+
+
+def _together(alike: Sequence[WaitingJob]) -> Waiting:
+    """Jobs that ask alike."""
+    counts = [one.job.num_records for one in alike]
+    num_jobs, job = sum(counts), alike[0].job
+    return Waiting(
+        num_jobs=num_jobs,
+        cpus=job.num_cpus * num_jobs,
+        gpus=job.count("gpu") * num_jobs,
+        waited_s=sum(one.waited_s * count for one, count in zip(alike, counts, strict=True)),
+        longest_s=max(one.waited_s for one in alike),
+    )
+
+
+def _sum(parts: Sequence[Waiting]) -> Waiting:
+    return Waiting(
+        num_jobs=sum(one.num_jobs for one in parts),
+        cpus=sum(one.cpus for one in parts),
+        gpus=sum(one.gpus for one in parts),
+        waited_s=sum(one.waited_s for one in parts),
+        longest_s=max(one.longest_s for one in parts),
+    )

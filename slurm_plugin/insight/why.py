@@ -1,0 +1,482 @@
+"""Why a job waits, and whether data workers would let it start: (job, snapshot) -> explanation. Pure.
+
+Called by `hetstream why` and `hetstream jobs`. It explains from what is free now; what Slurm's own scheduler weighs
+beyond that (priorities in the making, licenses, topology, limits of accounts) it passes on in Slurm's words.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hetstream.hetjob.spec import DEFAULT_DATA_WORKER_CPUS, DEFAULT_TRAINER_CPUS_PER_GPU, NO_RESERVATION
+from hetstream.slurm_plugin.client.hostlist import compress
+from hetstream.slurm_plugin.client.model import Job, Node, Reservation, Snapshot
+from hetstream.slurm_plugin.insight.node_table import Mask, NodeTable
+from hetstream.slurm_plugin.insight.reasons import told_by_slurm
+from hetstream.slurm_plugin.insight.room import Room
+from hetstream.slurm_plugin.insight.shapes import RESOURCES, Shape, alike_jobs, shape_of
+from hetstream.slurm_plugin.render.report import duration
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """One thing that a job waits for.
+
+    Attributes:
+        kind: `GPUs`, `CPUs`, `memory`, `gang`, `size`, `backfill`, `priority`, `held`, `dependency`, `limit`, ...
+        text: in words.
+        next_step: what to do or look at; empty if there is nothing but to wait.
+    """
+
+    kind: str
+    text: str
+    next_step: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether data workers would let the job start now.
+
+    Attributes:
+        helps: False also where nothing is to be helped.
+        text: the reason.
+        directive: what to add to the script if it helps.
+    """
+
+    helps: bool
+    text: str
+    directive: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known about one record.
+
+    Attributes:
+        shape: what each of its nodes must give.
+        fits_on: nodes that have room for it now, one by one.
+        blockers: what it waits for, the most telling first; empty if it does not wait.
+    """
+
+    job: Job
+    shape: Shape
+    fits_on: tuple[str, ...]
+    blockers: tuple[Blocker, ...]
+    conversion: Verdict
+
+
+class Explainer:
+    """Explains the jobs of one snapshot, and remembers what it found out about a shape.
+
+    Args:
+        snapshot: the cluster.
+        alike: its pending jobs in groups, where those are known.
+    """
+
+    def __init__(self, snapshot: Snapshot, alike: Sequence[Sequence[Job]] | None = None) -> None:
+        self._snapshot = snapshot
+        self._alike = alike_jobs(snapshot.jobs) if alike is None else alike
+        self._table = NodeTable((node for node in snapshot.nodes if node.is_usable), snapshot.partitions, snapshot.jobs)
+        self._unusable = NodeTable((node for node in snapshot.nodes if not node.is_usable), snapshot.partitions)
+        self._best_tiers: dict[tuple[str, ...], int] = {}
+        self._tiers = {partition.name: partition.priority_tier for partition in snapshot.partitions}
+        self._up = {partition.name for partition in snapshot.partitions if partition.is_up}
+        self._with_gpus = {name for node in self._table.chosen(self._table.gpus > 0) for name in node.partitions}
+        # In the order of their beginning: the jobs of others must have ended by then.
+        self._upcoming = [one for one in snapshot.reservations if not one.is_active]
+        # Of each partition the place of whoever is first in line, and of the first whose start is planned.
+        self._first: dict[str, tuple[int, int]] = {}
+        self._first_planned: dict[str, tuple[int, int]] = {}
+        for group in self._alike:
+            if group[0].waits_for_resources:
+                _note_first(self._first, group[0].partitions, self._place(max(group, key=_priority)))
+                planned = [job for job in group if job.start_s and job.start_s > snapshot.taken_s]
+                if planned:
+                    _note_first(self._first_planned, group[0].partitions, self._place(max(planned, key=_priority)))
+        self._found: dict[Hashable, tuple[list[Node], list[Blocker]]] = {}
+        self._kinds: dict[Hashable, tuple[str, ...]] = {}
+        self._queue: list[Job] | None = None
+        # By how many reservations begin before a job's end, and its own.
+        self._kept_nodes: dict[tuple[int, str], Mask] = {}
+        self._workers: dict[int, dict[str, int]] = {}
+
+    def explain(self, job: Job) -> Explanation:
+        """Explain one record."""
+        shape = shape_of(job)
+        if not job.is_pending:
+            return Explanation(job, shape, (), (), Verdict(False, "it does not wait"))
+        fits, lacking = self._room(shape, job)
+        blockers: list[Blocker] = []
+        said = _said_by_slurm(job)
+        if said is None:
+            blockers += lacking or [self._held_up_by_component(job) or self._in_line(job)]
+        elif too_large := self._too_large_for_partition(job):
+            blockers += [too_large, said]
+        else:
+            # Which nodes those are, and what they lack, says more than Slurm's word.
+            blockers += [said, *(lacking if said.kind in ("nodes", "constraints") else ())]
+        return Explanation(job, shape, tuple(node.name for node in fits), tuple(blockers), self.conversion(job))
+
+    def _too_large_for_partition(self, job: Job) -> Blocker | None:
+        """What no node can hold, where Slurm only says that the partition's configuration does not allow it.
+
+        It accepts such a component of a heterogeneous job, and would refuse it as a job.
+        """
+        if not job.reason.startswith("PartitionConfig"):
+            return None
+        return next((one for one in self._room(shape_of(job), job)[1] if one.kind == "size"), None)
+
+    def _held_up_by_component(self, job: Job) -> Blocker | None:
+        """The component that keeps one which has room from starting: all of them start together."""
+        if job.het is None:
+            return None
+        for other in self._snapshot.jobs:
+            if other.het is None or other.het.het_job_id != job.het.het_job_id or other is job or not other.is_pending:
+                continue
+            _, lacking = self._room(shape_of(other), other)
+            first = self._too_large_for_partition(other) or _said_by_slurm(other) or next(iter(lacking), None)
+            if first is not None:
+                text = f"there is room now, but it starts together with {other.label}, and that waits: {first.text}"
+                return Blocker("component", text, first.next_step or f"hetstream why {other.label}")
+        return None
+
+    def conversion(self, job: Job) -> Verdict:
+        """Whether data workers would let a pending job start now."""
+        said = _said_by_slurm(job)
+        if said:
+            return Verdict(False, f"what it waits for is no resource: {said.text}")
+        shape = shape_of(job)
+        return self._conversion(job, shape, self._room(shape, job)[1])
+
+    def waits_for(self, job: Job) -> str:
+        """The kind of the first blocker; empty if it does not wait."""
+        return next(iter(self._first_kinds(job)), "")
+
+    def causes(self, job: Job) -> tuple[str, ...]:
+        """The kind of the first blocker; several resources where more of any of them alone would let it start.
+
+        Those are in one order always: they are the names under which histories and dashboards keep the counts.
+        """
+        found = self._first_kinds(job)
+        return tuple(kind for kind in RESOURCES if kind in found) if found and found[0] in RESOURCES else found[:1]
+
+    def causes_of(self, alike: Sequence[Job]) -> list[tuple[str, ...]]:
+        """The same of each job of a group that asks alike: only their turns are different."""
+        if not alike[0].waits_for_resources:
+            return [self.causes(alike[0])] * len(alike)
+        # With reservations to come their time limits decide, too.
+        numbers = [self._num_before_end(job) for job in alike]
+        one_of = dict(zip(numbers, alike, strict=True))
+        lacking = {number: self.causes(job) if self._lacking(job) else () for number, job in one_of.items()}
+        return [lacking[number] or (self._turn(job),) for number, job in zip(numbers, alike, strict=True)]
+
+    def _first_kinds(self, job: Job) -> tuple[str, ...]:
+        """The kinds of what it waits for, found without any text."""
+        if not job.is_pending:
+            return ()
+        if not job.waits_for_resources:
+            said = _said_by_slurm(job)
+            return (said.kind,) if said else ()
+        return self._lacking(job) or (self._turn(job),)
+
+    def _lacking(self, job: Job) -> tuple[str, ...]:
+        """The kinds of what is lacking for it to have room now."""
+        shape = shape_of(job)
+        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._num_before_end(job))
+        if key not in self._kinds:
+            self._kinds[key] = self._lacking_kinds(self._room_of(shape, job), job)
+        return self._kinds[key]
+
+    def _lacking_kinds(self, room: Room, job: Job) -> tuple[str, ...]:
+        wanted = max(1, job.num_nodes)
+        if _count(room.fits) >= wanted:
+            return ()
+        if self._in_the_way(job) and _count(Room(self._table, room.shape, job, self._up).fits) >= wanted:
+            return ("reservation",)
+        if _count(room.possible) < wanted:
+            out = Room(self._unusable, room.shape, job, None)
+            return ("nodes",) if out.possible.any() or room.reserved.any() else ("size",)
+        if room.needs_whole_nodes:
+            return ("whole nodes",)
+        return room.short_alone(wanted) or room.short()[:1]
+
+    def _in_the_way(self, job: Job) -> tuple[Reservation, ...]:
+        """The reservations of others that begin before a job would have to end, if it started now."""
+        return tuple(one for one in self._upcoming[: self._num_before_end(job)] if one.name != job.reservation)
+
+    def _num_before_end(self, job: Job) -> int:
+        """How many reservations begin before that; with its own reservation they say which are in its way."""
+        end_s = math.inf if job.time_limit_s is None else self._snapshot.taken_s + job.time_limit_s
+        return bisect_left(self._upcoming, end_s, key=_start) if self._upcoming else 0
+
+    def _room_of(self, shape: Shape, job: Job) -> Room:
+        return Room(self._table, shape, job, self._up, self._kept(job) if self._upcoming else None)
+
+    def _kept(self, job: Job) -> Mask:
+        """The nodes of the reservations in its way."""
+        key = self._num_before_end(job), job.reservation
+        if key not in self._kept_nodes:
+            self._kept_nodes[key] = self._table.named(name for one in self._in_the_way(job) for name in one.nodes)
+        return self._kept_nodes[key]
+
+    def _room(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
+        """The nodes with room for the job, and what is lacking if they are too few."""
+        key = (shape, job.num_nodes, job.required_nodes, job.features, job.reservation, self._num_before_end(job))
+        if key not in self._found:
+            self._found[key] = self._look(shape, job)
+        return self._found[key]
+
+    def _look(self, shape: Shape, job: Job) -> tuple[list[Node], list[Blocker]]:
+        wanted = max(1, job.num_nodes)
+        room = self._room_of(shape, job)
+        fits = self._table.chosen(room.fits)
+        blockers: list[Blocker] = []
+        for kind in self._lacking_kinds(room, job):
+            if kind in ("nodes", "size"):
+                out = self._unusable.chosen(Room(self._unusable, shape, job, None).possible)
+                return fits, [_too_large(room, job, out, self._table.chosen(room.reserved))]
+            if kind == "reservation":
+                blockers.append(self._kept_for_later(Room(self._table, shape, job, self._up), job))
+            elif kind == "whole nodes":
+                possible, idle = _count(room.possible), _count(room.possible & room.enough["CPUs"])
+                text = f"it gets whole nodes (OverSubscribe=EXCLUSIVE), {wanted} of them: of {possible} {idle} are idle"
+                blockers.append(Blocker(kind, text))
+            elif room.short_alone(wanted):
+                blockers.append(_lack(kind, room, wanted))
+            else:
+                blockers.append(Blocker(kind, f"{' and '.join(room.short())} are not free on the same node(s)"))
+        if blockers and wanted > 1:
+            where = f" ({compress(node.name for node in fits)})" if fits else ""
+            blockers.append(Blocker("gang", f"it needs {wanted} nodes at once; {len(fits)} have room now{where}"))
+        return fits, blockers
+
+    def _kept_for_later(self, room: Room, job: Job) -> Blocker:
+        """What to say of nodes with room that are reserved before the job would end.
+
+        Args:
+            room: without a look at what is to come.
+            job: any with these reservations in its way.
+        """
+        nodes = [node.name for node in self._table.chosen(room.fits)]
+        in_the_way = [one for one in self._in_the_way(job) if set(nodes).intersection(one.nodes)]
+        kept = compress(name for name in nodes if any(name in one.nodes for one in in_the_way))
+        left = duration(in_the_way[0].start_s - self._snapshot.taken_s)
+        names = ", ".join(one.name for one in in_the_way)
+        return Blocker(
+            "reservation",
+            f"{kept} has room, but is reserved in {left} ({names}), before its time limit would end it",
+            f"with a limit below {left} it could start there; scontrol show reservation {in_the_way[0].name}",
+        )
+
+    def _in_line(self, job: Job) -> Blocker:
+        """There is room: who goes first?"""
+        now_s = self._snapshot.taken_s
+        ahead = self._ahead(job)
+        planned = [other for other in ahead if other.start_s and other.start_s > now_s]
+        if planned:
+            first = min(planned, key=lambda other: other.start_s or 0.0)
+            left = duration((first.start_s or now_s) - now_s)
+            kept = f"{compress(first.planned_nodes) or 'it'} is kept"
+            limit = "no time limit" if job.time_limit_s is None else f"a limit of {duration(job.time_limit_s)}"
+            return Blocker(
+                "backfill",
+                f"there is room now, but {kept} for job {first.label}, planned in {left}, and this job has {limit}",
+                f"with a limit below {left} it could go first: scontrol update JobId={job.job_id} TimeLimit=T",
+            )
+        if ahead:
+            text = f"there is room now; {len(ahead)} job(s) are ahead, first {ahead[0].label}"
+            return Blocker("priority", text, "squeue --start")
+        return Blocker("scheduler", "there is room now, and no job is ahead: the next scheduling cycle starts it")
+
+    def _turn(self, job: Job) -> str:
+        """The kind of what `_in_line` says, found without looking at all the jobs ahead."""
+        place, turn = self._place(job), "scheduler"
+        for name in job.partitions:
+            if self._first_planned.get(name, place) < place:
+                return "backfill"
+            if self._first.get(name, place) < place:
+                turn = "priority"
+        return turn
+
+    def _ahead(self, job: Job) -> list[Job]:
+        """The jobs that wait for resources in the same partitions and go first, the very first at the front."""
+        if self._queue is None:
+            waiting = (one for group in self._alike if group[0].waits_for_resources for one in group)
+            self._queue = sorted(waiting, key=self._place)
+        places = bisect_left(self._queue, self._place(job), key=self._place)
+        return [other for other in self._queue[:places] if not set(job.partitions).isdisjoint(other.partitions)]
+
+    def _place(self, job: Job) -> tuple[int, int]:
+        return (-self._tier(job), -job.priority)
+
+    def _tier(self, job: Job) -> int:
+        found = self._best_tiers.get(job.partitions)
+        if found is None:
+            found = max((self._tiers.get(name, 1) for name in job.partitions), default=1)
+            self._best_tiers[job.partitions] = found
+        return found
+
+    def _conversion(self, job: Job, shape: Shape, lacking: Sequence[Blocker]) -> Verdict:
+        if not shape.gpus:
+            return Verdict(False, "it asks for no GPU")
+        if job.het:
+            return Verdict(False, "it is a heterogeneous job already")
+        if not lacking:
+            return Verdict(False, "there is room for it as it is")
+        kept = min(shape.cpus, DEFAULT_TRAINER_CPUS_PER_GPU * shape.gpus)
+        if kept == shape.cpus:
+            return Verdict(False, f"its {shape.cpus} CPU(s) a node are what a trainer keeps")
+        per_cpu = job.memory_per_cpu_mb
+        trainer = replace(shape, cpus=kept, memory_mb=kept * per_cpu if per_cpu else shape.memory_mb)
+        fits, still = self._room(trainer, job)
+        if still:
+            kinds = " and ".join(dict.fromkeys(blocker.kind for blocker in still))
+            return Verdict(False, f"with {kept} CPUs a node it would wait too, for {kinds}")
+        moved = (shape.cpus - kept) * max(1, job.num_nodes)
+        wanted = -(-moved // DEFAULT_DATA_WORKER_CPUS)
+        chosen = fits[: max(1, job.num_nodes)]
+        place, room = self._data_workers(job, chosen, kept)
+        # Components share a reservation, unless they are told not to.
+        outside = f" --data-worker-reservation={NO_RESERVATION}" if job.reservation else ""
+        where = compress(node.name for node in chosen)
+        start = f"with {kept} CPUs a node it would start on {where}"
+        if not room:
+            return Verdict(
+                True,
+                f"{start}; no node has {DEFAULT_DATA_WORKER_CPUS} CPUs for a data worker now, they would join later",
+                f"#HETSTREAM --data-workers=0-{wanted}{outside}",
+            )
+        # Slurm has no arrays of heterogeneous jobs: there they join as companions.
+        least = 0 if job.array_job_id is not None else min(wanted, room)
+        counts = f"{least}-{wanted}" if least < wanted else str(wanted)
+        workers = f"{min(wanted, room)} of {wanted} data worker(s) of {DEFAULT_DATA_WORKER_CPUS} CPUs"
+        return Verdict(
+            True,
+            f"{start}, and {workers} in partition {place}",
+            f"#HETSTREAM --data-workers={counts} --data-worker-partition={place}{outside}",
+        )
+
+    def _worker_room(self, job: Job) -> dict[str, int]:
+        """How many data workers of a job have room in each partition, outside of reservations."""
+        number = self._num_before_end(job)
+        if number not in self._workers:
+            kept = self._kept(replace(job, reservation=""))
+            found = self._workers[number] = {}
+            for name in sorted(self._up):
+                _, free = self._table.cpus_for([name])
+                here = self._table.eligible([name]) & ~kept
+                if self._table.takes_whole_nodes([name]):
+                    found[name] = int((here & (free >= DEFAULT_DATA_WORKER_CPUS)).sum())
+                else:
+                    found[name] = int((free[here] // DEFAULT_DATA_WORKER_CPUS).sum())
+        return self._workers[number]
+
+    def _data_workers(self, job: Job, trainers: Iterable[Node], kept: int) -> tuple[str, int]:
+        """The partition with most room for a job's data workers beside its trainers, and for how many."""
+        room = dict(self._worker_room(job))
+        for node in trainers:
+            lost = node.cpus_free // DEFAULT_DATA_WORKER_CPUS - (node.cpus_free - kept) // DEFAULT_DATA_WORKER_CPUS
+            for name in self._up.intersection(() if node.is_reserved else node.partitions):
+                room[name] -= lost
+        # CPUs beside GPUs are for other trainers, as long as there are CPUs elsewhere.
+        place = max(
+            sorted(room), key=lambda name: (room[name] > 0, name not in self._with_gpus, room[name]), default=""
+        )
+        return place, room.get(place, 0)
+
+
+def find_jobs(jobs: Iterable[Job], name: str) -> list[Job]:
+    """The records that a job id names: `29`, `31` with all components, `31+1`, `33` with all tasks, `33_4`.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    match = re.fullmatch(r"(\d+)(?:\+(\d+)|_(\d+))?", name)
+    if not match:
+        raise ValueError(f"job id {name!r}: must be N, N+COMPONENT or N_TASK")
+    number, offset, task = int(match[1]), match[2], match[3]
+    if offset is not None:
+        return [job for job in jobs if job.het and (job.het.het_job_id, job.het.offset) == (number, int(offset))]
+    if task is not None:
+        return [job for job in jobs if job.array_job_id == number and _has_task(job.array_tasks, int(task))]
+    return [
+        job
+        for job in jobs
+        if number in (job.job_id, job.array_job_id) or (job.het is not None and job.het.het_job_id == number)
+    ]
+
+
+def _has_task(tasks: str, number: int) -> bool:
+    for part in tasks.split("%")[0].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match and number in range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1)):
+            return True
+    return False
+
+
+def _said_by_slurm(job: Job) -> Blocker | None:
+    """What it waits for that is no resource."""
+    told = told_by_slurm(job)
+    return Blocker(told.kind, told.text, told.next_step) if told else None
+
+
+def _too_large(room: Room, job: Job, out: Sequence[Node], reserved: Sequence[Node]) -> Blocker:
+    """Fewer nodes than it needs could run it, were they empty."""
+    asks, eligible, possible = _asks(room.shape), _count(room.eligible), _count(room.possible)
+    wanted = max(1, job.num_nodes)
+    if out or reserved:
+        others = [f"{compress(node.name for node in out)} is out of use"] if out else []
+        whose = f"not in its reservation {job.reservation}" if job.reservation else "reserved for others"
+        others += [f"{compress(node.name for node in reserved)} is {whose}"] if reserved else []
+        return Blocker(
+            "nodes",
+            f"it needs {wanted} node(s) with {asks}; {possible} of {eligible} in use could give that, and "
+            f"{' and '.join(others)}",
+            "; ".join([*(["sinfo -R"] if out else []), *(["scontrol show reservation"] if reserved else [])]),
+        )
+    return Blocker(
+        "size",
+        f"it needs {wanted} node(s) with {asks}; {possible} of {eligible} that it may use have that at all",
+        "ask for less, or for another partition: hetstream frag",
+    )
+
+
+def _asks(shape: Shape) -> str:
+    typed = f" {shape.gpu_type}" if shape.gpu_type else ""
+    parts = [f"{shape.gpus}{typed} GPU(s)"] if shape.gpus else []
+    return ", ".join([*parts, f"{shape.cpus} CPU(s)", f"{shape.memory_mb:,} MB"])
+
+
+def _lack(resource: str, room: Room, wanted: int) -> Blocker:
+    """One resource is short on nodes that have enough of the others."""
+    shape = room.shape
+    asked = {"GPUs": shape.gpus, "CPUs": shape.cpus, "memory": shape.memory_mb}[resource]
+    most, name, num_others = room.most_free(resource)
+    unit = " MB of memory" if resource == "memory" else f" {resource}"
+    beside = [name for name in RESOURCES if name != resource and (name != "GPUs" or shape.gpus)]
+    where = f"{num_others} node(s) with enough {' and '.join(beside)}"
+    more = f", on {wanted} at once" if wanted > 1 else ""
+    return Blocker(resource, f"it needs {asked:,}{unit} on a node{more}; of {where} the most free is {most:,} ({name})")
+
+
+def _start(reservation: Reservation) -> float:
+    return reservation.start_s
+
+
+def _priority(job: Job) -> int:
+    return job.priority
+
+
+def _note_first(first: dict[str, tuple[int, int]], partitions: Iterable[str], place: tuple[int, int]) -> None:
+    for name in partitions:
+        first[name] = min(first.get(name, place), place)
+
+
+def _count(mask: Mask) -> int:
+    return int(np.count_nonzero(mask))

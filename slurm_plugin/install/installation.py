@@ -1,0 +1,325 @@
+"""Place files on a machine and take them away again. Called by `hetstream install`, `uninstall` and the devcluster.
+
+Only what it placed itself, and nobody has changed since, is ever replaced or removed: a record beside the files holds
+their checksums. A site's own Lua file is moved aside, loaded first by the hook that takes its name, and moved back.
+It never touches slurm.conf and starts no daemon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetstream.base.errors import UsageError
+from hetstream.slurm_plugin.devcluster.umask import readable_by_all
+from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse
+from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT, asked_for
+
+LUA_DIR = Path(__file__).with_name("lua")
+HOOKS = {
+    "cli_filter.lua": ("slurm_cli_setup_defaults", "slurm_cli_pre_submit", "slurm_cli_post_submit"),
+    "job_submit.lua": ("slurm_job_submit", "slurm_job_modify"),
+}
+RECORD = "share/hetstream/install.json"
+RECORD_VERSION = 1
+_LUA_PATH_FORBIDS = set('"\\\n\r\0')
+
+
+@dataclass(frozen=True)
+class Action:
+    """One step, done or planned.
+
+    Attributes:
+        what: create, replace, keep, move, remove, restore, or leave.
+        path: the file.
+        why: for those that the user may not expect.
+    """
+
+    what: str
+    path: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What an installation placed.
+
+    Attributes:
+        files: SHA-256 by path.
+        moved: where a site's own file went, by its own path.
+        directories: those that were made, outermost first.
+    """
+
+    files: Mapping[str, str]
+    moved: Mapping[str, str]
+    directories: tuple[str, ...]
+
+
+def site_name(hook: Path) -> Path:
+    """Where a site's own file goes when a hook takes its name."""
+    return hook.with_name(f"{hook.stem}.site.lua")
+
+
+def hook_text(name: str, lua_dir: Path, policy: Path, program: str, site: Path | None) -> str:
+    """The file that Slurm loads: what the site had, or functions that do nothing; then hetstream's module.
+
+    Args:
+        name: `cli_filter.lua` or `job_submit.lua`.
+        lua_dir: where the modules are.
+        policy: the site's policy.
+        program: the `hetstream` command.
+        site: the site's own file.
+
+    Raises:
+        UsageError: a path that a Lua string cannot hold as it is.
+    """
+    for path in (str(lua_dir), str(policy), program, str(site or "")):
+        if _LUA_PATH_FORBIDS & set(path):
+            raise UsageError(f"{path!r}: quotes, backslashes and line ends cannot stand in the paths of Lua files")
+    functions = [f"function {function}() return slurm.SUCCESS end" for function in HOOKS[name]]
+    before = [f'dofile("{site}")  -- the site\'s own file, as it was'] if site else functions
+    return "\n".join(
+        [
+            "-- Placed by `hetstream install`; `hetstream uninstall` takes it away.",
+            *before,
+            *hook_lines(name, lua_dir, policy, program),
+            "return slurm.SUCCESS",
+            "",
+        ]
+    )
+
+
+def hook_lines(name: str, lua_dir: Path, policy: Path, program: str) -> tuple[str, ...]:
+    """What a site adds to its own file, before the last return. Nothing in them can fail.
+
+    Hosts may share Slurm's directory and not all have hetstream. There the cli_filter is silent: it runs in every srun,
+    and would write to its user's terminal. slurmctld, which is one, says in its log what is missing.
+    """
+    module = lua_dir / name
+    loads = (
+        f'local ok, hetstream = pcall(dofile, "{module}")',
+        f'if ok then ok, hetstream = pcall(hetstream, select(2, pcall(dofile, "{policy}")), "{program}") end',
+        'if not ok then slurm.log_info("hetstream: %s", tostring(hetstream)) end',
+    )
+    if name != "cli_filter.lua":
+        return loads
+    return (f'local present = io.open("{module}")', "if present then", "present:close()", *loads, "end")
+
+
+def read_record(prefix: Path) -> Record | None:
+    """What is installed below a prefix.
+
+    Raises:
+        DamagedRecord: the record is not what install writes.
+    """
+    path = prefix / RECORD
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        if fields["version"] != RECORD_VERSION:
+            raise DamagedRecord(
+                f"{path} has version {fields['version']}, this release reads version {RECORD_VERSION}. Nothing was "
+                "changed: uninstall with the release of hetstream that installed, then install this (docs/upgrade.md)"
+            )
+        files, moved = ({str(key): str(fields[name][key]) for key in fields[name]} for name in ("files", "moved"))
+        return Record(files, moved, tuple(str(directory) for directory in fields["directories"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedRecord(
+            f"{path} is not a record of hetstream install ({error}). Nothing was changed; compare the files by hand"
+        ) from error
+
+
+def install(
+    prefix: Path, files: Mapping[Path, str], hooks: Mapping[Path, tuple[str, str]], *, dry_run: bool
+) -> list[Action]:
+    """Place files.
+
+    Args:
+        prefix: where the record goes.
+        files: texts by path.
+        hooks: of the Lua files in Slurm's directory, the text without and with a site's own file.
+        dry_run: only say what would be done.
+
+    Returns:
+        What was done, or would be.
+    """
+    record = read_record(prefix) or Record({}, {}, ())
+    actions: list[Action] = []
+    placed: dict[Path, str] = {}
+    moved = dict(record.moved)
+    for path, (alone, chained) in hooks.items():
+        ours = _digest(path) in (record.files.get(str(path)), _sha256(alone), _sha256(chained))
+        if os.path.lexists(path) and not ours:
+            aside = site_name(path)
+            if str(path) in record.files or os.path.lexists(aside) or not path.exists():
+                actions.append(
+                    Action(
+                        "keep", str(path), f"changed since it was placed, or {aside.name} is taken, or a broken link"
+                    )
+                )
+                continue
+            actions.append(Action("move", str(path), f"to {aside}, which the hook loads first"))
+            moved[str(path)] = str(aside)
+        placed[path] = chained if str(path) in moved else alone
+    for path, text in {**files, **placed}.items():
+        present = _digest(path) if path.exists() or not os.path.lexists(path) else ""  # of a broken link
+        if (str(path) in moved and str(path) not in record.moved) or present is None:
+            actions.append(Action("create", str(path)))
+        elif present == _sha256(text):
+            actions.append(Action("keep", str(path), "" if str(path) in record.files else "was there already"))
+        elif present == record.files.get(str(path)):
+            actions.append(Action("replace", str(path)))
+        else:
+            actions.append(Action("keep", str(path), "not placed by hetstream, or changed since"))
+    if dry_run:
+        return actions
+    texts = {str(path): text for path, text in {**files, **placed}.items()}
+    writes = [action.path for action in actions if action.what in ("create", "replace")]
+    with readable_by_all():
+        parents = [parent for path in (*writes, str(prefix / RECORD)) for parent in _missing_parents(Path(path))]
+        directories = tuple(dict.fromkeys((*record.directories, *map(str, parents))))
+        for parent in parents:
+            parent.mkdir(exist_ok=True)
+        # The record comes first: whatever interrupts the rest, uninstall knows what to look for.
+        digests = {**record.files, **{path: _sha256(texts[path]) for path in writes}}
+        _write(prefix / RECORD, _record_text(Record(digests, moved, directories)))
+        for name in writes:
+            if name in moved and name not in record.moved:
+                os.link(name, moved[name], follow_symlinks=False)
+            _write(Path(name), texts[name])
+    return actions
+
+
+def put_below(destdir: Path, files: Mapping[Path, str], *, dry_run: bool) -> list[Action]:
+    """Place files below another root, for a package manager that keeps its own record of them.
+
+    Args:
+        destdir: what stands for `/`.
+        files: texts by path, as they will be when the package is installed.
+        dry_run: only say what would be done.
+    """
+    texts = {destdir / path.relative_to("/"): text for path, text in files.items()}
+    if not dry_run:
+        with readable_by_all():
+            for path, text in texts.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write(path, text)
+    return [Action("create", str(path)) for path in texts]
+
+
+def uninstall(prefix: Path, *, dry_run: bool, force: bool = False) -> list[Action]:
+    """Take away what `install` placed, and put back what it moved.
+
+    Args:
+        prefix: where the record is.
+        dry_run: only say what would be done.
+        force: also take away a hook that slurm.conf beside it still asks for.
+
+    Returns:
+        What was done, or would be; nothing when nothing is installed.
+
+    Raises:
+        StillInUse: slurm.conf still asks for a hook that would be gone. Nothing was changed.
+    """
+    record = read_record(prefix)
+    if record is None:
+        return []
+    actions = []
+    left: dict[str, str] = {}
+    for path, digest in record.files.items():
+        present, aside = _digest(Path(path)), record.moved.get(path)
+        if present is not None and present != digest:
+            if aside and _digest(Path(aside)) == present:  # install was interrupted between its two steps
+                actions.append(Action("remove", aside))
+                continue
+            actions.append(Action("leave", path, "changed since it was placed"))
+            if aside and Path(aside).exists():
+                actions.append(Action("leave", aside, f"the site's own file; {path} is not hetstream's any more"))
+                left[path] = aside
+        elif aside and Path(aside).exists():
+            actions.append(Action("restore", path, f"from {aside}"))
+        elif present is not None:
+            actions.append(Action("remove", path))
+    gone = [Path(action.path) for action in actions if action.what == "remove"]
+    in_use = [path for path in gone if path.name in asked_for(path.parent)]
+    if in_use and not force:
+        raise StillInUse(_still_in_use(in_use))
+    if dry_run:
+        return actions
+    for action in actions:
+        if action.what == "restore":
+            os.replace(record.moved[action.path], action.path)
+            os.utime(action.path)  # slurmctld reads a file again when it is newer than the one it has
+        elif action.what == "remove":
+            os.unlink(action.path)
+    if left:
+        _write(prefix / RECORD, _record_text(Record({path: record.files[path] for path in left}, left, ())))
+    else:
+        os.unlink(prefix / RECORD)
+    for directory in reversed(record.directories):
+        if Path(directory).is_dir() and not os.listdir(directory):
+            os.rmdir(directory)
+    return actions
+
+
+def _still_in_use(hooks: Iterable[Path]) -> str:
+    told = "; ".join(
+        f"{hook.parent / 'slurm.conf'} has {OPTIONS[hook.name]}=lua, and without {hook.name} {WITHOUT[hook.name]}"
+        for hook in hooks
+    )
+    return (
+        f"nothing was removed: {told}. First take lua out of that line on all hosts that have it, then run: scontrol "
+        "reconfigure (for JobSubmitPlugins restart slurmctld), then this again. --force removes the files all the same"
+    )
+
+
+def as_json(verb: str, actions: Iterable[Action], notes: Iterable[str], *, dry_run: bool) -> str:
+    """The report as one JSON document."""
+    return json.dumps(
+        {
+            "meta": {"verb": verb, "version": 1, "dry_run": dry_run},
+            "actions": [asdict(action) for action in actions],
+            "notes": list(notes),
+        },
+        indent=1,
+    )
+
+
+def _record_text(record: Record) -> str:
+    return json.dumps({"version": RECORD_VERSION, **asdict(record)}, indent=1) + "\n"
+
+
+def _missing_parents(path: Path) -> list[Path]:
+    return [parent for parent in reversed(path.parents) if not parent.exists()]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one."""
+    partial = path.with_name(f".{path.name}.hetstream-{os.getpid()}")
+    try:
+        with open(partial, "x") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

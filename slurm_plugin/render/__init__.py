@@ -1,0 +1,1 @@
+"""How insight is shown: tables, charts, a page, metrics."""

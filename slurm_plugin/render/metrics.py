@@ -1,0 +1,184 @@
+"""Prometheus metrics of a cluster, for `hetstream exporter`. The home of prometheus_client on the cluster's side.
+
+A scrape shows the newest reading and asks Slurm nothing. When slurmctld does not answer, `hetstream_up` is 0 and what
+was seen before is not shown as if it were now. Units are Prometheus's: seconds, bytes, ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from hetstream.base.installed import install_command
+from hetstream.slurm_plugin.client.model import Node, Partition
+from hetstream.slurm_plugin.errors import ServeError
+from hetstream.slurm_plugin.insight.fragmentation import NodeFragmentation
+from hetstream.slurm_plugin.insight.monitor import Reading
+from hetstream.slurm_plugin.insight.observation import Observation, Waiting
+from hetstream.slurm_plugin.render.web import listening
+
+try:
+    import prometheus_client
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+
+    from hetstream.mpi_dataworkers.dispatcher.exposition import Exposition
+except ImportError as error:
+    raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
+
+MB_BYTES = 1024 * 1024
+
+Row = TypeVar("Row")
+# Name (a counter's ends in _total), help, value; None is left out.
+_Column = tuple[str, str, Callable[[Row], float | None]]
+
+_READING: list[_Column[Reading]] = [
+    ("hetstream_up", "Whether slurmctld answered the last time (1) or not (0).", lambda r: float(bool(r.observation))),
+    ("hetstream_read_duration_seconds", "Time that the last reading of the cluster took.", lambda r: r.read_s),
+    ("hetstream_last_read_timestamp_seconds", "When a reading last succeeded.", lambda r: r.success_s),
+]
+_CLUSTER: list[_Column[Observation]] = [
+    ("hetstream_cluster_nodes", "Nodes on which jobs can start.", lambda o: len(o.fragmentation.nodes)),
+    (
+        "hetstream_cluster_nodes_out_of_use",
+        "Nodes on which no job can start.",
+        lambda o: len(o.fragmentation.left_out),
+    ),
+    ("hetstream_cluster_cpus", "CPUs of the nodes on which jobs can start.", lambda o: o.sample.cpus),
+    ("hetstream_cluster_cpus_allocated", "Of those, held by jobs.", lambda o: o.sample.cpus_allocated),
+    ("hetstream_cluster_gpus", "GPUs of the nodes on which jobs can start.", lambda o: o.sample.gpus),
+    ("hetstream_cluster_gpus_allocated", "Of those, held by jobs.", lambda o: o.sample.gpus_allocated),
+    (
+        "hetstream_cluster_memory_bytes",
+        "Memory of the nodes on which jobs can start.",
+        lambda o: o.sample.memory_mb * MB_BYTES,
+    ),
+    (
+        "hetstream_cluster_memory_allocated_bytes",
+        "Of that, held by jobs.",
+        lambda o: o.sample.memory_allocated_mb * MB_BYTES,
+    ),
+    ("hetstream_cluster_cpu_load", "Threads that want a CPU, on all these nodes.", lambda o: o.sample.cpu_load),
+    ("hetstream_cluster_stranded_gpus", "Free GPUs that no pending job can use.", lambda o: o.sample.stranded_gpus),
+    ("hetstream_cluster_stranded_cpus", "Free CPUs that no pending job can use.", lambda o: o.sample.stranded_cpus),
+    (
+        "hetstream_cluster_fragmentation_ratio",
+        "Mean over nodes with GPUs of |freeCPU/CPU - freeGPU/GPU|.",
+        lambda o: o.sample.indicator,
+    ),
+    (
+        "hetstream_cluster_cpus_gone_ratio",
+        "Share of nodes with GPUs: all CPUs taken, more than 25 % of the GPUs free.",
+        lambda o: o.fragmentation.share_without_cpus,
+    ),
+    (
+        "hetstream_cluster_gpus_gone_ratio",
+        "Share of nodes with GPUs: all GPUs taken, more than 25 % of the CPUs free.",
+        lambda o: o.fragmentation.share_without_gpus,
+    ),
+    ("hetstream_cluster_running_jobs", "Running jobs.", lambda o: o.sample.num_running),
+    (
+        "hetstream_cluster_gpus_measured",
+        "GPUs of hetstream jobs whose trainers tell how long they wait.",
+        lambda o: o.sample.gpus_measured,
+    ),
+    ("hetstream_cluster_gpus_starved", "Of those, as many as wait for data.", lambda o: o.sample.gpus_starved),
+]
+_WAITING: list[_Column[Waiting]] = [
+    ("hetstream_pending_jobs", "Pending jobs, by what they wait for first.", lambda w: w.num_jobs),
+    ("hetstream_pending_cpus", "CPUs that they ask for.", lambda w: w.cpus),
+    ("hetstream_pending_gpus", "GPUs that they ask for.", lambda w: w.gpus),
+    ("hetstream_pending_wait_mean_seconds", "How long they have waited so far, on average.", lambda w: w.mean_s),
+    ("hetstream_pending_wait_longest_seconds", "The longest of them.", lambda w: w.longest_s),
+]
+_NODE: list[_Column[NodeFragmentation]] = [
+    ("hetstream_node_cpus", "CPUs of the node.", lambda n: n.cpus),
+    ("hetstream_node_cpus_free", "Of those, held by no job.", lambda n: n.cpus_free),
+    ("hetstream_node_gpus", "GPUs of the node.", lambda n: n.gpus),
+    ("hetstream_node_gpus_free", "Of those, held by no job.", lambda n: n.gpus_free),
+    ("hetstream_node_memory_bytes", "Memory of the node.", lambda n: n.memory_mb * MB_BYTES),
+    ("hetstream_node_memory_free_bytes", "Of that, held by no job.", lambda n: n.memory_free_mb * MB_BYTES),
+    ("hetstream_node_fragmentation_ratio", "freeCPU/CPU - freeGPU/GPU, -1 to 1.", lambda n: n.indicator),
+    ("hetstream_node_stranded_gpus", "Free GPUs that no pending job can use.", lambda n: n.stranded_gpus),
+    ("hetstream_node_stranded_cpus", "Free CPUs that no pending job can use.", lambda n: n.stranded_cpus),
+]
+_PARTITION: list[_Column[list[Node]]] = [
+    ("hetstream_partition_cpus", "CPUs of the nodes on which jobs can start.", lambda ns: sum(n.cpus for n in ns)),
+    (
+        "hetstream_partition_cpus_allocated",
+        "Of those, held by jobs of any partition.",
+        lambda ns: sum(n.cpus - n.cpus_free for n in ns),
+    ),
+    ("hetstream_partition_gpus", "GPUs of the nodes on which jobs can start.", lambda ns: sum(n.gpus for n in ns)),
+    (
+        "hetstream_partition_gpus_allocated",
+        "Of those, held by jobs of any partition.",
+        lambda ns: sum(n.gpus - n.gpus_free() for n in ns),
+    ),
+]
+
+
+class ClusterCollector(Collector):
+    """Turns the newest reading into metrics; it may be replaced while a scrape is answered."""
+
+    def __init__(self) -> None:
+        self.reading = Reading()
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics; called by prometheus_client for each scrape."""
+        reading = self.reading
+        yield from _families(_READING, [], [([], reading)])
+        errors = CounterMetricFamily("hetstream_read_errors_total", "Readings that failed.", labels=["kind"])
+        for kind, count in reading.num_errors.items():
+            errors.add_metric([kind], count)
+        yield errors
+        seen = reading.observation
+        if seen is None:
+            return
+        yield from _families(_CLUSTER, [], [([], seen)])
+        yield from _families(_WAITING, ["cause"], [([cause], one) for cause, one in seen.sample.waiting.items()])
+        yield from _families(_NODE, ["node"], [([node.node], node) for node in seen.fragmentation.nodes])
+        partitions = [([one.name], _nodes_of(one, seen)) for one in seen.snapshot.partitions]
+        yield from _families(_PARTITION, ["partition"], partitions)
+
+    def text(self) -> str:
+        """The metrics in Prometheus's text format."""
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(self)
+        return prometheus_client.generate_latest(registry).decode()
+
+
+class MetricsServer:
+    """Serves a collector at `http://HOST:PORT/metrics` until it is closed.
+
+    Args:
+        host, port: where; port 0 finds a free one.
+
+    Raises:
+        ServeError: the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, collector: ClusterCollector) -> None:
+        exposition = Exposition(collector)
+        self._server = listening(host, port, lambda path, accept: exposition.document(path, accept, collector.reading))
+        self.url = f"{self._server.url}metrics"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+
+
+def _nodes_of(partition: Partition, seen: Observation) -> list[Node]:
+    return [node for node in seen.snapshot.nodes if node.is_usable and partition.name in node.partitions]
+
+
+def _families(
+    columns: Iterable[_Column[Row]], labels: list[str], rows: list[tuple[list[str], Row]]
+) -> Iterator[Metric]:
+    for name, text, value in columns:
+        family = GaugeMetricFamily(name, text, labels=labels)
+        for label_values, row in rows:
+            number = value(row)
+            if number is not None:
+                family.add_metric(label_values, number)
+        yield family

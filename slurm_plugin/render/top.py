@@ -1,0 +1,91 @@
+"""The table of `hetstream top`: (Status) -> lines of text. Pure."""
+
+from __future__ import annotations
+
+from hetstream.base.text import printable
+from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status
+from hetstream.slurm_plugin.render.table import RED, YELLOW, Cell, duration_words, rate_words, size_words, table
+
+# A trainer that waits for a twentieth of its time is worth a look, for half of it a remedy.
+_WAITS_SOME, _WAITS_MUCH = 0.05, 0.5
+_BAD_STATES = ("unreachable", "silent")
+_LEFT = ("LOADER", "DATA WORKER", "HOST", "STATE")
+
+
+def render(status: Status, name: str, color: bool = False) -> list[str]:
+    """The lines of one table.
+
+    Args:
+        status: what to show.
+        name: of the service, for the head line.
+        color: mark what needs attention with ANSI colours.
+    """
+    lost = f", {status.data_workers_lost} lost" if status.data_workers_lost else ""
+    starts = f", start {status.incarnation}" if status.incarnation > 1 else ""
+    made_s = sum(worker.steps_per_s for worker in status.data_workers)
+    taken_s = sum(loader.steps_per_s for loader in status.loaders)
+    bytes_s = sum(loader.bytes_per_s for loader in status.loaders)
+    lines = [
+        f"{printable(name)}  up {duration_words(status.uptime_s)}{starts}",
+        f"{len(status.data_workers)} data worker process(es){lost}, {len(status.loaders)} loader(s)   "
+        f"steps/s: {rate_words(made_s)} made, {rate_words(taken_s)} taken   {size_words(bytes_s)}/s   "
+        f"leases: {rate_words(status.leases_per_s)}/s, {status.leases_revoked:,} of {status.leases_granted:,} revoked",
+        *_elastic_lines(status),
+        "",
+    ]
+    if status.loaders:
+        head = ["LOADER", "HOST", "EPOCH", "STEP", "STEPS/S", "BYTES/S", "WAITED", "BUFFER", "DATA WORKERS", "LOCAL"]
+        lines += table(head, [_loader_cells(row) for row in status.loaders], _LEFT, color)
+    else:
+        lines.append("no loader is connected: the program has not made its DataLoader yet, or loads its own data")
+    lines.append("")
+    if status.data_workers:
+        head = ["DATA WORKER", "HOST", "PID", "STATE", "LEASES", "STEPS/S", "BUSY", "STEPS", "REVOKED", "UP"]
+        rows = sorted(status.data_workers, key=lambda row: row.number)
+        lines += table(head, [_worker_cells(row) for row in rows], _LEFT, color)
+    else:
+        lines.append("no data worker is registered: the loaders make the steps themselves")
+    return lines
+
+
+def _elastic_lines(status: Status) -> list[str]:
+    """What the elastic controller says, and its last changes."""
+    lines = [f"elastic: {status.elastic}"] if status.elastic else []
+    lines += [
+        f"  {duration_words(one.ago_s)} ago: {one.action} {one.count}, because {one.reason}" for one in status.decisions
+    ]
+    return [printable(line) for line in lines]
+
+
+def _loader_cells(row: LoaderStatus) -> list[Cell]:
+    number = f" loader {row.ordinal}" if row.ordinal and not row.title else ""
+    of = f"/{row.num_steps:,}" if row.num_steps >= 0 else ""
+    reads = row.epoch >= 0
+    waits = RED if row.wait_share >= _WAITS_MUCH else YELLOW if row.wait_share >= _WAITS_SOME else ""
+    return [
+        (f"{row.title or row.job} rank {row.rank}/{row.world_size}{number}", ""),
+        (row.host, ""),
+        (str(row.epoch) if reads else "-", ""),
+        (f"{row.step:,}{of}" if reads else "-", ""),
+        (rate_words(row.steps_per_s), ""),
+        (size_words(row.bytes_per_s), ""),
+        (f"{row.wait_share:.0%}", waits if reads else ""),
+        (f"{row.buffered}/{row.window}" if reads else "-", ""),
+        (str(row.num_data_workers), "" if row.num_data_workers else RED),
+        (f"{row.totals.local_steps:,}", YELLOW if row.totals.local_steps else ""),
+    ]
+
+
+def _worker_cells(row: DataWorkerStatus) -> list[Cell]:
+    return [
+        (str(row.number), ""),
+        (row.host, ""),
+        (str(row.pid), ""),
+        (row.state, RED if row.state in _BAD_STATES else YELLOW if row.state == "draining" else ""),
+        (str(row.leases), ""),
+        (rate_words(row.steps_per_s), ""),
+        (f"{row.busy_share:.0%}", ""),
+        (f"{row.steps:,}", ""),
+        (str(row.leases_revoked), YELLOW if row.leases_revoked else ""),
+        (duration_words(row.up_s), ""),
+    ]

@@ -22,7 +22,13 @@ MAY_IMPORT = {
 HOMES = {
     "zmq": ("mpi_dataworkers/transports/zmq.py",),
     "mpi4py": ("mpi_dataworkers/transports/mpi.py",),
-    "torch": ("mpi_dataworkers/loader/", "mpi_dataworkers/ops/", "checkpoint/flash/", "checkpoint/integrations/"),
+    "torch": (
+        "mpi_dataworkers/loader/",
+        "mpi_dataworkers/ops/",
+        "checkpoint/flash/",
+        "checkpoint/convert/",
+        "checkpoint/integrations/",
+    ),
     "h5py": ("mpi_dataworkers/sources/", "checkpoint/formats/hdf5.py"),
     "PIL": ("mpi_dataworkers/sources/",),
     "horovod": ("mpi_dataworkers/horovod.py",),

@@ -1,6 +1,6 @@
 """What a conversion starts from and where it goes, found out without torch.
 
-Called by `hetstream ckpt convert`. The conversions are in `analysis.py` and, with weights, in `flash/convert.py`.
+Called by `hetstream ckpt convert`. The conversions are in `analysis.py` and, with weights, in `weights.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A state straight to disk, without shared memory and without a checkpoint writer: for conversions, where nobody waits.
 
-Called by `convert.py`. The file is the one that the checkpoint writer would have written.
+Called by `weights.py`. The file is the one that the checkpoint writer would have written.
 """
 
 from __future__ import annotations

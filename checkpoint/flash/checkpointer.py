@@ -5,8 +5,8 @@ program waits for. The checkpoint writer, another process, brings it to disk. Ra
 restore, and about once a second when they ask whether to save; never while they save. What is here is the order of
 things; what each
 module does: `capture.py`, `tensors.py` and `copy_plan.py` take apart, `saving.py`, `slots.py` and `device.py` copy,
-`writer_link.py` has a checkpoint writer, `newest.py`, `restoring.py`, `source.py` and `restore.py` bring back,
-`timing.py` says when to save, `directory_ownership.py`, `handover.py` and `watch.py` let another job go on.
+`writer_link.py` has a checkpoint writer, `newest.py`, `restoring.py`, `source.py` and `apply.py` bring back,
+`timing.py` says when to save, `directory_ownership.py`, `acquisition.py` and `watch.py` let another job go on.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Work on samples and batches; with `loader.py` the only place that imports torch."""
+"""Work on samples and batches; with `loader/` the only place that imports torch."""

@@ -2,7 +2,7 @@
 
 Control messages have three endpoints (dispatcher, data worker, the loaders of a process), which `zmq.py` implements.
 Batches travel on transports: for each there is a `BatchReceiver` in the trainer and a `BatchSender` in the data worker,
-and `transports.py` chooses. The conformance suite (tests/mpi_dataworkers/test_transport_conformance.py) holds for every
+and `choice.py` chooses. The conformance suite (tests/mpi_dataworkers/test_transport_conformance.py) holds for every
 transport. An endpoint belongs to one thread, save `wake`, which any thread may call.
 """
 

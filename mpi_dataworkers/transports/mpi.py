@@ -1,6 +1,6 @@
 """Batches by MPI, between ranks of one MPI world: one job step that holds trainers and data workers.
 
-The only home of mpi4py, which initialises MPI when it is imported: `transports.py` imports this module where the user
+The only home of mpi4py, which initialises MPI when it is imported: `choice.py` imports this module where the user
 asked for this transport. Control stays on ZeroMQ.
 
 An address is `mpi:WORLD/RANK/TAG/NONCE`. A batch is an *envelope* (its header and the sizes of its frames) and the

@@ -273,7 +273,7 @@ class RegisterLoader(Message, frozen=True):
 
 
 class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The bytes that a pickle stream refers to, or that are too large for a message: see `handover.py`.
+    """The bytes that a pickle stream refers to, or that are too large for a message: see `pipeline_transfer.py`.
 
     Attributes:
         sizes: of each buffer, in bytes.

@@ -20,7 +20,7 @@ from hetstream.slurm_plugin.devcluster.umask import readable_by_all
 from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse
 from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT, asked_for
 
-LUA_DIR = Path(__file__).with_name("lua")
+LUA_DIR = Path(__file__).parents[1] / "lua"
 HOOKS = {
     "cli_filter.lua": ("slurm_cli_setup_defaults", "slurm_cli_pre_submit", "slurm_cli_post_submit"),
     "job_submit.lua": ("slurm_job_submit", "slurm_job_modify"),

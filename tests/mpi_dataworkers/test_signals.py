@@ -238,7 +238,7 @@ from sample_datasets import Heavy
 for batch in DataLoader(Heavy(4_000_000), batch_size=1, job_name=sys.argv[1]):
     print("ready", flush=True)
 """
-# The rule's time is proved in `test_ending.py`; here, that nothing of seconds is waited for on a busy machine.
+# The rule's time is proved in `test_shutdown.py`; here, that nothing of seconds is waited for on a busy machine.
 GENEROUS_S = 4.5
 
 

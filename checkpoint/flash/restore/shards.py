@@ -1,6 +1,6 @@
 """The parts of all ranks as one state: any box of a sharded tensor, whoever saved which piece of it.
 
-Called by `dcp.py` and `convert.py`, and by a restore whose ranks are not those that saved. Reads what is needed and no
+Called by `dcp.py` and `weights.py`, and by a restore whose ranks are not those that saved. Reads what is needed and no
 more: a rank that wants a quarter of each tensor touches a quarter of the files.
 """
 

@@ -17,6 +17,16 @@ from hetstream.slurm_plugin.cli import VERBS, build_parser
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("sbatch_templates/**/*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+FOLDERS = (
+    "benchmarks",
+    "checkpoint",
+    "hetjob",
+    "hetstream",
+    "mpi_dataworkers",
+    "sbatch_templates",
+    "slurm_plugin",
+    "tests",
+)
 
 
 def commands(path: Path) -> Iterator[list[str]]:
@@ -56,6 +66,16 @@ def test_the_tests_that_a_document_names_by_file_exist(path: Path) -> None:
     missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()]
     assert missing == []
     assert len(named) > 100 or path.name != "acceptance.md"
+
+
+def test_the_modules_that_texts_name_exist() -> None:
+    """In docstrings, comments and documents: `store.py`, `dispatcher/state.py`."""
+    ours = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    texts = [*ours, *(path for path in DOCUMENTS if path.name != "peers.md")]  # it names peers' files
+    known = [f"/{path.relative_to(ROOT)}" for path in ours]
+    for path in texts:
+        for named in re.findall(r"`((?:\w+/)*\w+\.py)(?:`|::)", path.read_text()):
+            assert any(module.endswith(f"/{named}") for module in known), f"{path.name}: {named}"
 
 
 def test_the_first_program_of_the_user_guide_streams(tmp_path: Path) -> None:

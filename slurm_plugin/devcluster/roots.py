@@ -30,7 +30,7 @@ from hetstream.slurm_plugin.devcluster.programs import (
     slurm_version,
 )
 from hetstream.slurm_plugin.devcluster.spec import RootPaths
-from hetstream.slurm_plugin.devcluster.umask import readable_by_all
+from hetstream.slurm_plugin.install.umask import readable_by_all
 from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
 
 DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")

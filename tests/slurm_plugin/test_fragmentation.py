@@ -219,7 +219,7 @@ def test_a_known_layout_gives_the_table_made_by_hand(devcluster: Any, wait_until
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_64_nodes_are_one_short_answer() -> None:
-    """The answer takes less than 1 s on an idle machine (docs/acceptance-slurm.md); here its CPU time must."""
+    """The answer takes less than 1 s on an idle machine (docs/acceptance.md); here its CPU time must."""
     name = f"pytest-{os.getpid()}-64"
     directory = DEFAULT_STATE_ROOT / name
     programs = choose_programs(HOST, DEFAULT_CACHE_DIR, print)

@@ -82,7 +82,7 @@ class Fault:
 
     Attributes:
         point: a name of `POINTS`.
-        count: it happens the so-manieth time that this process passes the point, from 1.
+        count: at which of its passes through the point it happens, from 1.
         action: one of `ACTIONS`.
         marker: made when it happens; while it exists it does not happen.
     """

@@ -1,25 +1,8 @@
-"""Places where a process can be made to die or stop, for tests of what its death costs; none without being asked.
-
-A request names a point of `POINTS`, how often it is passed until something happens, what happens, and a file:
-
-    HETSTREAM_CKPT_FAULT=slot.begun:3:kill:/tmp/marker
-
-kills a trainer when it begins its third save. The file is made just before (with the process id in it), and while
-it exists nothing happens, so the process that takes the dead one's place lives. Several requests are separated by
-commas. Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `exit` (code 70, without any clean-up),
-`full` (the write fails as on a full disk).
-"""
+"""Where tests make processes of checkpoints die or stop, by HETSTREAM_CKPT_FAULT; see `hetstream.base.faults`."""
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
-from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
-
-from hetstream.base.errors import OptionsError
+from hetstream.base.faults import InjectionPoints
 from hetstream.checkpoint.config import faults_from_environment
 
 POINTS = {
@@ -72,67 +55,5 @@ POINTS = {
     "handover.saved": "the owner's last generation is committed, the directory is still its own",
     "handover.released": "the directory is free and its next owner has not got it",
 }
-ACTIONS = ("kill", "stop", "exit", "full")
-_EXIT_CODE = 70
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One request.
-
-    Attributes:
-        point: a name of `POINTS`.
-        count: at which of its passes through the point it happens, from 1.
-        action: one of `ACTIONS`.
-        marker: made when it happens; while it exists it does not happen.
-    """
-
-    point: str
-    count: int
-    action: str
-    marker: Path
-
-
-def parse_faults(text: str) -> dict[str, list[Fault]]:
-    """Read requests: `POINT:COUNT:ACTION:FILE`, separated by commas; by point.
-
-    Raises:
-        OptionsError: one is malformed.
-    """
-    faults: dict[str, list[Fault]] = {}
-    for word in filter(None, text.split(",")):
-        point, count, action, marker = (*word.split(":", 3), "", "", "")[:4]
-        if point not in POINTS or not count.isdigit() or int(count) < 1 or action not in ACTIONS or not marker:
-            raise OptionsError(
-                f"HETSTREAM_CKPT_FAULT: {word!r} is not POINT:COUNT:ACTION:FILE with an action of "
-                f"{', '.join(ACTIONS)} and a point of {', '.join(POINTS)}"
-            )
-        faults.setdefault(point, []).append(Fault(point, int(count), action, Path(marker)))
-    return faults
-
-
-_faults = parse_faults(faults_from_environment())
-_passed: Counter[str] = Counter()
-
-
-def reach(point: str) -> None:
-    """Pass a point: without a request for it, nothing."""
-    if _faults and point in _faults:
-        _passed[point] += 1
-        for fault in _faults[point]:
-            if fault.count == _passed[point]:
-                _strike(fault)
-
-
-def _strike(fault: Fault) -> None:
-    try:
-        marker = os.open(fault.marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    except FileExistsError:
-        return
-    os.write(marker, str(os.getpid()).encode())
-    os.close(marker)
-    if fault.action == "exit":
-        os._exit(_EXIT_CODE)
-    if fault.action == "full":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+FAULTS = InjectionPoints("HETSTREAM_CKPT_FAULT", POINTS, faults_from_environment())
+reach = FAULTS.reach

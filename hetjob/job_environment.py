@@ -77,6 +77,11 @@ class JobEnvironment:
         return self.directory / "dispatcher"
 
     @property
+    def spec_file(self) -> Path:
+        """What the job asks of its job master, as JSON; for the steps of the job."""
+        return self.directory / "spec.json"
+
+    @property
     def controller_state_file(self) -> Path:
         """What the elastic controller knows, for a job master that is started again; removed at the end."""
         return self.directory / "elastic.json"

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
 from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.errors import DirectoryInUse
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.memory.locks import FileLock, is_locked
-from hetstream.checkpoint.record import typed_json
 
 _REQUEST = "handover.json"
 _LOCK = ".handover.lock"

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.checkpoint.errors import CheckpointError, DamagedLineage, DirectoryReplaced, first_line
 from hetstream.checkpoint.policy.lineage import Lineage
-from hetstream.checkpoint.record import typed_json
 
 _NAME = ".lineage.json"
 _MAX_BYTES = 1 << 20

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease
 from hetstream.checkpoint.formats.part import SUFFIXES, Format
-from hetstream.checkpoint.record import typed_json
 from hetstream.checkpoint.record.checksum import checksum
 from hetstream.checkpoint.record.generation import Generation
 

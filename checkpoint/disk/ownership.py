@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.base.files import Directory, UntrustedFile, is_temporary, writable_above
 from hetstream.checkpoint.config import NO_JOB
 from hetstream.checkpoint.disk.lineage import begin_start
@@ -22,7 +23,6 @@ from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.memory.locks import FileLock
 from hetstream.checkpoint.policy.interval import Attempt
 from hetstream.checkpoint.policy.retention import Retention
-from hetstream.checkpoint.record import typed_json
 from hetstream.checkpoint.record.generation import MAX_NUMBER, Generation
 
 _log = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from hetstream.base import typed_json
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint import errors
 from hetstream.checkpoint.config import several_ranks
 from hetstream.checkpoint.flash.horovod import HorovodCommunicator, imported_horovod
-from hetstream.checkpoint.record import typed_json
 
 T = TypeVar("T")
 

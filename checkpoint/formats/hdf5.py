@@ -16,9 +16,9 @@ from urllib.parse import quote, unquote
 import msgspec
 import numpy as np
 
+from hetstream.base import typed_json
 from hetstream.base.installed import install_command
 from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedLayout
-from hetstream.checkpoint.record import typed_json
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.layout import TensorSpec, lay_out
 from hetstream.checkpoint.record.structure import Record, TensorRef

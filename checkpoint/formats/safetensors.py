@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.checkpoint.errors import DamagedCheckpoint, UnsupportedState
 from hetstream.checkpoint.formats.plan import FilePlan, Range
-from hetstream.checkpoint.record import typed_json
 from hetstream.checkpoint.record.layout import ITEM_BYTES, MAX_DIMENSIONS, Entry
 
 PAGE_BYTES = 4096

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory
 from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, DirectoryNotWritable, ForeignOwner
@@ -36,7 +37,6 @@ from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.memory.locks import FileLock, is_locked
 from hetstream.checkpoint.memory.segment import Header, Segment, State, read_header
 from hetstream.checkpoint.policy.lineage import Lineage
-from hetstream.checkpoint.record import typed_json
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica.peers import Order
 

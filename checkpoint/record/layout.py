@@ -20,8 +20,8 @@ from hashlib import blake2b
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.checkpoint.errors import DamagedLayout
-from hetstream.checkpoint.record import typed_json
 
 VERSION = 1
 ALIGN_BYTES = 64

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease
-from hetstream.checkpoint.record import typed_json
 from hetstream.checkpoint.record.tree import Foreign, MakeForeign, Node, decode, numbers_in, renumbered
 
 VERSION = 1

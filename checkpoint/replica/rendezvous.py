@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.base.files import Directory
 from hetstream.checkpoint.errors import ForeignOwner, ReplicaError
-from hetstream.checkpoint.record import typed_json
 
 _FOLDER = "replicas"
 _KEY_BYTES = 32

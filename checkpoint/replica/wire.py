@@ -26,10 +26,10 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.checkpoint.errors import DamagedSegment, ReplicaError
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.memory.segment import Header, Segment
-from hetstream.checkpoint.record import typed_json
 from hetstream.checkpoint.record.checksum import Checksum
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica.rendezvous import Endpoint

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.hetjob.elastic.controller_state import ControllerState
 
 log = logging.getLogger(__name__)
@@ -46,10 +47,10 @@ class ControllerStateFile:
         self.memory: ControllerState | None = None
         self.changes: deque[Mapping[str, Any]] = deque(maxlen=MOST_CHANGES)
         try:
-            page = msgspec.json.decode(path.read_bytes(), type=_FileContent)
+            page = typed_json.decode(path.read_bytes(), _FileContent)
         except FileNotFoundError:
             return
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.MsgspecError) as error:
             log.warning("%s cannot be read, the elastic controller begins anew: %s", path, error)
             return
         self.memory = page.memory

@@ -16,7 +16,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
+
+from hetstream.base import typed_json
 from hetstream.base.files import Directory
 from hetstream.base.private import make_private
 from hetstream.hetjob.elastic.controller import Controller
@@ -47,7 +51,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class MasterConfig:
-    """What the converted script asks of the job master.
+    """What the converted script asks of the job master; `spec.json` in the job's directory for its steps.
 
     Attributes:
         program: how hetstream is called on every host: words, the first an absolute path.
@@ -77,19 +81,19 @@ class MasterConfig:
     data_worker_python: str | None = None
     data_worker_program: tuple[str, ...] = ()
 
-    def words(self) -> list[str]:
-        """The same as arguments of `hetstream master keep` and `serve`."""
-        words = [f"--data-workers={self.data_workers}", f"--data-worker-cpus={self.data_worker_cpus}"]
-        words += [f"--data-worker-threads={self.data_worker_threads}", f"--companions={self.companions}"]
-        if self.smallest_cpus is not None:
-            words.append(f"--smallest-cpus={self.smallest_cpus}")
-        if self.trainer_cpus is not None:
-            words.append(f"--trainer-cpus={self.trainer_cpus}")
-        if self.job_name is not None:
-            words.append(f"--job-name={self.job_name}")
-        if self.data_worker_python is not None:
-            words.append(f"--data-worker-python={self.data_worker_python}")
-        return [*words, f"--cooldown={self.cooldown_s:g}", "--", *self.companion_options]
+    @classmethod
+    def read(cls, path: Path) -> MasterConfig:
+        """What `start` has written for this job.
+
+        Raises:
+            MasterError: the file is missing, or holds something else.
+        """
+        try:
+            return typed_json.decode(path.read_bytes(), cls)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise MasterError(
+                f"{path}: {error}. `hetstream master start` writes this file, in the job that it belongs to"
+            ) from error
 
     @property
     def limits(self) -> Limits:
@@ -130,6 +134,10 @@ def start(
         remove_announcement(job.directory)
         for left in (job.address_file, job.controller_state_file):
             left.unlink(missing_ok=True)
+        # In the environment of a step these are the step's own.
+        config = replace(config, trainer_cpus=job.cpus_per_task, job_name=job.job_name)
+        with Directory.open(job.directory) as directory:
+            directory.write_whole(job.spec_file.name, msgspec.json.encode(config))
     except ServiceError as error:
         raise MasterError(f"the job master of job {job.job_id} runs already: {error}") from error
     except OSError as error:
@@ -140,11 +148,7 @@ def start(
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
     options += ["--gres=none", "--job-name=hetstream"]
-    # In the environment of a step these are the step's own.
-    config = replace(config, trainer_cpus=job.cpus_per_task, job_name=job.job_name)
-    step = client.start_step(
-        options, [*config.program, "master", "keep", *config.words()], job.master_log, in_background=True
-    )
+    step = client.start_step(options, [*config.program, "master", "keep"], job.master_log, in_background=True)
     deadline = time.monotonic() + limit_s
     while not job.address_file.exists():
         ended = step.poll()
@@ -218,6 +222,7 @@ def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) ->
         log.info("job=%s %s: next time --trainer-cpus=%d", job.job_id, ended.advice, ended.needed_cpus)
     for events in sorted(work_dir.glob(f"{EVENTS_FILE}*")):
         events.replace(job.directory / events.name)
+    job.spec_file.unlink(missing_ok=True)
     job.controller_state_file.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
     remove_announcement(job.directory)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.hetjob.errors import SiteError
 
 VERSION = 1
@@ -224,6 +225,6 @@ def _mac(data: bytes, reply_key: str) -> bytes:
 
 def _decode(data: bytes, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return typed_json.decode(data, kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise SiteError(f"not a message of version {VERSION} of the site daemon's protocol: {error}") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.base.files import Directory
 from hetstream.mpi_dataworkers.dispatcher.events import ALL_EVENTS, Event, MessageRefused
 
@@ -117,7 +118,7 @@ def follow_events(path: Path) -> Iterator[bytes]:
 def render_line(line: bytes) -> str:
     """A line of the file in words; a line that is none, because the disk was full, as it is."""
     try:
-        fields = msgspec.json.decode(line, type=_Line)
+        fields = typed_json.decode(line, _Line)
         event = msgspec.convert(msgspec.json.decode(line), ALL_EVENTS)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fields.time))
     except (msgspec.MsgspecError, OverflowError, RecursionError):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.private import own_directory
 from hetstream.mpi_dataworkers.errors import ServiceError
@@ -149,7 +150,7 @@ class Journal:
         if others and not version:
             raise ValueError(f"the schema version is missing, and {others[0]!r} is there")
         self.incarnation = int(self.fact("incarnation", "0" if not version else "missing")) + 1
-        self.keys: list[str] = msgspec.json.decode(self.fact("keys", "[]"), type=list[str])
+        self.keys: list[str] = typed_json.decode(self.fact("keys", "[]"), list[str])
         if len(self.keys) not in (0, 5):
             raise ValueError(f"{len(self.keys)} keys instead of 5")
         if self.fact("port") and not 0 < int(self.fact("port")) < 65536:

@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
         print(HELP, end="")
         return 0
     if len(args.words) < 2:
-        raise UsageError("no sbatch command line was given. The cli_filter plugin calls this; users run: hetstream sbatch")
+        raise UsageError(
+            "no sbatch command line was given. The cli_filter plugin calls this; users run: hetstream sbatch"
+        )
     nonce = os.environ.pop(NONCE, "")
     if not nonce.isalnum():
         raise UsageError(f"no {NONCE}: cli_filter.lua is of another release. Tell the site's administrator")

@@ -28,17 +28,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         ("serve", "run the dispatcher and the data workers until SIGTERM", _serve),
     ):
         p = actions.add_parser(action, help=text, description=text)
+        p.set_defaults(run=run)
+        if action != "start":
+            continue  # they read what it has written
         p.add_argument("--data-workers", type=int, required=True, metavar="N", help="in component 1")
         p.add_argument("--data-worker-cpus", type=int, required=True, metavar="N", help="CPUs of each data worker")
         p.add_argument("--data-worker-threads", type=int, default=1, metavar="N", help="threads of each process")
         p.add_argument("--companions", type=int, default=0, metavar="N", help="data workers that may join as jobs")
         p.add_argument("--smallest-cpus", type=int, metavar="N", help="CPUs of the smallest of those that is tried")
         p.add_argument("--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="between two changes")
-        p.add_argument("--trainer-cpus", type=int, metavar="N", help="CPUs of each trainer task")
-        p.add_argument("--job-name", metavar="NAME", help="of the job")
         p.add_argument("--data-worker-python", metavar="COMMAND", help="Python of the data workers")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
-        p.set_defaults(run=run)
 
 
 def _config(args: argparse.Namespace) -> MasterConfig:
@@ -51,8 +51,6 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         companion_options=tuple(args.companion_options),
         smallest_cpus=args.smallest_cpus,
         cooldown_s=args.cooldown,
-        trainer_cpus=args.trainer_cpus,
-        job_name=args.job_name,
         data_worker_python=args.data_worker_python,
         data_worker_program=program_of(shlex.split(args.data_worker_python)) if args.data_worker_python else (),
     )
@@ -73,16 +71,17 @@ def _start(args: argparse.Namespace) -> int:
     return 0
 
 
-def _keep(args: argparse.Namespace) -> int:
+def _keep(_args: argparse.Namespace) -> int:
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.
-    log = os.open(JobEnvironment.read(os.environ).master_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    job = JobEnvironment.read(os.environ)
+    log = os.open(job.master_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-    config = _config(args)
-    return keep([*config.program, "master", "serve", *config.words()])
+    return keep([*MasterConfig.read(job.spec_file).program, "master", "serve"])
 
 
-def _serve(args: argparse.Namespace) -> int:
-    with linked(os.environ, int(JobEnvironment.read(os.environ).job_id)) as site:
-        return serve(_config(args), CommandSlurm(), os.environ, site)
+def _serve(_args: argparse.Namespace) -> int:
+    job = JobEnvironment.read(os.environ)
+    with linked(os.environ, int(job.job_id)) as site:
+        return serve(MasterConfig.read(job.spec_file), CommandSlurm(), os.environ, site)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from hetstream.base import typed_json
+
 _MARK = "JS1:"
 # A job of a thousand nodes has less; what unpacks to more is none of it.
 _MAX_BYTES = 4 << 20
@@ -48,7 +50,7 @@ def told_by_jobstats(comment: str) -> Told | None:
         text = unpack.decompress(base64.b64decode(comment.removeprefix(_MARK), validate=True), _MAX_BYTES)
         if not unpack.eof:
             return None
-        nodes = msgspec.json.decode(text, type=_Document).nodes.values()
+        nodes = typed_json.decode(text, _Document).nodes.values()
     except (binascii.Error, ValueError, zlib.error, msgspec.DecodeError):
         return None
     busy = [percent for node in nodes for percent in node.gpu_utilization.values()]

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, NodeShare, total
@@ -173,8 +174,8 @@ _A = TypeVar("_A")
 
 def _decode(text: str | bytes, wanted: type[_A]) -> _A:
     try:
-        return msgspec.json.decode(text, type=wanted)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        return typed_json.decode(text, wanted)
+    except msgspec.DecodeError as exc:
         shown = text if isinstance(text, str) else text.decode(errors="replace")
         raise UnreadableAnswer(str(exc), shown) from exc
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.slurm_plugin.client.gres import parse_gres
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import HetComponent, Job, Node, total
@@ -61,7 +62,7 @@ def read(environ: Mapping[str, str]) -> Answer:
     program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     done = run_slurm([sys.executable, "-I", "-c", program], env=environ)
     try:
-        return msgspec.json.decode(done.stdout, type=Answer)
+        return typed_json.decode(done.stdout, Answer)
     except msgspec.DecodeError as exc:
         raise UnreadableAnswer(f"pyslurm: {exc}", done.stdout) from exc
 

@@ -16,6 +16,7 @@ from types import TracebackType
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.hetjob.site.messages import ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.daemon.registry import Registered
@@ -172,7 +173,7 @@ def _check(database: sqlite3.Connection, path: Path) -> None:
 def _read(database: sqlite3.Connection) -> list[Registered]:
     rows = database.execute("select user, report, sent_ns, seen_s, weight, max_workers, reason from jobs order by job")
     return [
-        Registered(user, msgspec.json.decode(report, type=ReportDemand), sent_ns, seen_s, weight, limit, reason)
+        Registered(user, typed_json.decode(report, ReportDemand), sent_ns, seen_s, weight, limit, reason)
         for user, report, sent_ns, seen_s, weight, limit, reason in rows
     ]
 

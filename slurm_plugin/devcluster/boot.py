@@ -39,9 +39,9 @@ from hetstream.slurm_plugin.devcluster.record import (
 from hetstream.slurm_plugin.devcluster.spec import ClusterShape, ClusterSpec, RootPaths, ports_needed
 from hetstream.slurm_plugin.devcluster.status import is_live, list_nodes
 from hetstream.slurm_plugin.devcluster.teardown import SUPERVISOR_MODULE, remove_cluster, tear_down
-from hetstream.slurm_plugin.install.umask import readable_by_all
 from hetstream.slurm_plugin.errors import BootFailed, ClusterExists
 from hetstream.slurm_plugin.install.installation import HOOKS, LUA_DIR, hook_text
+from hetstream.slurm_plugin.install.umask import readable_by_all
 from hetstream.slurm_plugin.program import own_program
 
 # Idle after 1 s on a quiet machine; a loaded one with 64 nodes needs more, and a dead daemon is noticed at once.

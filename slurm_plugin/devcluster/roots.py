@@ -30,8 +30,8 @@ from hetstream.slurm_plugin.devcluster.programs import (
     slurm_version,
 )
 from hetstream.slurm_plugin.devcluster.spec import RootPaths
-from hetstream.slurm_plugin.install.umask import readable_by_all
 from hetstream.slurm_plugin.errors import InstallFailed, SlurmMissing
+from hetstream.slurm_plugin.install.umask import readable_by_all
 
 DEFAULT_CACHE_DIR = Path("/var/cache/hetstream")
 

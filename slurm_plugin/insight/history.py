@@ -18,6 +18,7 @@ from types import TracebackType
 
 import msgspec
 
+from hetstream.base import typed_json
 from hetstream.base.files import others_can_write
 from hetstream.slurm_plugin.errors import HistoryError
 from hetstream.slurm_plugin.insight.observation import Sample
@@ -114,7 +115,7 @@ class History:
             rows = self._database.execute(
                 "select sample from samples where taken_s >= ? order by taken_s", (start_s,)
             ).fetchall()
-            return [msgspec.json.decode(text, type=Sample) for (text,) in rows]
+            return [typed_json.decode(text, Sample) for (text,) in rows]
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

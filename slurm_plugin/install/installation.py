@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hetstream.base.errors import UsageError
-from hetstream.slurm_plugin.install.umask import readable_by_all
 from hetstream.slurm_plugin.errors import DamagedRecord, StillInUse
 from hetstream.slurm_plugin.install.lua_settings import OPTIONS, WITHOUT, asked_for
+from hetstream.slurm_plugin.install.umask import readable_by_all
 
 LUA_DIR = Path(__file__).parents[1] / "lua"
 HOOKS = {

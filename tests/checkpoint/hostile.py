@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetstream.base import typed_json
 from hetstream.checkpoint.convert.write import write_state
 from hetstream.checkpoint.disk.commit import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
@@ -30,7 +31,6 @@ from hetstream.checkpoint.errors import Damaged
 from hetstream.checkpoint.formats.part import STRUCTURE, Format
 from hetstream.checkpoint.formats.stored_zip import Record as ZipRecord
 from hetstream.checkpoint.formats.stored_zip import find_records, plan_zip
-from hetstream.checkpoint.record import typed_json
 from hetstream.checkpoint.record.checksum import checksum
 from hetstream.checkpoint.record.generation import Generation
 

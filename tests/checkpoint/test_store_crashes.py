@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.faults import POINTS, parse_faults
+from hetstream.checkpoint.faults import FAULTS, POINTS
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import Identity, WriterStatus
 from hetstream.checkpoint.memory.view import StoreView, find_stores
@@ -214,7 +214,7 @@ def test_every_point_is_passed_somewhere_and_no_other() -> None:
                 assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno}"
                 passed.add(node.args[0].value)
     # Those of the checkpoint writer are passed when there is one.
-    assert passed | {point for point in POINTS if point.startswith("checkpoint writer.")} == set(POINTS)
+    assert passed | {point for point in POINTS if point.startswith("writer.")} == set(POINTS)
 
 
 @pytest.mark.parametrize(
@@ -222,4 +222,4 @@ def test_every_point_is_passed_somewhere_and_no_other() -> None:
 )
 def test_malformed_faults_are_refused(text: str) -> None:
     with pytest.raises(OptionsError, match="HETSTREAM_CKPT_FAULT"):
-        parse_faults(text)
+        FAULTS.request(text)

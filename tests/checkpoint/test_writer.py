@@ -425,7 +425,7 @@ def test_retention_by_the_writers(bench: Bench) -> None:
 
 # --- death ---------------------------------------------------------------------------------------------------------
 
-WRITER_POINTS = [point for point in POINTS if point.startswith(("checkpoint writer.", "persist.", "commit."))]
+WRITER_POINTS = [point for point in POINTS if point.startswith(("writer.", "persist.", "commit."))]
 _QUICK = ("persist.writing", "persist.named", "persist.described", "commit.renamed", "commit.synced")
 SOME_POINTS = [pytest.param(one, marks=[] if one in _QUICK else [pytest.mark.slow]) for one in WRITER_POINTS]
 

@@ -150,8 +150,17 @@ def test_what_a_killed_job_master_left_is_not_taken_for_a_running_one(job: Job) 
 def test_the_job_master_knows_what_its_own_step_does_not_say(job: Job) -> None:
     job.environ |= {"SLURM_CPUS_PER_TASK_HET_GROUP_0": "6", "SLURM_JOB_NAME": "a run"}
     job.start(1)
-    step = next(words for method, words in job.slurm.calls if method == "start_step")
-    assert {"--trainer-cpus=6", "--job-name=a run"} <= {*step}
+    spec = MasterConfig.read(job.directory / "spec.json")
+    assert (spec.trainer_cpus, spec.job_name) == (6, "a run")
+
+
+def test_a_spec_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "spec.json"
+    for text in (None, "{", '{"program": "x"}'):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(MasterError, match=r"spec\.json.*`hetstream master start` writes this file"):
+            MasterConfig.read(path)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -104,7 +104,7 @@ def _fork(be: Callable[[], None], said: Path, environment: Mapping[str, str]) ->
         for number in (1, 2):
             os.dup2(descriptor, number)
         os.environ |= environment
-        faults._faults.clear()
+        faults.FAULTS.clear()
         be()
         code = 0
     except BaseException:  # noqa: BLE001, the end of a process

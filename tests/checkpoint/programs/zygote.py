@@ -24,7 +24,7 @@ from tests.checkpoint.programs import flash_trainer
 def run(argv: list[str], environ: dict[str, str]) -> None:
     """In the child: be the trainer."""
     os.environ.update(environ)
-    faults._faults.update(faults.parse_faults(environ.get("HETSTREAM_CKPT_FAULT", "")))
+    faults.FAULTS.request(environ.get("HETSTREAM_CKPT_FAULT", ""))
     after_s = environ.get("HETSTREAM_TEST_KILL_AFTER_S")
     if after_s:
         threading.Timer(float(after_s), os.kill, (os.getpid(), signal.SIGKILL)).start()

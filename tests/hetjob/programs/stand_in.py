@@ -53,20 +53,12 @@ elif sys.argv[2] == "keep":
     from hetstream.hetjob.master.keeper import keep
 
     logging.basicConfig(level=logging.INFO)
-    sys.exit(keep([sys.executable, os.path.abspath(__file__), "master", "serve", *sys.argv[3:]]))
+    sys.exit(keep([sys.executable, os.path.abspath(__file__), "master", "serve"]))
 else:
+    from hetstream.hetjob.job_environment import JobEnvironment
     from hetstream.hetjob.master.server import MasterConfig, serve
     from hetstream.slurm_plugin.client.fake import FakeSlurm
 
     logging.basicConfig(level=logging.INFO)
-    config = MasterConfig(
-        program=(sys.executable, os.path.abspath(__file__)),
-        data_workers=int(value("--data-workers")),
-        data_worker_cpus=int(value("--data-worker-cpus")),
-        data_worker_threads=int(value("--data-worker-threads")),
-        companions=int(value("--companions")),
-        smallest_cpus=int(value("--smallest-cpus")) if any("smallest" in word for word in sys.argv) else None,
-        cooldown_s=float(value("--cooldown")),
-        companion_options=tuple(sys.argv[sys.argv.index("--") + 1 :]),
-    )
+    config = MasterConfig.read(JobEnvironment.read(os.environ).spec_file)
     sys.exit(serve(config, FakeSlurm(Path.cwd(), dict(os.environ)), os.environ))

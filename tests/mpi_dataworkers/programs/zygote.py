@@ -35,7 +35,7 @@ def be_the_command(words: list[str], log: str, environment: dict[str, str], dire
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    faults._faults.update(faults.parse_faults(environment.get("HETSTREAM_FAULT", "")))
+    faults.FAULTS.request(environment.get("HETSTREAM_FAULT", ""))
     sys.argv = ["hetstream", *words]
     sys.modules["__main__"] = ModuleType("__main__")
     code = 1

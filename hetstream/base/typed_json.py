@@ -1,4 +1,4 @@
-"""JSON into values of a type, in any thread: what everything in this package that reads JSON calls.
+"""JSON into values of a type, in any thread: what everything calls that reads JSON of a known form.
 
 msgspec looks at a type when it first meets it, and ends the process with SIGSEGV where two threads do that at once
 (seen with msgspec 0.22 when a trainer read its memory in a thread while it looked at its directory). So each

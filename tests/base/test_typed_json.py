@@ -8,13 +8,13 @@ import sys
 import msgspec
 import pytest
 
-from hetstream.checkpoint.record import typed_json
+from hetstream.base import typed_json
 
 # Types that msgspec has not met, read by three threads at once, again and again.
 PROGRAM = """
 import sys, threading
 import msgspec
-from hetstream.checkpoint.record import typed_json
+from hetstream.base import typed_json
 
 DEFINITION = '''
 import msgspec

@@ -88,7 +88,9 @@ OPTIONS: Mapping[str, DirectiveOption] = {
         "SIZE", "of --checkpoint-size what is equal on all ranks (`shared=`), which a node holds once", "nothing"
     ),
     "checkpoint-replicas": DirectiveOption(
-        "N", "1: the program keeps replicas on other hosts (`Options(replica=True)`), which take memory too", "0"
+        "N",
+        "1: the program keeps replicas on other hosts (`CheckpointOptions(replica=True)`), which take memory too",
+        "0",
     ),
 }
 

@@ -49,7 +49,7 @@ def test_by_how_it_was_installed(tmp_path: Path, direct_url: object, requirement
 def test_the_hooks_advice_can_be_followed(tmp_path: Path) -> None:
     """In a Python that has torch and lacks hetstream."""
     (tmp_path / "torch.py").touch()
-    hook = ROOT / "mpi_dataworkers" / "hook" / "path"
+    hook = ROOT / "hetstream" / "mpi_dataworkers" / "hook" / "path"
     code = f"import sys; sys.path[:0] = [{str(hook)!r}, {str(tmp_path)!r}]; import sitecustomize"
     said = subprocess.run(
         [sys._base_executable, "-S", "-c", code],  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ def test_without_a_request_nothing_happens() -> None:
 
 @pytest.mark.parametrize("text", ["here", "here:0:kill:/x", "here:1:explode:/x", "nowhere:1:kill:/x", "here:1:kill:"])
 def test_what_is_malformed_is_refused(text: str) -> None:
-    with pytest.raises(OptionsError, match="^VARIABLE: .* is not POINT:COUNT:ACTION:FILE .* of here, there$"):
+    with pytest.raises(OptionsError, match=r"^VARIABLE: .* is not POINT:COUNT:ACTION:FILE .* of here, there$"):
         InjectionPoints("VARIABLE", POINTS, text)
 
 

@@ -28,7 +28,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     GrantLease,
     LoaderRegistered,
     LoaderStats,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     Program,
     ProvideDefinition,
@@ -36,7 +36,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     RegisterLoader,
     RegisterWorker,
     ReportProgress,
-    Session,
+    SessionSpec,
     UnknownPeer,
     WorkerHeartbeat,
 )
@@ -122,8 +122,8 @@ class Crowd:
             if message.need_definition:
                 socket.send(encode(ProvideDefinition("d", Program("/", []), b"", b"")))
             order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
-            session = Session("s", "d", 0, 0, order, ["tcp://127.0.0.1:1"])
-            socket.send(encode(OpenEpoch(session, STEPS, 0, [], self._window, None)))
+            session = SessionSpec("s", "d", 0, 0, order, ["tcp://127.0.0.1:1"])
+            socket.send(encode(OpenSession(session, STEPS, 0, [], self._window, None)))
         elif isinstance(message, UnknownPeer):
             raise RuntimeError("the dispatcher lost one of the peers")
         elif isinstance(message, Refused):

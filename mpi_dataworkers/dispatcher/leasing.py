@@ -37,7 +37,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LeaseRevoked,
     ListedOrder,
     Membership,
-    OpenEpoch,
+    OpenSession,
     Program,
     ProvideDefinition,
     RevokeLease,
@@ -310,7 +310,7 @@ class Leasing:
         sharing = record.session.sharing
         return self._shared.get(sharing.key) if sharing is not None else None
 
-    def _join_group(self, record: SessionRecord, message: OpenEpoch, held: list[Lease]) -> None:
+    def _join_group(self, record: SessionRecord, message: OpenSession, held: list[Lease]) -> None:
         session = record.session
         if session.sharing is None:
             return

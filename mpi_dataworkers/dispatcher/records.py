@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     ProvideDefinition,
     Ranges,
     RegisterLoader,
-    Session,
+    SessionSpec,
     ShardOrder,
 )
 from hetstream.mpi_dataworkers.worker.failures import StepFailures
@@ -254,7 +254,7 @@ class SessionRecord:
         retries: steps below `frontier` that failed and have to be tried again, each in a lease of its own.
     """
 
-    session: Session
+    session: SessionSpec
     loader: str
     num_steps: int
     known_steps: int

@@ -43,13 +43,13 @@ from hetstream.mpi_dataworkers.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.messages import (
     Alive,
     BatchFailed,
-    CloseEpoch,
     CloseSession,
     Draining,
     DrainWorker,
     DropDefinition,
+    DropSession,
     EndOfShard,
-    ExtendEpoch,
+    ExtendSession,
     FailLease,
     FailStep,
     Failure,
@@ -65,7 +65,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Message,
     NeedDefinition,
     Notice,
-    OpenEpoch,
+    OpenSession,
     ProvideDefinition,
     Refused,
     RegisterLoader,
@@ -338,7 +338,7 @@ class DispatcherState(Rooms):
         waiting = self._waiting_for_definition.pop(message.definition_id, set())
         return out + [Send(worker, message) for worker in sorted(waiting) if worker in self.workers]
 
-    def _open_epoch(self, peer: str, message: OpenEpoch, _: float) -> list[Instruction]:
+    def _open_epoch(self, peer: str, message: OpenSession, _: float) -> list[Instruction]:
         session = message.session
         ahead = message.num_steps if message.num_steps >= 0 else _ENDLESS
         known = message.consumed if isinstance(session.order, ListedOrder) else ahead
@@ -395,7 +395,7 @@ class DispatcherState(Rooms):
         definition = self.definitions.get(session.definition_id)
         return Reader(self.loaders[record.loader].registration, key, definition)
 
-    def _extend_epoch(self, _: str, message: ExtendEpoch, __: float) -> list[Instruction]:
+    def _extend_epoch(self, _: str, message: ExtendSession, __: float) -> list[Instruction]:
         record = self.sessions.get(message.session_id)
         if record is None:
             return []
@@ -435,7 +435,7 @@ class DispatcherState(Rooms):
                 self._forget(lease)
         return []
 
-    def _close_epoch(self, peer: str, message: CloseEpoch, _: float) -> list[Instruction]:
+    def _close_epoch(self, peer: str, message: CloseSession, _: float) -> list[Instruction]:
         loader = self.loaders[peer]
         loader.stats = message.stats
         if message.session_id in self.sessions:
@@ -474,7 +474,7 @@ class DispatcherState(Rooms):
         cause = "all steps were taken" if record.consumed == record.num_steps else cause
         of = {"step": record.consumed, "num_steps": record.num_steps}
         self._tell(events.SessionClosed(session=session_id, **of, cause=cause))
-        return [Send(worker, CloseSession(session_id)) for worker in self.workers]
+        return [Send(worker, DropSession(session_id)) for worker in self.workers]
 
     # --- data workers -----------------------------------------------------------------------------------------------
 
@@ -744,11 +744,11 @@ def _split_steps(steps: StepList) -> Iterable[tuple[int, bytes]]:
 
 _HANDLERS: dict[type[Message], Callable[[DispatcherState, str, Any, float], list[Instruction]]] = {
     ProvideDefinition: DispatcherState._provide_definition,
-    OpenEpoch: DispatcherState._open_epoch,
-    ExtendEpoch: DispatcherState._extend_epoch,
+    OpenSession: DispatcherState._open_epoch,
+    ExtendSession: DispatcherState._extend_epoch,
     LoaderHeartbeat: DispatcherState._loader_heartbeat,
     ReportProgress: DispatcherState._report_progress,
-    CloseEpoch: DispatcherState._close_epoch,
+    CloseSession: DispatcherState._close_epoch,
     LeaveLoader: DispatcherState._leave_loader,
     WorkerHeartbeat: DispatcherState._worker_heartbeat,
     FinishLease: DispatcherState._finish_lease,

@@ -51,10 +51,10 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Batch,
     Batches,
     BatchFailed,
-    CloseEpoch,
+    CloseSession,
     EndOfShard,
     ErrorPolicy,
-    ExtendEpoch,
+    ExtendSession,
     Failure,
     LeaseRevoked,
     LeaveLoader,
@@ -66,14 +66,14 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Message,
     NeedDefinition,
     Notice,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     ProvideDefinition,
     Ranges,
     Refused,
     RegisterLoader,
     ReportProgress,
-    Session,
+    SessionSpec,
     ShardOrder,
     Sharing,
     ShutDown,
@@ -150,7 +150,7 @@ class Pass:
 
     def __init__(
         self,
-        session: Session,
+        session: SessionSpec,
         definition: ProvideDefinition,
         first_step: int,
         num_steps: int,
@@ -478,7 +478,7 @@ class ServiceClient:
         """
         receivers = self._connection.receivers
         together = sharers > 1 or isinstance(order, ShardOrder)
-        session = Session(
+        session = SessionSpec(
             secrets.token_hex(8),
             definition.definition_id,
             epoch,
@@ -515,7 +515,7 @@ class ServiceClient:
             one.known_steps += len(steps)
             if ended:
                 one.num_steps = one.known_steps
-            self._outbox.append(ExtendEpoch(one.session.session_id, pack_steps(first, steps), one.num_steps))
+            self._outbox.append(ExtendSession(one.session.session_id, pack_steps(first, steps), one.num_steps))
         self._wake()
 
     def take(self, one: Pass, deadline: float | None) -> Delivered | BatchFailed | LocalFallback:
@@ -649,7 +649,7 @@ class ServiceClient:
             if not self._passes:
                 self._end_rebuilding()
             if not self._closing:
-                self._outbox.append(CloseEpoch(one.session.session_id, one.buffer.position, self.stats))
+                self._outbox.append(CloseSession(one.session.session_id, one.buffer.position, self.stats))
         if not self._closing:
             self._wake()
 
@@ -790,7 +790,7 @@ class ServiceClient:
             known: id of the definition that it has, "" for none.
         """
         # The rest is said again, from the passes as they are now; the end of one would be lost.
-        self._outbox = collections.deque(one for one in self._outbox if isinstance(one, CloseEpoch))
+        self._outbox = collections.deque(one for one in self._outbox if isinstance(one, CloseSession))
         # Passes of what is known come first: the dispatcher forgets what no pass uses when another one comes.
         current = self._definition.definition_id
         passes = {one: one.definition.definition_id for one in self._passes.values()}
@@ -888,7 +888,7 @@ class ServiceClient:
         if not self._registered or self._asked_at is not None or is_away:
             return
         with self._lock:
-            self._flush()  # inside the lock: no report of a pass may overtake its OpenEpoch
+            self._flush()  # inside the lock: no report of a pass may overtake its OpenSession
             for one in self._passes.values():
                 position = one.buffer.position
                 current = (position, position + one.buffer.num_come(), one.window)
@@ -906,7 +906,7 @@ class ServiceClient:
             while self._outbox:
                 self._send(self._outbox.popleft())
 
-    def _open_message(self, one: Pass) -> OpenEpoch:
+    def _open_message(self, one: Pass) -> OpenSession:
         buffer = one.buffer
         places = buffer.position, buffer.received()
-        return OpenEpoch(one.session, one.num_steps, *places, one.window, one.step_list(), one.shift, one.snapshot)
+        return OpenSession(one.session, one.num_steps, *places, one.window, one.step_list(), one.shift, one.snapshot)

@@ -129,7 +129,7 @@ class LoaderEndpoint(ControlEndpoint, Protocol):
 
     @property
     def receivers(self) -> list[str]:
-        """Where data workers deliver, the best transport first, for `Session.receivers`."""
+        """Where data workers deliver, the best transport first, for `SessionSpec.receivers`."""
 
     def poll(self, timeout_s: float) -> tuple[list[ToLoader | Reconnected], list[ReceivedBatch | ProtocolError]]:
         """Wait for messages or batches, for a `wake`, or for `timeout_s`; a malformed batch comes as its error."""

@@ -5,14 +5,14 @@ arrival. `codec.py` adds the magic, the protocol version and the frames. Failure
 end of an epoch (by count, in the loader), end of a shard whose length nobody knew (`EndOfShard`) and end of the service
 (`ShutDown`) are different things and no one can be taken for another.
 
-    loader      -> dispatcher   RegisterLoader ProvideDefinition OpenEpoch ExtendEpoch ReportProgress LoaderHeartbeat
-                                CloseEpoch LeaveLoader
+    loader      -> dispatcher   RegisterLoader ProvideDefinition OpenSession ExtendSession ReportProgress
+                                LoaderHeartbeat CloseSession LeaveLoader
     dispatcher  -> loader       LoaderRegistered NeedDefinition Membership Notice LeaseRevoked StepsLost BatchFailed
                                 Alive UnknownPeer Refused ShutDown
     data worker -> dispatcher   RegisterWorker WorkerHeartbeat FinishLease FailLease FailStep EndOfShard FetchDefinition
                                 Draining LeaveWorker
     dispatcher  -> data worker  WorkerRegistered GrantLease TrimLease RevokeLease DrainWorker RenewWorker AddProcess
-                                CloseSession ProvideDefinition DropDefinition Alive UnknownPeer Refused ShutDown
+                                DropSession ProvideDefinition DropDefinition Alive UnknownPeer Refused ShutDown
     data worker -> loader       Hello Proof Compressed Batch Batches EndOfShard
     loader      -> data worker  Challenge
     whoever holds the job's key asks the dispatcher RequestStatus and gets Status
@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Ranges = list[tuple[int, int]]
 
@@ -57,7 +57,7 @@ class PlannedOrder(msgspec.Struct, frozen=True, tag="planned", forbid_unknown_fi
 
 
 class ListedOrder(msgspec.Struct, frozen=True, tag="listed", forbid_unknown_fields=True):
-    """Order that comes from the program's own sampler, sent in pieces by `ExtendEpoch`.
+    """Order that comes from the program's own sampler, sent in pieces by `ExtendSession`.
 
     Attributes:
         batched: each step is a list of samples for `collate_fn`; else each step is one sample (batch_size=None).
@@ -82,7 +82,7 @@ class Sharing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardOrder(msgspec.Struct, frozen=True, tag="shard", forbid_unknown_fields=True):
-    """One shard of a pass over an IterableDataset, whose length nobody knows: `ops.iterable` reads it.
+    """One shard of an IterableDataset's epoch, whose length nobody knows: `ops.iterable` reads it.
 
     Attributes:
         cut: how the dataset is divided, a `visitation.Cut`.
@@ -180,11 +180,11 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: dict[str, str] = {}
 
 
-class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pass of one loader over one epoch, or over one shard of it.
+class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a session reads, and how: one loader reads one epoch, or one shard of it, once.
 
     Attributes:
-        session_id: unique per pass; batches of an older pass are told apart by it.
+        session_id: unique; batches of an older session are told apart by it.
         definition_id: which pipeline.
         epoch: the epoch.
         seed: base of the random state of each sample.
@@ -221,7 +221,7 @@ class LoaderStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         wait_s: time that the loop waited for steps.
-        elapsed_s: time inside passes, with the waits; of the open one, up to its last step.
+        elapsed_s: time inside sessions, with the waits; of the open one, up to its last step.
     """
 
     epochs: int = 0
@@ -303,14 +303,14 @@ class ProvideDefinition(Message, frozen=True, omit_defaults=True):
     shared: list[int] = []
 
 
-class OpenEpoch(Message, frozen=True):
-    """Begin a pass, or continue it with a restarted dispatcher; `num_steps` -1 while the sampler's end is unknown.
+class OpenSession(Message, frozen=True):
+    """Begin a session, or continue it with a restarted dispatcher; `num_steps` -1 while the sampler's end is unknown.
 
     `shift` is how far the loader is from its own numbering in a stream that it shares in window mode, `snapshot` where
     the reader of a shard was at or before `consumed`.
     """
 
-    session: Session
+    session: SessionSpec
     num_steps: int
     consumed: int
     received: Ranges
@@ -320,7 +320,7 @@ class OpenEpoch(Message, frozen=True):
     snapshot: bytes = b""
 
 
-class ExtendEpoch(Message, frozen=True):
+class ExtendSession(Message, frozen=True):
     """More steps of a listed order; `num_steps` is the total once the sampler has ended, else -1."""
 
     session_id: str
@@ -329,7 +329,7 @@ class ExtendEpoch(Message, frozen=True):
 
 
 class ReportProgress(Message, frozen=True):
-    """How far a pass is: steps below `consumed` reached the training loop, `received` wait in its buffer."""
+    """How far a session is: steps below `consumed` reached the training loop, `received` wait in its buffer."""
 
     session_id: str
     consumed: int
@@ -344,8 +344,8 @@ class LoaderHeartbeat(Message, frozen=True):
     stats: LoaderStats
 
 
-class CloseEpoch(Message, frozen=True):
-    """The pass ended, by count or because the program left the loop."""
+class CloseSession(Message, frozen=True):
+    """The session ended, by count or because the program left the loop."""
 
     session_id: str
     consumed: int
@@ -553,7 +553,7 @@ class GrantLease(Message, frozen=True, omit_defaults=True):
     """
 
     token: int
-    session: Session
+    session: SessionSpec
     first_step: int
     stop_step: int
     steps: StepList | None
@@ -591,8 +591,8 @@ class RevokeLease(Message, frozen=True):
     reason: str
 
 
-class CloseSession(Message, frozen=True):
-    """Nobody reads this pass any more."""
+class DropSession(Message, frozen=True):
+    """Nobody reads this session any more: leases of it need not be made."""
 
     session_id: str
 
@@ -753,7 +753,7 @@ class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         ordinal: number of the loader in its program.
-        epoch: -1 between passes.
+        epoch: -1 between sessions.
         step, num_steps: taken by the training loop, of how many in this epoch; -1 while that is not known.
         buffered, window: steps that wait in its buffer, and how many may wait or be on their way.
         num_data_workers: that reach it.
@@ -824,11 +824,11 @@ class Status(Message, frozen=True):
 LoaderToDispatcher = (
     RegisterLoader
     | ProvideDefinition
-    | OpenEpoch
-    | ExtendEpoch
+    | OpenSession
+    | ExtendSession
     | ReportProgress
     | LoaderHeartbeat
-    | CloseEpoch
+    | CloseSession
     | LeaveLoader
 )
 WorkerToDispatcher = (
@@ -864,7 +864,7 @@ DispatcherToWorker = (
     | DrainWorker
     | RenewWorker
     | AddProcess
-    | CloseSession
+    | DropSession
     | ProvideDefinition
     | DropDefinition
     | Alive

@@ -53,11 +53,11 @@ from hetstream.mpi_dataworkers.wire.messages import (
     AddProcess,
     Alive,
     Batch,
-    CloseSession,
     Delivery,
     Draining,
     DrainWorker,
     DropDefinition,
+    DropSession,
     EndOfShard,
     FailLease,
     FailStep,
@@ -76,7 +76,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     RegisterWorker,
     RenewWorker,
     RevokeLease,
-    Session,
+    SessionSpec,
     ShardOrder,
     ShutDown,
     TrimLease,
@@ -436,7 +436,7 @@ class DataWorker:
             gathered.add(Batch(*names, num_samples, spec, places, origin, lease.shift, num_skipped, left_out, snapshot))
         return True
 
-    def _reader(self, session: Session, order: ShardOrder, pipeline: Pipeline) -> ShardReader | RankReader:
+    def _reader(self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline) -> ShardReader | RankReader:
         """The shard's reader, which stays where the last lease left it."""
         if session.session_id not in self._readers:
             with self._lock:
@@ -665,7 +665,7 @@ class DataWorker:
                 # A lease in doubt was sent, so it is no longer held: the session says where to.
                 if message.reconnect and message.session_id in self._receivers:
                     self._doubted.add(self._receivers[message.session_id])
-        elif isinstance(message, CloseSession):
+        elif isinstance(message, DropSession):
             with self._lock:
                 self._receivers.pop(message.session_id, None)
                 ended = [t for t, lease in self._held.items() if lease.session.session_id == message.session_id]

@@ -20,14 +20,14 @@ from hetstream.mpi_dataworkers.wire.messages import (
     FinishLease,
     GrantLease,
     LoaderStats,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     Program,
     ProvideDefinition,
     RegisterLoader,
     RegisterWorker,
     ReportProgress,
-    Session,
+    SessionSpec,
     WorkerHeartbeat,
 )
 from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
@@ -87,8 +87,8 @@ class Cluster:
         for peer in peers:
             self.send(peer, RegisterWorker(self.host_of[peer], 1, "", []))
         order = PlannedOrder(num_steps, 1, 1, 0, False, False, 0)
-        session = Session("s", "d", 0, 0, order, ["tcp://loader:1"], errors=policy)
-        self.send(LOADER, OpenEpoch(session, num_steps, 0, [], 64, None))
+        session = SessionSpec("s", "d", 0, 0, order, ["tcp://loader:1"], errors=policy)
+        self.send(LOADER, OpenSession(session, num_steps, 0, [], 64, None))
 
     def send(self, peer: str, message: object) -> None:
         self.take(self.state.handle(peer, message, self.now))  # type: ignore[arg-type]

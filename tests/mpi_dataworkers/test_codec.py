@@ -1,4 +1,4 @@
-"""Bytes of messages: round trips, golden bytes of protocol version 5, and everything that must be refused."""
+"""Bytes of messages: round trips, golden bytes of protocol version 6, and everything that must be refused."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.wire import messages
 from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, chop, decode, encode, fuse, join, split
 
-GOLDEN = bytes.fromhex("4845540583a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
+GOLDEN = bytes.fromhex("4845540683a474797065ab46696e6973684c65617365a5746f6b656ecd0101a6627573795f73cb3fe0000000000000")
 
 
 def examples() -> list[messages.Message]:
     """One message of every type, with every field filled by its type's plainest value."""
     order = messages.PlannedOrder(10, 2, 1, 0, False, True, 3)
-    session = messages.Session("s", "d", 1, 2, order, ["tcp://h:1"])
+    session = messages.SessionSpec("s", "d", 1, 2, order, ["tcp://h:1"])
     steps = messages.StepList(0, b"\1\0\0\0", b"\0" * 8)
     failure = messages.Failure(-1, ("builtins", "ValueError"), "why", "trace", "h", 5)
     stats = messages.LoaderStats(1, 2, 3, 4, 0.5, 0.25, 6, 7)
     return [
         messages.RegisterLoader("job", 0, 1, 2, "h", 3, "d", {"dataset": "A"}),
         messages.ProvideDefinition("d", messages.Program("/", ["/a"]), b"", b"blob"),
-        messages.OpenEpoch(session, 5, 1, [(2, 3)], 8, steps),
-        messages.ExtendEpoch("s", steps, -1),
+        messages.OpenSession(session, 5, 1, [(2, 3)], 8, steps),
+        messages.ExtendSession("s", steps, -1),
         messages.ReportProgress("s", 1, [(2, 4)], 8, stats),
         messages.LoaderHeartbeat(stats),
-        messages.CloseEpoch("s", 5, stats),
+        messages.CloseSession("s", 5, stats),
         messages.LeaveLoader(stats),
         messages.LoaderRegistered(True, 2),
         messages.Membership(3),
@@ -51,7 +51,7 @@ def examples() -> list[messages.Message]:
         messages.RenewWorker(),
         messages.AddProcess(),
         messages.RevokeLease(1, "s", True, "why"),
-        messages.CloseSession("s"),
+        messages.DropSession("s"),
         messages.ProvideDefinition("d", messages.Program("/", []), b"s", b"", messages.Contents([3], b"", "ab", True)),
         messages.NeedDefinition("d"),
         messages.DropDefinition("d"),
@@ -96,7 +96,7 @@ def test_round_trip(message: messages.Message) -> None:
     assert decode(encode(message)) == message
 
 
-def test_golden_bytes_of_version_5() -> None:
+def test_golden_bytes_of_version_6() -> None:
     assert encode(messages.FinishLease(257, 0.5)) == GOLDEN
     assert decode(GOLDEN) == messages.FinishLease(257, 0.5)
 
@@ -110,7 +110,7 @@ def test_every_truncation_is_refused(message: messages.Message) -> None:
 
 
 def test_another_protocol_version_is_refused_by_name() -> None:
-    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 5\. Install the same"):
+    with pytest.raises(ProtocolError, match=r"protocol version 9, this side version 6\. Install the same"):
         decode(b"HET\x09" + GOLDEN[4:])
 
 

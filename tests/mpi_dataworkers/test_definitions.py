@@ -27,7 +27,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LoaderRegistered,
     Message,
     NeedDefinition,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     Program,
     ProvideDefinition,
@@ -107,7 +107,7 @@ def test_a_dataset_that_changes_while_the_loader_registers_again_is_sent(
     assert endpoint.next_of(RegisterLoader).definition_id == "old"
     loader.open_pass(definition("new"), 1, 0, ORDER, 0, 10, 2)
     endpoint.answer(LoaderRegistered(False, 1, "old"))
-    sent = [endpoint.next_of(ProvideDefinition, OpenEpoch) for _ in range(2)]
+    sent = [endpoint.next_of(ProvideDefinition, OpenSession) for _ in range(2)]
     assert isinstance(sent[0], ProvideDefinition)
     assert sent[0].definition_id == sent[1].session.definition_id == "new"
 
@@ -119,14 +119,14 @@ def test_passes_of_several_definitions_are_opened_again_and_none_is_forgotten_be
     for name in ("new", "old", "newest", "new"):
         loader.open_pass(definition(name), 1, 0, ORDER, 0, 10, 2)
     for _ in range(4):
-        endpoint.next_of(OpenEpoch)
+        endpoint.next_of(OpenSession)
     endpoint.answer(UnknownPeer())
     asked = endpoint.next_of(RegisterLoader).definition_id
     endpoint.answer(LoaderRegistered(False, 1, "old"))
     said = []
     while [kind for kind, _ in said].count("pass") < 4:
-        message = endpoint.next_of(ProvideDefinition, OpenEpoch)
-        is_pass = isinstance(message, OpenEpoch)
+        message = endpoint.next_of(ProvideDefinition, OpenSession)
+        is_pass = isinstance(message, OpenSession)
         said.append(
             ("pass" if is_pass else "definition", message.session.definition_id if is_pass else message.definition_id)
         )

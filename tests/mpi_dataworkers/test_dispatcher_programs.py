@@ -11,7 +11,7 @@ from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.wire.messages import (
     AddProcess,
-    CloseEpoch,
+    CloseSession,
     DrainWorker,
     GrantLease,
     HeldLease,
@@ -20,14 +20,14 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LoaderStats,
     Membership,
     Message,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     Program,
     ProvideDefinition,
     RegisterLoader,
     RegisterWorker,
     RenewWorker,
-    Session,
+    SessionSpec,
     Sharing,
     WorkerHeartbeat,
 )
@@ -51,8 +51,8 @@ def begin(
     state: DispatcherState, loader: str, now: float = 0.0, sharing: Sharing | None = None, definition_id: str = ""
 ) -> list[Instruction]:
     order = PlannedOrder(8, 1, 1, 0, False, False, 0)
-    session = Session(f"s-{loader}", definition_id or f"d-{loader}", 0, 0, order, ["tcp://loader:1"], sharing)
-    return state.handle(loader, OpenEpoch(session, 8, 0, [], 4, None), now)
+    session = SessionSpec(f"s-{loader}", definition_id or f"d-{loader}", 0, 0, order, ["tcp://loader:1"], sharing)
+    return state.handle(loader, OpenSession(session, 8, 0, [], 4, None), now)
 
 
 def register(state: DispatcherState, worker: str, slot: str = "slot", now: float = 0.0) -> list[Instruction]:
@@ -154,7 +154,7 @@ def test_a_program_that_loads_another_version_of_a_module_gets_fresh_processes()
     register(state, "w0")
     connect(state, "a", ONE)
     begin(state, "a")
-    state.handle("a", CloseEpoch("s-a", 8, STATS), 1.0)
+    state.handle("a", CloseSession("s-a", 8, STATS), 1.0)
     reloaded = Program("/one", ["/one", ""], {"data": "2"})
     state.handle("a", ProvideDefinition("reloaded", reloaded, b"", b""), 1.0)
     assert sent(begin(state, "a", 1.0, definition_id="reloaded"), RenewWorker) == ["w0"]

@@ -10,7 +10,7 @@ from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 from hetstream.mpi_dataworkers.wire.messages import (
-    CloseEpoch,
+    CloseSession,
     EndOfShard,
     FinishLease,
     GrantLease,
@@ -18,13 +18,13 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LeaveWorker,
     LoaderStats,
     Message,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     RegisterLoader,
     RegisterWorker,
     ReportProgress,
     RevokeLease,
-    Session,
+    SessionSpec,
     ShardOrder,
     StepsLost,
 )
@@ -34,10 +34,10 @@ STATS = LoaderStats()
 WINDOW = 4
 
 
-def opened(shard: int, at_most_once: bool = False, consumed: int = 0, snapshot: bytes = b"") -> OpenEpoch:
+def opened(shard: int, at_most_once: bool = False, consumed: int = 0, snapshot: bytes = b"") -> OpenSession:
     order = ShardOrder("itself", shard, 4, 1, False, False, 0, shard)
-    session = Session(f"s{shard}", "d", 0, 0, order, ["tcp://l:1"], kept_together=True, at_most_once=at_most_once)
-    return OpenEpoch(session, -1, consumed, [], WINDOW, None, 0, snapshot)
+    session = SessionSpec(f"s{shard}", "d", 0, 0, order, ["tcp://l:1"], kept_together=True, at_most_once=at_most_once)
+    return OpenSession(session, -1, consumed, [], WINDOW, None, 0, snapshot)
 
 
 def ready(shards: int, workers: int, at_most_once: bool = False) -> tuple[DispatcherState, list[GrantLease]]:
@@ -138,8 +138,8 @@ def test_at_most_once_gives_up_what_a_lost_worker_held_and_the_rest_of_its_shard
 def test_at_most_once_of_indices_gives_up_the_lease_only_and_nothing_when_a_worker_leaves() -> None:
     state, _ = ready(shards=0, workers=2)
     order = PlannedOrder(40, 1, 1, 0, False, False, 0)
-    session = Session("p", "d", 0, 0, order, ["tcp://l:1"], at_most_once=True)
-    state.handle(LOADER, OpenEpoch(session, 40, 0, [], 8, None), 0.1)
+    session = SessionSpec("p", "d", 0, 0, order, ["tcp://l:1"], at_most_once=True)
+    state.handle(LOADER, OpenSession(session, 40, 0, [], 8, None), 0.1)
     lost = [step for one in state.leases.values() if one.worker == "w0" for step in range(one.first, one.stop)]
     out = state.peer_gone("w0", 0.2)
     told = [step for _, one in sent(out, StepsLost) for step in range(one.first_step, one.stop_step)]  # type: ignore[attr-defined]
@@ -219,7 +219,7 @@ def test_shards_are_exact_under_a_random_schedule(seed: int) -> None:
             carry_out(state.tick(now))
     assert taken == {f"s{shard}": list(range(length)) for shard, length in enumerate(lengths)}
     for key, buffer in buffers.items():
-        carry_out(state.handle(LOADER, CloseEpoch(key, buffer.position, STATS), now))
+        carry_out(state.handle(LOADER, CloseSession(key, buffer.position, STATS), now))
     assert not state.leases
 
 
@@ -229,8 +229,8 @@ def test_one_worker_holds_a_shard_for_all_ranks_that_read_its_rounds() -> None:
         state.handle(f"rank{rank}", RegisterLoader("job", 0, rank, 2, "host", rank, "d", {}), 0.0)
         for shard in range(2):
             order = ShardOrder("itself", shard, 2, 1, False, False, 0, shard, rank, 2)
-            session = Session(f"s{shard}r{rank}", "d", 0, 0, order, ["tcp://l:1"], kept_together=True)
-            state.handle(f"rank{rank}", OpenEpoch(session, -1, 0, [], WINDOW, None), 0.0)
+            session = SessionSpec(f"s{shard}r{rank}", "d", 0, 0, order, ["tcp://l:1"], kept_together=True)
+            state.handle(f"rank{rank}", OpenSession(session, -1, 0, [], WINDOW, None), 0.0)
 
     def held_alike() -> set[str]:
         held = holders(state)

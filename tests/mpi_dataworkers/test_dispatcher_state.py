@@ -24,12 +24,12 @@ from hetstream.mpi_dataworkers.dispatcher.records import (
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 from hetstream.mpi_dataworkers.wire.messages import (
-    CloseEpoch,
     CloseSession,
     Draining,
     DrainWorker,
     DropDefinition,
-    ExtendEpoch,
+    DropSession,
+    ExtendSession,
     FailLease,
     FetchDefinition,
     FinishLease,
@@ -46,7 +46,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Message,
     NeedDefinition,
     Notice,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     Program,
     ProvideDefinition,
@@ -55,7 +55,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     RegisterWorker,
     ReportProgress,
     RevokeLease,
-    Session,
+    SessionSpec,
     StepList,
     TrimLease,
     UnknownPeer,
@@ -70,8 +70,8 @@ def planned(steps: int) -> PlannedOrder:
     return PlannedOrder(steps, 1, 1, 0, False, False, 0)
 
 
-def session(steps: int = 100, session_id: str = "s") -> Session:
-    return Session(session_id, "d", 0, 0, planned(steps), ["tcp://loader:1"])
+def session(steps: int = 100, session_id: str = "s") -> SessionSpec:
+    return SessionSpec(session_id, "d", 0, 0, planned(steps), ["tcp://loader:1"])
 
 
 def loader(rank: int = 0, **description: str) -> RegisterLoader:
@@ -89,7 +89,7 @@ def ready_state(steps: int = 100, window: int = 8, workers: int = 1, now: float 
     state.handle(LOADER, loader(), now)
     for number in range(workers):
         state.handle(f"w{number}", RegisterWorker("host", number, "", []), now)
-    state.handle(LOADER, OpenEpoch(session(steps), steps, 0, [], window, None), now)
+    state.handle(LOADER, OpenSession(session(steps), steps, 0, [], window, None), now)
     state.validate()
     return state
 
@@ -239,11 +239,11 @@ def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
     state = DispatcherState(1, 0.0)
     state.handle(LOADER, loader(), 0.0)
     state.handle("w0", RegisterWorker("host", 0, "", []), 0.0)
-    listed = Session("s", "d", 0, 0, ListedOrder(True), ["tcp://loader:1"])
-    assert not sent(state.handle(LOADER, OpenEpoch(listed, -1, 0, [], 8, None), 0.0), GrantLease)
+    listed = SessionSpec("s", "d", 0, 0, ListedOrder(True), ["tcp://loader:1"])
+    assert not sent(state.handle(LOADER, OpenSession(listed, -1, 0, [], 8, None), 0.0), GrantLease)
     indices = [value.to_bytes(8, "little") for value in (7, 9, 4)]
     steps = StepList(0, (2).to_bytes(4, "little") + (1).to_bytes(4, "little"), b"".join(indices))
-    out = state.handle(LOADER, ExtendEpoch("s", steps, 2), 0.0)
+    out = state.handle(LOADER, ExtendSession("s", steps, 2), 0.0)
     grants = [message for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
     assert [grant.steps.indices for grant in grants if grant.steps] == [b"".join(indices[:2]), indices[2]]
     state.handle(LOADER, ReportProgress("s", 2, [], 8, STATS), 1.0)
@@ -354,7 +354,7 @@ def test_a_rank_started_twice_supersedes_the_older_process() -> None:
     ((peer, message),) = sent(out, Refused)
     assert (peer, isinstance(message, Refused) and message.code) == (LOADER, "Superseded")
     assert not state.sessions
-    assert sent(out, CloseSession) == [("w0", CloseSession("s"))]
+    assert sent(out, DropSession) == [("w0", DropSession("s"))]
 
 
 def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_steps_again() -> None:
@@ -363,7 +363,7 @@ def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_ste
     held = HeldLease((1 << 32) + 5, "s", 4, 6)
     state.handle("w0", RegisterWorker("host", 0, "", [held]), 100.2)
     state.handle(LOADER, loader(), 100.2)
-    out = state.handle(LOADER, OpenEpoch(session(100), 100, 3, [(6, 7)], 8, None), 100.2)
+    out = state.handle(LOADER, OpenSession(session(100), 100, 3, [(6, 7)], 8, None), 100.2)
     assert not sent(out, GrantLease)
     state.validate()
     assert state.sessions["s"].requeued == [3]
@@ -378,7 +378,7 @@ def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_ste
 def test_a_restarted_dispatcher_leases_as_soon_as_all_workers_of_before_are_back() -> None:
     state = DispatcherState(2, 100.0, {"w0", "w1", "dead"})
     state.handle(LOADER, loader(), 100.0)
-    state.handle(LOADER, OpenEpoch(session(100), 100, 3, [], 8, None), 100.0)
+    state.handle(LOADER, OpenSession(session(100), 100, 3, [], 8, None), 100.0)
     assert RememberWorker("w0") in state.handle("w0", RegisterWorker("host", 0, "", []), 100.01)
     assert not state.leases
     state.handle("w2", RegisterWorker("host", 2, "dead", []), 100.01)
@@ -407,10 +407,10 @@ def test_a_lease_is_as_long_as_its_own_worker_is_fast() -> None:
 def busy_and_idle(idle_step_s: float = 0.001) -> tuple[DispatcherState, Lease]:
     """w0 was fast, got a lease of 20 steps, and became slow; w1 has nothing to do."""
     state = ready_state(steps=1, workers=2)
-    state.handle(LOADER, CloseEpoch("s", 1, STATS), 0.0)
+    state.handle(LOADER, CloseSession("s", 1, STATS), 0.0)
     for worker in ("w0", "w1"):
         state._begin_drain(worker, "a test wants it")
-    state.handle(LOADER, OpenEpoch(session(20), 20, 0, [], 64, None), 0.0)
+    state.handle(LOADER, OpenSession(session(20), 20, 0, [], 64, None), 0.0)
     record = state.sessions["s"]
     record.frontier = 20
     for worker, step_s in (("w0", 0.001), ("w1", idle_step_s)):
@@ -493,7 +493,7 @@ def test_a_drained_worker_loses_nothing_that_it_made() -> None:
 def test_the_window_never_stalls_on_steps_that_the_loader_made_itself() -> None:
     state = DispatcherState(1, 0.0)
     state.handle(LOADER, loader(), 0.0)
-    state.handle(LOADER, OpenEpoch(session(10), 10, 0, [], 4, None), 0.0)
+    state.handle(LOADER, OpenSession(session(10), 10, 0, [], 4, None), 0.0)
     state.handle(LOADER, ReportProgress("s", 5, [], 4, STATS), 1.0)
     out = state.handle("w0", RegisterWorker("host", 0, "", []), 1.0)
     assert min(m.first_step for _, m in sent(out, GrantLease) if isinstance(m, GrantLease)) == 5
@@ -502,7 +502,7 @@ def test_the_window_never_stalls_on_steps_that_the_loader_made_itself() -> None:
 def test_two_passes_share_the_workers_by_need() -> None:
     state = ready_state(steps=100, window=2, workers=1)
     state.handle("l1", loader(1), 0.0)
-    state.handle("l1", OpenEpoch(session(100, "t"), 100, 0, [], 8, None), 0.0)
+    state.handle("l1", OpenSession(session(100, "t"), 100, 0, [], 8, None), 0.0)
     lease = next(iter(state.leases.values()))
     out = state.handle("w0", FinishLease(lease.token, 0.001), 0.1)
     grants = [message.session.session_id for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
@@ -550,7 +550,7 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
     def say_hello(peer: str) -> None:
         if peer == LOADER:
             deliver(state.handle(LOADER, loader(), now))
-            opening = OpenEpoch(session(steps), steps, buffer.position, buffer.received(), window, None)
+            opening = OpenSession(session(steps), steps, buffer.position, buffer.received(), window, None)
             deliver(state.handle(LOADER, opening, now))
         elif peer in mailbox:
             held = [HeldLease(one.token, "s", one.first_step, one.stop_step) for one in mailbox[peer]]
@@ -615,7 +615,7 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
     assert ledger == Counter(range(steps)), f"not finished: {buffer.position} of {steps}\n" + "\n".join(
         event.render() for event in state.story
     )
-    state.handle(LOADER, CloseEpoch("s", steps, STATS), now)
+    state.handle(LOADER, CloseSession("s", steps, STATS), now)
     assert not state.leases
 
 
@@ -680,7 +680,7 @@ def test_one_job_may_come_and_go_three_times() -> None:
     state.handle(LOADER, LeaveLoader(STATS), 1.0)
     for number in range(3):
         state.handle(LOADER, loader(), 2.0)
-        out = state.handle(LOADER, OpenEpoch(session(4, f"s{number}"), 4, 0, [], 8, None), 2.0)
+        out = state.handle(LOADER, OpenSession(session(4, f"s{number}"), 4, 0, [], 8, None), 2.0)
         assert sent(out, GrantLease)
         state.validate()
         state.handle(LOADER, LeaveLoader(STATS), 3.0)
@@ -715,7 +715,7 @@ def test_definitions_that_no_loader_uses_are_forgotten() -> None:
     assert out[0] == ForgetDefinition("d1")
     assert sent(out, DropDefinition) == [(f"w{number}", DropDefinition("d1")) for number in range(len(state.workers))]
     assert state.definitions.keys() == {"d2"}
-    current = Session("t", "d2", 0, 0, planned(5), ["tcp://loader:1"])
-    state.handle(LOADER, OpenEpoch(current, 5, 0, [], 8, None), 0.0)
+    current = SessionSpec("t", "d2", 0, 0, planned(5), ["tcp://loader:1"])
+    state.handle(LOADER, OpenSession(current, 5, 0, [], 8, None), 0.0)
     state.handle(LOADER, ProvideDefinition("d3", Program("/", []), b"", b""), 0.0)
     assert state.definitions.keys() == {"d2", "d3"}, "a pass still needs it"

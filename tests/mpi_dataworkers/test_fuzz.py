@@ -38,7 +38,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Hello,
     ListedOrder,
     Proof,
-    Session,
+    SessionSpec,
     StepList,
 )
 
@@ -53,7 +53,7 @@ SEEDS = [
     encode(Proof(bytes(32))),
     encode(Compressed([-1, 100], b"header")),
     encode(EndOfShard("s", 3, 1)),
-    encode(GrantLease(1, Session("s", "d", 0, 0, ListedOrder(True), ["tcp://h:1"]), 0, 1, StepList(0, b"1", b"2"))),
+    encode(GrantLease(1, SessionSpec("s", "d", 0, 0, ListedOrder(True), ["tcp://h:1"]), 0, 1, StepList(0, b"1", b"2"))),
     *(encode(Batch("s", 0, 0, 1, tree.flatten(one)[0], [(0, 0, 8), (1, 0, 16)])) for one in TREES),
     encode(Batches([Batch("s", 0, 0, 1, tree.flatten(TREES[0])[0], [(0, 0, 8)])])),
 ]

@@ -34,13 +34,13 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LoaderStats,
     Membership,
     Notice,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     Program,
     ProvideDefinition,
     RegisterLoader,
     RegisterWorker,
-    Session,
+    SessionSpec,
     WorkerHeartbeat,
 )
 from hetstream.mpi_dataworkers.worker.programs import why_unfit
@@ -86,8 +86,8 @@ def test_versions_are_compared_at_registration() -> None:
     handle("w0", RegisterWorker("cpu0", 7, "", [], slot="a", interpreter=other), 0.0)
     handle("loader", RegisterLoader("job", 0, 0, 1, "gpu0", 1, "d", {}, interpreter=OURS), 0.0)
     handle("loader", ProvideDefinition("d", Program("/", []), b"", b"blob"), 0.0)
-    session = Session("s", "d", 0, 1, PlannedOrder(8, 1, 1, 0, False, False, 0), ["r"])
-    handle("loader", OpenEpoch(session, 8, 0, [], 8, None), 0.1)
+    session = SessionSpec("s", "d", 0, 1, PlannedOrder(8, 1, 1, 0, False, False, 0), ["r"])
+    handle("loader", OpenSession(session, 8, 0, [], 8, None), 0.1)
     assert not sent(GrantLease), "its pickles are for another Python"
     assert state.status(1.0).loaders[0].num_data_workers == 0
     for now in (1.0, 2.0, 3.0, 4.0, 5.5, 6.0):

@@ -30,12 +30,12 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Fate,
     GrantLease,
     LoaderStats,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     RegisterLoader,
     RegisterWorker,
     ReportProgress,
-    Session,
+    SessionSpec,
 )
 from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.worker.supervisor import FRESH_PROCESS
@@ -91,8 +91,8 @@ class Simulated:
         self.send(LOADER, RegisterLoader("job", 0, 0, 1, "host", 1, "d", {}))
         for number in range(workers):
             self.send(f"w{number}", RegisterWorker("host", number, "", []))
-        session = Session("s", "d", 0, 0, order, ["tcp://loader:1"], errors=policy)
-        self.send(LOADER, OpenEpoch(session, steps, 0, [], steps, None))
+        session = SessionSpec("s", "d", 0, 0, order, ["tcp://loader:1"], errors=policy)
+        self.send(LOADER, OpenSession(session, steps, 0, [], steps, None))
 
     def send(self, peer: str, message: Any) -> None:
         for one in self.state.handle(peer, message, 1.0):

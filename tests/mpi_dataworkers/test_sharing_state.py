@@ -9,13 +9,13 @@ from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.sharing import ShareGroup
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.wire.messages import (
-    CloseEpoch,
+    CloseSession,
     FinishLease,
     GrantLease,
     HeldLease,
     LoaderStats,
     Notice,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     Program,
     ProvideDefinition,
@@ -23,7 +23,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     RegisterLoader,
     RegisterWorker,
     ReportProgress,
-    Session,
+    SessionSpec,
     Sharing,
 )
 from hetstream.mpi_dataworkers.worker.cache import BatchCache, CachedBatch
@@ -55,8 +55,8 @@ class Jobs:
             registration = RegisterLoader(job, 0, 0, 1, "host", 1, "d", {})
             self.take(self.state.handle(peer, registration, 0.0))
         order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
-        session = Session(job, "d", epoch, 0, order, "tcp://loader:1", Sharing("key", self.mode, STEPS))  # type: ignore[arg-type]
-        return self.take(self.state.handle(peer, OpenEpoch(session, STEPS, consumed, [], window, None, shift), 0.0))
+        session = SessionSpec(job, "d", epoch, 0, order, "tcp://loader:1", Sharing("key", self.mode, STEPS))  # type: ignore[arg-type]
+        return self.take(self.state.handle(peer, OpenSession(session, STEPS, consumed, [], window, None, shift), 0.0))
 
     def finish_all(self, **dropped: list[tuple[int, int]]) -> None:
         """Let the workers send all that they hold, and say what their caches dropped (one worker: key is `key`)."""
@@ -139,7 +139,7 @@ def test_after_a_dispatchers_restart_leases_that_workers_hold_are_shared_again()
 def test_the_group_is_forgotten_with_its_last_session() -> None:
     jobs = Jobs(workers=1)
     jobs.open("a")
-    jobs.take(jobs.state.handle("loader-a", CloseEpoch("a", 4, STATS), 1.0))
+    jobs.take(jobs.state.handle("loader-a", CloseSession("a", 4, STATS), 1.0))
     assert len(jobs.state._shared) == 0
     assert not any(grant.again for grant in jobs.open("b"))
 
@@ -198,8 +198,8 @@ def test_jobs_that_do_not_share_get_equal_shares_of_the_workers() -> None:
     order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
     for job in ("a", "b"):
         state.handle(f"loader-{job}", RegisterLoader(job, 0, 0, 1, "host", 1, "d", {}), 0.0)
-        session = Session(job, "d", 0, 0, order, "tcp://loader:1")
-        state.handle(f"loader-{job}", OpenEpoch(session, STEPS, 0, [], 16, None), 0.0)
+        session = SessionSpec(job, "d", 0, 0, order, "tcp://loader:1")
+        state.handle(f"loader-{job}", OpenSession(session, STEPS, 0, [], 16, None), 0.0)
     done = {"a": 0, "b": 0}
     for now in range(1, 20):
         for lease in list(state.leases.values()):
@@ -229,9 +229,9 @@ def told(state: DispatcherState, job: str, definition: ProvideDefinition, key: s
     description = {"dataset": "A", "length": "10", "sharing": "lossless", "pipeline_name": ""} | described
     registration = RegisterLoader(job, 0, 0, 1, "host", ord(job), definition.definition_id, description)
     order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
-    session = Session(job, definition.definition_id, 0, 0, order, "tcp://loader:1", Sharing(key, "lossless", STEPS))
+    session = SessionSpec(job, definition.definition_id, 0, 0, order, "tcp://loader:1", Sharing(key, "lossless", STEPS))
     out: list[Instruction] = []
-    for message in (registration, definition, OpenEpoch(session, STEPS, 0, [], 4, None, 0)):
+    for message in (registration, definition, OpenSession(session, STEPS, 0, [], 4, None, 0)):
         out += state.handle(job, message, 0.0)
     return [one.message.text for one in out if isinstance(one, Send) and isinstance(one.message, Notice)]
 

@@ -32,13 +32,13 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LeaveWorker,
     LoaderHeartbeat,
     LoaderStats,
-    OpenEpoch,
+    OpenSession,
     PlannedOrder,
     RegisterLoader,
     RegisterWorker,
     ReportProgress,
     RequestStatus,
-    Session,
+    SessionSpec,
     Status,
     SteerDataWorkers,
 )
@@ -53,8 +53,8 @@ def busy_state() -> DispatcherState:
     """Two seconds of a service: one loader, w0 makes a step each 0.5 s, w1 cannot reach the loader."""
     state = DispatcherState(1, 0.0)
     state.handle("loader", RegisterLoader("job", 0, 1, 2, "gpu1", 9, "d", {}), 0.0)
-    session = Session("s", "d", 3, 0, PlannedOrder(100, 1, 1, 0, False, False, 0), ["tcp://loader:1"])
-    state.handle("loader", OpenEpoch(session, 100, 0, [], 8, None), 0.0)
+    session = SessionSpec("s", "d", 3, 0, PlannedOrder(100, 1, 1, 0, False, False, 0), ["tcp://loader:1"])
+    state.handle("loader", OpenSession(session, 100, 0, [], 8, None), 0.0)
     state.handle("w0", RegisterWorker("cpu0", 7, "", []), 0.0)
     for peer, lease in grants(state.handle("w1", RegisterWorker("cpu1", 8, "", []), 0.0)):
         state.handle(peer, FailLease(lease.token, "no route"), 0.1)

@@ -44,6 +44,7 @@ HOMES = {
     "xxhash": ("checkpoint/record/checksum.py", "mpi_dataworkers/ops/pickling.py"),
     "sqlite3": (
         "mpi_dataworkers/dispatcher/journal.py",
+        "slurm_plugin/database.py",
         "slurm_plugin/insight/history.py",
         "slurm_plugin/daemon/store.py",
     ),

@@ -22,7 +22,7 @@ EPILOG = f"""\
 master.log      what the job master decided and why
 dispatcher.log  which data workers and loaders came and went
 data-worker-N   the data workers of component 1; companion-N: those that joined later
-writers/NODE     the checkpoint writers
+writers/NODE    the checkpoint writers
 
 examples:
   hetstream logs 8123                    the last lines of each

@@ -20,8 +20,8 @@ from hetstream.base import typed_json
 from hetstream.hetjob.site.messages import ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.daemon.registry import Registered
+from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new
 from hetstream.slurm_plugin.errors import DaemonStateError
-from hetstream.slurm_plugin.insight.history import create_private
 
 STATE_FILE = "daemon.sqlite"
 HISTORY_FILE = "history.sqlite"
@@ -153,16 +153,15 @@ def remembered_jobs(directory: Path) -> list[Registered]:
 
 
 def _check(database: sqlite3.Connection, path: Path) -> None:
-    (owner,) = database.execute("pragma application_id").fetchone()
-    (version,) = database.execute("pragma user_version").fetchone()
-    (num_tables,) = database.execute("select count(*) from sqlite_master").fetchone()
-    if num_tables and owner != _APPLICATION_ID:
-        raise DaemonStateError(f"{path} is another program's. Give another --state-dir")
-    if num_tables and version != _SCHEMA_VERSION:
+    try:
+        is_new(database, _APPLICATION_ID, _SCHEMA_VERSION)
+    except ForeignDatabase as exc:
+        raise DaemonStateError(f"{path} is another program's. Give another --state-dir") from exc
+    except OtherSchema as exc:
         raise DaemonStateError(
-            f"{path} has schema version {version}, this release reads {_SCHEMA_VERSION}: move it away, jobs report "
-            "again by themselves; or start the release of hetstream that wrote it (docs/upgrade.md)"
-        )
+            f"{path} {exc}: move it away, jobs report again by themselves; or start the release of hetstream that "
+            "wrote it (docs/upgrade.md)"
+        ) from exc
     found = [str(row[0]) for row in database.execute("pragma integrity_check")]
     if found != ["ok"]:
         raise DaemonStateError(

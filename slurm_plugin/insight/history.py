@@ -7,11 +7,8 @@ use one file. It holds no names of users or jobs.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import shlex
 import sqlite3
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +16,7 @@ from types import TracebackType
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.base.files import others_can_write
+from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new
 from hetstream.slurm_plugin.errors import HistoryError
 from hetstream.slurm_plugin.insight.observation import Sample
 
@@ -28,30 +25,6 @@ KEEP_S = 92 * 86400.0
 _APPLICATION_ID = 0x68657473
 _SCHEMA_VERSION = 1
 _BUSY_TIMEOUT_S = 30.0
-
-
-def create_private(path: Path) -> None:
-    """Make sure that there is a file for a database which this user may use; a new one has mode 0600.
-
-    SQLite itself says of whatever it may not open that it is unable to. A file that is there is not opened to find out:
-    closing it would drop the locks of other connections of this process (https://sqlite.org/howtocorrupt.html, 2.2).
-
-    Raises:
-        OSError: it cannot be made, is a directory, or it or its directory is not this user's to read and
-            write; or it is another user's, or others can write to it.
-    """
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    # SQLite makes its journal beside the file.
-    for place, mode in ((path.parent, os.W_OK | os.X_OK), (path, os.R_OK | os.W_OK)):
-        if not os.access(place, mode, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
-    for status in (os.lstat(path), os.stat(path)):
-        if status.st_uid not in (os.geteuid(), 0) or (others_can_write(status) and not stat.S_ISLNK(status.st_mode)):
-            text = f"user {status.st_uid} or others may have prepared {path}: it is not used"
-            raise PermissionError(errno.EPERM, text, str(path))
 
 
 class History:
@@ -77,17 +50,16 @@ class History:
             raise
 
     def _prepare(self) -> None:
-        (owner,) = self._database.execute("pragma application_id").fetchone()
-        (version,) = self._database.execute("pragma user_version").fetchone()
-        (num_tables,) = self._database.execute("select count(*) from sqlite_master").fetchone()
-        if num_tables and owner != _APPLICATION_ID:
-            raise HistoryError(f"history {self.path} is another program's. Give another file.")
-        if num_tables and version != _SCHEMA_VERSION:
+        try:
+            new = is_new(self._database, _APPLICATION_ID, _SCHEMA_VERSION)
+        except ForeignDatabase as exc:
+            raise HistoryError(f"history {self.path} is another program's. Give another file.") from exc
+        except OtherSchema as exc:
             raise HistoryError(
-                f"history {self.path} has schema version {version}, this release reads {_SCHEMA_VERSION}: use the "
-                "release of hetstream that wrote it, or give another file (docs/upgrade.md)"
-            )
-        if not num_tables:
+                f"history {self.path} {exc}: use the release of hetstream that wrote it, or give another file "
+                "(docs/upgrade.md)"
+            ) from exc
+        if new:
             self._database.executescript(
                 f"begin immediate; pragma application_id={_APPLICATION_ID}; pragma user_version={_SCHEMA_VERSION}; "
                 "create table if not exists samples (taken_s real primary key, sample text not null); commit;"

@@ -20,13 +20,13 @@ LENGTHS = st.lists(st.integers(0, 4), max_size=6)
 def walk(order: Interleave, lengths: list[int]) -> list[tuple[int, int]]:
     """All further steps, as (shard, step)."""
     steps = []
-    while order.places:
-        place = order.places[order.turn]
+    while order.slots:
+        place = order.slots[order.next_slot]
         if place.step == lengths[place.shard]:
-            order.ended(order.turn)
+            order.ended(order.next_slot)
         else:
             steps.append((place.shard, place.step))
-            order.taken(order.turn)
+            order.taken(order.next_slot)
     return steps
 
 
@@ -51,12 +51,12 @@ def test_a_state_taken_at_any_step_continues_there(lengths: list[int], width: in
         restored = Interleave(range(len(lengths)), width)
         restored.load(json.loads(json.dumps(running.state())), len(lengths))
         assert walk(restored, lengths) == whole[number:]
-        while running.places:
-            place = running.places[running.turn]
+        while running.slots:
+            place = running.slots[running.next_slot]
             if place.step < lengths[place.shard]:
-                running.taken(running.turn)
+                running.taken(running.next_slot)
                 break
-            running.ended(running.turn)
+            running.ended(running.next_slot)
 
 
 FOREIGN = [
@@ -95,13 +95,13 @@ def steps_of(ranks: list[Interleave], lengths: list[int], num_steps: int) -> lis
     taken = []
     for _ in range(num_steps):
         for order in ranks:
-            while order.places:
-                place = order.places[order.turn]
+            while order.slots:
+                place = order.slots[order.next_slot]
                 if place.step < lengths[place.shard]:
                     taken.append((place.shard, place.step))
-                    order.taken(order.turn)
+                    order.taken(order.next_slot)
                     break
-                order.ended(order.turn)
+                order.ended(order.next_slot)
     return taken
 
 

@@ -1,0 +1,69 @@
+"""SQLite files of ours: made privately, and never taken for what they are not. Used by the history and the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+import stat
+from pathlib import Path
+
+from hetstream.base.files import others_can_write
+
+
+class ForeignDatabase(Exception):
+    """It holds tables of another program."""
+
+
+class OtherSchema(Exception):
+    """Another release wrote it."""
+
+
+def create_private(path: Path) -> None:
+    """Make sure that there is a file for a database which this user may use; a new one has mode 0600.
+
+    SQLite itself says of whatever it may not open that it is unable to. A file that is there is not opened to find out:
+    closing it would drop the locks of other connections of this process (https://sqlite.org/howtocorrupt.html, 2.2).
+
+    Raises:
+        OSError: it cannot be made, is a directory, or it or its directory is not this user's to read and
+            write; or it is another user's, or others can write to it.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    # SQLite makes its journal beside the file.
+    for place, mode in ((path.parent, os.W_OK | os.X_OK), (path, os.R_OK | os.W_OK)):
+        if not os.access(place, mode, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+    for status in (os.lstat(path), os.stat(path)):
+        if status.st_uid not in (os.geteuid(), 0) or (others_can_write(status) and not stat.S_ISLNK(status.st_mode)):
+            text = f"user {status.st_uid} or others may have prepared {path}: it is not used"
+            raise PermissionError(errno.EPERM, text, str(path))
+
+
+def is_new(database: sqlite3.Connection, application_id: int, schema_version: int) -> bool:
+    """Whether a database has no tables yet; if it has, they are ours, of this version.
+
+    Args:
+        database: to look at.
+        application_id: what marks a file as ours (pragma application_id).
+        schema_version: what this release reads (pragma user_version).
+
+    Raises:
+        ForeignDatabase: another program's.
+        OtherSchema: ours, with the version in the text.
+        sqlite3.Error: it cannot be read.
+    """
+    (owner,) = database.execute("pragma application_id").fetchone()
+    (version,) = database.execute("pragma user_version").fetchone()
+    (num_tables,) = database.execute("select count(*) from sqlite_master").fetchone()
+    if not num_tables:
+        return True
+    if owner != application_id:
+        raise ForeignDatabase
+    if version != schema_version:
+        raise OtherSchema(f"has schema version {version}, this release reads {schema_version}")
+    return False

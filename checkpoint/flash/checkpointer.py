@@ -28,6 +28,7 @@ from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_writers, takes_over
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import Identity as JobIdentity
+from hetstream.checkpoint.errors import UnsupportedState
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
 from hetstream.checkpoint.flash.handover.acquisition import DirectoryAcquisition
@@ -324,7 +325,10 @@ class FlashCheckpointer:
         self._directory_ownership.note_restored(restored.step or 0)
         with collector.held_off():
             # Last, as it goes on in a thread, and each look at a file would wait for that.
-            self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
+            try:
+                self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
+            except UnsupportedState as error:  # the restore is done, here and on the other ranks; a save raises it
+                _log.warning("what was restored cannot be saved: %s", error)
         return restored.step
 
     def load(self, *, step: int | None = None) -> LoadedCheckpoint | None:

@@ -33,7 +33,7 @@ def fork_child(run: Callable[[], int]) -> int:
     code = _NO_WORD
     try:
         code = run()
-    except BaseException:  # noqa: BLE001, the end of a process
+    except BaseException:  # noqa: BLE001, the process's boundary: above it is a copy of the parent's work
         traceback.print_exc()
     finally:
         end_process(code)

@@ -28,7 +28,7 @@ _BUCKET_SEED = 0x6275636B
 
 def boundary_problems(boundaries: Sequence[int]) -> list[str]:
     """What is wrong with boundaries of buckets, if anything."""
-    whole = all(isinstance(one, int | np.integer) and one > 0 for one in boundaries)
+    whole = all(isinstance(boundary, int | np.integer) and boundary > 0 for boundary in boundaries)
     if boundaries and whole and all(a < b for a, b in itertools.pairwise(boundaries)):
         return []
     return [f"bucket_boundaries={list(boundaries)!r}: must be positive whole numbers in ascending order"]
@@ -129,10 +129,10 @@ class BucketPlan:
         sizes = np.diff(self.buckets.starts)
         samples = self._round_samples
         rounds: Indices = sizes // samples
-        rest = int((sizes - rounds * samples).sum())
+        left_over = int((sizes - rounds * samples).sum())
         # With a global batch size the rounds must not depend on the number of ranks.
         least = self.world_size if self.global_batch_size is None else (samples + 1) // 2
-        if 0 < rest < least and not self.drop_last and rounds.any():
+        if 0 < left_over < least and not self.drop_last and rounds.any():
             # Too few for a batch of each rank: they are divided together with a round of the longest samples.
             rounds[np.flatnonzero(rounds)[-1]] -= 1
         return rounds
@@ -140,8 +140,8 @@ class BucketPlan:
     @functools.cached_property
     def _rest(self) -> EpochPlan:
         """How the samples that fill no round are divided: positions in the buckets' remainders, joined."""
-        rest = 0 if self.drop_last else self.num_samples - int(self._full_rounds.sum()) * self._round_samples
-        return EpochPlan(rest, self.batch_size, self.world_size, global_batch_size=self.global_batch_size)
+        left_over = 0 if self.drop_last else self.num_samples - int(self._full_rounds.sum()) * self._round_samples
+        return EpochPlan(left_over, self.batch_size, self.world_size, global_batch_size=self.global_batch_size)
 
     @functools.cached_property
     def _ends(self) -> tuple[Indices, Indices]:
@@ -198,7 +198,7 @@ class BucketPlan:
         return np.concatenate(parts)
 
     def _members(self, bucket: int, places: Indices) -> Indices:
-        start, stop = (int(one) for one in self.buckets.starts[bucket : bucket + 2])
+        start, stop = (int(place) for place in self.buckets.starts[bucket : bucket + 2])
         if self.shuffle:
             places = permute(places, stop - start, derive_seed(self.seed, _BUCKET_SEED, bucket), self.epoch)
         return self.buckets.members[start + places]
@@ -206,16 +206,26 @@ class BucketPlan:
     def cost(self, step: int) -> StepCost:
         """What a step costs for the lengths of its samples, over all ranks."""
         batches = [self.buckets.lengths[self.indices(step, rank)] for rank in range(self.world_size)]
-        longest = [int(one.max()) for one in batches]
-        real = sum(int(one.sum()) for one in batches)
-        return StepCost(real, sum(most * len(one) for most, one in zip(longest, batches, strict=True)), longest)
+        longest = [int(lengths.max()) for lengths in batches]
+        real = sum(int(lengths.sum()) for lengths in batches)
+        return StepCost(real, sum(most * len(lengths) for most, lengths in zip(longest, batches, strict=True)), longest)
 
 
 def order_of(plan: EpochPlan | BucketPlan, rank: int) -> PlannedOrder:
     """A plan as a loader announces it: everything but the epoch and the buckets, which travel elsewhere."""
     part = (plan.shard, plan.num_shards) if isinstance(plan, EpochPlan) else (0, 1)
-    rest = plan.drop_last, plan.shuffle, plan.seed, isinstance(plan, BucketPlan)
-    return PlannedOrder(plan.num_samples, plan.batch_size, plan.world_size, rank, *rest, *part, plan.global_batch_size)
+    return PlannedOrder(
+        plan.num_samples,
+        plan.batch_size,
+        plan.world_size,
+        rank,
+        plan.drop_last,
+        plan.shuffle,
+        plan.seed,
+        isinstance(plan, BucketPlan),
+        *part,
+        plan.global_batch_size,
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -223,15 +233,33 @@ def plan_of(order: PlannedOrder, epoch: int, buckets: LengthBuckets | None = Non
     """The plan of one epoch of an order that a loader has announced; `buckets` are its pipeline's."""
     if buckets is None:
         return _epoch_plan(order, epoch)
-    rest = order.batch_size, order.world_size, order.drop_last, order.shuffle, order.order_seed, epoch
-    return BucketPlan(buckets, *rest, order.global_batch_size)
+    return BucketPlan(
+        buckets,
+        order.batch_size,
+        order.world_size,
+        order.drop_last,
+        order.shuffle,
+        order.order_seed,
+        epoch,
+        order.global_batch_size,
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def _epoch_plan(order: PlannedOrder, epoch: int) -> EpochPlan:
     # Made once for all steps: checking it costs as much as the rest of a small step's indices.
-    rest = order.batch_size, order.world_size, order.drop_last, order.shuffle, order.order_seed, epoch
-    return EpochPlan(order.num_samples, *rest, order.shard, order.num_shards, order.global_batch_size)
+    return EpochPlan(
+        order.num_samples,
+        order.batch_size,
+        order.world_size,
+        order.drop_last,
+        order.shuffle,
+        order.order_seed,
+        epoch,
+        order.shard,
+        order.num_shards,
+        order.global_batch_size,
+    )
 
 
 @dataclass(frozen=True)

@@ -121,23 +121,23 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     read = [DataState.read(state) for state in states]
     if not read:
         raise StateError("merge_states needs the state of each rank, and has none")
-    one = min(read, key=lambda state: (state.epoch, state.turn))
-    if not _is_dealt(one.pipeline):
+    first = min(read, key=lambda state: (state.epoch, state.turn))
+    if not _is_dealt(first.pipeline):
         raise StateError(
             "merge_states is for an IterableDataset whose shards are dealt out among the ranks, without length_of and "
             "sharding=OFF; other loaders change their world size by global_batch_size="
         )
     for state in read:
-        if (state.pipeline, state.world_size) != (one.pipeline, one.world_size):
+        if (state.pipeline, state.world_size) != (first.pipeline, first.world_size):
             raise StateError("the states are of different data, orders or world sizes: merge those of one run's ranks")
-    if len(read) != one.world_size:
-        raise StateError(f"{len(read)} states of a run with {one.world_size} ranks: merge_states needs that of each")
-    now = [state for state in read if (state.epoch, state.turn) == (one.epoch, one.turn)]
+    if len(read) != first.world_size:
+        raise StateError(f"{len(read)} states of a run with {first.world_size} ranks: merge_states needs that of each")
+    now = [state for state in read if (state.epoch, state.turn) == (first.epoch, first.turn)]
     if any(state.shards is not None for state in read if state not in now):
         raise StateError("the states are of different epochs: save them in all ranks at the same moment")
-    whole = replace(one, world_size=0, shards=None, step=0)
+    whole = replace(first, world_size=0, shards=None, step=0)
     if any(state.shards is not None for state in now):
-        shards = _merge_shards(one, [state.shards for state in now], len(read))
+        shards = _merge_shards(first, [state.shards for state in now], len(read))
         whole = replace(whole, shards=shards, step=max(state.step for state in now))
     return whole.as_dict()
 
@@ -146,12 +146,12 @@ def _is_dealt(pipeline: Mapping[str, str]) -> bool:
     return pipeline.get("length") == "-1" and pipeline.get("sharding") != "OFF" and "buckets" not in pipeline
 
 
-def _merge_shards(one: DataState, positions: Sequence[Mapping[str, Any] | None], num_ranks: int) -> dict[str, Any]:
+def _merge_shards(first: DataState, positions: Sequence[Mapping[str, Any] | None], num_ranks: int) -> dict[str, Any]:
     """All ranks' positions as one: of a rank that is missing all is read, of one without a position none has begun."""
     by_rank: dict[int, Any] = {}
     snapshots: dict[str, bytes] = {}
     try:
-        num_shards = int(one.pipeline["num_shards"])
+        num_shards = int(first.pipeline["num_shards"])
         for position in positions:
             if position is not None:
                 by_rank[int(position["rank"])] = position
@@ -163,8 +163,8 @@ def _merge_shards(one: DataState, positions: Sequence[Mapping[str, Any] | None],
         raise StateError("two of the states are of one rank: merge_states needs that of each rank once")
     if not_begun and len(positions) < num_ranks:
         raise StateError("some ranks have not begun and some have ended: save the states inside the loop, or after it")
-    rest = [[[rank, num_shards, num_ranks]] if not_begun and rank < num_shards else [] for rank in range(num_ranks)]
-    ranks = [by_rank.get(rank, {"places": [], "turn": 0, "left": rest[rank]}) for rank in range(num_ranks)]
+    unbegun = [[[rank, num_shards, num_ranks]] if not_begun and rank < num_shards else [] for rank in range(num_ranks)]
+    ranks = [by_rank.get(rank, {"places": [], "turn": 0, "left": unbegun[rank]}) for rank in range(num_ranks)]
     step = max(position["step"] for position in by_rank.values())
     return gather(ranks, num_shards) | {"rank": None, "step": step, "copies": 1, "ahead": [], "snapshots": snapshots}
 
@@ -233,7 +233,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _is_text_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(one, str) for item in value.items() for one in item)
+    return isinstance(value, Mapping) and all(isinstance(text, str) for item in value.items() for text in item)
 
 
 def _short(value: Any) -> str:

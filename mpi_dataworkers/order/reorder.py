@@ -1,7 +1,8 @@
 """The loader's reorder buffer: batches come in any order, more than once, from the living and the dead. Pure.
 
-Used by `client.py`. A step is taken in once; a batch of a revoked lease, of a step that is already there, or outside
-the pass is dropped and counted. The training loop takes steps strictly in order, or, if it asks for that, as they come.
+Used by `loader/session.py`. A step is taken in once; a batch of a revoked lease, of a step that is already there,
+or outside the session is dropped and counted. The training loop takes steps strictly in order, or, if it
+asks for that, as they come.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _TOKENS_KEPT = 4096
 
 
 class ReorderBuffer:
-    """Steps [position, ...) of one pass.
+    """Steps [position, ...) of one session.
 
     Args:
         position: the first step that the training loop has not taken.

@@ -93,19 +93,19 @@ class RoundFormer(Generic[T]):
         Raises:
             PipelineError: it has fewer elements than there are ranks.
         """
-        rest = [one for _, waiting in sorted(self._buckets.items()) for one in waiting]
+        left_over = [element for _, waiting in sorted(self._buckets.items()) for element in waiting]
         if self._drop_last:
-            rest = []
-        elif len(rest) < self._world_size and self._held:
-            rest, self._held = self._held + rest, []
-        if 0 < len(rest) < self._world_size:
+            left_over = []
+        elif len(left_over) < self._world_size and self._held:
+            left_over, self._held = self._held + left_over, []
+        if 0 < len(left_over) < self._world_size:
             raise PipelineError(
-                f"a shard has {len(rest)} elements for {self._world_size} ranks, which cannot have the same number of "
-                "steps without repeating one. Use fewer shards (num_shards=, larger files), fewer ranks, or "
+                f"a shard has {len(left_over)} elements for {self._world_size} ranks, which cannot have the same "
+                "number of steps without repeating one. Use fewer shards (num_shards=, larger files), fewer ranks, or "
                 "drop_last=True."
             )
         yield from self._divide(self._held)
-        yield from self._divide(rest)
+        yield from self._divide(left_over)
 
     def _divide(self, elements: list[T]) -> Iterator[list[list[T]]]:
         """Rounds of equal size, of as few batches of at most `batch_size` as there can be with one for every rank.

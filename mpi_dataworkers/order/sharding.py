@@ -194,29 +194,29 @@ class EpochPlan:
     @functools.cached_property
     def _shares_tail(self) -> bool:
         """Whether the last two rounds are divided together."""
-        full, rest = divmod(self.num_samples, self._round_samples)
+        full, left_over = divmod(self.num_samples, self._round_samples)
         least = self.world_size if self.global_batch_size is None else (self.global_batch_size + 1) // 2
-        return full > 0 and 0 < rest < least and not self.drop_last
+        return full > 0 and 0 < left_over < least and not self.drop_last
 
     @property
     def _smallest_round(self) -> int:
-        rest = self.num_samples % self._round_samples
+        left_over = self.num_samples % self._round_samples
         if self._shares_tail:
-            return (self._round_samples + rest) // 2
-        return self._round_samples if self.drop_last or rest == 0 else rest
+            return (self._round_samples + left_over) // 2
+        return self._round_samples if self.drop_last or left_over == 0 else left_over
 
     @functools.cached_property
     def num_steps(self) -> int:
         """Steps of each rank in this epoch."""
-        full, rest = divmod(self.num_samples, self._round_samples)
-        return full if self.drop_last or rest == 0 else full + 1
+        full, left_over = divmod(self.num_samples, self._round_samples)
+        return full if self.drop_last or left_over == 0 else full + 1
 
     def _round_bounds(self, step: int) -> tuple[int, int]:
         start = step * self._round_samples
-        full, rest = divmod(self.num_samples, self._round_samples)
+        full, left_over = divmod(self.num_samples, self._round_samples)
         if self._shares_tail and step >= full - 1:
             start = (full - 1) * self._round_samples
-            middle = start + (self._round_samples + rest + 1) // 2
+            middle = start + (self._round_samples + left_over + 1) // 2
             return (start, middle) if step == full - 1 else (middle, self.num_samples)
         return start, min(start + self._round_samples, self.num_samples)
 

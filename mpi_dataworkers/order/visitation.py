@@ -131,7 +131,8 @@ def decide(sharding: str | None, visitation: str | None, num_shards: int | None,
         try:
             policy = ShardingPolicy(sharding)
         except ValueError:
-            problems.append(f"sharding={sharding!r}: must be one of {', '.join(one.value for one in ShardingPolicy)}")
+            choices = ", ".join(policy.value for policy in ShardingPolicy)
+            problems.append(f"sharding={sharding!r}: must be one of {choices}")
     off = policy is ShardingPolicy.OFF
     promise = visitation if visitation is not None else "zero_once_or_more" if off else "exactly_once"
     if promise not in get_args(Visitation):

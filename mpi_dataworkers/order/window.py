@@ -1,8 +1,8 @@
-"""How many steps of a pass may wait in the loader or be on their way, so that its memory stays bounded. Pure.
+"""How many steps of a session may wait in the loader or be on their way, so that its memory stays bounded. Pure.
 
-Used by `client.py`. The bound is in bytes, and what a step has is known when it is there: the first pass begins with as
-many steps as the loader needs at least and opens the window as batches show their size, later passes begin with what
-the ones before have shown.
+Used by `loader/session.py`. The bound is in bytes, and what a step has is known when it is there: the first
+session begins with as many steps as the loader needs at least and opens the window as batches show their size, later
+sessions begin with what the ones before have shown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepSize:
 
 
 class Window:
-    """The window of one pass.
+    """The window of one session.
 
     Args:
         buffer_bytes: to hold ahead of the training loop.

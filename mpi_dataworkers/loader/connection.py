@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import atexit
 import collections
-import functools
+import contextlib
 import itertools
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from hetstream.base.errors import HetstreamError
@@ -29,13 +30,13 @@ from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected, ToLoader
 from hetstream.mpi_dataworkers.transports.choice import open_loader_endpoint
-from hetstream.mpi_dataworkers.wire.address import ServiceAddress
+from hetstream.mpi_dataworkers.wire.address import ServiceAddress, wait_for_address_file
 from hetstream.mpi_dataworkers.wire.messages import Batches, Message
 
 _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
-# While a pass is open, every loader is asked this often for its reports.
+# While a session is open, every loader is asked this often for its reports.
 REPORT_S = 0.1
 # What the last loaders have to say is waited for this long when the program ends.
 _SAY_LAST_S = 5.0
@@ -56,6 +57,15 @@ class ConnectionOptions:
     compress: bool
 
 
+def service_at(address_file: Path) -> ServiceAddress:
+    """Wait for a service's address file.
+
+    Raises:
+        ServiceUnavailable, ServiceError: as they say.
+    """
+    return wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
+
+
 class ConnectedLoader(Protocol):
     """What the connection's thread asks of a loader. It does not wait, and may raise."""
 
@@ -65,11 +75,11 @@ class ConnectedLoader(Protocol):
     def begin(self, now: float) -> None:
         """Say who it is to the dispatcher."""
 
-    def handle(self, message: Message | Reconnected, now: float) -> None:
-        """Take in a message of the dispatcher."""
+    def message_received(self, message: Message | Reconnected, now: float) -> None:
+        """A message of the dispatcher has come."""
 
-    def take_in(self, received: ReceivedBatch) -> None:
-        """Take in a batch, or small batches, of one of its sessions."""
+    def batches_received(self, received: ReceivedBatch) -> None:
+        """A batch, or small batches, of one of its sessions have come."""
 
     def attend(self, now: float) -> bool:
         """Report what there is to report.
@@ -198,7 +208,7 @@ class Connection:
             messages, batches = self._endpoint.poll(max(0.0, next_round - time.monotonic()))
             now = time.monotonic()
             while self._joining:
-                self._let(self._joining.popleft(), lambda loader: loader.begin(now))  # noqa: B023, called at once
+                self._begin(self._joining.popleft(), now)
             concerned = self._pass_on(messages, batches, now)
             while self._calls:
                 concerned.add(self._calls.popleft())
@@ -222,13 +232,16 @@ class Connection:
         Returns:
             Numbers of the loaders that got something.
         """
-        concerned = set()
-        for one in messages:
+        concerned: set[int] = set()
+        for incoming in messages:
             self.last_heard = now
-            for number in list(self._loaders) if isinstance(one, Reconnected) else [one.loader]:
-                message = one if isinstance(one, Reconnected) else one.message
-                concerned.add(number)
-                self._let(number, functools.partial(_handle, message=message, now=now))
+            if isinstance(incoming, Reconnected):
+                concerned.update(self._loaders)
+                for number in list(self._loaders):
+                    self._pass_message(number, incoming, now)
+            else:
+                concerned.add(incoming.loader)
+                self._pass_message(incoming.loader, incoming.message, now)
         if batches:
             reach("loader.batches_received")
         for received in batches:
@@ -239,25 +252,39 @@ class Connection:
             reader = self._readers.get(header.session_id)
             if reader is not None:
                 concerned.add(reader)
-                self._let(reader, functools.partial(_take_in, received=received))
+                self._pass_batches(reader, received)
         return concerned
 
-    def _let(self, number: int, act: Callable[[ConnectedLoader], None]) -> None:
-        """Let a loader do something; what it raises is its own end and nobody else's."""
-        loader = self._loaders.get(number)
-        if loader is None:
-            return  # it has left, and the dispatcher did not know yet
-        try:
-            act(loader)
-        except Exception as error:  # noqa: BLE001, the boundary of a loader: its training thread raises it
-            self._part_with(number, _as_failure(error))
+    # A loader that is not there has left, and the dispatcher did not know yet. What a loader raises is its own end and
+    # nobody else's.
+
+    def _begin(self, number: int, now: float) -> None:
+        if (loader := self._loaders.get(number)) is not None:
+            with self._ending_on_error(number):
+                loader.begin(now)
+
+    def _pass_message(self, number: int, message: Message | Reconnected, now: float) -> None:
+        if (loader := self._loaders.get(number)) is not None:
+            with self._ending_on_error(number):
+                loader.message_received(message, now)
+
+    def _pass_batches(self, number: int, received: ReceivedBatch) -> None:
+        if (loader := self._loaders.get(number)) is not None:
+            with self._ending_on_error(number):
+                loader.batches_received(received)
 
     def _attend(self, number: int, now: float) -> None:
-        def attend(loader: ConnectedLoader) -> None:
-            if not loader.attend(now):
-                self._part_with(number, None)
+        if (loader := self._loaders.get(number)) is not None:
+            with self._ending_on_error(number):
+                if not loader.attend(now):
+                    self._part_with(number, None)
 
-        self._let(number, attend)
+    @contextlib.contextmanager
+    def _ending_on_error(self, number: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001, the boundary of a loader: its training thread raises it
+            self._part_with(number, _as_failure(error))
 
     def _part_with(self, number: int, failure: HetstreamError | None) -> None:
         with _registry_lock:
@@ -271,14 +298,6 @@ class Connection:
         self._is_over = True
         if _connections.get(self.options) is self:
             del _connections[self.options]
-
-
-def _handle(loader: ConnectedLoader, message: Message | Reconnected, now: float) -> None:
-    loader.handle(message, now)
-
-
-def _take_in(loader: ConnectedLoader, received: ReceivedBatch) -> None:
-    loader.take_in(received)
 
 
 def _as_failure(error: Exception) -> HetstreamError:

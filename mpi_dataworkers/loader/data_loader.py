@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -13,26 +13,29 @@ import torch
 import torch.utils.data
 
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers.config import service_from_environment
-from hetstream.mpi_dataworkers.errors import PipelineError, StateError
+from hetstream.mpi_dataworkers.config import Identity, service_from_environment
+from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
+from hetstream.mpi_dataworkers.loader.division import Division, own_position
+from hetstream.mpi_dataworkers.loader.indexed import LocalIterator, RemoteIterator
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
-from hetstream.mpi_dataworkers.loader.order import ListedPass, Order, PlannedPass
+from hetstream.mpi_dataworkers.loader.order import ListedSteps, Order, PlannedSteps
+from hetstream.mpi_dataworkers.loader.position import EpochIterator, Position, PositionTracker
 from hetstream.mpi_dataworkers.loader.sampler_state import SamplerEpochs, beginning_again, beginning_of
-from hetstream.mpi_dataworkers.loader.shards import Division, LocalShardedIterator, ShardedIterator, own_position
+from hetstream.mpi_dataworkers.loader.shards import LocalShardedIterator, ShardedIterator
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream, SharingMode
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
-from hetstream.mpi_dataworkers.loader.stream import LocalIterator, StreamIterator
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
-    make_stream,
+    make_connection,
     pipeline_now,
     say_pinning_has_no_effect,
     torch_options,
 )
 from hetstream.mpi_dataworkers.ops.pipeline import fingerprint_of
-from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, LengthBuckets, padding_waste, step_spread
+from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, padding_waste, step_spread
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH, DataState
 from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan
@@ -104,6 +107,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         ServiceUnavailable, AuthenticationError, JobNameConflict: the service cannot be used.
     """
 
+    # So many parameters because they are torch's and ours by name: editors and type checkers read them here.
     def __init__(
         self,
         dataset: Any,
@@ -190,62 +194,91 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         )
         identity = options.check(distributed_identity())
         super().__init__(dataset, **options.torch_keywords(identity.world_size))
-        listed = options.is_listed
-        self.seed = seed or 0
-        self._device = torch.device("cpu" if device is None else device)
-        self._listed_order = listed
-        self._sampler_epochs = SamplerEpochs(self.sampler, self.batch_sampler)
-        self._shuffle = bool(shuffle)
-        self._rank, self._world_size = (0, 1) if listed else (identity.rank, identity.world_size)
-        self._next = _Position(0)  # where the next iteration begins
-        self._taken = _Position(0)  # what the training loop has taken
-        self._repeat = repeat
-        self._global_batch_size = global_batch_size
-        size = {"batch_size": str(batch_size)}
-        if global_batch_size is not None:
-            size = {"global_batch_size": str(global_batch_size)}
-        order = size | {"shuffle": str(bool(shuffle)), "seed": str(self.seed)}
-        self._order_description = order | {"drop_last": str(drop_last), "listed": str(listed), "repeat": str(repeat)}
-        guarantee = options.guarantee(self._world_size)
-        self._order_description |= guarantee.description() | {"in_order": str(in_order)}
-        by_length = lengths is not None and bucket_boundaries is not None
-        self._buckets = LengthBuckets(lengths, bucket_boundaries) if by_length else None  # type: ignore[arg-type]
-        self._division: Division | None = None
-        self._is_as_long_as_it_says = (
-            options.is_iterable and self._world_size == 1 and guarantee.cut is not Cut.COPIES and length_of is None
-        )
-        if guarantee.cut is not Cut.STEPS or guarantee.visitation != "exactly_once" or not in_order:
-            num_samples = -1 if options.is_iterable else len(dataset)
-            rest = (
-                self._shuffle,
-                self.seed,
-                seed is not None,
-                self._rank,
-                self._world_size,
-                in_order,
-                length_of is not None,
-            )
-            self._division = Division(guarantee, num_samples, batch_size or 0, drop_last, *rest)
-        if not listed:
-            self._num_steps(0)  # a division that cannot work is an error here, not at the first epoch
-        shared = SharedStream(sharing, pipeline_name or "") if sharing is not None else None
-        named = {"sharing": str(sharing), "pipeline_name": pipeline_name or ""}
+        self._set_up(options, identity)
         found = service or service_from_environment()
-        said = {"fingerprint": fingerprint_of(dataset)} | self._order_description | named
-        skipped = SkippedSamples(options.error_policy(), options.quarantine_file(identity), not options.is_iterable)
-        in_rounds = StreamBuckets(length_of, tuple(bucket_boundaries or ())) if length_of is not None else None
-        buckets = self._buckets or in_rounds
         options.say_what_has_no_effect(found is not None)
         say_pinning_has_no_effect(self)
-        divides = self._world_size > 1
-        self._stream = make_stream(self, found, identity, said, shared, buffer_bytes, buckets, skipped, divides)
-        self._stream.close_with(self)
+        self._connection = self._connect(options, found, identity)
+        self._connection.close_with(self)
+
+    def _set_up(self, options: LoaderOptions, identity: Identity) -> None:
+        """Keep what decides the order, and the position at its beginning."""
+        listed = options.is_listed
+        self.seed = options.seed or 0
+        self._device = torch.device("cpu" if options.device is None else options.device)
+        self._listed_order = listed
+        self._sampler_epochs = SamplerEpochs(self.sampler, self.batch_sampler)
+        self._shuffle = bool(options.shuffle)
+        self._rank, self._world_size = (0, 1) if listed else (identity.rank, identity.world_size)
+        self._next = Position(0)  # where the next iteration begins
+        self._taken = Position(0)  # what the training loop has taken
+        self._repeat: int | None = options.repeat
+        self._global_batch_size = options.global_batch_size
+        guarantee = options.guarantee(self._world_size)
+        self._order_description = options.order_description(guarantee)
+        self._buckets = options.length_buckets()
+        self._division: Division | None = None
+        self._is_as_long_as_it_says = (
+            options.is_iterable
+            and self._world_size == 1
+            and guarantee.cut is not Cut.COPIES
+            and options.length_of is None
+        )
+        if guarantee.cut is not Cut.STEPS or guarantee.visitation != "exactly_once" or not options.in_order:
+            self._division = Division(
+                guarantee,
+                num_samples=-1 if options.is_iterable else len(options.dataset),
+                batch_size=options.batch_size or 0,
+                drop_last=options.drop_last,
+                shuffle=self._shuffle,
+                seed=self.seed,
+                copies_alike=options.seed is not None,
+                rank=self._rank,
+                world_size=self._world_size,
+                in_order=options.in_order,
+                in_rounds=options.length_of is not None,
+            )
+        if not listed:
+            self._num_steps(0)  # a division that cannot work is an error here, not at the first epoch
+
+    def _connect(self, options: LoaderOptions, service: str | None, identity: Identity) -> LoaderConnection:
+        sharing, pipeline_name, length_of = options.sharing, options.pipeline_name or "", options.length_of
+        named = {"sharing": str(sharing), "pipeline_name": pipeline_name}
+        asked = ServiceOptions(
+            service=service,
+            identity=identity,
+            description={"fingerprint": fingerprint_of(self.dataset)} | self._order_description | named,
+            shared=SharedStream(sharing, pipeline_name) if sharing is not None else None,
+            buffer_bytes=options.buffer_bytes,
+            skipped=SkippedSamples(options.error_policy(), options.quarantine_file(identity), not options.is_iterable),
+            divides=self._world_size > 1,
+        )
+        boundaries = tuple(options.bucket_boundaries or ())
+        in_rounds = StreamBuckets(length_of, boundaries) if length_of is not None else None
+        return make_connection(self, asked, self._buckets or in_rounds)
 
     def _plan(self, epoch: int) -> EpochPlan | BucketPlan:
-        rest = self.batch_size, self._world_size, self.drop_last, self._shuffle, self.seed, epoch
         if self._buckets is not None:
-            return BucketPlan(self._buckets, *rest, self._global_batch_size)
-        return EpochPlan(len(self.dataset), *rest, global_batch_size=self._global_batch_size)
+            return BucketPlan(
+                self._buckets,
+                self.batch_size,
+                self._world_size,
+                self.drop_last,
+                self._shuffle,
+                self.seed,
+                epoch,
+                self._global_batch_size,
+            )
+        return EpochPlan(
+            len(self.dataset),
+            self.batch_size,
+            self._world_size,
+            self.drop_last,
+            self._shuffle,
+            self.seed,
+            epoch,
+            global_batch_size=self._global_batch_size,
+        )
 
     def _num_steps(self, epoch: int) -> int | None:
         """Steps of this rank in one pass; None when nobody knows."""
@@ -262,7 +295,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         """
         num_steps = self._num_steps(self._next.epoch)
         if num_steps is None and self._is_as_long_as_it_says:
-            num_steps = super().__len__()
+            num_steps = int(super().__len__())
         if num_steps is None or self._repeat is None:
             what = "an endless stream" if self._repeat is None else f"a stream of {type(self.dataset).__name__}"
             raise TypeError(f"{what} has no length that is known before it ends")
@@ -270,59 +303,60 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass over the current epoch; the next call begins the next epoch."""
-        at, self._next = self._next, _Position(self._next.epoch + 1)
+        at, self._next = self._next, Position(self._next.epoch + 1)
         if self._device.type == "cpu":
-            return _PositionTracker(self, at)
-        counting = _PositionTracker(self, at, is_ahead=True)
+            return PositionTracker(self, at)
+        counting = PositionTracker(self, at, is_ahead=True)
         return OnDevice(counting, self._device, lambda: counting.taken, self._take)
 
     def _begin_after(self, epoch: int) -> None:
         """An iteration that was to continue an epoch has begun the one after it."""
-        if self._next == _Position(epoch + 1):
-            self._next = _Position(epoch + 2)
+        if self._next == Position(epoch + 1):
+            self._next = Position(epoch + 2)
 
-    def _take(self, at: _Position) -> None:
+    def _take(self, at: Position) -> None:
         self._taken = at
 
-    def _data_epoch(self, at: _Position) -> int:
+    def _data_epoch(self, at: Position) -> int:
         """The epoch whose order and augmentation a pass has: no two passes have the same."""
         return at.epoch * (self._repeat or 1) + at.turn
 
-    def _begin_pass(self, at: _Position) -> tuple[_Passing, Order | None]:
+    def _begin_pass(self, at: Position) -> tuple[EpochIterator, Order | None]:
         """One pass over the data, from a position on, and its order; `repeat` makes several of an iteration."""
-        self._stream.pipeline = pipeline_now(self, self._stream.pipeline, self._other_length(at))
+        self._connection.pipeline = pipeline_now(self, self._connection.pipeline, self._other_length(at))
         if self._division is not None:
-            self._division = replace(self._division, num_samples=self._stream.pipeline.num_samples)
+            self._division = replace(self._division, num_samples=self._connection.pipeline.num_samples)
         epoch = self._data_epoch(at)
-        streamed = self._stream.client is not None
+        streamed = self._connection.client is not None
         if self._division is not None:
-            division = self._stream, self._division, self.seed, epoch, at.shards
             if streamed:
-                return ShardedIterator(*division, self), None
-            return LocalShardedIterator(*division, torch_options(self)), None
+                return ShardedIterator(self._connection, self._division, self.seed, epoch, at.shards, self), None
+            options = torch_options(self)
+            return LocalShardedIterator(self._connection, self._division, self.seed, epoch, at.shards, options), None
         order = self._new_order(epoch, at)
-        plan = self._stream, order, self.seed, epoch, at.step
-        return (StreamIterator(*plan, self) if streamed else LocalIterator(*plan, torch_options(self))), order
+        if streamed:
+            return RemoteIterator(self._connection, order, self.seed, epoch, at.step, self), order
+        return LocalIterator(self._connection, order, self.seed, epoch, at.step, torch_options(self)), order
 
-    def _other_length(self, at: _Position) -> str:
+    def _other_length(self, at: Position) -> str:
         """Why a pass cannot begin with a dataset of another length; "" when it can."""
         if self._world_size > 1:
             return "the other ranks, which divide it with this one, may not know"
-        if self._stream.shared is not None:
+        if self._connection.shared is not None:
             return "other jobs, which share the batches, do not know"
         if self._buckets is not None:
             return "is not that of lengths="
         return "is not that of the state which was loaded" if at.step > 0 or at.shards is not None else ""
 
-    def _new_order(self, epoch: int, at: _Position) -> Order:
+    def _new_order(self, epoch: int, at: Position) -> Order:
         if not self._listed_order:
-            return PlannedPass(self._plan(epoch), self._rank)
+            return PlannedSteps(self._plan(epoch), self._rank)
         self._sampler_epochs.begin(epoch)
         source, batched = self._index_sampler, self.batch_sampler is not None
         if not isinstance(at.source, DataState):
-            return ListedPass(source, batched, beginning_of(source, in_epoch=True))
+            return ListedSteps(source, batched, beginning_of(source, in_epoch=True))
         with beginning_again(source, at.source.sampler):
-            order = ListedPass(source, batched, at.source.sampler)
+            order = ListedSteps(source, batched, at.source.sampler)
             order.skip(at.step, at.source.drawn)
         return order
 
@@ -336,7 +370,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         if not isinstance(epoch, numbers.Integral) or isinstance(epoch, bool) or not 0 <= epoch <= MAX_EPOCH:
             raise OptionsError(f"set_epoch({epoch!r}): must be a whole number from 0 to {MAX_EPOCH}")
         epoch = int(epoch)
-        self._next = replace(self._next, is_loaded=False) if epoch == self._next.epoch else _Position(epoch)
+        self._next = replace(self._next, is_loaded=False) if epoch == self._next.epoch else Position(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: plain values, of the batches that the training loop has taken.
@@ -349,11 +383,11 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         reach("loader.state_taken")
         return state.as_dict()
 
-    def _state_at(self, at: _Position) -> DataState:
+    def _state_at(self, at: Position) -> DataState:
         sampler = drawn = ""
         if isinstance(at.source, DataState):
             sampler, drawn = at.source.sampler, at.source.drawn
-        elif isinstance(at.source, ListedPass):
+        elif isinstance(at.source, ListedSteps):
             sampler, drawn = at.source.beginning, at.drawn
         elif self._listed_order:
             sampler = beginning_of(self._index_sampler, in_epoch=False)
@@ -364,12 +398,12 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             shards=at.shards,
             world_size=self._world_size,
             is_global=self._global_batch_size is not None,
-            pipeline=self._stream.pipeline.description()
+            pipeline=self._connection.pipeline.description()
             | {"fingerprint": fingerprint_of(self.dataset)}
             | self._order_description,
             sampler=sampler,
             drawn=drawn,
-            quarantined=self._stream.skipped.state(),
+            quarantined=self._connection.skipped.state(),
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -381,14 +415,14 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             StateError: the state is of another dataset, order or batch size, or damaged; every difference is named.
         """
         loaded = DataState.read(state)
-        loaded.check_fits(self._state_at(_Position(0)), None if self._listed_order else self._num_steps(loaded.epoch))
+        loaded.check_fits(self._state_at(Position(0)), None if self._listed_order else self._num_steps(loaded.epoch))
         shards = loaded.shards
         if self._division is not None and shards is not None:
             shards = own_position(self._division, shards)
         elif loaded.shards is not None or (self._division is not None and loaded.step > 0):
             raise StateError("the state and this loader divide the data in different ways")
-        self._stream.skipped.load_state(loaded.quarantined)
-        self._next = self._taken = _Position(loaded.epoch, loaded.turn, loaded.step, shards, loaded, is_loaded=True)
+        self._connection.skipped.load_state(loaded.quarantined)
+        self._next = self._taken = Position(loaded.epoch, loaded.turn, loaded.step, shards, loaded, is_loaded=True)
 
     def stats(self) -> dict[str, Any]:
         """How the loader does: counts since it was made, and rates over the last seconds.
@@ -400,11 +434,10 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         (share of a step that ranks wait for the one with the longest samples, where time goes with length), both over
         all ranks.
         """
-        stream, client = self._stream, self._stream.client
-        values: dict[str, Any] = msgspec.structs.asdict(stream.stats)
-        values["elapsed_s"] = stream.elapsed_s()
+        client, statistics = self._connection.client, self._connection.statistics
+        values: dict[str, Any] = msgspec.structs.asdict(statistics.now())
         values["wait_share"] = min(1.0, values["wait_s"] / values["elapsed_s"]) if values["elapsed_s"] else 0.0
-        values |= stream.rates()
+        values |= statistics.rates()
         values["num_data_workers"] = client.num_data_workers if client else 0
         values["batches_waiting"], values["batches_out_of_order"] = client.num_waiting() if client else (0, 0)
         values["transport"] = dict(client.batches_by_transport) if client else {}
@@ -413,12 +446,12 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         return values
 
     def _costs_by_length(self) -> dict[str, float]:
-        epoch, step = self._data_epoch(self._taken), self._taken.step
-        if step == 0 and epoch > 0:
-            epoch, step = epoch - 1, self._plan(epoch - 1).num_steps
+        epoch, stop = self._data_epoch(self._taken), self._taken.step
+        if stop == 0 and epoch > 0:
+            epoch, stop = epoch - 1, self._plan(epoch - 1).num_steps
         plan = self._plan(epoch)
         assert isinstance(plan, BucketPlan)
-        costs = [plan.cost(one) for one in range(max(0, step - _STEPS_JUDGED), step)]
+        costs = [plan.cost(step) for step in range(max(0, stop - _STEPS_JUDGED), stop)]
         return {"padding_waste": padding_waste(costs), "step_spread": step_spread(costs)}
 
     @property
@@ -427,112 +460,14 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
         An index of -1 stands for a whole step.
         """
-        return list(self._stream.skipped.samples)
+        return list(self._connection.skipped.samples)
 
     def close(self) -> None:
         """Leave the service; safe to call twice. Also done when the interpreter ends."""
-        self._stream.close()
+        self._connection.close()
 
     def __enter__(self) -> DataLoader[_T_co]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_Passing = StreamIterator | LocalIterator | ShardedIterator | LocalShardedIterator
-
-
-@dataclass(frozen=True)
-class _Position:
-    """What the training loop has taken.
-
-    Attributes:
-        epoch: which iteration.
-        turn: which of its passes, with `repeat`.
-        step: steps taken of that pass.
-        shards: position in each of its streams, where it is divided.
-        source: what knows how the program's sampler began: the pass's order, or the state that it continues.
-        drawn: digest of what the program's sampler gave for the steps taken.
-        is_loaded: it was loaded, and nobody has named its epoch: at the end of that epoch, the next one begins.
-    """
-
-    epoch: int
-    turn: int = 0
-    step: int = 0
-    shards: dict[str, Any] | None = None
-    source: Order | DataState | None = None
-    drawn: str = ""
-    is_loaded: bool = False
-
-
-def _drawn(order: Order | None, step: int) -> str:
-    return order.drawn(step) if isinstance(order, ListedPass) else ""
-
-
-class _PositionTracker(Iterator[Any]):
-    """Goes over the data as often as `repeat` says, and keeps the loader's position: what the training loop has taken,
-    and the next epoch at the end. When it is read ahead of the training loop, the position is only in `taken`."""
-
-    def __init__(self, loader: DataLoader[Any], at: _Position, is_ahead: bool = False) -> None:
-        self._loader = loader
-        self._is_ahead = is_ahead
-        self._passing: _Passing | None = None
-        self._may_go_on = at.is_loaded  # with the next epoch, as long as this one gave nothing
-        self._begin(at)
-        loader._take(self.taken)
-
-    def _move_to(self, taken: _Position) -> None:
-        self.taken = taken
-        if not self._is_ahead:
-            self._loader._take(taken)
-
-    def _begin(self, at: _Position) -> None:
-        self._passing, self._order = self._loader._begin_pass(at)
-        self._at = replace(at, source=self._order, drawn=_drawn(self._order, at.step))
-        self._gave = at.step > 0 or at.shards is not None  # a pass that is continued may be at its end
-        self._move_to(self._at)
-
-    def __next__(self) -> Any:
-        while self._passing is not None:
-            try:
-                batch = next(self._passing)
-            except StopIteration:
-                self._next_turn()
-                continue
-            except Exception:
-                self._may_go_on = False
-                self._note(self._passing)
-                raise
-            self._note(self._passing)
-            self._gave, self._may_go_on = True, False
-            return batch
-        raise StopIteration
-
-    def _next_turn(self) -> None:
-        assert self._passing is not None
-        repeat, ended = self._loader._repeat, self._passing
-        self._passing = None
-        if repeat is None and ended.position > 0 and not self._gave:
-            raise PipelineError(
-                f"a whole pass over {type(self._loader.dataset).__name__} gave no batch, because every sample was left "
-                "out: an endless stream of it would never give one. stats() and the log say why samples were left out."
-            )
-        # An endless stream of nothing ends.
-        last = self._at.turn + 1 == repeat or (repeat is None and ended.position == 0)
-        if last and self._may_go_on and self._gave:
-            self._may_go_on = False
-            self._loader._begin_after(self._at.epoch)
-            self._begin(_Position(self._at.epoch + 1))
-        elif last:
-            self._move_to(_Position(self._at.epoch + 1))
-        else:
-            self._begin(_Position(self._at.epoch, self._at.turn + 1))
-
-    def _note(self, passing: _Passing) -> None:
-        shards = passing.shard_state() if isinstance(passing, ShardedIterator | LocalShardedIterator) else None
-        drawn = _drawn(self._order, passing.position)
-        self._move_to(_Position(self._at.epoch, self._at.turn, passing.position, shards, self._order, drawn))
-
-    def __len__(self) -> int:
-        return len(self._loader)

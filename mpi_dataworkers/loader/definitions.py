@@ -1,6 +1,6 @@
 """What a loader has given to data workers: its pipeline as it was when it was sent, and a copy of that in the trainer.
 
-Used by `stream.py`.
+Used by `loader_connection.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.client import service_at
-from hetstream.mpi_dataworkers.ops.pipeline import (
-    Definition,
-    EnteredPipeline,
-    Pipeline,
-    copy_of,
-    define,
-    difference,
-    has_changed,
-)
+from hetstream.mpi_dataworkers.loader.connection import service_at
+from hetstream.mpi_dataworkers.ops.definition import Definition, copy_of, define, difference, has_changed
+from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
 from hetstream.mpi_dataworkers.wire.codec import Buffer
 from hetstream.mpi_dataworkers.wire.messages import ProvideDefinition

@@ -40,7 +40,7 @@ def move(value: Any, to: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor) or (hasattr(value, "to") and not isinstance(value, type)):
         return to(value)
     if isinstance(value, Mapping):
-        moved = {key: move(one, to) for key, one in value.items()}
+        moved = {key: move(item, to) for key, item in value.items()}
         if type(value) is dict:
             return moved
         if isinstance(value, MutableMapping):  # a defaultdict, say, is made of something else than its items
@@ -49,9 +49,9 @@ def move(value: Any, to: Callable[[Any], Any]) -> Any:
             return same
         return type(value)(moved)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return tuple.__new__(type(value), [move(one, to) for one in value])
+        return tuple.__new__(type(value), [move(item, to) for item in value])
     if isinstance(value, list | tuple):
-        return type(value)(move(one, to) for one in value)
+        return type(value)(move(item, to) for item in value)
     return value
 
 
@@ -93,7 +93,7 @@ class OnDevice(Iterator[Any], Generic[Position]):
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
             # Its memory belongs to the side stream's pool: not to be used again before the loop's work is done.
-            move(batch, lambda one: _record(one, current))
+            move(batch, lambda item: _record(item, current))
         self._ahead = self._fetch()
         return batch
 
@@ -110,12 +110,12 @@ class OnDevice(Iterator[Any], Generic[Position]):
             copied = self._side.record_event()
         return moved, copied, self._position()
 
-    def _copy(self, one: Any) -> Any:
-        if not isinstance(one, torch.Tensor):
-            return one.to(self._device)
-        if self._side is not None and one.device.type == "cpu" and not one.is_pinned():
-            one = one.pin_memory()
-        return one.to(self._device, non_blocking=True)
+    def _copy(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value.to(self._device)
+        if self._side is not None and value.device.type == "cpu" and not value.is_pinned():
+            value = value.pin_memory()
+        return value.to(self._device, non_blocking=True)
 
 
 class _Raised:
@@ -125,8 +125,8 @@ class _Raised:
         self.error = error
 
 
-def _record(one: Any, stream: Any) -> Any:
-    for tensor in [one] if isinstance(one, torch.Tensor) else list(getattr(one, "__dict__", {}).values()):
+def _record(value: Any, stream: Any) -> Any:
+    for tensor in [value] if isinstance(value, torch.Tensor) else list(getattr(value, "__dict__", {}).values()):
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             tensor.record_stream(stream)
-    return one
+    return value

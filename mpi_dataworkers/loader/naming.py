@@ -68,8 +68,8 @@ class _Names:
 def title_of(identity: Identity, name: LoaderName, description: Mapping[str, str]) -> str:
     """What a person knows a loader by: the name that was given to it, the class of its dataset and where it is made."""
     dataset = description.get("dataset", "").rpartition(".")[2]
-    words = (identity.job_name if identity.is_named else "", dataset, name.made_at)
-    return " ".join(word for word in words if word)
+    parts = (identity.job_name if identity.is_named else "", dataset, name.made_at)
+    return " ".join(part for part in parts if part)
 
 
 def _calls() -> Iterator[tuple[str, bool]]:

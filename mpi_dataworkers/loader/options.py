@@ -101,7 +101,7 @@ class LoaderOptions:
         if self.is_iterable:
             return False
         given = (self.sampler, self.batch_sampler, self.generator)
-        return self.batch_size is None or any(one is not None for one in given)
+        return self.batch_size is None or any(value is not None for value in given)
 
     def guarantee(self, world_size: int = 1) -> Guarantee:
         """What the loader promises, and how it divides its passes.
@@ -122,6 +122,21 @@ class LoaderOptions:
             self.num_workers if isinstance(self.num_workers, int) else 0,
         )
         return decide(self.sharding, self.visitation, self.num_shards, traits)
+
+    def order_description(self, guarantee: Guarantee) -> dict[str, str]:
+        """What the order of the samples depends on beside the dataset, in words that an error can show."""
+        size = {"batch_size": str(self.batch_size)}
+        if self.global_batch_size is not None:
+            size = {"global_batch_size": str(self.global_batch_size)}
+        order = {"shuffle": str(bool(self.shuffle)), "seed": str(self.seed or 0), "drop_last": str(self.drop_last)}
+        passes = {"listed": str(self.is_listed), "repeat": str(self.repeat)}
+        return size | order | passes | guarantee.description() | {"in_order": str(self.in_order)}
+
+    def length_buckets(self) -> LengthBuckets | None:
+        """The samples by length, if they are read in rounds of like lengths."""
+        if self.lengths is None or self.bucket_boundaries is None:
+            return None
+        return LengthBuckets(self.lengths, self.bucket_boundaries)
 
     def torch_keywords(self, world_size: int) -> dict[str, Any]:
         """What torch's own constructor is given."""
@@ -246,7 +261,8 @@ def _value_rules(options: LoaderOptions) -> Iterator[str]:
     elif options.service is not None:
         yield from _said_by(parse_service, options.service)
     elif (service := service_from_environment()) is not None:
-        yield from (f"environment variable HETSTREAM_SERVICE: {one}" for one in _said_by(parse_service, service))
+        for problem in _said_by(parse_service, service):
+            yield f"environment variable HETSTREAM_SERVICE: {problem}"
     if options.buffer_bytes is None:
         yield from _said_by(buffer_bytes_from_environment)
     yield from _said_by(transports_from_environment)
@@ -417,7 +433,7 @@ def _printable(name: str, value: Any) -> Iterator[str]:
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Iterator[str]:
-    if not any(value is one or (isinstance(one, str) and value == one) for one in allowed):
+    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
         *most, last = map(repr, allowed)
         yield f"{name}={value!r}: must be {', '.join(most)} or {last}"
 

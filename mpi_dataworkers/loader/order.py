@@ -60,7 +60,7 @@ def steps_to_gather(goal: int, position: int) -> int:
     return min(32, max(1, (goal - position) // 4))
 
 
-class PlannedPass:
+class PlannedSteps:
     """Steps of an order that is a function of (seed, epoch)."""
 
     def __init__(self, plan: EpochPlan | BucketPlan, rank: int) -> None:
@@ -72,11 +72,11 @@ class PlannedPass:
         """Sample indices of a step, or None after the last."""
         return self._plan.indices(step, self.order.rank) if step < self.num_steps else None
 
-    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:  # noqa: ARG002, see ListedPass
+    def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:  # noqa: ARG002, see ListedSteps
         """Seeds of the step's samples."""
         return SampleSeeds(indices, seed, epoch)
 
-    def form(self, step: int) -> IndexForm:  # noqa: ARG002, see ListedPass
+    def form(self, step: int) -> IndexForm:  # noqa: ARG002, see ListedSteps
         """In which form the dataset is asked for a step's samples."""
         return INTS
 
@@ -84,7 +84,7 @@ class PlannedPass:
         """Nothing is kept."""
 
 
-class ListedPass:
+class ListedSteps:
     """Steps as the program's own sampler gives them; drawn as they are needed.
 
     Args:
@@ -200,21 +200,21 @@ def _says_more(index: Any) -> bool:
     return isinstance(index, int) and bool(getattr(index, "__dict__", None)) and not isinstance(index, enum.Enum)
 
 
-class PartlyListedPass(ListedPass):
+class PartlyListedSteps(ListedSteps):
     """A listed pass that ends before the first step which data workers cannot make.
 
     Attributes:
-        rest: what the sampler gives from that step on; None while there is no such step.
+        unlisted: what the sampler gives from that step on; None while there is no such step.
         reason: why they cannot.
     """
 
-    rest: Iterator[Any] | None = None
+    unlisted: Iterator[Any] | None = None
     reason = ""
 
     def _end_at(self, drawn: Any) -> None:
         self.reason = self._refusal(drawn).rstrip(".")
-        self.rest = itertools.chain([drawn], self._iterator)
+        self.unlisted = itertools.chain([drawn], self._iterator)
         self.num_steps = self._next
 
 
-Order = PlannedPass | ListedPass
+Order = PlannedSteps | ListedSteps

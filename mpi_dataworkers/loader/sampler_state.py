@@ -95,19 +95,20 @@ class SamplerEpochs:
 
     def __init__(self, *samplers: Any) -> None:
         # They begin at 0; what is not there was set before the loader was made.
-        begins = [(one, 0 if hasattr(one, "epoch") else None) for one in samplers if hasattr(one, "set_epoch")]
+        with_epochs = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
+        begins = [(sampler, 0 if hasattr(sampler, "epoch") else None) for sampler in with_epochs]
         self._left_at: list[tuple[Any, Any]] = begins
         self._set_by_program = False
 
     def begin(self, epoch: int) -> None:
         """The samplers are about to begin this epoch."""
-        now = [getattr(one, "epoch", None) for one, _ in self._left_at]
+        now = [getattr(sampler, "epoch", None) for sampler, _ in self._left_at]
         self._set_by_program |= any(found != left for found, (_, left) in zip(now, self._left_at, strict=True))
         if self._set_by_program:
             return
-        for one, _ in self._left_at:
-            one.set_epoch(epoch)
-        self._left_at = [(one, getattr(one, "epoch", None)) for one, _ in self._left_at]
+        for sampler, _ in self._left_at:
+            sampler.set_epoch(epoch)
+        self._left_at = [(sampler, getattr(sampler, "epoch", None)) for sampler, _ in self._left_at]
 
 
 def _kind_of(sampler: Any) -> tuple[str, Any]:

@@ -1,6 +1,6 @@
 """How a loader shares its batches with loaders of other jobs: the keywords checked, the key made, the cursor kept.
 
-Used by `stream.py`; the service's side is `dispatcher/sharing.py` and `cache.py`.
+Used by `loader_connection.py`; the service's side is `dispatcher/sharing.py` and `cache.py`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class SkippedSample(NamedTuple):
 
 def quarantine_file(directory: Path, identity: Identity) -> Path:
     """Where one loader's quarantine is written down."""
-    job = "".join(one if one.isalnum() or one in "._-" else "_" for one in identity.job_name)
+    job = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in identity.job_name)
     return directory / f"{job}.rank{identity.rank}.jsonl"
 
 
@@ -142,7 +142,7 @@ class SkippedSamples:
         Raises:
             StateError: it is no list of sample indices, or too long.
         """
-        fit = isinstance(samples, list) and all(type(one) is int and one >= 0 for one in samples)
+        fit = isinstance(samples, list) and all(type(sample) is int and sample >= 0 for sample in samples)
         if not fit or len(samples) > MAX_QUARANTINED:
             raise StateError(
                 f"the state has no list of at most {MAX_QUARANTINED} quarantined sample indices: {samples!r:.200}"

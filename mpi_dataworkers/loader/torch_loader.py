@@ -1,21 +1,19 @@
-"""What a torch DataLoader asks for, in hetstream's words: its pipeline, whether it can be streamed, its stream."""
+"""What a torch DataLoader asks for, in hetstream's words: its pipeline, whether it can be streamed, its connection."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed
 import torch.utils.data
 
-from hetstream.mpi_dataworkers.config import Identity
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.horovod import horovod_identity
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.order import LookAhead
-from hetstream.mpi_dataworkers.loader.sharing import SharedStream
-from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
-from hetstream.mpi_dataworkers.loader.stream import Stream
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
@@ -100,11 +98,16 @@ def pipeline_of(loader: Any, buckets: LengthBuckets | StreamBuckets | None = Non
     except Exception:  # noqa: BLE001, user code; torch itself does not ask for a length where there is a sampler
         num_samples = -1
     batched = loader.batch_sampler is not None
-    rest = loader.collate_fn, num_samples, loader.worker_init_fn, batched
-    num_workers = max(1, loader.num_workers)
-    if isinstance(buckets, StreamBuckets):
-        return Pipeline(loader.dataset, *rest, stream_buckets=buckets, num_workers=num_workers)
-    return Pipeline(loader.dataset, *rest, buckets, num_workers=num_workers)
+    return Pipeline(
+        loader.dataset,
+        loader.collate_fn,
+        num_samples,
+        loader.worker_init_fn,
+        batched,
+        buckets=buckets if isinstance(buckets, LengthBuckets) else None,
+        stream_buckets=buckets if isinstance(buckets, StreamBuckets) else None,
+        num_workers=max(1, loader.num_workers),
+    )
 
 
 def pipeline_now(loader: Any, before: Pipeline, other_length: str) -> Pipeline:
@@ -137,28 +140,10 @@ def _min_window(loader: Any) -> int:
     return max(2, int(loader.prefetch_factor or 2) * int(loader.num_workers))
 
 
-def make_stream(
-    loader: Any,
-    service: str | None,
-    identity: Identity,
-    extra: dict[str, str],
-    shared: SharedStream | None = None,
-    buffer_bytes: int | None = None,
-    buckets: LengthBuckets | StreamBuckets | None = None,
-    skipped: SkippedSamples | None = None,
-    divides: bool = False,
-) -> Stream:
+def make_connection(
+    loader: Any, options: ServiceOptions, buckets: LengthBuckets | StreamBuckets | None = None
+) -> LoaderConnection:
+    """The connection of a loader; `options.description` is what the loader says beside its pipeline's description."""
     pipeline = pipeline_of(loader, buckets)
-    return Stream(
-        pipeline,
-        service,
-        identity,
-        loader.pin_memory,
-        loader.timeout,
-        _min_window(loader),
-        pipeline.description() | extra,
-        shared,
-        buffer_bytes,
-        skipped,
-        divides,
-    )
+    described = replace(options, description=pipeline.description() | options.description)
+    return LoaderConnection(pipeline, described, loader.pin_memory, loader.timeout, _min_window(loader))

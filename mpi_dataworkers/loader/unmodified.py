@@ -21,12 +21,14 @@ from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.definitions import Sent
-from hetstream.mpi_dataworkers.loader.order import PartlyListedPass
-from hetstream.mpi_dataworkers.loader.stream import LocalIterator, PlainLoader, Stream, StreamIterator
+from hetstream.mpi_dataworkers.loader.indexed import LocalIterator, RemoteIterator
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
+from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader
+from hetstream.mpi_dataworkers.loader.order import PartlyListedSteps
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     look_ahead_of,
-    make_stream,
+    make_connection,
     pipeline_of,
     torch_options,
     why_not_streamable,
@@ -44,17 +46,17 @@ class _Kept:
     """What a loader object keeps from one iterator to the next. Copies and pickles of the loader have none.
 
     Attributes:
-        stream: its stream; None: the loader stays local, and the reason has been said.
+        connection: its connection to the service; None: the loader stays local, and the reason has been said.
         passes: gives each pass its number.
     """
 
-    def __init__(self, loader: Any, stream: Stream | None) -> None:
+    def __init__(self, loader: Any, connection: LoaderConnection | None) -> None:
         self._loader = weakref.ref(loader)
-        self.stream = stream
+        self.connection = connection
         self.passes = itertools.count()
-        if stream is not None:
+        if connection is not None:
             # With this object, which the loader and its iterators hold: either may outlive the other.
-            stream.close_with(self)
+            connection.close_with(self)
 
     def is_of(self, loader: Any) -> bool:
         """Whether it belongs to this loader object, and not to one that was copied from it."""
@@ -62,9 +64,9 @@ class _Kept:
 
     def stay_local(self) -> None:
         """Leave the service for good."""
-        stream, self.stream = self.stream, None
-        if stream is not None:
-            stream.close()
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -82,7 +84,7 @@ def make_iterator(loader: Any, as_torch: Callable[[Any], Iterator[Any]]) -> Iter
         _keep(loader, None)  # what pickles the loader itself, as a collate_fn of its own does, sees no change later
         kept = _keep(loader, _adopt(loader))
     sent = _sent_now(kept, loader)
-    return as_torch(loader) if kept.stream is None else StreamedLoaderIter(loader, kept, sent)
+    return as_torch(loader) if kept.connection is None else StreamedLoaderIter(loader, kept, sent)
 
 
 def notice(iterator: object, loader: Any) -> None:
@@ -100,12 +102,12 @@ def _kept_by(loader: Any) -> _Kept | None:
     return kept if kept is not None and kept.is_of(loader) else None
 
 
-def _keep(loader: Any, stream: Stream | None) -> _Kept:
-    kept = vars(loader)[_KEPT] = _Kept(loader, stream)
+def _keep(loader: Any, connection: LoaderConnection | None) -> _Kept:
+    kept = vars(loader)[_KEPT] = _Kept(loader, connection)
     return kept
 
 
-def _adopt(loader: Any) -> Stream | None:
+def _adopt(loader: Any) -> LoaderConnection | None:
     service = service_from_environment()
     reason = why_not_streamable(loader)
     if reason is None and service is not None and (device := device_of(loader.dataset, loader.collate_fn)):
@@ -119,14 +121,14 @@ def _adopt(loader: Any) -> Stream | None:
     return None
 
 
-def _make(loader: Any, service: str | None) -> Stream:
+def _make(loader: Any, service: str | None) -> LoaderConnection:
     identity = identity_from_environment(distributed_identity())
     if not identity.is_named:
         # Every rank's sampler speaks for itself, so ranks need not meet, and must not collide.
         identity = replace(identity, job_name=f"{identity.job_name}.{uuid.uuid4().hex[:12]}")
-    stream = make_stream(loader, service, identity, {})
-    stream.makes_what_fails_there = True  # alone the program works
-    return stream
+    connection = make_connection(loader, ServiceOptions(service=service, identity=identity, description={}))
+    connection.makes_what_fails_there = True  # alone the program works
+    return connection
 
 
 def _sent_now(kept: _Kept, loader: Any, before: Sent | None = None) -> Sent | None:
@@ -138,15 +140,15 @@ def _sent_now(kept: _Kept, loader: Any, before: Sent | None = None) -> Sent | No
         before: what `persistent_workers` began with; as torch's worker processes, data workers then see no change but
             those in shared memory.
     """
-    stream = kept.stream
-    if stream is None:
+    connection = kept.connection
+    if connection is None:
         return None
     try:
-        if before is not None and stream.definitions is not None:
-            return stream.definitions.with_shared_memory(before)
+        if before is not None and connection.definitions is not None:
+            return connection.definitions.with_shared_memory(before)
         # Torch, too, looks at the loader anew for each iterator: another collate_fn, a dataset that has grown.
-        stream.pipeline = pipeline_of(loader)
-        return stream.definition() if stream.client is not None else None
+        connection.pipeline = pipeline_of(loader)
+        return connection.definition() if connection.client is not None else None
     except PipelineError as error:
         _say_local(loader.dataset, str(error))
         kept.stay_local()
@@ -158,21 +160,21 @@ def _say_local(dataset: Any, reason: str) -> None:
 
 
 class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
-    """torch's iterator of a DataLoader, whose batches come from a stream.
+    """torch's iterator of a DataLoader, whose batches come from data workers, or are made as theirs.
 
     It has torch's attributes, and uses them: what changes `_sampler_iter`, `_num_yielded` or a method of the base
     class, as SpeechBrain does, has its effect.
 
     Args:
         loader: a DataLoader of torch.
-        kept: what it keeps; it has a stream.
+        kept: what it keeps; it has a connection.
         sent: what data workers run; None in process.
     """
 
     def __init__(self, loader: Any, kept: _Kept, sent: Sent | None) -> None:
         self._kept = kept
         self._sent = sent
-        self._passing: StreamIterator | LocalIterator | None = None
+        self._passing: RemoteIterator | LocalIterator | None = None
         self._plain: Iterator[Any] | None = None
         generator = loader.generator or torch.default_generator
         self._before_base_seed = generator.get_state()
@@ -195,39 +197,39 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
             self._passing.close()
         self._options = torch_options(loader)
         self._passing = self._plain = None
-        self._order = PartlyListedPass(self._sampler_iter, self._auto_collation)
-        stream = self._kept.stream
-        if stream is None:
+        self._order = PartlyListedSteps(self._sampler_iter, self._auto_collation)
+        connection = self._kept.connection
+        if connection is None:
             self._plain = self._made_by_torch(self._sampler_iter)
             return
-        plan = stream, self._order, self._base_seed, next(self._kept.passes), 0
-        if stream.client is not None:
-            self._passing = StreamIterator(*plan, self._kept, look_ahead_of(loader), self._sent)
+        plan = connection, self._order, self._base_seed, next(self._kept.passes), 0
+        if connection.client is not None:
+            self._passing = RemoteIterator(*plan, self._kept, look_ahead_of(loader), self._sent)
         else:
             self._passing = LocalIterator(*plan, self._options)
-        if self._order.num_steps == 0 and self._order.rest is not None:
-            self._go_on_locally(self._order.rest)
+        if self._order.num_steps == 0 and self._order.unlisted is not None:
+            self._go_on_locally(self._order.unlisted)
 
     def _next_data(self) -> Any:
         if self._passing is not None:
             try:
                 return next(self._passing)
             except StopIteration:
-                if self._order.rest is None:
+                if self._order.unlisted is None:
                     raise
-            self._go_on_locally(self._order.rest)
+            self._go_on_locally(self._order.unlisted)
         if self._plain is None:
             raise StopIteration
         return next(self._plain)
 
-    def _go_on_locally(self, rest: Iterator[Any]) -> None:
+    def _go_on_locally(self, unlisted: Iterator[Any]) -> None:
         """From here on torch makes the steps, in this pass and in those that follow."""
         if self._passing is not None:
             self._passing.close()
             self._passing = None
         _say_local(self._dataset, self._order.reason)
         self._kept.stay_local()
-        self._plain = self._made_by_torch(rest)
+        self._plain = self._made_by_torch(unlisted)
 
     def _made_by_torch(self, steps: Iterator[Any]) -> Iterator[Any]:
         generator = torch.Generator()

@@ -29,25 +29,25 @@ class OwnGenerators:
     """
 
     def __init__(self, *roots: Any) -> None:
-        self._found = list(reachable(roots, lambda one: _is_generator(one) or _is_randomizable(one)))
+        self._found = list(reachable(roots, lambda generator: _is_generator(generator) or _is_randomizable(generator)))
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def seed(self, seed: int) -> None:
         """Seed each of them, for one sample; the seed has 64 bits."""
-        for place, one in enumerate(self._found):
-            _seed(one, derive_seed(seed, place))
+        for place, generator in enumerate(self._found):
+            _seed(generator, derive_seed(seed, place))
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Give generators the states back that they had; not to objects that only have `set_random_state`."""
-        states = [_state_of(one) for one in self._found]
+        states = [_state_of(generator) for generator in self._found]
         try:
             yield
         finally:
-            for one, state in zip(self._found, states, strict=True):
-                _restore(one, state)
+            for generator, state in zip(self._found, states, strict=True):
+                _restore(generator, state)
 
 
 def _is_generator(value: Any) -> bool:
@@ -61,32 +61,32 @@ def _is_randomizable(value: Any) -> bool:
     return "seed" in inspect.signature(method).parameters
 
 
-def _seed(one: Any, seed: int) -> None:
-    if isinstance(one, random.Random):
-        one.seed(seed)
-    elif isinstance(one, np.random.Generator):
-        kind: Any = type(one.bit_generator)
-        one.bit_generator.state = kind(seed).state
-    elif isinstance(one, np.random.RandomState):
-        one.seed(seed & 0xFFFFFFFF)
-    elif isinstance(one, torch.Generator):
-        one.manual_seed(seed)
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+    elif isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
     else:
-        one.set_random_state(seed=seed & 0xFFFFFFFF)
+        generator.set_random_state(seed=seed & 0xFFFFFFFF)
 
 
-def _state_of(one: Any) -> Any:
-    if isinstance(one, random.Random):
-        return one.getstate()
-    if isinstance(one, np.random.Generator):
-        return one.bit_generator.state
-    return one.get_state() if isinstance(one, np.random.RandomState | torch.Generator) else None
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, np.random.RandomState | torch.Generator) else None
 
 
-def _restore(one: Any, state: Any) -> None:
-    if isinstance(one, random.Random):
-        one.setstate(state)
-    elif isinstance(one, np.random.Generator):
-        one.bit_generator.state = state
-    elif isinstance(one, np.random.RandomState | torch.Generator):
-        one.set_state(state)
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState | torch.Generator):
+        generator.set_state(state)

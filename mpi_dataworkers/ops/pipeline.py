@@ -12,38 +12,30 @@ import inspect
 import os
 import random
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import getitem
 from typing import Any, Protocol
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.utils.data
 from torch.utils.data._utils import pin_memory as torch_pin
-from torch.utils.data._utils import worker as torch_worker
 
-from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
 from hetstream.mpi_dataworkers.ops.own_generators import OwnGenerators
-from hetstream.mpi_dataworkers.ops.pickling import digest_of, pickle_apart, unpickle
-from hetstream.mpi_dataworkers.ops.program import is_own, program_of, settings_of
-from hetstream.mpi_dataworkers.ops.reached import Reached
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import Indices
 from hetstream.mpi_dataworkers.sources.together import reads_apart
-from hetstream.mpi_dataworkers.wire.codec import Buffer
-from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure, Program
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.worker.threads import ThreadTeam
 
 _pin_memory: Any = torch_pin.pin_memory
-_numpy_seed: Any = torch_worker._generate_state
 
 
 class Watched(Protocol):
@@ -65,7 +57,7 @@ class _Unwatched:
 _UNWATCHED = _Unwatched()
 
 # torch draws a base seed from 0 to this.
-_LARGEST_BASE_SEED = 2**63 - 1
+LARGEST_BASE_SEED = 2**63 - 1
 
 
 # Of an exception's text and of its traceback; more says no more, and goes through the dispatcher.
@@ -167,7 +159,7 @@ class Pipeline:
         if not self.batched:
             read = partial(getitem, self.dataset, wanted[0] if form is INTS else given)
             sample = -1 if isinstance(wanted[0], list) else wanted[0]
-            samples = self._one(read, sample, seeds[0], seeds_all, watched)
+            samples = self._make_sample(read, sample, seeds[0], seeds_all, watched)
         elif reads_apart(self.dataset):
             samples = self._together(self.dataset.read_samples, wanted, seeds[0], watched)
             transform = self.dataset.transform
@@ -195,12 +187,12 @@ class Pipeline:
     ) -> list[Any]:
         work = list(zip(makes, wanted, seeds, strict=True))
 
-        def one(place: int, thread: int) -> Any:
-            return self._one(*work[place], seeds_all, watched, thread)
+        def make(place: int, thread: int) -> Any:
+            return self._make_sample(*work[place], seeds_all, watched, thread)
 
         if team is None or not self.threads_help:
-            return [one(place, 0) for place in range(len(work))]
-        return team.map(one, len(work), watched.rest)
+            return [make(place, 0) for place in range(len(work))]
+        return team.map(make, len(work), watched.rest)
 
     def _together(self, read: Callable[[Any], list[Any]], wanted: Any, seed: int, watched: Watched) -> Any:
         # One seed for the batch: the dataset does not say where one sample's random numbers begin.
@@ -212,7 +204,7 @@ class Pipeline:
         except Exception as error:
             raise SampleError(-1) from error
 
-    def _one(
+    def _make_sample(
         self, make: Callable[[], Any], index: int, seed: int, seeds_all: bool, watched: Watched, thread: int = 0
     ) -> Any:
         watched.at_sample(index, thread)
@@ -359,7 +351,7 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     # torch's generator makes the same numbers of it, and user code can put `torch.initial_seed()` into a tensor.
-    torch.default_generator.manual_seed(seed & _LARGEST_BASE_SEED)
+    torch.default_generator.manual_seed(seed & LARGEST_BASE_SEED)
 
 
 @contextlib.contextmanager
@@ -383,275 +375,6 @@ def _name_of(value: Any) -> str:
     named = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
     module = getattr(named, "__module__", "")
     return f"{module}.{getattr(named, '__qualname__', repr(named))}".removeprefix("builtins.")
-
-
-# --- definition: the pipeline as it travels -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Definition:
-    """A pipeline in pickled form, with what its code needs of the program around it.
-
-    Attributes:
-        definition_id: see `digest_of`.
-        program: the trainer's.
-        settings: what the trainer has set, for `ops.program.SettingsInForce`.
-        blob: the pickle stream, for `load_pipeline`.
-        buffers: the large buffers that the stream refers to. In the trainer they are the dataset's own memory; in a
-            data worker they are shared with others until someone writes to them.
-        shared: numbers of the buffers that lie in memory which the trainer shares with other processes; where samples
-            are made, of those that they could write to.
-    """
-
-    definition_id: str
-    program: Program
-    settings: bytes
-    blob: Buffer
-    buffers: Sequence[Buffer] = ()
-    shared: Sequence[int] = ()
-
-    def with_buffers(self, buffers: Sequence[Buffer]) -> Definition:
-        """The same pipeline with other bytes in its buffers."""
-        definition_id = digest_of(self.blob, buffers, self.program, self.settings)
-        return replace(self, definition_id=definition_id, buffers=buffers)
-
-    def in_private(self) -> Definition:
-        """The same in memory of its own: what samples write there is not written into the program's arrays."""
-        return replace(self, buffers=[bytearray(buffer) for buffer in self.buffers], shared=self.written)
-
-    @property
-    def written(self) -> list[int]:
-        """Of the shared buffers those that samples could write to."""
-        return [number for number in self.shared if not memoryview(self.buffers[number]).readonly]
-
-    def digest_of_shared(self) -> str:
-        """Digest of the buffers that lie in shared memory, as they are now."""
-        return digest_of(b"", [self.buffers[number] for number in self.shared], self.program, b"")
-
-
-def define(pipeline: Pipeline) -> Definition:
-    """Pickle a pipeline. Classes and functions of `__main__` travel by value, those of modules by name.
-
-    Raises:
-        PipelineError: something in it cannot be pickled; the message names the object.
-    """
-    try:
-        pickled = pickle_apart(pipeline)
-    except Exception as error:  # pickling runs user code (__reduce__, __getstate__): any exception may come
-        where = find_unpicklable(pipeline)
-        raise PipelineError(
-            f"the dataset cannot be sent to data workers: {where} cannot be pickled ({error}). Open files, locks and "
-            "connections belong into __getitem__ or worker_init_fn, or leave them out in __getstate__."
-        ) from error
-    try:
-        reached = Reached(pickled.met, is_own)
-        rest = program_of(reached), settings_of(reached), pickled.blob
-    except Exception as error:  # looking at a proxy runs user code, too
-        raise PipelineError(
-            f"the dataset cannot be sent to data workers: an object that its code names cannot be looked at ({error!r})"
-        ) from error
-    return Definition("", *rest, shared=pickled.shared).with_buffers(pickled.buffers)
-
-
-def has_changed(definition: Definition) -> bool:
-    """Whether the program has written to the arrays of a dataset since it was defined in this process."""
-    return definition.with_buffers(definition.buffers).definition_id != definition.definition_id
-
-
-def load_pipeline(definition: Definition) -> Pipeline:
-    """Rebuild a pipeline, in a data worker in the program that it comes from.
-
-    Raises:
-        PipelineError: it cannot be rebuilt here, or its dataset has another length here.
-    """
-    try:
-        pipeline: Pipeline = unpickle(definition.blob, definition.buffers)[0]
-        here = len(pipeline.dataset) if pipeline.num_samples >= 0 else -1
-    except BaseException as error:  # unpickling runs user code: anything may come (a module that calls sys.exit, too)
-        text = f"{type(error).__name__}: {error}"
-        raise PipelineError(
-            f"the dataset cannot be rebuilt in a data worker: {text}. What it imports and opens when it is unpickled "
-            "must be on the data workers' hosts, under the same names."
-        ) from error
-    if here != pipeline.num_samples:
-        raise PipelineError(
-            f"the dataset has {here} samples in a data worker and {pipeline.num_samples} in the trainer: its files "
-            "changed, or differ between hosts. All hosts must see the same data."
-        )
-    return pipeline
-
-
-def copy_of(definition: Definition) -> tuple[Pipeline, list[type]]:
-    """A copy of a pipeline in the process that has defined it. Its classes are the program's own, as they are now.
-
-    Args:
-        definition: in private memory; what samples write is written there.
-
-    Returns:
-        The copy, and classes of the script that the program has changed since.
-
-    Raises:
-        PipelineError: user code raised.
-    """
-    try:
-        return unpickle(definition.blob, definition.buffers)
-    except Exception as error:  # unpickling runs user code: any exception may come
-        raise PipelineError(f"the dataset cannot be rebuilt in the trainer: {type(error).__name__}: {error}") from error
-
-
-def difference(copied: Any, current: Any, path: str = "", depth: int = 0) -> str:
-    """Where two objects differ, as `dataset.transform`, as far as pickling shows; "" when it shows nothing.
-
-    Args:
-        copied: the earlier one, unpickled.
-        current: the later one, of which a part can no longer be pickled.
-    """
-    try:
-        # Through pickle once, as the earlier one: what Python shares between objects is then alike.
-        same = cloudpickle.dumps(copied) == cloudpickle.dumps(unpickle(cloudpickle.dumps(current))[0])
-        return "" if same else path.lstrip(".") or "it"
-    except Exception:  # noqa: BLE001, pickling runs user code; the question is only whether it raises
-        if depth >= 8 or type(copied) is not type(current) or not hasattr(current, "__dict__"):
-            return ""
-    before, after = vars(copied), vars(current)
-    for name in before.keys() & after.keys():
-        if found := difference(before[name], after[name], f"{path}.{name}", depth + 1):
-            return found
-    return ""
-
-
-def find_unpicklable(value: Any, path: str = "", above: Sequence[Any] = ()) -> str:
-    """Name the innermost object that cannot be pickled, as `dataset.transform.lock (_thread.lock)`, or of a script
-    `dataset.__getitem__ -> global LOCK (_thread.lock)`."""
-    above = (*above, value)
-    try:
-        parts = list(_named_parts(value)) if len(above) <= 8 else []
-    except Exception:  # noqa: BLE001, a proxy's own code, which asks for its object
-        parts = []
-    for name, part in parts:
-        try:
-            pickle_apart(part)
-        except Exception:  # noqa: BLE001, the question is only whether it raises
-            if not any(part is one for one in above):
-                return find_unpicklable(part, path + name, above)
-    return f"{path.lstrip('.') or 'it'} ({type(value).__module__}.{type(value).__qualname__})"
-
-
-def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is pickled with an object. Its methods are, where its class travels by value, with what they read."""
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, list | tuple | set):
-        yield from ((f"[{number}]", item) for number, item in enumerate(value))
-    elif inspect.isfunction(value):
-        try:
-            found = inspect.getclosurevars(value)
-        except ValueError:  # a name of its closure has no value yet
-            return
-        yield from ((f".<closure>.{name}", item) for name, item in found.nonlocals.items())
-        yield from ((f" -> global {name}", item) for name, item in found.globals.items())
-    elif not inspect.isclass(value):
-        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
-        for kind in type(value).__mro__:
-            yield from ((f".{name}", item) for name, item in vars(kind).items() if inspect.isfunction(item))
-
-
-# --- what user code sees in a data worker ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def acting_as_data_worker() -> Iterator[None]:
-    """Let the trainer enter a pipeline for one step, and be itself again."""
-    before = torch_worker._worker_info
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = before
-
-
-class EnteredPipeline:
-    """A pipeline in a process that plays the part of one of torch's worker processes.
-
-    `torch.utils.data.get_worker_info()` has an id below the loader's `num_workers`, the dataset that this process uses
-    and torch's seed of that worker: the base seed that torch draws for the pass, plus the id. `worker_init_fn` runs
-    once for each base seed, with the generators seeded as torch seeds them for it: torch starts its workers anew for
-    each pass, and with `persistent_workers` draws one base seed. Of an IterableDataset each shard plays the part of a
-    worker, see `ops.iterable`.
-
-    Args:
-        pipeline: as it was loaded in this process.
-        number: of the data worker.
-    """
-
-    def __init__(self, pipeline: Pipeline, number: int) -> None:
-        private = replace(pipeline, collate_fn=_PrivateCollate(pipeline.collate_fn))
-        self._worker_id = number % pipeline.num_workers
-        self._is_iterable = isinstance(pipeline.dataset, torch.utils.data.IterableDataset)
-        self._loaded = pipeline
-        self._pipeline = private if self._is_iterable else private.with_own_generators()
-        self._entered: set[int] = set()
-        # What user code was shown last: to make it anew for each step would cost more than a small sample.
-        self._shown_for: int | None = None
-        self._shown: Any = None
-
-    def is_new(self, base_seed: int) -> bool:
-        """Whether `enter` would run user code."""
-        return base_seed not in self._entered
-
-    def enter(self, base_seed: int) -> Pipeline:
-        """Let user code see its part; what `worker_init_fn` raises passes through.
-
-        Returns:
-            The pipeline to run now.
-        """
-        if base_seed == self._shown_for:
-            torch_worker._worker_info = self._shown  # another pipeline may have been entered since
-            return self._pipeline
-        begins = not self._is_iterable and self.is_new(base_seed)
-        self._shown = enter_worker(self._loaded, base_seed, self._worker_id, begins)
-        self._shown_for = base_seed
-        if self.is_new(base_seed):
-            self._entered.add(base_seed)
-            if not self._is_iterable:  # also those that worker_init_fn has made
-                self._pipeline = self._pipeline.with_own_generators()
-        return self._pipeline
-
-
-def enter_worker(pipeline: Pipeline, base_seed: int, worker_id: int, begins: bool) -> Any:
-    """Show user code a worker's id, seed and dataset; when it begins, seed as torch does and run `worker_init_fn`.
-
-    Returns:
-        What `get_worker_info()` gives.
-    """
-    base_seed &= _LARGEST_BASE_SEED
-    seed = base_seed + worker_id
-    info = torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker_id, num_workers=pipeline.num_workers, seed=seed, dataset=pipeline.dataset
-    )
-    if begins and pipeline.worker_init_fn is not None:
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        np.random.seed(_numpy_seed(base_seed, worker_id))
-        pipeline.worker_init_fn(worker_id)
-    return info
-
-
-@dataclass(frozen=True)
-class _PrivateCollate:
-    """A collate function that does not see `get_worker_info()`.
-
-    Where torch sees it, `default_collate` puts each batch into a new shared-memory segment, for a parent process that
-    a data worker does not have; that costs several times what collating into private memory does.
-    """
-
-    collate_fn: Callable[[Any], Any]
-
-    def __call__(self, samples: Any) -> Any:
-        info, torch_worker._worker_info = torch_worker._worker_info, None
-        try:
-            return self.collate_fn(samples)
-        finally:
-            torch_worker._worker_info = info
 
 
 def use_one_thread() -> None:

@@ -24,11 +24,11 @@ def reachable(roots: tuple[Any, ...], is_wanted: Callable[[Any], bool]) -> Itera
     waiting, seen = deque(roots), {id(root) for root in roots}
     kept_alive = list(roots)  # an id belongs to one object for as long as that lives
     while waiting:
-        one = waiting.popleft()
-        if is_wanted(one):
-            yield one
+        found = waiting.popleft()
+        if is_wanted(found):
+            yield found
             continue
-        for part in _parts_of(one):
+        for part in _parts_of(found):
             if id(part) in seen or not _may_hold_more(part):
                 continue
             if len(seen) < _MAX_OBJECTS:
@@ -64,6 +64,6 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 def device_of(*roots: Any) -> str:
     """The device of a tensor that is not in the host's memory, as `cuda:0`; "" when there is none."""
-    for tensor in reachable(roots, lambda one: isinstance(one, torch.Tensor) and one.device.type != "cpu"):
+    for tensor in reachable(roots, lambda found: isinstance(found, torch.Tensor) and found.device.type != "cpu"):
         return str(tensor.device)
     return ""

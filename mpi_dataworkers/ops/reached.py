@@ -113,7 +113,7 @@ class Reached:
         if isinstance(value, staticmethod | classmethod | MethodType):
             self._waiting.append(value.__func__)
         elif isinstance(value, property):
-            self._waiting += [one for one in (value.fget, value.fset) if one is not None]
+            self._waiting += [accessor for accessor in (value.fget, value.fset) if accessor is not None]
         elif isinstance(value, functools.partial | functools.cached_property):
             self._waiting.append(value.func)
         elif isinstance(value, type):
@@ -159,8 +159,8 @@ class Reached:
         holder = module if module is not None and vars(module) is function.__globals__ and not is_script else None
         if holder is not None:
             self.modules.add(holder.__name__)
-        for one in names & function.__globals__.keys():
-            self._see(holder, one, function.__globals__[one], names, set())
+        for read in names & function.__globals__.keys():
+            self._see(holder, read, function.__globals__[read], names, set())
         for cell in function.__closure__ or ():
             try:
                 self._see(None, "", cell.cell_contents, names, set())
@@ -181,8 +181,8 @@ class Reached:
             if self._is_own(value) and value.__name__ not in met:
                 met.add(value.__name__)
                 self.modules.add(value.__name__)
-                for one in names & vars(value).keys():
-                    self._see(value, one, vars(value)[one], names, met)
+                for member in names & vars(value).keys():
+                    self._see(value, member, vars(value)[member], names, met)
             return
         if isinstance(value, FunctionType | type):
             self._waiting.append(value)

@@ -10,33 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import math
 import operator
-import pickle
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import msgspec
 import numpy as np
 import torch
 import torch._utils
 
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
-from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, Buffer, Leaf, Scattered
+from hetstream.mpi_dataworkers.ops.leaves import load_leaf, pickle_leaf
+from hetstream.mpi_dataworkers.ops.packing import Pack, PackLayout, bytes_of_tensor, owned, pack_layout
+from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, Leaf
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
-# What cloudpickle knows of the classes that it has written or read by value.
-_CloudPickler: Any = cloudpickle.Pickler
-_id_of_class: Any = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
-_class_by_id: Any = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
 _look = operator.attrgetter("dtype", "shape", "layout", "is_cpu")
 _INT64_MAX = 2**63 - 1
@@ -47,30 +40,6 @@ _PACK_FROM = 8
 _CACHED_SPEC_BYTES = 1 << 16
 _DTYPE_NAMES = {dtype: name for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)}
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-# Views of one storage that autograd takes for tensors of their own: each may be changed in place, unlike those of
-# torch.split. Half the cost of torch's other ways.
-_part: Any = torch.unsafe_split_with_sizes
-# torch.cat copies with memcpy, which takes a third longer where the places are not on 32 bytes; this copies each tensor
-# by itself, which costs 0.5 us more. It is worth it for tensors of this size and more.
-_copy_each: Any = torch._foreach_copy_
-_CAT_ALIGN_BYTES = 32
-_COPY_EACH_FROM_BYTES = 48 << 10
-# A small tensor that is kept keeps no more than this: it leaves the memory of its message, alone or in the company of
-# others that are small.
-_OWN_BELOW_BYTES = 64 << 10
-# Of many tensors in one buffer, these are small, on average: copying larger ones would cost as much as their way here.
-_SMALL_BYTES = 16 << 10
-# Tensors of this size, on average, leave from where they lie if the transport can do that: a piece more costs less than
-# the copy does.
-_IN_PIECES_FROM_BYTES = 64 << 10
-# What torch's own DistributedDataParallel parts gradients with, for parts of any shape.
-_part_by_template: Any = torch._utils._unflatten_dense_tensors
-_NUMPY_DTYPES = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
-    torch.float64,
-}  # fmt: skip
-
-
 # What a spec that does not fit its bytes may raise.
 _MALFORMED = (
     msgspec.MsgspecError, StopIteration, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError,
@@ -101,53 +70,8 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     if len(plan.packs) == 1 and not plan.alone:
         return spec, [plan.packs[0].of(tensors), *arrays]
     buffers: list[Leaf] = [pack.of([tensors[number] for number in pack.numbers]) for pack in plan.packs]
-    buffers += [_bytes_of_tensor(tensors[number]) for number in plan.alone]
+    buffers += [bytes_of_tensor(tensors[number]) for number in plan.alone]
     return spec, buffers + arrays
-
-
-@dataclass(frozen=True)
-class _Pack:
-    """Tensors that share a buffer: their bytes one after the other, in row-major order each.
-
-    Attributes:
-        numbers: which they are.
-        dtype: of all of them.
-        rest: their dimensions after the first, if they have these in common; else None.
-        lengths: their first dimensions, if they have the `rest` in common; else how many numbers each has.
-    """
-
-    numbers: list[int]
-    num_bytes: int
-    dtype: torch.dtype
-    rest: torch.Size | None
-    lengths: list[int]
-
-    @functools.cached_property
-    def _is_copied_singly(self) -> bool:
-        unit = self.num_bytes // sum(self.lengths)
-        is_aligned = all(length * unit % _CAT_ALIGN_BYTES == 0 for length in self.lengths)
-        return not is_aligned and self.num_bytes >= _COPY_EACH_FROM_BYTES * len(self.lengths)
-
-    def of(self, tensors: list[torch.Tensor]) -> Scattered:
-        """The buffer of a batch's tensors."""
-        are_large = self.num_bytes >= _IN_PIECES_FROM_BYTES * len(tensors)
-        pieces = functools.partial(_bytes_of_each, tensors) if are_large else None
-        return Scattered(self.num_bytes, functools.partial(self._write, tensors), pieces)
-
-    def _alike(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        # Without reshaping each where the first dimension is all in which they differ.
-        return tensors if self.rest is not None else [tensor.reshape(-1) for tensor in tensors]
-
-    @torch.no_grad()
-    def _fill(self, tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
-        whole = flat.view(-1, *self.rest) if self.rest else flat
-        if self._is_copied_singly:
-            _copy_each(_part(whole, self.lengths), self._alike(tensors))
-        else:
-            torch.cat(self._alike(tensors), out=whole)
-
-    def _write(self, tensors: list[torch.Tensor], memory: memoryview) -> None:
-        self._fill(tensors, torch.frombuffer(memory, dtype=self.dtype))
 
 
 @dataclass(frozen=True)
@@ -161,7 +85,7 @@ class _Plan:
         table, numbers: their types and shapes, and the numbers of the packs, as they are in the spec.
     """
 
-    packs: list[_Pack]
+    packs: list[Pack]
     alone: list[int]
     may_turn: list[int]
     table: msgspec.Raw
@@ -182,7 +106,7 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
             rests = {shapes[number][1:] if shapes[number] else None for number in numbers}
             rest = rests.pop() if len(rests) == 1 else None
             lengths = [shapes[number].numel() if rest is None else shapes[number][0] for number in numbers]
-            packs.append(_Pack(numbers, sum(sizes[number] for number in numbers), dtype, rest, lengths))
+            packs.append(Pack(numbers, sum(sizes[number] for number in numbers), dtype, rest, lengths))
     packed = {number for pack in packs for number in pack.numbers}
     alone = [number for number in range(len(dtypes)) if number not in packed]
     table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
@@ -222,7 +146,7 @@ def unflatten(spec: bytes, buffers: list[memoryview]) -> Any:
     """
     try:
         layout = _read_cached(spec) if len(spec) <= _CACHED_SPEC_BYTES else _read(spec)
-        next_buffer = map(_owned, buffers).__next__
+        next_buffer = map(owned, buffers).__next__
         tensors = layout.tensors(next_buffer)
         if layout.names is not None:
             return dict(zip(layout.names, tensors, strict=True))
@@ -244,74 +168,6 @@ def holds_objects(spec: bytes) -> bool:
 
 
 @dataclass(frozen=True)
-class _PackLayout:
-    """Tensors that share a buffer.
-
-    Attributes:
-        dtype: of all of them.
-        numbers: which they are.
-        lengths: their first dimensions, if they have the `rest` in common; else none.
-        templates: tensors of their shapes, if they have not.
-        lasts, stops: how they are grouped to be copied: the number after each group's last one, and where it stops.
-    """
-
-    dtype: torch.dtype
-    numbers: list[int]
-    lengths: list[int]
-    rest: list[int]
-    templates: list[torch.Tensor]
-    lasts: list[int]
-    stops: list[int]
-
-    def parts(self, buffer: memoryview) -> Sequence[torch.Tensor]:
-        """Them all, as views."""
-        flat = torch.frombuffer(buffer, dtype=self.dtype)
-        if len(flat) != self.stops[-1]:
-            raise ProtocolError(f"{self.stops[-1]} numbers were to come in a buffer that has {len(flat)}")
-        parts: list[torch.Tensor] = []
-        begin = first = 0
-        for last, stop in zip(self.lasts, self.stops, strict=True):
-            some = flat[begin:stop]
-            # Of a buffer that is no larger, `_owned` has made a copy.
-            if buffer.nbytes >= _OWN_BELOW_BYTES > some.nbytes:
-                some = some.clone()
-            if self.templates:
-                parts += _part_by_template(some, self.templates[first:last])
-            else:
-                parts += _part(some.view(-1, *self.rest) if self.rest else some, self.lengths[first:last])
-            begin, first = stop, last
-        return parts
-
-
-def _pack_layout(dtype: torch.dtype, numbers: list[int], shapes: list[list[int]]) -> _PackLayout:
-    rest = shapes[0][1:]
-    sizes = [math.prod(shape) for shape in shapes]
-    are_small = sum(sizes) * dtype.itemsize < _SMALL_BYTES * len(sizes)
-    groups = _in_company(sizes, _OWN_BELOW_BYTES // dtype.itemsize) if are_small else ([len(sizes)], [sum(sizes)])
-    if all(len(shape) > 0 and shape[1:] == rest for shape in shapes):
-        return _PackLayout(dtype, numbers, [shape[0] for shape in shapes], rest, [], *groups)
-    return _PackLayout(dtype, numbers, [], [], [torch.empty(shape, device="meta") for shape in shapes], *groups)
-
-
-def _in_company(sizes: list[int], limit: int) -> tuple[list[int], list[int]]:
-    """Group neighbours of which all together are smaller than the limit; who is larger is alone.
-
-    Returns:
-        For each group the number after its last member, and where it stops.
-    """
-    lasts: list[int] = []
-    stops: list[int] = []
-    begin = end = 0
-    for number, size in enumerate(sizes):
-        if end > begin and end + size - begin >= limit:
-            lasts.append(number)
-            stops.append(end)
-            begin = end
-        end += size
-    return [*lasts, len(sizes)], [*stops, end]
-
-
-@dataclass(frozen=True)
 class _Layout:
     """A spec as it was read.
 
@@ -327,7 +183,7 @@ class _Layout:
 
     dtypes: list[torch.dtype]
     shapes: list[list[int]]
-    packs: list[_PackLayout]
+    packs: list[PackLayout]
     alone: list[int]
     tree: Any
     names: list[str] | None
@@ -345,8 +201,9 @@ class _Layout:
         for number in self.alone:
             buffer, dtype, shape = next_buffer(), self.dtypes[number], self.shapes[number]
             # Of no bytes is made no more than an empty tensor, whatever the shape says.
-            one = torch.frombuffer(buffer, dtype=dtype) if buffer.nbytes else torch.empty(0, dtype=dtype)
-            built[number] = one if len(shape) == 1 and len(one) == shape[0] else one.reshape(shape)
+            tensor = torch.frombuffer(buffer, dtype=dtype) if buffer.nbytes else torch.empty(0, dtype=dtype)
+            is_flat = len(shape) == 1 and len(tensor) == shape[0]
+            built[number] = tensor if is_flat else tensor.reshape(shape)
         return built
 
 
@@ -355,7 +212,7 @@ def _read(spec: bytes) -> _Layout:
     dtypes = [getattr(torch, name) for name, _ in table]
     shapes = [shape for _, shape in table]
     packed = {number for pack in packs for number in pack}
-    layouts = [_pack_layout(dtypes[pack[0]], pack, [shapes[number] for number in pack]) for pack in packs]
+    layouts = [pack_layout(dtypes[pack[0]], pack, [shapes[number] for number in pack]) for pack in packs]
     alone = [number for number in range(len(table)) if number not in packed]
     in_order = packs == [list(range(len(table)))]
     return _Layout(dtypes, shapes, layouts, alone, tree, _names_in(tree), in_order, _has_objects(tree))
@@ -364,7 +221,7 @@ def _read(spec: bytes) -> _Layout:
 def _has_objects(node: Any) -> bool:
     if node == "t" or node[0] in "vnsf":
         return False
-    return node[0] in "pk" or any(_has_objects(one) for part in node[1:] for one in part)
+    return node[0] in "pk" or any(_has_objects(child) for part in node[1:] for child in part)
 
 
 def _names_in(tree: Any) -> list[str] | None:
@@ -420,7 +277,7 @@ def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> An
         arrays.append(array.reshape(-1).view(np.uint8).data if array.size else b"")
         return ["n", value.dtype.str, list(value.shape)]
     if kind is str:
-        return ["v", value] if _is_text(value) else ["p", _pickle(value)]
+        return ["v", value] if _is_text(value) else ["p", pickle_leaf(value)]
     if kind in _PLAIN and not (kind is int and abs(value) > _INT64_MAX):
         return ["v", value]
     if kind is list:
@@ -432,8 +289,8 @@ def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> An
         keys = [["v", key] if are_names else _describe(key, tensors, arrays) for key in value]
         return ["d", keys, _describe_all(value.values(), tensors, arrays)]
     if isinstance(value, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None):
-        return ["k", _pickle(kind), _describe_all(value, tensors, arrays)]
-    return ["p", _pickle(value)]
+        return ["k", pickle_leaf(kind), _describe_all(value, tensors, arrays)]
+    return ["p", pickle_leaf(value)]
 
 
 def _describe_all(values: Iterable[Any], tensors: list[torch.Tensor], arrays: list[Leaf]) -> list[Any]:
@@ -472,9 +329,9 @@ def _build(node: Any, next_tensor: Callable[[], Any], next_buffer: Callable[[], 
         return dict(zip(keys, _build_all(node[2], next_tensor, next_buffer), strict=True))
     if kind == "k":
         # Not by a call: a class may have a `__new__` of its own, which takes something else than the fields.
-        return tuple.__new__(_load(node[1]), _build_all(node[2], next_tensor, next_buffer))
+        return tuple.__new__(load_leaf(node[1]), _build_all(node[2], next_tensor, next_buffer))
     if kind == "p":
-        return _load(node[1])
+        return load_leaf(node[1])
     raise ProtocolError(f"a batch's structure names the unknown node {kind!r}")
 
 
@@ -484,136 +341,3 @@ def _build_all(nodes: Any, next_tensor: Callable[[], Any], next_buffer: Callable
         next_tensor() if node == "t" else node[1] if node[0] == "v" else _build(node, next_tensor, next_buffer)
         for node in nodes
     ]
-
-
-def _owned(buffer: memoryview) -> memoryview:
-    """A small buffer in memory of its own."""
-    return memoryview(bytearray(buffer)) if buffer.nbytes < _OWN_BELOW_BYTES else buffer
-
-
-def _load(leaf: bytes) -> Any:
-    try:
-        return pickle.loads(leaf)
-    except Exception as error:  # unpickling runs user code: any exception may come, and it would come again
-        raise RemoteError(f"an object in the batch cannot be unpickled: {error!r}") from error
-
-
-def _bytes_of_tensor(tensor: torch.Tensor) -> Buffer:
-    if tensor.numel() == 0:
-        return b""
-    if tensor.requires_grad or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if tensor.dtype in _NUMPY_DTYPES:
-        return tensor.numpy().data.cast("B")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _bytes_of_each(tensors: list[torch.Tensor]) -> list[Buffer]:
-    return list(map(_bytes_of_tensor, tensors))
-
-
-def resolve_class(module: str, qualified_name: str) -> Any:
-    """Find a class by name; `__main__` means the trainer's program."""
-    found: Any = sys.modules[module]
-    for part in qualified_name.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def find_class(class_id: str, module: str, qualified_name: str) -> Any:
-    """Find the class whose copy a data worker has: by its name, or among those that this process has sent by value.
-
-    Args:
-        class_id: the one that cloudpickle gave it in the process whose definition the data worker has, which may be
-            another one with the same definition.
-        module, qualified_name: where it was defined.
-
-    Raises:
-        LookupError: it is not here.
-    """
-    if "<locals>" not in qualified_name:
-        with contextlib.suppress(KeyError, AttributeError):
-            return resolve_class(module, qualified_name)
-    if class_id in _class_by_id:
-        return _class_by_id[class_id]
-    alike = [one for one in list(_id_of_class) if (one.__module__, one.__qualname__) == (module, qualified_name)]
-    if len(alike) != 1:
-        raise LookupError(
-            f"there are {len(alike)} classes {qualified_name} of {module} in the training process. Define the class of "
-            "the batch at the top of a module"
-        )
-    return alike[0]
-
-
-def _set_attributes(value: object, state: Any) -> None:
-    for part in state if isinstance(state, tuple) else (state,):
-        for name, attribute in (part or {}).items():
-            object.__setattr__(value, name, attribute)
-
-
-def _reduce_for_trainer(value: Any) -> Any:
-    """Write a class that came from the trainer as its name: the copy in the data worker is not the trainer's class."""
-    if isinstance(value, type):
-        if value in _id_of_class:
-            return find_class, (_id_of_class[value], value.__module__, value.__qualname__)
-        if value.__module__ in ("__main__", "__mp_main__") and "<locals>" not in value.__qualname__:
-            return resolve_class, (value.__module__, value.__qualname__)
-        return NotImplemented
-    kind = type(value)
-    if kind in _id_of_class and hasattr(kind, "__slots__") and not hasattr(kind, "__setstate__"):
-        # The copy has no slots (cloudpickle leaves them out) but a `__dict__`, which the trainer's class may not have.
-        reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if isinstance(reduced, tuple) and len(reduced) > 2 and reduced[2] is not None:
-            return (*(*reduced, None, None)[:5], _set_attributes)
-    return NotImplemented
-
-
-class _LeafPickler(pickle.Pickler):
-    """Writes what both processes can find by name."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return _reduce_for_trainer(value)
-
-
-class _ByValuePickler(_CloudPickler):  # type: ignore[misc]
-    """Writes also functions and classes that only this process has, made by user code: several times slower."""
-
-    def reducer_override(self, value: Any) -> Any:
-        reduced = _reduce_for_trainer(value)
-        if reduced is NotImplemented and isinstance(value, type) and (place := _place_in_module(value)) is not None:
-            return getattr, place
-        return super().reducer_override(value) if reduced is NotImplemented else reduced
-
-
-def _place_in_module(kind: type) -> tuple[object, str] | None:
-    """Where a module has a class that does not say so itself: a named tuple in the body of a class, say.
-
-    Returns:
-        What has it, and under which name; None where its own name leads to it, or nothing does.
-    """
-    module = sys.modules.get(kind.__module__)
-    if module is None or "<locals>" in kind.__qualname__:
-        return None
-    with contextlib.suppress(AttributeError):
-        if resolve_class(kind.__module__, kind.__qualname__) is kind:
-            return None
-    members = list(vars(module).values())
-    classes = [one for one in members if isinstance(one, type) and one.__module__ == kind.__module__]
-    for owner in (module, *classes):
-        for name, attribute in list(vars(owner).items()):
-            if attribute is kind:
-                return owner, name
-    return None
-
-
-def _pickle(value: object) -> bytes:
-    try:
-        return _dump(_LeafPickler, value)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return _dump(_ByValuePickler, value)
-
-
-def _dump(kind: Any, value: object) -> bytes:
-    stream = io.BytesIO()
-    kind(stream, protocol=5).dump(value)
-    return stream.getvalue()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from hetstream.mpi_dataworkers.ops.pipeline import Definition
+from hetstream.mpi_dataworkers.ops.definition import Definition
 from hetstream.mpi_dataworkers.wire.messages import ProvideDefinition
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import buffers_in, places_of, read_into
 from hetstream.mpi_dataworkers.worker.children import is_stopped

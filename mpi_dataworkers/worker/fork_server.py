@@ -23,8 +23,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
+from hetstream.mpi_dataworkers.ops.definition import Definition
 from hetstream.mpi_dataworkers.ops.holdings import Holdings
-from hetstream.mpi_dataworkers.ops.pipeline import Definition, use_one_thread
+from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
 from hetstream.mpi_dataworkers.worker.children import (
     FRESH_PROCESS,
     adopt_orphans,

@@ -27,11 +27,11 @@ from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
 from hetstream.mpi_dataworkers.errors import PipelineError, ServiceUnavailable
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
+from hetstream.mpi_dataworkers.ops.definition import Definition
+from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm, unpack_indices
 from hetstream.mpi_dataworkers.ops.iterable import ShardReader
 from hetstream.mpi_dataworkers.ops.pipeline import (
-    Definition,
-    EnteredPipeline,
     Pipeline,
     SampleError,
     describe_failure,

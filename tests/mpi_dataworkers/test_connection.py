@@ -23,7 +23,7 @@ from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import RemoteError
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.loader import connection
-from hetstream.mpi_dataworkers.loader.client import DISPATCHER_SILENCE_S
+from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S
 from hetstream.mpi_dataworkers.loader.connection import ConnectionOptions, join_service
 from hetstream.mpi_dataworkers.transports.base import Disconnected, Received, ReceivedBatch, Reconnected, ToLoader
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
@@ -89,13 +89,13 @@ class FakeLoader:
         assert now > 0
         self.connection.send(self.number, LoaderHeartbeat(LoaderStats()))
 
-    def handle(self, message: Any, now: float) -> None:
+    def message_received(self, message: Any, now: float) -> None:
         assert now > 0
         if isinstance(message, Membership):
             raise ValueError(f"{message.num_data_workers} data workers are too many")
         self.told.put(message)
 
-    def take_in(self, received: ReceivedBatch) -> None:
+    def batches_received(self, received: ReceivedBatch) -> None:
         self.told.put(received)
 
     def attend(self, now: float) -> bool:
@@ -334,14 +334,14 @@ def test_a_process_reads_from_two_services_at_once(three: Any, service: Any, loa
 def test_a_rank_in_a_forked_process_is_not_told_that_the_others_lack_its_loader(
     three: Any, loaders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent = loaders(datasets.Augmented(16), rank=0, world_size=2, service=three.name)._stream.client
-    assert parent._registration.divides
+    parent = loaders(datasets.Augmented(16), rank=0, world_size=2, service=three.name)._connection.client
+    assert parent._registration.message.divides
     with monkeypatch.context() as forked:
         forked.setattr(type(parent), "is_inherited", True)
         child = parent.in_this_process()
     try:
-        assert not child._registration.divides
-        assert child._registration.job_name == f"{parent._registration.job_name}.{os.getpid()}"
+        assert not child._registration.message.divides
+        assert child._registration.message.job_name == f"{parent._registration.message.job_name}.{os.getpid()}"
     finally:
         child.close()
 

@@ -18,12 +18,15 @@ import sample_datasets as datasets
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.config import Identity
-from hetstream.mpi_dataworkers.loader import client, connection
-from hetstream.mpi_dataworkers.loader.client import ClientOptions, ServiceClient
+from hetstream.mpi_dataworkers.loader import connection
+from hetstream.mpi_dataworkers.loader.client import ServiceClient
 from hetstream.mpi_dataworkers.loader.naming import LoaderName
+from hetstream.mpi_dataworkers.loader.registration import ClientOptions
+from hetstream.mpi_dataworkers.loader.session import SessionRequest
 from hetstream.mpi_dataworkers.transports.base import ToLoader
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.messages import (
+    ErrorPolicy,
     LoaderRegistered,
     Message,
     NeedDefinition,
@@ -76,7 +79,7 @@ class Scripted:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, ServiceClient]]:
     """A loader that is registered with definition `old`, and its dispatcher."""
     endpoint = Scripted()
-    monkeypatch.setattr(client, "wait_for_address_file", lambda *_: ServiceAddress("tcp://127.0.0.1:1", *"abcd"))
+    monkeypatch.setattr(connection, "wait_for_address_file", lambda *_: ServiceAddress("tcp://127.0.0.1:1", *"abcd"))
     monkeypatch.setattr(connection, "open_loader_endpoint", lambda *_: endpoint)
     endpoint.answer(LoaderRegistered(False, 1, "old"))
     options = ClientOptions(
@@ -99,45 +102,61 @@ def definition(name: str) -> ProvideDefinition:
     return ProvideDefinition(name, Program("/", []), b"", name.encode())
 
 
+def request(name: str) -> SessionRequest:
+    return SessionRequest(
+        definition=definition(name),
+        epoch=1,
+        seed=0,
+        order=ORDER,
+        first_step=0,
+        num_steps=10,
+        min_window=2,
+        errors=ErrorPolicy(),
+    )
+
+
 def test_a_dataset_that_changes_while_the_loader_registers_again_is_sent(
     scripted: tuple[Scripted, ServiceClient],
 ) -> None:
     endpoint, loader = scripted
     endpoint.answer(UnknownPeer())  # the dispatcher was started again
     assert endpoint.next_of(RegisterLoader).definition_id == "old"
-    loader.open_pass(definition("new"), 1, 0, ORDER, 0, 10, 2)
+    loader.open_session(request("new"))
     endpoint.answer(LoaderRegistered(False, 1, "old"))
     sent = [endpoint.next_of(ProvideDefinition, OpenSession) for _ in range(2)]
     assert isinstance(sent[0], ProvideDefinition)
     assert sent[0].definition_id == sent[1].session.definition_id == "new"
 
 
-def test_passes_of_several_definitions_are_opened_again_and_none_is_forgotten_between(
+def test_sessions_of_several_definitions_are_opened_again_and_none_is_forgotten_between(
     scripted: tuple[Scripted, ServiceClient],
 ) -> None:
     endpoint, loader = scripted
     for name in ("new", "old", "newest", "new"):
-        loader.open_pass(definition(name), 1, 0, ORDER, 0, 10, 2)
+        loader.open_session(request(name))
     for _ in range(4):
         endpoint.next_of(OpenSession)
     endpoint.answer(UnknownPeer())
     asked = endpoint.next_of(RegisterLoader).definition_id
     endpoint.answer(LoaderRegistered(False, 1, "old"))
     said = []
-    while [kind for kind, _ in said].count("pass") < 4:
+    while [kind for kind, _ in said].count("session") < 4:
         message = endpoint.next_of(ProvideDefinition, OpenSession)
-        is_pass = isinstance(message, OpenSession)
+        is_session = isinstance(message, OpenSession)
         said.append(
-            ("pass" if is_pass else "definition", message.session.definition_id if is_pass else message.definition_id)
+            (
+                "session" if is_session else "definition",
+                message.session.definition_id if is_session else message.definition_id,
+            )
         )
     assert asked == "new"
-    newest = [("definition", "newest"), ("pass", "newest")]
-    assert said == [("pass", "old"), *newest, ("definition", "new"), ("pass", "new"), ("pass", "new")]
+    newest = [("definition", "newest"), ("session", "newest")]
+    assert said == [("session", "old"), *newest, ("definition", "new"), ("session", "new"), ("session", "new")]
 
 
 def test_what_the_dispatcher_lacks_is_said_again(scripted: tuple[Scripted, ServiceClient]) -> None:
     endpoint, loader = scripted
-    loader.open_pass(definition("new"), 1, 0, ORDER, 0, 10, 2)
+    loader.open_session(request("new"))
     assert endpoint.next_of(ProvideDefinition).definition_id == "new"
     endpoint.answer(NeedDefinition("unknown"))
     endpoint.answer(NeedDefinition("new"))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from hetstream import DataLoader as OwnLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.order import ListedPass
+from hetstream.mpi_dataworkers.loader.order import ListedSteps
 from hetstream.mpi_dataworkers.ops.index_form import pack_indices, unpack_indices
 
 # What a sampler gives for a step, and whether that has an index for each of its samples.
@@ -45,7 +45,7 @@ def described(index: Any) -> str:
 
 @pytest.mark.parametrize(("given", "batched"), GIVEN, ids=described)
 def test_indices_travel_with_what_they_are(given: Any, batched: bool) -> None:
-    order = ListedPass([given], batched)
+    order = ListedSteps([given], batched)
     indices = order.indices(0)
     assert indices is not None
     packed = pack_indices(indices, order.form(0))
@@ -55,7 +55,7 @@ def test_indices_travel_with_what_they_are(given: Any, batched: bool) -> None:
 
 
 def test_what_has_no_form_of_its_own_is_a_list_of_int() -> None:
-    order = ListedPass([[1, np.int64(2)], range(3), [torch.tensor(1), torch.tensor(2, dtype=torch.int8)]], True)
+    order = ListedSteps([[1, np.int64(2)], range(3), [torch.tensor(1), torch.tensor(2, dtype=torch.int8)]], True)
     for step, expected in enumerate(([1, 2], [0, 1, 2], [1, 2])):
         indices = order.indices(step)
         assert indices is not None
@@ -70,12 +70,12 @@ class Cropped(int):
 
 def test_an_index_that_says_more_than_its_number_is_none() -> None:
     index = Cropped(3)
-    assert ListedPass([[index, 1]], True).indices(0) is not None, "it does not say more"
+    assert ListedSteps([[index, 1]], True).indices(0) is not None, "it does not say more"
     index.size = 224
     for given, batched in (([index, 1], True), ((index,), True), (index, False)):
         with pytest.raises(PipelineError, match="data workers need whole-number indices"):
-            ListedPass([given], batched).indices(0)
-    assert ListedPass([[enum.IntEnum("Part", "a b").b]], True).indices(0) is not None
+            ListedSteps([given], batched).indices(0)
+    assert ListedSteps([[enum.IntEnum("Part", "a b").b]], True).indices(0) is not None
 
 
 class Described(programs.Numbers):

@@ -17,8 +17,9 @@ import torch
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.ops.definition import Definition, define, load_pipeline
 from hetstream.mpi_dataworkers.ops.pickling import APART_FROM_BYTES, pickle_apart
-from hetstream.mpi_dataworkers.ops.pipeline import Definition, Pipeline, define, load_pipeline
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.wire import pipeline_transfer as handover
 from hetstream.mpi_dataworkers.wire.messages import Contents, Program, ProvideDefinition
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed, pack, read_into, remove_unused

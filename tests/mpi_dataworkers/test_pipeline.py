@@ -24,18 +24,9 @@ from torch.utils.data._utils import pin_memory as torch_pin
 from torch.utils.data._utils import worker as torch_worker
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.ops.pipeline import (
-    Definition,
-    EnteredPipeline,
-    MadeStep,
-    Pipeline,
-    SampleError,
-    copy_of,
-    define,
-    find_unpicklable,
-    generators_kept,
-    load_pipeline,
-)
+from hetstream.mpi_dataworkers.ops.definition import Definition, copy_of, define, find_unpicklable, load_pipeline
+from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept
 from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from hetstream.mpi_dataworkers.config import travelling_environment
-from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, define
+from hetstream.mpi_dataworkers.ops.definition import define
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import (
     INSTALLATION,
     SettingsInForce,

@@ -187,7 +187,7 @@ def _train(service: str, told: Any, go: Any) -> None:
     with DataLoader(datasets.Augmented(80), batch_size=8, service=service) as loader:
         passing = iter(loader)
         next(passing)
-        client = loader._stream.client
+        client = loader._connection.client
         assert client is not None
         session = passing._passing._pass.session.session_id  # type: ignore[attr-defined]
         print(json.dumps({"session": session, "receivers": client.receivers}), file=told, flush=True)

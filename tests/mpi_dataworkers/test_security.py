@@ -153,7 +153,7 @@ def test_a_stranger_can_neither_deliver_nor_read_batches(service: Any) -> None:
     with DataLoader(datasets.Augmented(80), batch_size=8, service=service.name) as loader:
         passing = iter(loader)
         next(passing)
-        client = loader._stream.client
+        client = loader._connection.client
         assert client is not None
         session = passing._passing._pass.session.session_id  # type: ignore[attr-defined]
         forged = Batch(session, 5, 1 << 60, 8, b"\xc0", [])

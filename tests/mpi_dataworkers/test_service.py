@@ -298,7 +298,7 @@ def test_a_lost_service_is_never_the_end_of_an_epoch(service: Any, loaders: Any)
     loader = loaders(datasets.Augmented(800), service=service.name, job_name="mine")
     passing = iter(loader)
     next(passing)
-    loader._stream.client._failure = Superseded("another process took this place")
+    loader._connection.client._failure = Superseded("another process took this place")
     for _ in range(2):
         with pytest.raises(Superseded):
             list(passing)
@@ -353,7 +353,7 @@ def test_a_batch_connection_in_doubt_is_made_anew(
     loader = loaders(datasets.Augmented(100_000_000), service=service.name)
     passing = iter(loader)
     next(passing)
-    (receiver,) = loader._stream.client._connection._endpoint._batch_receivers
+    (receiver,) = loader._connection.client._connection._endpoint._batch_receivers
     (connection,) = receiver._connections.values()
     connection.socket.shutdown(socket.SHUT_RDWR)  # as after a malformed batch
     wait_until(
@@ -506,7 +506,7 @@ def test_another_dispatchers_key_is_named(
     foreign = tmp_path / "foreign"
     foreign.write_text(json.dumps(fields | {"server_public_key": new_keys()[0]}))
     foreign.chmod(0o600)
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.client.CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.connection.CONNECT_TIMEOUT_S", 1.0)
     with pytest.raises(AuthenticationError, match="the server key in the address file is not its key"):
         DataLoader(datasets.Augmented(3), service=f"file:{foreign}")
 
@@ -572,7 +572,7 @@ from sample_datasets import Augmented
 loader = DataLoader(Augmented(100_000), batch_size=8)
 passing = iter(loader)
 next(passing)
-print(*loader._stream.client.receivers, flush=True)
+print(*loader._connection.client.receivers, flush=True)
 sys.stdin.read()
 """
 
@@ -608,7 +608,7 @@ def test_where_no_transport_reaches_the_loader_works_itself(
 ) -> None:
     service.start_workers()
     loader = loaders(datasets.Augmented(40), service=service.name)
-    endpoint = type(loader._stream.client._connection._endpoint)
+    endpoint = type(loader._connection.client._connection._endpoint)
     monkeypatch.setattr(endpoint, "receivers", ["shm:@hetstream-of-another-host"])  # as with HETSTREAM_TRANSPORT=shm
     assert as_bytes(loader) == as_bytes(loaders(datasets.Augmented(40)))
     assert loader.stats()["local_steps"] > 0
@@ -779,10 +779,10 @@ passing = iter(loader)
 next(passing)
 import atexit
 started = time.monotonic()
-import hetstream.mpi_dataworkers.loader.stream as stream
-atexit.unregister(stream._close_streams)
+import hetstream.mpi_dataworkers.loader.loader_connection as connection
+atexit.unregister(connection._close_streams)
 atexit.register(lambda: print("ended in", time.monotonic() - started < 2))
-atexit.register(stream._close_streams)
+atexit.register(connection._close_streams)
 """
     service.start_workers()
     result = run_program(program, service.directory, HETSTREAM_SERVICE=service.name)
@@ -790,7 +790,7 @@ atexit.register(stream._close_streams)
 
 
 def test_no_dispatcher_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.client.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.connection.CONNECT_TIMEOUT_S", 0.2)
     with pytest.raises(ServiceUnavailable, match=r"nowhere did not appear within 0\.2 s\. Is the dispatcher running"):
         DataLoader(datasets.Augmented(3), service=f"file:{tmp_path / 'nowhere'}")
 

@@ -77,7 +77,7 @@ def test_what_is_written_into_shared_memory_between_epochs_arrives_and_nothing_e
 
 
 def test_a_step_made_in_the_trainer_has_what_data_workers_have(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.client.LOCAL_AFTER_S", 0.1)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.availability.LOCAL_AFTER_S", 0.1)
     dataset = Labelled(torch.zeros(LENGTH).share_memory_())
     with hooked(service.name, monkeypatch):
         loader = DataLoader(dataset, LENGTH, num_workers=1, persistent_workers=True)
@@ -151,7 +151,7 @@ def test_a_cache_that_worker_processes_fill_for_each_other_is_no_silent_zeros(
 def test_a_cache_that_the_trainer_fills_in_place_of_data_workers_is_none_either(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.client.LOCAL_AFTER_S", 0.1)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.availability.LOCAL_AFTER_S", 0.1)
     dataset = Caching(torch.zeros(LENGTH).share_memory_())
     expected = pytest.raises(PipelineError, match="the dataset writes into shared memory while it makes samples")
     with hooked(service.name, monkeypatch), expected:

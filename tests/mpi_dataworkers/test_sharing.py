@@ -193,7 +193,8 @@ def test_the_cache_of_a_data_worker_is_bounded(service: Any, jobs: Any, monkeypa
 
 
 PROGRAM = """
-from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, define
+from hetstream.mpi_dataworkers.ops.definition import define
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 scale = 3
 
 class Base: pass
@@ -279,7 +280,8 @@ def test_in_window_mode_jobs_get_their_count_through_every_death(service: Any, j
 
 
 def test_programs_in_different_directories_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, define
+    from hetstream.mpi_dataworkers.ops.definition import define
+    from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 
     found = set()
     for name in ("one", "two"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
-from hetstream.mpi_dataworkers.ops import tree
+from hetstream.mpi_dataworkers.ops import leaves, packing, tree
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
 from hetstream.mpi_dataworkers.wire.codec import fuse, split
 
@@ -83,8 +83,8 @@ def test_many_large_tensors_whose_ends_are_on_no_boundary(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shapes: list[tuple[int, ...]]
 ) -> None:
     calls: list[int] = []
-    copy_each = tree._copy_each
-    monkeypatch.setattr(tree, "_copy_each", lambda goals, of: (calls.append(len(of)), copy_each(goals, of)))
+    copy_each = packing._copy_each
+    monkeypatch.setattr(packing, "_copy_each", lambda goals, of: (calls.append(len(of)), copy_each(goals, of)))
     batch = {str(number): (torch.rand(shape) * 100).to(dtype) for number, shape in enumerate(shapes)}
     if batch["0"].dim() == 2:
         batch["0"].t_().requires_grad_(dtype.is_floating_point)
@@ -323,9 +323,9 @@ def test_a_class_that_is_local_to_a_function_is_found_by_its_id_or_when_there_is
     cloudpickle.dumps(first)
     assert type(travel(first())) is first
     names = first.__module__, first.__qualname__
-    assert tree.find_class("of another process", *names) is first
+    assert leaves.find_class("of another process", *names) is first
     second = local_class(2)
     cloudpickle.dumps(second)
     assert [type(travel(one())) for one in (first, second)] == [first, second]
     with pytest.raises(LookupError, match=r"there are 2 classes local_class\.<locals>\.Local of .*test_tree"):
-        tree.find_class("of another process", *names)
+        leaves.find_class("of another process", *names)

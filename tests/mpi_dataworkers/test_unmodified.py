@@ -18,7 +18,7 @@ import hook_programs as programs
 import numpy as np
 import pytest
 import torch
-from hooking import assert_no_local_step, definitions_of, hooked, stream_of
+from hooking import assert_no_local_step, connection_of, definitions_of, hooked
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torch.utils.data import dataloader as torch_dataloader
 
@@ -289,7 +289,7 @@ def test_copies_and_pickles_of_a_loader_are_loaders_of_their_own() -> None:
     assert epochs(loader, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]]
     for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert epochs(other) == epochs(loader)
-        assert stream_of(other) is not stream_of(loader)
+        assert connection_of(other) is not connection_of(loader)
         assert_no_local_step(other)
 
 
@@ -297,10 +297,10 @@ def test_copies_and_pickles_of_a_loader_are_loaders_of_their_own() -> None:
 def test_a_loader_that_collates_with_its_own_method_is_freed_with_its_connection() -> None:
     loader = programs.FilteringLoader(programs.Numbers(8), batch_size=4)
     assert epochs(loader, 1) == [[[100, 200, 300, 400], [500, 600, 700, 800]]]
-    client, known = stream_of(loader).client, weakref.ref(loader)
+    client, known = connection_of(loader).client, weakref.ref(loader)
     sent = definitions_of(loader).last
     assert sent is not None
-    assert stream_of(loader).definition().message is sent.message, "what hetstream keeps in it is not sent"
+    assert connection_of(loader).definition().message is sent.message, "what hetstream keeps in it is not sent"
     del loader
     gc.collect()
     assert known() is None
@@ -465,14 +465,14 @@ def test_a_class_that_the_program_changes_is_neither_missed_nor_changed_back(
 def test_steps_made_in_the_trainer_leave_its_objects_and_its_place_alone(
     service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.client.LOCAL_AFTER_S", 0.1)
+    monkeypatch.setattr("hetstream.mpi_dataworkers.loader.availability.LOCAL_AFTER_S", 0.1)
     (tmp_path / "data").write_bytes(b"")
     lazy = programs.OpensLazily(tmp_path / "data", 8)
     told = programs.Told(8)
     with hooked(service.name, monkeypatch):
         loader = DataLoader(lazy, 4)
         assert epochs(loader, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-        assert stream_of(loader).stats.local_steps == 2
+        assert connection_of(loader).statistics.counters.local_steps == 2
         assert lazy.file is None, "a copy was read"
         sent = definitions_of(loader).last
         assert sent is not None
@@ -518,7 +518,7 @@ def test_what_lightning_adds_to_loaders_works_in_every_data_worker() -> None:
     torch.manual_seed(42)
     loader = DataLoader(programs.Numbers(200), 1, num_workers=2, worker_init_fn=programs.seed_as_lightning)
     assert len(list(loader)) == 200
-    assert stream_of(loader).client is not None
+    assert connection_of(loader).client is not None
     assert_no_local_step(loader)
 
 

@@ -58,7 +58,7 @@ def feed(data: bytes) -> None:
 
 def main() -> None:
     """Run atheris with the arguments of libFuzzer."""
-    tree._load = refuse_pickle
+    tree.load_leaf = refuse_pickle
     atheris.Setup(sys.argv, feed)
     atheris.Fuzz()
 

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_dataloader
 
 from hetstream.mpi_dataworkers.hook import patch
-from hetstream.mpi_dataworkers.loader import stream as streams
+from hetstream.mpi_dataworkers.loader import loader_connection
 from hetstream.mpi_dataworkers.loader.definitions import Definitions
-from hetstream.mpi_dataworkers.loader.stream import Stream
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
 
 _Iterator: Any = torch_dataloader._BaseDataLoaderIter
 
@@ -32,26 +32,26 @@ def hooked(service: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         try:
             yield
         finally:
-            for stream in list(streams._open_streams):
-                stream.close()
+            for connection in list(loader_connection._open_connections):
+                connection.close()
 
 
-def stream_of(loader: Any) -> Stream:
-    """The stream of a loader that is streamed."""
-    stream = vars(loader)["_hetstream"].stream
-    assert isinstance(stream, Stream)
-    return stream
+def connection_of(loader: Any) -> LoaderConnection:
+    """A loader that is streamed, at its service."""
+    connection = vars(loader)["_hetstream"].connection
+    assert isinstance(connection, LoaderConnection)
+    return connection
 
 
 def definitions_of(loader: Any) -> Definitions:
     """What data workers were given by a loader that is streamed."""
-    definitions = stream_of(loader).definitions
+    definitions = connection_of(loader).definitions
     assert definitions is not None
     return definitions
 
 
 def assert_no_local_step(loader: Any) -> None:
     """Fail unless data workers have made all that a loader gave."""
-    stats = stream_of(loader).stats
+    stats = connection_of(loader).statistics.counters
     assert stats.local_steps == 0
     assert stats.steps > 0

@@ -1,0 +1,154 @@
+"""Into which streams of steps the data of one loader is divided: shards, parts or copies; and a position in them.
+
+Used by `shards.py`, which reads them. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetstream.mpi_dataworkers.errors import StateError
+from hetstream.mpi_dataworkers.loader.order import PlannedSteps
+from hetstream.mpi_dataworkers.order.interleave import Interleave, deal
+from hetstream.mpi_dataworkers.order.sharding import EpochPlan, derive_seed
+from hetstream.mpi_dataworkers.order.visitation import Cut, Guarantee
+from hetstream.mpi_dataworkers.wire.messages import ShardOrder
+
+# A state with more was not written by a loader: there are not so many data workers.
+_MAX_COPIES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Division:
+    """Into which streams the passes of one loader are divided.
+
+    Attributes:
+        guarantee: the policy.
+        num_samples: length of an indexed dataset, -1 for an IterableDataset.
+        batch_size: samples in a step; 0: each step is one sample.
+        drop_last, shuffle: as the loader's.
+        seed: base of the order.
+        copies_alike: copies have the same order (the user gave a seed).
+        rank, world_size: which trainer this is.
+        in_order: the order of the steps is that of the data; else that of their arrival.
+        in_rounds: every rank reads all shards of an IterableDataset, its slice of rounds of like length.
+    """
+
+    guarantee: Guarantee
+    num_samples: int
+    batch_size: int
+    drop_last: bool
+    shuffle: bool
+    seed: int
+    copies_alike: bool
+    rank: int
+    world_size: int
+    in_order: bool = True
+    in_rounds: bool = False
+
+    @property
+    def dealt(self) -> tuple[int, int]:
+        """Which rank this is of how many that have shards of their own; (0, 1) where each has a part of every shard."""
+        return (self.rank, self.world_size) if self.num_samples < 0 and not self.in_rounds else (0, 1)
+
+    def known(self, num_copies: int) -> int:
+        """How many streams there are, for all ranks."""
+        return num_copies if self.guarantee.cut is Cut.COPIES else self.guarantee.num_shards
+
+    def shards(self, num_copies: int) -> Sequence[int]:
+        """This rank's streams: its share of an IterableDataset's, of an indexed dataset its slice of each."""
+        if self.guarantee.cut is Cut.COPIES:
+            return range(num_copies)
+        rank, num_ranks = self.dealt
+        return range(rank, self.guarantee.num_shards, num_ranks)
+
+    def width(self, num_copies: int) -> int:
+        """How many of them are read at a time."""
+        if self.guarantee.cut is Cut.COPIES:
+            return max(1, num_copies)
+        return max(1, self.guarantee.width // self.dealt[1])
+
+    def steps_of(self, shard: int, epoch: int) -> PlannedSteps | ShardOrder:
+        """Which samples the steps of one shard have."""
+        cut, num_shards = self.guarantee.cut, self.guarantee.num_shards
+        alike = cut is Cut.COPIES and (self.copies_alike or shard == 0)
+        if self.num_samples < 0:
+            seed_shard = 0 if alike else shard
+            return ShardOrder(
+                cut.value,
+                shard,
+                max(1, num_shards),
+                self.batch_size,
+                self.drop_last,
+                self.shuffle,
+                self.seed,
+                seed_shard,
+                *((self.rank, self.world_size) if self.in_rounds else ()),
+            )
+        num_samples, seed = self.num_samples, self.seed
+        if cut is Cut.INDICES:
+            num_samples = len(range(shard, self.num_samples, num_shards))
+        if not alike and cut is not Cut.STEPS:
+            seed = derive_seed(self.seed, shard) >> 1  # seeds travel as signed 64-bit numbers
+        part = (shard, num_shards) if cut is Cut.INDICES else (0, 1)
+        plan = EpochPlan(
+            num_samples, self.batch_size, self.world_size, self.drop_last, self.shuffle, seed, epoch, *part
+        )
+        return PlannedSteps(plan, self.rank)
+
+    @property
+    def any_order(self) -> bool:
+        """Whether steps are given as they come: of several streams whichever has one, of a single one any step."""
+        return self.guarantee.cut is Cut.COPIES or not self.in_order
+
+    def num_steps(self, epoch: int) -> int | None:
+        """Steps of this rank in one pass; None when nobody knows."""
+        if self.num_samples < 0 or self.guarantee.cut is Cut.COPIES:
+            return None
+        shards = (self.steps_of(shard, epoch) for shard in self.shards(0))
+        return sum(steps.num_steps for steps in shards if isinstance(steps, PlannedSteps))
+
+
+def snapshots_of(state: dict[str, Any] | None) -> Iterator[tuple[int, bytes]]:
+    """Where the readers of shards were, by shard."""
+    for shard, snapshot in (state["snapshots"] if state else {}).items():
+        yield int(shard), snapshot
+
+
+def interleave_of(division: Division, num_copies: int, state: dict[str, Any] | None) -> Interleave:
+    """In which order the shards are read, from a saved position on."""
+    order = Interleave(division.shards(num_copies), division.width(num_copies))
+    if state is not None:
+        order.load(state, division.known(num_copies))
+    return order
+
+
+def own_position(division: Division, state: Any) -> dict[str, Any]:
+    """A saved position as this rank's: of all ranks' together (`data_state.merge_states`) its part.
+
+    Raises:
+        StateError: it is none of this division, or another rank's.
+    """
+    rank, num_ranks = division.dealt
+    try:
+        copies, step, whose = int(state["copies"]), int(state["step"]), state["rank"]
+        ahead = [(int(first), int(stop)) for first, stop in state["ahead"]]
+        dict(snapshots_of(state))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StateError(f"the state has no position in the shards of this loader: {error!r}") from error
+    if not 0 < copies <= _MAX_COPIES or step < 0 or any(not 0 <= first < stop for first, stop in ahead):
+        raise StateError(f"the state has a damaged position in the shards of this loader: {state!r}")
+    if whose is None:
+        dealt = deal(state, division.known(copies), rank, num_ranks, division.width(copies))
+        mine = {str(shard) for shard, _ in dealt["places"]}
+        snapshots = {shard: snapshot for shard, snapshot in state["snapshots"].items() if shard in mine}
+        state = {**state, **dealt, "rank": rank, "snapshots": snapshots}
+    elif whose != rank:
+        raise StateError(
+            f"this is the state of rank {whose}, and this is rank {rank}: each rank of an IterableDataset has a state "
+            "of its own (or load what merge_states() makes of all of them)"
+        )
+    interleave_of(division, copies, state)
+    return dict(state)

@@ -1,0 +1,214 @@
+"""What one loader object keeps between iterations: its pipeline, its connection to the service, its statistics.
+
+Used by `data_loader.py` and, for torch's own class, by `unmodified.py`. `client.py` is the side that talks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch.utils.data._utils import pin_memory as torch_pin
+
+from hetstream.mpi_dataworkers.config import (
+    Identity,
+    buffer_bytes_from_environment,
+    compression_from_environment,
+    transports_from_environment,
+)
+from hetstream.mpi_dataworkers.errors import ServiceUnavailable
+from hetstream.mpi_dataworkers.interpreter import announce
+from hetstream.mpi_dataworkers.loader.client import ServiceClient
+from hetstream.mpi_dataworkers.loader.definitions import Definitions, Sent
+from hetstream.mpi_dataworkers.loader.delivered import Delivered
+from hetstream.mpi_dataworkers.loader.local_workers import LocalWorkers
+from hetstream.mpi_dataworkers.loader.naming import name_loader
+from hetstream.mpi_dataworkers.loader.order import Order
+from hetstream.mpi_dataworkers.loader.registration import ClientOptions
+from hetstream.mpi_dataworkers.loader.sharing import SharedStream
+from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
+from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
+from hetstream.mpi_dataworkers.ops.entered import acting_as_data_worker
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, generators_kept, make_step
+from hetstream.mpi_dataworkers.ops.tree import holds_objects, unflatten
+from hetstream.mpi_dataworkers.wire.address import parse_service
+from hetstream.mpi_dataworkers.wire.codec import Buffer, split
+from hetstream.mpi_dataworkers.wire.messages import Batch, ErrorPolicy, Failure
+
+_pin_memory: Any = torch_pin.pin_memory
+_log = logging.getLogger(__name__)
+_open_connections: weakref.WeakSet[LoaderConnection] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """What a loader asks of its service.
+
+    Attributes:
+        service: where it is; None: steps are made in process.
+        identity: who this trainer is.
+        description: the loader in words, compared between programs of one job name.
+        shared: the stream that it shares with loaders of other jobs.
+        buffer_bytes: finished batches to hold ahead of the training loop; None: what the environment says.
+        skipped: what becomes of samples that fail.
+        divides: the ranks divide the data among them.
+    """
+
+    service: str | None
+    identity: Identity
+    description: dict[str, str]
+    shared: SharedStream | None = None
+    buffer_bytes: int | None = None
+    skipped: SkippedSamples = field(default_factory=lambda: SkippedSamples(ErrorPolicy(), None))
+    divides: bool = False
+
+
+class LoaderConnection:
+    """What one loader object keeps between iterations: its pipeline, its connection, its statistics.
+
+    Args:
+        pipeline: what makes a batch.
+        options: what is asked of the service.
+        pin: whether batches go to pinned memory.
+        timeout_s: for a step to come; 0 for none.
+        min_window: steps that may be under way even when they are larger than the buffer.
+
+    Attributes:
+        pipeline: the program's own objects; steps that the fallback makes are made with a copy.
+        definitions: what data workers were given; None without a service.
+        local_workers: with persistent_workers, what is kept from pass to pass in process.
+        closed: it has left the service.
+        makes_what_fails_there: a step whose pipeline no data worker can use is made here; else it raises.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, options: ServiceOptions, pin: bool, timeout_s: float, min_window: int
+    ) -> None:
+        service = options.service
+        self.pipeline = pipeline
+        self.skipped = options.skipped
+        self.shared = options.shared
+        self.timeout_s = timeout_s
+        self.min_window = min_window
+        self._pin = pin
+        self._client: ServiceClient | None = None
+        self._service = parse_service(service) if service is not None else None
+        self.definitions = Definitions(self._service) if self._service is not None else None
+        self.statistics = LoaderStatistics()
+        self.local_workers: LocalWorkers | None = None
+        self.closed = False
+        self.makes_what_fails_there = False
+        if self._service is not None:
+            announce(self._service)
+            client_options = ClientOptions(
+                self._service,
+                options.identity,
+                name_loader(options.identity, options.description, options.divides),
+                options.description,
+                functools.partial(_prepare, pin),  # not bound to this object, which would live as long as the client
+                _runs_program,
+                options.buffer_bytes or buffer_bytes_from_environment(),
+                transports_from_environment(),
+                compression_from_environment(),
+            )
+            self._client = ServiceClient(client_options, self.definition().message)
+            _open_connections.add(self)
+
+    @property
+    def client(self) -> ServiceClient | None:
+        """The loader at its service; of a process that was forked since, a client of its own."""
+        if self._client is not None and self._client.is_inherited:
+            try:
+                self._client = self._client.in_this_process()
+            except ServiceUnavailable as error:
+                _log.warning("hetstream: this process was forked and works locally: %s", error)
+                self._client = None
+        return self._client
+
+    def count(self, **changes: float) -> None:
+        """Add to the statistics, and have the dispatcher told."""
+        client, statistics = self._client, self.statistics
+        dropped = client.duplicates_dropped if client is not None else statistics.counters.duplicates_dropped
+        statistics.count(changes, dropped)
+        if client is not None:
+            client.stats = statistics.now()
+
+    def definition(self) -> Sent:
+        """The pipeline as it is now, for data workers; see `Definitions.now`.
+
+        Asked for at each pass: programs change their dataset between epochs (another transform, say), as they can with
+        torch's worker processes, which are forked anew.
+
+        Raises:
+            PipelineError: it cannot be pickled, or not be handed over.
+        """
+        assert self.definitions is not None
+        return self.definitions.now(self.pipeline)
+
+    def make_locally(self, sent: Sent, order: Order, step: int, seed: int, epoch: int) -> Delivered:
+        """Make a step in this process, with a copy of what data workers have: the trainer's own objects, random state
+        and place are untouched."""
+        indices = order.indices(step)
+        if indices is None:
+            raise IndexError(step)
+        assert self.definitions is not None
+        with generators_kept(), acting_as_data_worker(), self.definitions.entered(sent) as entered:
+            pipeline = entered.enter(seed)
+            try:
+                seeds = order.seeds(step, indices, seed, epoch)
+                made = make_step(pipeline, indices, seeds, self.skipped.policy, order.form(step))
+            except SampleError as error:
+                raise error.user_error() from None
+        return Delivered(self.pinned(made.batch), made.num_samples, 0, "local", 0, made.num_skipped, made.left_out)
+
+    def leave_out(self, epoch: int, step: int, num_skipped: int, left_out: Sequence[Failure]) -> None:
+        """Count and report what the training loop does not get of a step.
+
+        Raises:
+            PipelineError: more samples are broken than `quarantine` can hold.
+        """
+        self.count(skipped=num_skipped)
+        self.skipped.note(epoch, step, left_out)
+
+    def pinned(self, batch: Any) -> Any:
+        """The batch in pinned memory, if the loader pins and there is a GPU."""
+        return _pinned(self._pin, batch)
+
+    def close(self) -> None:
+        """Leave the service."""
+        self.closed = True
+        if self._client is not None:
+            self._client.close()
+        _open_connections.discard(self)
+
+    def close_with(self, owner: object) -> None:
+        """Leave the service when the loader object is no more: programs make a new loader for each epoch."""
+        if self._client is not None:
+            weakref.finalize(owner, self._client.request_close).atexit = False
+
+
+def _prepare(pin: bool, header: Batch, frames: Sequence[Buffer]) -> Any:
+    if header.num_samples == 0:
+        return None
+    return _pinned(pin, unflatten(header.spec, split(frames, header.buffers)))
+
+
+def _pinned(pin: bool, batch: Any) -> Any:
+    return _pin_memory(batch) if pin and torch.cuda.is_available() else batch
+
+
+def _runs_program(header: Batch) -> bool:
+    return header.num_samples > 0 and holds_objects(header.spec)
+
+
+@atexit.register
+def _close_connections() -> None:
+    for connection in list(_open_connections):
+        connection.close()

@@ -1,0 +1,113 @@
+"""From a batch's header and frames to what the training loop gets."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
+from hetstream.mpi_dataworkers.loader.delivered import Delivered
+from hetstream.mpi_dataworkers.loader.session import LoaderSession
+from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.messages import Batch, BatchFailed, Failure
+
+_log = logging.getLogger(__name__)
+
+
+class Rebuilds(Protocol):
+    """A loader that rebuilds batches."""
+
+    def rebuild(self, wanted: Sequence[tuple[LoaderSession, Batch]], frames: Sequence[Buffer]) -> None:
+        """Rebuild batches and put each into its session. Does not raise."""
+
+
+class Rebuilder:
+    """Rebuilds batches of one loader in a thread of its own, because that runs code of the program.
+
+    The thread is there while the loader has an open session in which such a batch has come. `put` and `end` are called
+    with the loader's lock.
+    """
+
+    def __init__(self, loader: Rebuilds) -> None:
+        self._loader = loader
+        self._thread: _RebuildThread | None = None  # the last one, which may have been told to end
+
+    def put(self, session: LoaderSession, header: Batch, frames: Sequence[Buffer]) -> None:
+        """Rebuild this batch after those before it."""
+        if self._thread is None or self._thread.is_ending:
+            self._thread = _RebuildThread(self._loader)
+            self._thread.start()
+        self._thread.work.put((session, header, frames))
+
+    def end(self) -> None:
+        """End when all that was put in is done."""
+        if self._thread is not None:
+            self._thread.is_ending = True
+            self._thread.work.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end; whether it has ended."""
+        thread = self._thread
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+
+class _RebuildThread(threading.Thread):
+    """Rebuilds what is put into `work`, up to None.
+
+    Attributes:
+        is_ending: it was told to end.
+    """
+
+    def __init__(self, loader: Rebuilds) -> None:
+        super().__init__(name="hetstream-rebuild", daemon=True)
+        self._loader = loader
+        self.is_ending = False
+        self.work: queue.SimpleQueue[tuple[LoaderSession, Batch, Sequence[Buffer]] | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while (item := self.work.get()) is not None:
+            session, header, frames = item
+            self._loader.rebuild([(session, header)], frames)
+            del item, session, header, frames  # the memory of the batch belongs to the training loop
+
+
+def rebuild(
+    prepare: Callable[[Batch, Sequence[Buffer]], Any], header: Batch, frames: Sequence[Buffer]
+) -> Delivered | BatchFailed | None:
+    """Rebuild a batch.
+
+    Args:
+        prepare: see `ClientOptions`.
+        header, frames: as they came.
+
+    Returns:
+        The step; None for a batch that is refused, whose step will be leased again.
+    """
+    try:
+        payload = prepare(header, frames)
+    except ProtocolError as error:
+        _log.warning("refused step %d: %s; it will be leased again", header.step, error)
+        return None
+    except BaseException as error:  # noqa: BLE001, user classes are rebuilt here; the same would happen again
+        text = f"the batch cannot be rebuilt in the trainer: {error}"
+        kind = (RemoteError.__module__, RemoteError.__qualname__)
+        return BatchFailed(header.session_id, header.step, Failure(-1, kind, text, traceback.format_exc()))
+    num_bytes = sum(length for _, _, length in header.buffers)
+    return Delivered(
+        payload,
+        header.num_samples,
+        num_bytes,
+        header.origin,
+        header.shift,
+        num_skipped=header.num_skipped,
+        left_out=header.left_out,
+        snapshot=header.snapshot,
+        held_bytes=num_bytes + len(header.spec) if header.num_samples > 0 else 0,
+    )

@@ -1,0 +1,167 @@
+"""How a loader is known at its dispatcher, and what it still has to say there. No I/O.
+
+Used by `client.py`, which guards it with its lock. A dispatcher that was restarted knows nothing of a loader:
+it is told everything again, from the sessions as they are by then.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.interpreter import this_interpreter
+from hetstream.mpi_dataworkers.loader.naming import LoaderName, title_of
+from hetstream.mpi_dataworkers.loader.session import LoaderSession
+from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.wire.messages import Batch, CloseSession, Message, ProvideDefinition, RegisterLoader
+
+_REGISTER_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """What a loader says of itself at its service, and what it does with batches.
+
+    Attributes:
+        address_file: the dispatcher's address file.
+        identity: who this trainer is.
+        name: who the loader is among those of its program.
+        description: the pipeline in words, compared between programs of one job name.
+        prepare: builds the batch from its header and frames; runs in the connection's thread, or in the loader's own.
+        runs_program: whether `prepare` runs code of the program for this batch, which may hang.
+        buffer_bytes: finished batches to hold ahead of the training loop.
+        transports: the ways on which batches may come.
+        compress: ask data workers that come over TCP to compress.
+    """
+
+    address_file: Path
+    identity: Identity
+    name: LoaderName
+    description: dict[str, str]
+    prepare: Callable[[Batch, Sequence[Buffer]], Any]
+    runs_program: Callable[[Batch], bool]
+    buffer_bytes: int
+    transports: frozenset[str]
+    compress: bool = False
+
+
+_trainer: tuple[int, str] = (0, "")
+
+
+def _trainer_name() -> str:
+    """A random name of this process; a forked one gets its own."""
+    global _trainer
+    if _trainer[0] != os.getpid():
+        _trainer = os.getpid(), secrets.token_hex(8)
+    return _trainer[1]
+
+
+class Registration:
+    """A loader's registration, its newest definition and its messages that wait.
+
+    Args:
+        options: who the loader is.
+        definition: the pipeline in pickled form.
+
+    Attributes:
+        definition: the newest one.
+        message: what the dispatcher is told first.
+        was_answered: the dispatcher has let the loader in, at some time.
+    """
+
+    def __init__(self, options: ClientOptions, definition: ProvideDefinition) -> None:
+        identity, name = options.identity, options.name
+        self.definition = definition
+        self.was_answered = False
+        # When the registration that is under way was sent; None while there is none.
+        self._asked_at: float | None = None
+        self._outbox: collections.deque[Message] = collections.deque()
+        self.message = RegisterLoader(
+            job_name=identity.job_name,
+            ordinal=name.ordinal,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            definition_id=definition.definition_id,
+            description=options.description,
+            occurrence=name.occurrence,
+            place=name.place,
+            made_at=name.made_at,
+            divides=name.divides,
+            trainer=_trainer_name(),
+            interpreter=this_interpreter(),
+            title=title_of(identity, name, options.description),
+        )
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the dispatcher knows the loader, and no registration is under way."""
+        return self.was_answered and self._asked_at is None
+
+    def begin(self, now: float) -> RegisterLoader:
+        """The message with which a registration begins."""
+        self._asked_at = now
+        return self.message
+
+    def is_to_begin_again(self, now: float) -> bool:
+        """Whether to register with a dispatcher that does not know the loader.
+
+        It may have died before it answered: a registration that got no answer is sent again.
+        """
+        return self._asked_at is None or now - self._asked_at > _REGISTER_AGAIN_S
+
+    def answered(self) -> None:
+        """The dispatcher has let the loader in."""
+        self.was_answered, self._asked_at = True, None
+
+    def use(self, definition: ProvideDefinition) -> ProvideDefinition:
+        """Say which pipeline the next session has, unless it is the same; returns the one to keep."""
+        if definition.definition_id != self.definition.definition_id:
+            self.definition = definition
+            self.message = msgspec.structs.replace(self.message, definition_id=definition.definition_id)
+            self._outbox.append(definition)
+        return self.definition
+
+    def say(self, message: Message) -> None:
+        """Send this after what waits already."""
+        self._outbox.append(message)
+
+    def say_all(self, sessions: Iterable[LoaderSession], known_id: str) -> None:
+        """Queue what a dispatcher that has just let this loader in is to know.
+
+        Args:
+            sessions: those that are open.
+            known_id: id of the definition that it has, "" for none.
+        """
+        # All else is said again, from the sessions as they are now; the end of one would be lost.
+        self._outbox = collections.deque(message for message in self._outbox if isinstance(message, CloseSession))
+        # Sessions of what is known come first: the dispatcher forgets what no session uses when another one comes.
+        current = self.definition.definition_id
+
+        def rank(session: LoaderSession) -> tuple[bool, bool, str]:
+            definition_id = session.definition.definition_id
+            return definition_id != known_id, definition_id == current, definition_id
+
+        last = known_id
+        for session in sorted(sessions, key=rank):
+            if session.definition.definition_id != last:
+                last = session.definition.definition_id
+                self._outbox.append(session.definition)
+            self._outbox.append(session.opening())
+        if current != last:
+            self._outbox.append(self.definition)
+
+    def take_waiting(self) -> Iterable[Message]:
+        """Messages that can be sent now; each is forgotten when it is taken."""
+        while self.is_known and self._outbox:
+            yield self._outbox.popleft()

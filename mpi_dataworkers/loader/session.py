@@ -1,0 +1,294 @@
+"""An open session of a loader: one epoch that it reads from data workers, or one shard of it. No I/O.
+
+Used by `client.py`, which guards it with its lock. A session knows which steps have come and which the training loop
+has taken, and from these what the dispatcher is to be told.
+"""
+
+from __future__ import annotations
+
+import collections
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hetstream.mpi_dataworkers.loader.connection import REPORT_S
+from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LostStep
+from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
+from hetstream.mpi_dataworkers.order.window import Window
+from hetstream.mpi_dataworkers.wire.messages import (
+    BatchFailed,
+    CloseSession,
+    ErrorPolicy,
+    ExtendSession,
+    ListedOrder,
+    LoaderStats,
+    OpenSession,
+    PlannedOrder,
+    ProvideDefinition,
+    Ranges,
+    ReportProgress,
+    SessionSpec,
+    ShardOrder,
+    Sharing,
+    StepList,
+    StepsLost,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionRequest:
+    """What a loader asks for when it opens a session.
+
+    Attributes:
+        definition: the pipeline as it is now; sent when it is not the one that the dispatcher has.
+        epoch: the epoch.
+        seed: base of the random state of samples.
+        order: who knows the order.
+        first_step: where to begin.
+        num_steps: total, or -1 when the sampler's end is unknown.
+        min_window: steps in the window even when they are larger than the buffer.
+        errors: what becomes of a step that cannot be made.
+        sharing: with whom to share the batches.
+        shift: how far the loader is from its own numbering in the stream that it shares.
+        sharers: sessions that share the buffer and the window; each is kept with one data worker if there are more.
+        at_most_once: go on without the steps of a data worker that is lost.
+        in_order: give the steps in order; else as they come.
+        ahead: steps beyond `first_step` that were taken before.
+        snapshot: where the reader of a shard was at or before `first_step`.
+    """
+
+    definition: ProvideDefinition
+    epoch: int
+    seed: int
+    order: PlannedOrder | ListedOrder | ShardOrder
+    first_step: int
+    num_steps: int
+    min_window: int
+    errors: ErrorPolicy
+    sharing: Sharing | None = None
+    shift: int = 0
+    sharers: int = 1
+    at_most_once: bool = False
+    in_order: bool = True
+    ahead: Ranges | None = None
+    snapshot: bytes = b""
+
+    def spec(self, receivers: list[str]) -> SessionSpec:
+        """A new session, as the dispatcher knows it; batches come to `receivers`."""
+        return SessionSpec(
+            secrets.token_hex(8),
+            self.definition.definition_id,
+            self.epoch,
+            self.seed,
+            self.order,
+            receivers,
+            self.sharing,
+            kept_together=self.sharers > 1 or isinstance(self.order, ShardOrder),
+            at_most_once=self.at_most_once,
+            errors=self.errors,
+        )
+
+
+class Progress(NamedTuple):
+    """How far a session is, as its reports say.
+
+    Attributes:
+        position: steps below it were taken.
+        come: up to which step there would be batches if they had come in order.
+        window: steps beyond the position that may wait or be on their way.
+    """
+
+    position: int
+    come: int
+    window: int
+
+
+class LoaderSession:
+    """One session, from its opening to its close. Made by `ServiceClient.open_session`.
+
+    Args:
+        session: as the dispatcher knows it.
+        request: what was asked for.
+        window: how many steps may be under way.
+
+    Attributes:
+        session_id: tells its batches from those of other sessions.
+        definition: the pipeline, for a dispatcher that does not have it.
+        num_steps: total, -1 while it is not known.
+        shift: in a shared stream, how far the newest batch is from the session's own numbering.
+        snapshot: where the reader of a shard was at or before the position, "" for its beginning.
+        num_lost: steps that were lost and passed over.
+        rest_lost: the steps after `num_steps` were lost.
+        buffer: steps that have come and were not taken.
+        held_bytes: of the batches that wait in the buffer.
+        known_steps: steps of a listed order that the dispatcher was told, or will be.
+    """
+
+    def __init__(self, session: SessionSpec, request: SessionRequest, window: Window) -> None:
+        first_step = request.first_step
+        self.session_id = session.session_id
+        self.definition = request.definition
+        self.num_steps = request.num_steps
+        self.shift = request.shift
+        self.snapshot = request.snapshot
+        self.num_lost = 0
+        self.rest_lost = False
+        self.buffer = ReorderBuffer(first_step, request.in_order, request.ahead)
+        self.held_bytes = 0
+        self.known_steps = request.num_steps if isinstance(session.order, PlannedOrder) else first_step
+        self._session = session
+        self._window = window
+        self._is_placed = False
+        self._lists: collections.OrderedDict[int, bytes] = collections.OrderedDict()
+        self._reported = Progress(first_step, first_step, 0)
+        self._reported_at = 0.0
+
+    @property
+    def window(self) -> int:
+        """Steps beyond the position that may wait or be on their way."""
+        return self._window.steps
+
+    # --- steps that come --------------------------------------------------------------------------------------------
+
+    def wants(self, step: int, token: int) -> bool:
+        """Whether a batch is still needed; counts it as dropped when not."""
+        return self.buffer.wants(step, token)
+
+    def put(self, step: int, item: Delivered | BatchFailed | LostStep) -> bool:
+        """Take in a step, unless it is there already; whether it was not."""
+        if self.buffer.has(step):
+            self.buffer.expect_no_more(step)
+            return False
+        self.buffer.put(step, item)
+        if isinstance(item, Delivered) and item.held_bytes:
+            self.held_bytes += item.held_bytes
+            self._window.note(item.held_bytes, len(self.buffer), self.held_bytes)
+        return True
+
+    def put_delivered(self, step: int, item: Delivered | BatchFailed | None) -> None:
+        """Take in what was made of a batch that was wanted; None: it was refused, and will be made again."""
+        if item is None:
+            self.buffer.expect_no_more(step)
+        elif self.put(step, item) and isinstance(item, Delivered):
+            self._place(item.shift)
+
+    def _place(self, shift: int) -> None:
+        """Take note of where a batch is in a shared stream; after the first one a session only moves on."""
+        self.shift = max(self.shift, shift) if self._is_placed else shift
+        self._is_placed = True
+
+    def end_at(self, num_steps: int) -> None:
+        """The session turned out to have so many steps."""
+        self.num_steps = min(num_steps, self.num_steps) if self.num_steps >= 0 else num_steps
+
+    def lose(self, lost: StepsLost) -> None:
+        """Go on without the steps that a lost data worker held."""
+        if lost.stop_step < 0:
+            self.rest_lost = self.num_steps < 0 or lost.first_step < self.num_steps
+            self.end_at(lost.first_step)
+            return
+        for step in range(lost.first_step, lost.stop_step):
+            self.put(step, LostStep())
+
+    # --- steps that the training loop takes -------------------------------------------------------------------------
+
+    def has_next(self) -> bool:
+        """Whether a step that the training loop may take is there."""
+        return self.buffer.has_next()
+
+    def pass_over_lost(self) -> None:
+        """Move past lost steps at the position."""
+        while self.buffer.has_next() and isinstance(self.buffer.peek(), LostStep):
+            self.buffer.pop()
+            self.num_lost += 1
+
+    def end(self) -> Ended | None:
+        """How the session ended; None while it has, or may have, more steps."""
+        if not 0 <= self.num_steps <= self.buffer.position:
+            return None
+        return Ended.LOST if self.rest_lost else Ended.ENDED
+
+    def pop(self) -> Delivered | BatchFailed:
+        """Give out the next step, which is not lost."""
+        item: Delivered | BatchFailed = self.buffer.pop()
+        if isinstance(item, Delivered):
+            self.held_bytes -= item.held_bytes
+            self.snapshot = item.snapshot or self.snapshot
+        if self._lists:
+            self._lists.pop(self.buffer.position - 1, None)
+        return item
+
+    # --- what the dispatcher is told --------------------------------------------------------------------------------
+
+    def opening(self) -> OpenSession:
+        """Opens the session, or continues it with a restarted dispatcher."""
+        buffer = self.buffer
+        return OpenSession(
+            self._session,
+            self.num_steps,
+            buffer.position,
+            buffer.received(),
+            self.window,
+            self._step_list(),
+            self.shift,
+            self.snapshot,
+        )
+
+    def _step_list(self) -> StepList | None:
+        """The listed steps that the training loop has not taken."""
+        if not self._lists:
+            return None
+        return _pack_steps(next(iter(self._lists)), list(self._lists.values()))
+
+    def extend(self, steps: Sequence[bytes], ended: bool) -> ExtendSession:
+        """Add steps of a listed order: int64 index bytes each; `ended` when the sampler has no more."""
+        first = self.known_steps
+        for number, indices in enumerate(steps):
+            self._lists[first + number] = indices
+        self.known_steps += len(steps)
+        if ended:
+            self.num_steps = self.known_steps
+        return ExtendSession(self.session_id, _pack_steps(first, steps), self.num_steps)
+
+    def closing(self, stats: LoaderStats) -> CloseSession:
+        """Closes the session, finished or not."""
+        return CloseSession(self.session_id, self.buffer.position, stats)
+
+    def progress(self) -> Progress:
+        """How far the session is now."""
+        position = self.buffer.position
+        return Progress(position, position + self.buffer.num_come(), self.window)
+
+    def is_report_due(self, progress: Progress, now: float) -> bool:
+        """Whether the dispatcher is to be told how far the session is."""
+        if progress == self._reported:
+            return False
+        is_due = now - self._reported_at >= REPORT_S or self._num_unreported() >= self._quarter()
+        return is_due or progress.window != self._reported.window
+
+    def reaches_a_quarter(self) -> bool:
+        """Whether the steps that were taken since the last report have just become another quarter of the window."""
+        unreported, quarter = self._num_unreported(), self._quarter()
+        return unreported >= quarter and unreported % quarter == 0
+
+    def report(self, stats: LoaderStats) -> ReportProgress:
+        """How far the session is, as a message."""
+        buffer = self.buffer
+        return ReportProgress(self.session_id, buffer.position, buffer.received(), self.window, stats)
+
+    def has_reported(self, progress: Progress, now: float) -> None:
+        """The dispatcher was told."""
+        self._reported, self._reported_at = progress, now
+
+    def _num_unreported(self) -> int:
+        return self.buffer.position - self._reported.position
+
+    def _quarter(self) -> int:
+        return max(1, self.window // 4)
+
+
+def _pack_steps(first_step: int, steps: Sequence[bytes]) -> StepList:
+    """Pack the int64 index bytes of consecutive steps."""
+    counts = b"".join((len(indices) // 8).to_bytes(4, "little") for indices in steps)
+    return StepList(first_step, counts, b"".join(steps))

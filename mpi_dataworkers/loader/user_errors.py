@@ -1,0 +1,42 @@
+"""What user code raised, on its way to the training loop: from a data worker, or from this process."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+
+from hetstream.mpi_dataworkers.errors import RemoteError
+from hetstream.mpi_dataworkers.ops.leaves import resolve_class
+from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure
+
+
+class LocalFailure:
+    """In the place of a batch: user code raised while the loader made the step itself."""
+
+    def __init__(self, error: Exception) -> None:
+        # As itself a StopIteration would look like the end of the data.
+        self.error = RuntimeError(f"user code raised {error!r}") if isinstance(error, StopIteration) else error
+
+
+def summary_of(failure: Failure) -> str:
+    """A failure on one line: what, and where."""
+    first = failure.text.partition("\n")[0]
+    return f"{first} (on {failure.host}, {failure.interpreter})" if failure.host else first
+
+
+def rebuild_error(failed: BatchFailed) -> Exception:
+    """The exception of a data worker as its own type, with the sample and the remote traceback in its text."""
+    failure = failed.failure
+    module, name = failure.error_type
+    where = f"sample {failure.sample_index}" if failure.sample_index >= 0 else f"step {failed.step}"
+    host = f" on {failure.host} ({failure.interpreter})" if failure.host else ""
+    text = f"{failure.text}\n\nin a data worker{host}, {where}:\n{failure.remote_traceback}"
+    try:
+        if module not in ("builtins", "__main__"):
+            importlib.import_module(module)
+        kind = getattr(builtins, name) if module == "builtins" else resolve_class(module, name)
+        error = kind(text)
+    except Exception:  # noqa: BLE001, a class that is not here or takes other arguments: any exception may come
+        return RemoteError(f"{module}.{name}: {text}")
+    fit = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which would look like the end
+    return error if fit else RemoteError(f"{module}.{name}: {text}")

@@ -37,9 +37,9 @@ from hetstream.mpi_dataworkers.wire.messages import (
     ReportProgress,
     SessionSpec,
 )
+from hetstream.mpi_dataworkers.worker import watch
 from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.worker.supervisor import FRESH_PROCESS
-from hetstream.mpi_dataworkers.worker.worker import watch
 
 LOADER = "loader"
 

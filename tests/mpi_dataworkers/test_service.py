@@ -780,9 +780,9 @@ next(passing)
 import atexit
 started = time.monotonic()
 import hetstream.mpi_dataworkers.loader.loader_connection as connection
-atexit.unregister(connection._close_streams)
+atexit.unregister(connection._close_connections)
 atexit.register(lambda: print("ended in", time.monotonic() - started < 2))
-atexit.register(connection._close_streams)
+atexit.register(connection._close_connections)
 """
     service.start_workers()
     result = run_program(program, service.directory, HETSTREAM_SERVICE=service.name)

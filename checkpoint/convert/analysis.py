@@ -1,29 +1,22 @@
-"""Checkpoints for analysis tools: data-side state and metadata to HDF5, and back to a state to start a loader from.
+"""Checkpoints for analysis tools: data-side state and metadata to HDF5.
 
 Called by `hetstream ckpt convert`. No torch: of the weights only names, dtypes and shapes go along.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory
-from hetstream.checkpoint.convert.source import Source, attempt_on, choose
-from hetstream.checkpoint.disk.commit import commit, write_part
+from hetstream.checkpoint.convert.source import Source, choose
 from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory
 from hetstream.checkpoint.disk.files import replacing
-from hetstream.checkpoint.disk.manifest import Manifest, Part
+from hetstream.checkpoint.disk.manifest import Manifest
 from hetstream.checkpoint.disk.rank_file import open_file
-from hetstream.checkpoint.errors import NoCheckpoint
-from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
-from hetstream.checkpoint.formats.part import Format, plan_part
-from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.layout import TensorSpec, lay_out
+from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, write_hdf5
+from hetstream.checkpoint.record.layout import TensorSpec
 
 # Top-level keys of a state that say where the data stands.
 DATA_KEYS = ("loader",)
@@ -82,51 +75,3 @@ def _rank_state(place: Directory, manifest: Manifest, keys: Sequence[str], there
             file.check()
         values = [bytes(file.bytes_of(file.entries[index])) for index in indices]
         return RankState(manifest.rank, table, record, [table[index] for index in indices], values)
-
-
-def read_state(source: Source, step: int | None = None) -> SavedState:
-    """One checkpoint of what `export_hdf5` wrote.
-
-    Args:
-        source: the file.
-        step: which; None: the newest.
-
-    Raises:
-        NoCheckpoint: the file holds none of this step.
-        DamagedCheckpoint: it is no such file, or damaged.
-    """
-    found = sorted(read_hdf5(source.path), key=lambda one: one.generation, reverse=True)
-    one = next((one for one in found if step in (None, one.generation.step)), None)
-    if one is None:
-        steps = ", ".join(str(one.generation.step) for one in found) or "none"
-        raise NoCheckpoint(f"{source.path} holds no checkpoint" + (f" of step {step}; it has {steps}" if found else ""))
-    return one
-
-
-def import_hdf5(one: SavedState, target: Path, form: Format = "safetensors", identity: str = "local") -> Path:
-    """Make a checkpoint of what `read_state` gave: its data-side keys, for as many ranks as saved them.
-
-    Args:
-        one: the state.
-        target: directory of checkpoints; made if it is missing.
-        form: of the ranks' files.
-        identity: job id, for the directory's history.
-
-    Returns:
-        The checkpoint's directory.
-
-    Raises:
-        DirectoryInUse: a running job has the directory.
-    """
-    with attempt_on(target, identity) as attempt:
-        generation = Generation(attempt, one.generation.step)
-        for rank in one.ranks:
-            layout = lay_out(rank.specs)
-            payload = memoryview(mmap.mmap(-1, max(layout.payload_bytes, 1)))
-            record = msgspec.structs.replace(rank.record, rank=rank.rank, world_size=len(one.ranks), format=form)
-            for entry, data in zip(layout.entries, rank.values, strict=True):
-                payload[entry.offset : entry.offset + entry.num_bytes] = data
-            part = Part(generation, rank.rank, len(one.ranks), layout.digest, one.metrics, form)
-            write_part(target, part, plan_part(form, layout.entries, record, payload), payload)
-        commit(target, generation, len(one.ranks))
-    return target / generation.directory_name

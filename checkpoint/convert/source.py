@@ -20,9 +20,9 @@ from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.record.generation import Generation
 
-Kind = Literal["flash", "dcp", "torch", "safetensors", "hdf5"]
+Kind = Literal["flash", "dcp", "torch", "safetensors"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_ZIP, _HDF5 = b"PK\x03\x04", b"\x89HDF\r\n\x1a\n"
+_ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,13 @@ def detect(path: Path) -> Source:
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NoCheckpoint(f"{path} is neither a directory nor a regular file")
-        begin = file.read(len(_HDF5) + 1)
+        begin = file.read(9)
     if begin.startswith(_ZIP):
         return Source(path, "torch")
-    if begin.startswith(_HDF5):
-        return Source(path, "hdf5")
     # Eight bytes of length, then JSON.
     if len(begin) == 9 and begin[8:] == b"{":
         return Source(path, "safetensors")
-    raise NoCheckpoint(f"{path} begins with {begin!r}: neither of torch.save, nor safetensors, nor HDF5")
+    raise NoCheckpoint(f"{path} begins with {begin!r}: neither of torch.save nor safetensors")
 
 
 def choose(source: Source, step: int | None) -> Checkpoint:
@@ -97,7 +95,7 @@ def choose(source: Source, step: int | None) -> Checkpoint:
     raise NoCheckpoint(f"{source.path} has no {meant}. See: hetstream ckpt ls {source.path}")
 
 
-def check_target(path: Path, kind: Kind) -> None:
+def check_target(path: Path, kind: str) -> None:
     """Refuse to write over something.
 
     Raises:

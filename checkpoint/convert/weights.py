@@ -8,7 +8,6 @@ torch.distributed.checkpoint, which are a pickle, with one that knows their clas
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import errno
 import io
@@ -17,11 +16,10 @@ import os
 import pickle
 import shutil
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory, temporary_name
 from hetstream.checkpoint.convert.source import Kind, Source, attempt_on, choose
+from hetstream.checkpoint.convert.torch_file import load_torch, load_weights_only, plain, save_torch
 from hetstream.checkpoint.convert.write import plan_state, write_state
 from hetstream.checkpoint.disk.commit import commit
 from hetstream.checkpoint.disk.manifest import Part
@@ -43,7 +42,8 @@ from hetstream.checkpoint.disk.rank_file import write_file
 from hetstream.checkpoint.errors import CheckpointError, DamagedCheckpoint, NotEnoughSpace, UnsupportedState, first_line
 from hetstream.checkpoint.flash.restore.shards import Clash, Parts, open_parts, part_of
 from hetstream.checkpoint.flash.tensors import tensor_of
-from hetstream.checkpoint.formats.part import STRUCTURE, Format, read_part, structure_in
+from hetstream.checkpoint.formats.part import STRUCTURE, structure_in
+from hetstream.checkpoint.formats.safetensors import read_header
 from hetstream.checkpoint.record.generation import Generation
 
 _NO_PATH = ""
@@ -66,16 +66,6 @@ _METADATA_MODULES: dict[str, Mapping[str, Any]] = {
     ),
 }
 _METADATA_MODULES["pathlib._local"] = _METADATA_MODULES["pathlib"]
-# NumPy's arrays of numbers are rebuilt by these; elements of other kinds go through the same loader.
-_ARRAY_GLOBALS = [
-    np.zeros(1).__reduce__()[0],
-    np.float64(0).__reduce__()[0],
-    np.ndarray,
-    np.dtype,
-    *{type(np.dtype(word)) for word in "?bBhHiIqQlLefdFD"},
-]
-
-
 # Longer lists hold no tensors each of their own.
 _MAX_ITEMS = 1 << 20
 _MAX_DEPTH = 200
@@ -123,7 +113,7 @@ def reading(source: Source, step: int | None = None, under: str = "") -> Iterato
     """Read a source; its tensors may be used until the block ends.
 
     Args:
-        source: anything but HDF5.
+        source: what is read.
         step: of a directory of checkpoints, which; None: the newest good one.
         under: put what the source holds under this top-level key.
 
@@ -140,10 +130,8 @@ def reading(source: Source, step: int | None = None, under: str = "") -> Iterato
         elif source.kind == "torch":
             value = load_torch(source.path)
             content = Content(value if under else _as_state(value, source.path))
-        elif source.kind == "safetensors":
-            content = Content(load_safetensors(source.path))
         else:
-            raise OptionsError(f"{source.path} is HDF5, which holds no weights: convert it with --to flash")
+            content = Content(load_safetensors(source.path))
         if under:
             content.state = {under: content.state}
         yield content
@@ -184,33 +172,6 @@ def _as_state(value: Any, path: Path) -> dict[str, Any]:
     raise UnsupportedState(f"{path} holds a {type(value).__name__}, not a dict with names as keys, as a state is")
 
 
-def load_torch(path: Path) -> Any:
-    """Read a file of torch.save with the weights_only loader, mapped where its form allows.
-
-    Raises:
-        UnsupportedState: it holds objects that only code of its own could make. None of it was run.
-        DamagedCheckpoint: it is damaged.
-    """
-    return _loaded(path, str(path), mmap=True)
-
-
-def _loaded(file: Any, name: str, **options: Any) -> Any:
-    try:
-        with torch.serialization.safe_globals(_ARRAY_GLOBALS):
-            return torch.load(file, map_location="cpu", weights_only=True, **options)
-    except pickle.UnpicklingError as error:
-        lines = str(error).splitlines() or ["unknown"]
-        reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
-        raise UnsupportedState(
-            f"{name} holds what torch's weights_only loader does not take, and nothing of it was run: {reason}"
-        ) from error
-    except FileNotFoundError:
-        raise
-    # The loader raises whatever a damaged file leads it to.
-    except Exception as error:
-        raise DamagedCheckpoint(f"{name} cannot be read by torch.load: {first_line(error)}") from error
-
-
 def load_safetensors(path: Path) -> dict[str, Any]:
     """Map a safetensors file: nested as it was where we wrote it, else flat, by its names.
 
@@ -222,7 +183,7 @@ def load_safetensors(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         # A private mapping: torch wants memory that it may write to, and nobody may change the file.
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    entries, extra, begin = read_part("safetensors", whole, str(path))
+    entries, extra, begin = read_header(whole, str(path))
     data = [whole[begin + one.offset : begin + one.offset + one.num_bytes] for one in entries]
     if STRUCTURE not in extra:
         return {one.name: tensor_of(one, view) for one, view in zip(entries, data, strict=True)}
@@ -290,7 +251,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        self.state_dict[name] = _loaded(value, name)
+        self.state_dict[name] = load_weights_only(value, name)
 
 
 def read_dcp(path: Path) -> dict[str, Any]:
@@ -384,14 +345,13 @@ def _with_parameter_numbers(value: Any) -> Any:
 # Writing
 
 
-def write(content: Content, kind: Kind, target: Path, *, form: Format = "safetensors", step: int | None = None) -> Path:
+def write(content: Content, kind: Kind, target: Path, *, step: int | None = None) -> Path:
     """Write what was read. The target appears whole or not at all.
 
     Args:
         content: what was read.
         kind: what the target becomes.
         target: a file, or a directory.
-        form: for `flash`, of the rank's file.
         step: for `flash`, of training; None: the source's.
 
     Returns:
@@ -402,7 +362,7 @@ def write(content: Content, kind: Kind, target: Path, *, form: Format = "safeten
         NotEnoughSpace: the disk is full. Nothing is left there.
     """
     try:
-        return _write(content, kind, target, form, step)
+        return _write(content, kind, target, step)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -414,20 +374,27 @@ def _no_room(target: Path, problem: str) -> str:
     return f"{target} is not written: {problem}, {free_bytes} bytes are free; a conversion needs twice the state's size"
 
 
-def _write(content: Content, kind: Kind, target: Path, form: Format, step: int | None) -> Path:
+def _write(content: Content, kind: Kind, target: Path, step: int | None) -> Path:
     if kind == "dcp":
         _write_dcp(content.state, target)
     elif kind == "flash":
         check_step(content, kind, step)
-        return _write_checkpoint(content, target, form, (content.step or 0) if step is None else step)
-    elif kind == "hdf5":
-        raise OptionsError("HDF5 holds data-side state of a directory of checkpoints, and no weights")
+        return _write_checkpoint(content, target, (content.step or 0) if step is None else step)
+    elif kind == "torch":
+        with _new_file(target) as descriptor:
+            save_torch(content.state, descriptor)
     else:
-        part = Part(Generation(1, content.step or 0), 0, 1, format=kind)
+        part = Part(Generation(1, content.step or 0), 0, 1)
         plan, payload = plan_state(content.state, part, target.absolute().parent, shared=content.state)
-        with Directory.open(target.absolute().parent) as parent, parent.replacing(target.name) as descriptor:
+        with _new_file(target) as descriptor:
             write_file(descriptor, plan, payload)
     return target
+
+
+@contextlib.contextmanager
+def _new_file(target: Path) -> Iterator[int]:
+    with Directory.open(target.absolute().parent) as parent, parent.replacing(target.name) as descriptor:
+        yield descriptor
 
 
 def check_step(content: Content, kind: Kind, step: int | None) -> None:
@@ -440,11 +407,11 @@ def check_step(content: Content, kind: Kind, step: int | None) -> None:
         raise OptionsError("the source does not say which step of training it is of: give it with --as-step N")
 
 
-def _write_checkpoint(content: Content, target: Path, form: Format, step: int) -> Path:
+def _write_checkpoint(content: Content, target: Path, step: int) -> Path:
     with attempt_on(target, "local") as attempt:
         generation = Generation(attempt, step)
         # One rank that saved what all have alike: any number of ranks restores it.
-        part = Part(generation, 0, 1, metrics=content.metrics, format=form)
+        part = Part(generation, 0, 1, metrics=content.metrics)
         write_state(target, part, content.state, shared=content.state)
         commit(target, generation, 1)
     return target / generation.directory_name
@@ -466,21 +433,3 @@ def _write_dcp(state: dict[str, Any], target: Path) -> None:
         raise
     with Directory.open(target.absolute().parent) as parent:
         parent.sync()
-
-
-def plain(value: Any) -> Any:
-    """A tree of the types that any program has: what is of a program's own classes becomes dict, list or tuple."""
-    if isinstance(value, Mapping):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, list | deque):
-        return [plain(one) for one in value]
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(plain(one) for one in value)
-    if isinstance(value, SimpleNamespace):
-        return plain(vars(value))
-    if isinstance(value, range):
-        # torch would write it down number by number.
-        return (value.start, value.stop, value.step)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
-    return value

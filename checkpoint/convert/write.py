@@ -39,7 +39,7 @@ def write_state(
 
     Args:
         directory: of checkpoints.
-        part: whose, of which generation, in which format.
+        part: whose, of which generation.
         state: top-level key to anything that `save` takes.
         shared: top-level keys that are equal on every rank.
         keys: those that this rank writes; None: all.
@@ -69,7 +69,7 @@ def plan_state(
         UnsupportedState: something in the state cannot be stored.
         NotEnoughSpace: `scratch` has no room.
     """
-    leaves = Flattener(allow_pickle=allow_pickle, lists_apart=part.format == "safetensors").flatten(state)
+    leaves = Flattener(allow_pickle=allow_pickle).flatten(state)
     plan = make_plan(leaves)
     with tempfile.TemporaryFile(dir=scratch) as file:
         num_bytes = max(plan.layout.payload_bytes, mmap.PAGESIZE)
@@ -90,5 +90,5 @@ def plan_state(
         for index, tensor in enumerate(plan.tensors_to_copy(leaves.tensors)):
             plan.destination(index, memory).copy_(tensor.detach())
     metrics = {name: float(value) for name, value in part.metrics.items()}
-    record = Record(leaves.tree, plan.refs, list(shared), part.rank, part.world_size, metrics, part.format)
-    return plan_part(part.format, plan.layout.entries, record, payload, keys), payload
+    record = Record(leaves.tree, plan.refs, list(shared), part.rank, part.world_size, metrics)
+    return plan_part(plan.layout.entries, record, keys), payload

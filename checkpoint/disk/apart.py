@@ -1,5 +1,5 @@
 """Reading what others may have made in a process of its own: a library of C that a file leads astray ends that process
-alone. Called by `hetstream ckpt convert`, which reads pickles and HDF5.
+alone. Called by `hetstream ckpt convert`, which reads pickles.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease
-from hetstream.checkpoint.formats.part import SUFFIXES, Format
+from hetstream.checkpoint.formats.part import SUFFIX
 from hetstream.checkpoint.record.checksum import checksum
 from hetstream.checkpoint.record.generation import Generation
 
@@ -43,7 +43,6 @@ class Part:
         world_size: how many parts there are.
         layout_digest: digest of the record's layout in memory.
         metrics: what `save` was given.
-        format: of the file.
     """
 
     generation: Generation
@@ -51,12 +50,11 @@ class Part:
     world_size: int
     layout_digest: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    format: Format = "safetensors"
 
     @property
     def file_name(self) -> str:
         """Name of the file that holds it."""
-        return f"rank-{self.rank:05}-of-{self.world_size:05}{SUFFIXES[self.format]}"
+        return f"rank-{self.rank:05}-of-{self.world_size:05}{SUFFIX}"
 
     @property
     def manifest_name(self) -> str:
@@ -76,7 +74,6 @@ class Part:
             # JSON has no NaN, and a metric that is none is as good as not there.
             metrics={name: float(value) for name, value in self.metrics.items() if math.isfinite(value)},
             time_s=time_s,
-            format=self.format,
             repeat=self.generation.repeat or msgspec.UNSET,
         )
 
@@ -95,7 +92,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metrics: what `save` was given; rank 0's count.
         time_s: when the file was whole on disk, in seconds since 1970. Told to people, never compared.
         chunk_bytes: how many bytes one checksum covers.
-        format: of the file.
         version: of this form.
         repeat: see `Generation`; not written where it is 0, so that the checksums of manifests from before it was there
             fit.
@@ -112,7 +108,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float]
     time_s: float
     chunk_bytes: _Positive = CHUNK_BYTES
-    format: Format = "safetensors"
     version: int = VERSION
     repeat: _Positive | msgspec.UnsetType = msgspec.UNSET
     itself: str = ""
@@ -121,7 +116,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def part(self) -> Part:
         """Whose part of which record this is."""
         generation = Generation(self.attempt, self.step, self.repeat or 0)
-        return Part(generation, self.rank, self.world_size, self.layout_digest, self.metrics, self.format)
+        return Part(generation, self.rank, self.world_size, self.layout_digest, self.metrics)
 
     def to_json(self) -> bytes:
         """What `read_manifest` reads."""

@@ -23,8 +23,9 @@ from hetstream.base.files import Directory, UntrustedFile
 from hetstream.checkpoint.disk.manifest import CHUNK_BYTES, Manifest
 from hetstream.checkpoint.errors import DamagedCheckpoint
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.formats.part import read_part, structure_in
+from hetstream.checkpoint.formats.part import structure_in
 from hetstream.checkpoint.formats.plan import FilePlan, Range
+from hetstream.checkpoint.formats.safetensors import read_header
 from hetstream.checkpoint.memory.pages import Populate, populate
 from hetstream.checkpoint.record.checksum import Checksum
 from hetstream.checkpoint.record.layout import Entry
@@ -319,7 +320,7 @@ def open_file(
         unreadable: DamagedCheckpoint | None = None
         with memoryview(mapping) as whole:
             try:
-                entries, metadata, begin = read_part(manifest.format, whole, str(path))
+                entries, metadata, begin = read_header(whole, str(path))
             except DamagedCheckpoint as error:
                 unreadable = error
         every = range(len(manifest.checksums))
@@ -363,7 +364,7 @@ def compare_chunks(directory: Directory, manifest: Manifest, chunks: Sequence[in
                 path, begin = directory.path / manifest.part.file_name, 0
                 entries: tuple[Entry, ...] = ()
                 with contextlib.suppress(DamagedCheckpoint), memoryview(mapping) as whole:
-                    entries, _, begin = read_part(manifest.format, whole, str(path))
+                    entries, _, begin = read_header(whole, str(path))
                 raise DamagedCheckpoint(_describe(path, manifest, damaged, entries, begin))
     finally:
         os.close(descriptor)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.formats.part import FORMATS, Format
 from hetstream.checkpoint.memory.store import MIN_SLOTS
 from hetstream.checkpoint.memory.store_files import SHARED_MEMORY
 from hetstream.checkpoint.policy.interval import Adaptive, Every
@@ -32,7 +31,6 @@ class CheckpointOptions:
             changes too early. Slow.
         shared_memory: where generations are.
         fallback: a directory for generations that do not fit there; None: inside the checkpoint directory.
-        format: of the files on disk: `safetensors`, or `torch` for files that torch.load opens as the nested state.
         replica: each rank's checkpoint writer keeps the newest generation in the memory of another host too, so that a
         lost node
             costs no step. Takes the memory of two more slots for each rank that a host keeps replicas of. On every rank
@@ -49,7 +47,6 @@ class CheckpointOptions:
     check_async: bool = False
     shared_memory: Path = SHARED_MEMORY
     fallback: Path | None = None
-    format: Format = "safetensors"
     replica: bool = False
     close_timeout_s: float | None = None
     hand_over_timeout_s: float = 600.0
@@ -76,8 +73,6 @@ class CheckpointOptions:
             problems.append(f"close_timeout_s={self.close_timeout_s!r}: seconds, not negative")
         if not _is_number(self.hand_over_timeout_s) or self.hand_over_timeout_s == 0:
             problems.append(f"hand_over_timeout_s={self.hand_over_timeout_s!r}: seconds, more than 0")
-        if self.format not in FORMATS:
-            problems.append(f"format={self.format!r}: one of {', '.join(FORMATS)}")
         if problems:
             raise OptionsError("; ".join(problems))
 

@@ -209,10 +209,9 @@ class Flattener:
 
     Args:
         allow_pickle: pickle what has no other form, instead of refusing it.
-        lists_apart: keep large lists and dicts of plain values as payload; else they are structure.
     """
 
-    def __init__(self, *, allow_pickle: bool = False, lists_apart: bool = True) -> None:
+    def __init__(self, *, allow_pickle: bool = False) -> None:
         self._allow_pickle = allow_pickle
         self._leaves = Leaves()
         self._is_plain = True
@@ -233,7 +232,7 @@ class Flattener:
                 torch.device: lambda _path, value: {"$device": str(value)},
             },
             self._foreign,
-            self._data if lists_apart else None,
+            self._data,
         )
 
     def flatten(self, state: Mapping[str, Any], *, finds_stepped: bool = False) -> Leaves:

@@ -1,39 +1,34 @@
 """Checkpoints for analysis tools: what was saved when, with which metrics, and where the data stood, as one HDF5 file.
 
-Called by `hetstream ckpt convert`. It holds no weights: HDF5 is no format that survives a crash. What was written can
-be read back exactly, to start a loader from it. The tables of the file are in docs/checkpoint.md.
+Called by `hetstream ckpt convert`. It holds no weights: HDF5 is no format that survives a crash. The tables of the file
+are in docs/checkpoint.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
 
 from hetstream.base import typed_json
 from hetstream.base.installed import install_command
-from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedLayout
 from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.record.layout import TensorSpec, lay_out
-from hetstream.checkpoint.record.structure import Record, TensorRef
-from hetstream.checkpoint.record.tree import MAX_DEPTH, TENSOR, Node
+from hetstream.checkpoint.record.layout import TensorSpec
+from hetstream.checkpoint.record.structure import Record
+from hetstream.checkpoint.record.tree import TENSOR, Node
 
 try:
     import h5py
 except ImportError as exc:
-    raise ImportError(f"HDF5 export and import need h5py: {install_command('hdf5')}") from exc
+    raise ImportError(f"HDF5 export needs h5py: {install_command('hdf5')}") from exc
 
 FORMAT, VERSION = "hetstream checkpoints", 1
-# A loader's state has some hundreds of values. These keep a hostile file from filling the memory.
-_MAX_NODES = 1_000_000
-_MAX_DATASET_BYTES = 1 << 28
-_MAX_BYTES = 1 << 30
 _KIND = "kind"
 # Dtypes that HDF5 and its readers know; others are written as bytes.
 _NUMPY = {
@@ -141,7 +136,7 @@ def _write_checkpoint(group: Any, one: SavedState) -> None:
 
 
 class _Writer:
-    """Nodes of a structure as groups and datasets; `_Reader` is its inverse."""
+    """Nodes of a structure as groups and datasets."""
 
     def __init__(self, rank: RankState) -> None:
         self._rank = rank
@@ -193,135 +188,3 @@ def _scalar_dtype(value: bool | int | float | str) -> Any:
 def _quoted(name: str) -> str:
     """A key as the name of a link: HDF5 reserves "/" and "."."""
     return "%" if not name else "%2E" if name == "." else quote(name, safe=" $@!*()[]{}<>:;,=+-_.~^&|'\"#?")
-
-
-def _unquoted(name: str) -> str:
-    return "" if name == "%" else unquote(name, errors="strict")
-
-
-def read_hdf5(path: Path) -> list[SavedState]:
-    """Read what `write_hdf5` wrote; of each rank's table nothing.
-
-    Raises:
-        DamagedCheckpoint: it is another file, of another version, or damaged.
-    """
-    try:
-        with h5py.File(path, "r") as file:
-            if file.attrs.get("format") != FORMAT or file.attrs.get("version") != VERSION:
-                raise DamagedCheckpoint(
-                    f"{path}: no export of hetstream, format {file.attrs.get('format')!r} of version "
-                    f"{file.attrs.get('version')!r}; this release reads {FORMAT!r} of version {VERSION}"
-                )
-            reader = _Reader()
-            return [
-                _read_checkpoint(reader, name, group)
-                for name, group in reader.members(reader.member(file, "checkpoints"))
-            ]
-    except DamagedCheckpoint:
-        raise
-    except FileNotFoundError:
-        raise
-    # h5py raises what its C library runs into: OSError, KeyError, RuntimeError, TypeError, ValueError ...
-    except Exception as error:
-        raise DamagedCheckpoint(f"{path}: cannot be read as HDF5: {type(error).__name__}: {error}") from error
-
-
-def _read_checkpoint(reader: _Reader, name: str, group: Any) -> SavedState:
-    attempt, step, world_size, num_bytes = (int(group.attrs[column]) for column in _COLUMNS[:4])
-    generation = Generation.of_directory(name)
-    if generation is None or generation[:2] != (attempt, step) or world_size < 1:
-        raise DamagedCheckpoint(f"checkpoint {name!r} says {Generation(attempt, step)}, {world_size} rank(s)")
-    metrics = {_unquoted(key): float(one[()]) for key, one in reader.members(reader.member(group, "metrics"))}
-    ranks = [reader.rank(int(rank), one) for rank, one in reader.members(reader.member(group, "ranks"))]
-    return SavedState(generation, world_size, num_bytes, float(group.attrs["time_s"]), metrics, ranks)
-
-
-class _Reader:
-    """Groups and datasets as nodes again. Follows no link out of the file, and takes no more than it may."""
-
-    def __init__(self) -> None:
-        self._num_nodes = 0
-        self._num_bytes = 0
-        self._refs: list[TensorRef] = []
-        self._specs: list[TensorSpec] = []
-        self._values: list[bytes] = []
-        self._entries: dict[str, int] = {}
-
-    def member(self, group: Any, name: str) -> Any:
-        """An object of a group, which lies in this file."""
-        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-            raise DamagedCheckpoint(f"{group.name}/{name} is missing, or a link to elsewhere")
-        return group[name]
-
-    def members(self, group: Any) -> Iterator[tuple[str, Any]]:
-        """Names and objects of a group, in their order."""
-        for name in group:
-            yield name, self.member(group, name)
-
-    def rank(self, rank: int, group: Any) -> RankState:
-        """One rank's state."""
-        self._refs, self._specs, self._values, self._entries = [], [], [], {}
-        tree = self._node(self.member(group, "state"), 0)
-        if not isinstance(tree, dict):
-            raise DamagedCheckpoint(f"{group.name}/state is no mapping")
-        shared = [one.decode() for one in self._array(self.member(group, "shared"))]
-        return RankState(rank, (), Record(tree, self._refs, shared), self._specs, self._values)
-
-    def _node(self, one: Any, depth: int) -> Node:
-        self._num_nodes += 1
-        if depth > MAX_DEPTH or self._num_nodes > _MAX_NODES:
-            raise DamagedCheckpoint(f"{one.name}: more than {MAX_DEPTH} levels or {_MAX_NODES} values")
-        kind = one.attrs.get(_KIND, "")
-        if isinstance(one, h5py.Group):
-            if kind == "tensor":
-                return self._tensor(one)
-            if kind == "list":
-                return [self._node(item, depth + 1) for _, item in self.members(one)]
-            return {_unquoted(name): self._node(item, depth + 1) for name, item in self.members(one)}
-        if kind == "none":
-            return None
-        values = self._array(one)
-        if kind == "utf-8":
-            return values.tobytes().decode()
-        plain = [_text(value) for value in values] if values.dtype.hasobject else values.tolist()
-        return plain if kind == "list" else _text(plain) if isinstance(plain, bytes) else plain
-
-    def _array(self, one: Any) -> Any:
-        if not isinstance(one, h5py.Dataset) or one.size is None or one.nbytes > _MAX_DATASET_BYTES:
-            raise DamagedCheckpoint(f"{one.name} is no dataset of at most {_MAX_DATASET_BYTES} bytes")
-        if one.external or one.is_virtual:
-            raise DamagedCheckpoint(f"{one.name} lies in another file, which is not read")
-        if one.chunks is not None or one.id.get_storage_size() < one.nbytes:
-            raise DamagedCheckpoint(
-                f"{one.name} has {one.nbytes} bytes and takes {one.id.get_storage_size()} in the file: what is in "
-                "chunks, compressed or never written was not exported by hetstream"
-            )
-        self._num_bytes += one.nbytes
-        if self._num_bytes > _MAX_BYTES:
-            raise DamagedCheckpoint(f"{one.name}: more than {_MAX_BYTES} bytes of values")
-        self._num_nodes += one.size
-        if one.dtype.hasobject and self._num_nodes > _MAX_NODES:
-            raise DamagedCheckpoint(f"{one.name}: more than {_MAX_NODES} values")
-        return np.asarray(one[()])
-
-    def _tensor(self, group: Any) -> Node:
-        try:
-            ref = typed_json.decode(group.attrs["ref"], TensorRef)
-            spec = TensorSpec(*typed_json.decode(group.attrs["spec"], tuple[str, str, tuple[int, ...]]))
-            lay_out([spec])
-        except (msgspec.MsgspecError, DamagedLayout) as error:
-            raise DamagedCheckpoint(f"{group.name}: {error}") from error
-        data = self._array(self.member(group, "values")).tobytes()
-        if len(data) != lay_out([spec]).entries[0].num_bytes:
-            raise DamagedCheckpoint(f"{group.name}: {len(data)} bytes of values for {spec.dtype}{list(spec.shape)}")
-        # Tied tensors have one entry, and so one name.
-        entry = self._entries.setdefault(spec.name, len(self._specs))
-        if entry == len(self._specs):
-            self._specs.append(spec)
-            self._values.append(data)
-        self._refs.append(msgspec.structs.replace(ref, entry=entry))
-        return {TENSOR: len(self._refs) - 1}
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

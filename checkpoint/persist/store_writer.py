@@ -361,9 +361,9 @@ def _plan_part(segment: Segment) -> tuple[Part, FilePlan]:
     header = segment.header
     layout_json, structure = split_metadata(segment.metadata)
     layout, record = from_json(layout_json), Record.read(structure)
-    part = Part(header.generation, record.rank, record.world_size, header.layout_digest, record.metrics, record.format)
+    part = Part(header.generation, record.rank, record.world_size, header.layout_digest, record.metrics)
     keys = None if record.rank == 0 else record.own
-    return part, plan_part(part.format, layout.entries, record, segment.payload, keys)
+    return part, plan_part(layout.entries, record, keys)
 
 
 def _is_spoilt(content: SlotContent) -> bool:

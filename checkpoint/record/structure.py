@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -78,7 +78,6 @@ class Record(msgspec.Struct, frozen=True):
         rank: whose state this is.
         world_size: how many ranks saved.
         metrics: what `save` was given.
-        format: of the rank's file on disk; see `formats/part.py`.
         version: of this form.
         shared_elsewhere: the tree is without the keys that are equal on every rank: in memory another rank of the host
             has them for this one.
@@ -90,7 +89,6 @@ class Record(msgspec.Struct, frozen=True):
     rank: int = 0
     world_size: int = 1
     metrics: dict[str, float] = {}
-    format: Literal["safetensors", "torch"] = "safetensors"
     version: int = VERSION
     shared_elsewhere: bool = False
 

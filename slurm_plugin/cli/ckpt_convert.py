@@ -14,12 +14,11 @@ from hetstream.base.text import printable
 from hetstream.checkpoint.convert.source import KINDS, Source, check_target, detect
 from hetstream.checkpoint.disk.apart import read_apart
 from hetstream.checkpoint.errors import CheckpointError
-from hetstream.checkpoint.formats.part import FORMATS
 from hetstream.slurm_plugin.render.table import size_words
 
 EPILOG = """\
 SRC is recognised by what is in it: a directory of checkpoints, or one checkpoint in it; a directory of
-torch.distributed.checkpoint (dcp); a file of torch.save; a safetensors file; an HDF5 file that this command wrote.
+torch.distributed.checkpoint (dcp); a file of torch.save; a safetensors file.
 
   --to dcp          what plain torch.distributed.checkpoint.load reads, on any number of ranks
   --to torch        one file for torch.load(..., weights_only=True): the state, nested as it was
@@ -52,12 +51,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="what to convert")
     parser.add_argument("target", type=Path, metavar="DST", help="what to make of it; must not exist, except for flash")
-    parser.add_argument("--to", required=True, choices=KINDS, help="format of DST")
+    parser.add_argument("--to", required=True, choices=(*KINDS, "hdf5"), help="format of DST")
     parser.add_argument("--step", type=int, metavar="N", help="of which step (default: the newest; to hdf5: all)")
     parser.add_argument("--as-step", type=int, metavar="N", help="flash: which step DST is of, if SRC does not say")
     parser.add_argument("--under", metavar="KEY", help="put all of SRC under this key, e.g. model")
     parser.add_argument("--keys", metavar="KEYS", help="hdf5: keys to export, separated by commas (default: loader)")
-    parser.add_argument("--format", choices=FORMATS, help="flash: of the rank files in DST (default safetensors)")
     parser.add_argument("--dry-run", action="store_true", help="read SRC and say what would be written")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.set_defaults(run=run)
@@ -68,12 +66,9 @@ def run(args: argparse.Namespace) -> int:
     source = detect(args.source)
     if args.to == "hdf5" and source.kind != "flash":
         raise OptionsError(f"{args.source} is {source.kind}: HDF5 is made of directories of checkpoints alone")
-    if source.kind == "hdf5" and args.to != "flash":
-        raise OptionsError(f"{args.source} is HDF5, which holds no weights: it becomes a checkpoint, with --to flash")
     _check_options(args, source)
     check_target(args.target, args.to)
-    without_torch = "hdf5" in (source.kind, args.to)
-    convert = _convert_data if without_torch else _convert_weights
+    convert = _export_data if args.to == "hdf5" else _convert_weights
     done = read_apart(source.path, lambda: convert(source, args))
     done = {"source": str(args.source), "from": source.kind, "to": args.to, "dry_run": args.dry_run, **done}
     if args.json:
@@ -88,13 +83,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace, source: Source) -> None:
     """Refuse options that would change nothing, all at once."""
-    has_weights = "hdf5" not in (source.kind, args.to)
     rules = (
-        ("step", source.kind in ("flash", "hdf5"), f"SRC is {source.kind}, which has no steps to choose from"),
-        ("as_step", args.to == "flash" and has_weights, "only for --to flash, of an SRC that is not hdf5"),
-        ("under", has_weights, "not to or from hdf5, which keeps the keys"),
+        ("step", source.kind == "flash", f"SRC is {source.kind}, which has no steps to choose from"),
+        ("as_step", args.to == "flash", "only with --to flash"),
+        ("under", args.to != "hdf5", "not with --to hdf5, which keeps the keys"),
         ("keys", args.to == "hdf5", "only with --to hdf5"),
-        ("format", args.to == "flash", "only with --to flash"),
     )
     problems = [
         f"--{name.replace('_', '-')}={getattr(args, name)}: {rule}"
@@ -109,23 +102,18 @@ def _check_options(args: argparse.Namespace, source: Source) -> None:
         raise OptionsError("; ".join(problems))
 
 
-def _convert_data(source: Source, args: argparse.Namespace) -> dict[str, Any]:
+def _export_data(source: Source, args: argparse.Namespace) -> dict[str, Any]:
     try:
-        from hetstream.checkpoint.convert.analysis import export_hdf5, import_hdf5, read_state, saved_states
+        from hetstream.checkpoint.convert.analysis import export_hdf5, saved_states
     except ImportError as error:
         raise CheckpointError(str(error)) from error
-    if args.to == "hdf5":
-        keys = None if args.keys is None else [key for key in args.keys.split(",") if key]
-        saved = saved_states(source, keys, args.step)
-        if not args.dry_run:
-            export_hdf5(saved, source, args.target)
-        exported = dict.fromkeys(key for one in saved for rank in one.ranks for key in rank.record.tree)
-        what = f"{', '.join(['metadata', *exported])} of {len(saved)} checkpoint(s)"
-        return {"target": str(args.target), "what": what, "notes": []}
-    one = read_state(source, args.step)
-    target = args.target if args.dry_run else import_hdf5(one, args.target, args.format or FORMATS[0])
-    what = f"a checkpoint of step {one.generation.step}, with data-side state of {len(one.ranks)} rank(s)"
-    return {"target": str(target), "what": what, "notes": []}
+    keys = None if args.keys is None else [key for key in args.keys.split(",") if key]
+    saved = saved_states(source, keys, args.step)
+    if not args.dry_run:
+        export_hdf5(saved, source, args.target)
+    exported = dict.fromkeys(key for checkpoint in saved for rank in checkpoint.ranks for key in rank.record.tree)
+    what = f"{', '.join(['metadata', *exported])} of {len(saved)} checkpoint(s)"
+    return {"target": str(args.target), "what": what, "notes": []}
 
 
 def _convert_weights(source: Source, args: argparse.Namespace) -> dict[str, Any]:
@@ -136,10 +124,10 @@ def _convert_weights(source: Source, args: argparse.Namespace) -> dict[str, Any]
     with reading(source, args.step, args.under or "") as content:
         check_step(content, args.to, args.as_step)
         tensors = content.tensors
-        num_bytes = sum(one.numel() * one.element_size() for one in tensors)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         keys = ", ".join(content.state)
         what = f"{len(tensors)} tensor(s), {size_words(num_bytes)}, under {keys[:200]}"
         target = args.target
         if not args.dry_run:
-            target = write(content, args.to, target, form=args.format or FORMATS[0], step=args.as_step)
+            target = write(content, args.to, target, step=args.as_step)
         return {"target": str(target), "what": what, "num_tensors": len(tensors), "notes": content.notes}

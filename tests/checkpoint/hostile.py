@@ -28,9 +28,7 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.manifest import Part
 from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.errors import Damaged
-from hetstream.checkpoint.formats.part import STRUCTURE, Format
-from hetstream.checkpoint.formats.stored_zip import Record as ZipRecord
-from hetstream.checkpoint.formats.stored_zip import find_records, plan_zip
+from hetstream.checkpoint.formats.part import STRUCTURE
 from hetstream.checkpoint.record.checksum import checksum
 from hetstream.checkpoint.record.generation import Generation
 
@@ -60,14 +58,14 @@ def state_of(step: int) -> dict[str, Any]:
     }
 
 
-def write_valid(directory: Path, form: Format = "safetensors", num_ranks: int = 1) -> None:
+def write_valid(directory: Path, num_ranks: int = 1) -> None:
     """A directory of two good checkpoints, as a job leaves it."""
     directory.mkdir(mode=0o700, exist_ok=True)
     place = CheckpointDirectory(directory)
     place.acquire(Identity("local", "here", 1))
     for generation in STEPS:
         for rank in range(num_ranks):
-            part = Part(generation, rank, num_ranks, metrics={"loss": 0.5}, format=form)
+            part = Part(generation, rank, num_ranks, metrics={"loss": 0.5})
             write_state(directory, part, state_of(generation.step), shared=("model",))
         assert commit(directory, generation, num_ranks) == ()
     place.release()
@@ -393,7 +391,7 @@ def _structure(directory: Path, _home: Path, chance: Chance) -> None:
     step = directory / chosen_step(directory)
     path = next(one for one in step.glob("rank-00000-of-*") if one.suffix != ".json")
     data = _read(path)
-    put_file(step, _zip_with(path, chance) if path.suffix == ".pt" else _header_with(data, chance))
+    put_file(step, _header_with(data, chance))
 
 
 def _header_with(data: bytes, chance: Chance) -> bytes:
@@ -406,20 +404,6 @@ def _header_with(data: bytes, chance: Chance) -> bytes:
         header = changed_json(header, chance)
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data[8 + num_header :]
-
-
-def _zip_with(path: Path, chance: Chance) -> bytes:
-    data = path.read_bytes()
-    with path.open("rb") as file:
-        places = find_records(file, len(data))
-    changed = chance.choice([name for name in places if name.endswith(".json")])
-    records = []
-    for name, (at, size) in places.items():
-        content = data[at : at + size]
-        if name == changed:
-            content = json.dumps(changed_json(json.loads(content), chance)).encode()
-        records.append(ZipRecord(name, content, 0))
-    return b"".join(piece if isinstance(piece, bytes) else b"" for piece in plan_zip(records).pieces)
 
 
 _CHANGES: tuple[Callable[[Path, Path, Chance], None], ...] = (

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h5py
 import torch
 import torch.distributed.checkpoint as dcp
 
-from hetstream.checkpoint.formats.hdf5 import FORMAT, VERSION
 from tests.checkpoint.hostile import Chance
 
 NAME = "step-0000000010.1"
@@ -35,22 +33,10 @@ def write_safetensors(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
 
 
-def write_hdf5(path: Path, fill: Callable[[Any], None] = lambda state: state.create_dataset("epoch", data=3)) -> None:
-    with h5py.File(path, "w") as file:
-        file.attrs.update({"format": FORMAT, "version": VERSION})
-        step = file.create_group(f"checkpoints/{NAME}")
-        step.attrs.update({"attempt": 1, "step": 10, "world_size": 1, "num_bytes": 1, "time_s": 0.0})
-        step.create_group("metrics")
-        rank = step.create_group("ranks/0")
-        rank.create_dataset("shared", data=[], dtype=h5py.string_dtype())
-        fill(rank.create_group("state"))
-
-
 GOOD: dict[str, Callable[[Path], None]] = {
     "torch": write_torch,
     "dcp": write_dcp,
     "safetensors": write_safetensors,
-    "hdf5": write_hdf5,
 }
 
 
@@ -180,27 +166,6 @@ def _file_becomes(kind: str) -> Callable[[Path], None]:
     return make
 
 
-# HDF5
-
-
-def _cycle(state: Any) -> None:
-    state["again"] = state
-
-
-def _deep(state: Any) -> None:
-    for _ in range(1000):
-        state = state.create_group("a")
-
-
-def _empty_and_huge(state: Any) -> None:
-    state.create_dataset("huge", (1 << 40,), "f8", chunks=(1 << 16,))
-
-
-def _many_of_a_quarter(state: Any) -> None:
-    for number in range(100):
-        state.create_dataset(str(number), (1 << 25,), "f8", chunks=(1 << 16,), compression="gzip")
-
-
 MADE: dict[str, Callable[[Path], None]] = {
     "zip-of-announced-sizes": _announced,
     "zip-of-zeros": _compressed,
@@ -223,10 +188,6 @@ MADE: dict[str, Callable[[Path], None]] = {
     "dcp-pipe": _file_becomes("pipe"),
     "dcp-link": _file_becomes("link"),
     "dcp-holes": _file_becomes("holes"),
-    "hdf5-cycle": lambda path: write_hdf5(path, _cycle),
-    "hdf5-deep": lambda path: write_hdf5(path, _deep),
-    "hdf5-huge": lambda path: write_hdf5(path, _empty_and_huge),
-    "hdf5-much": lambda path: write_hdf5(path, _many_of_a_quarter),
 }
 
 

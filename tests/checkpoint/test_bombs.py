@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import h5py
-import numpy as np
 import pytest
 
 from hetstream.checkpoint.disk.bounds import bounded, bytes_on_disk
@@ -204,30 +202,3 @@ def test_convert_waits_for_no_pipe_and_reads_no_device(
         replace_by_pipe(source / NAME / FILE)
     assert main(["ckpt", "convert", str(source), str(tmp_path / "out.h5"), "--to", "hdf5", "--dry-run"]) == 1
     assert re.search("regular file|has no good checkpoint", capsys.readouterr().err)
-
-
-def test_values_that_an_hdf5_file_keeps_elsewhere_are_not_read(tmp_path: Path) -> None:
-    from hetstream.checkpoint.formats.hdf5 import FORMAT, VERSION, read_hdf5
-
-    secret = tmp_path / "secret"
-    secret.write_text("private " * 5)
-    for kind in ("external", "virtual", "link"):
-        path = tmp_path / f"{kind}.h5"
-        with h5py.File(path, "w") as file:
-            file.attrs.update({"format": FORMAT, "version": VERSION})
-            step = file.create_group(f"checkpoints/{NAME}")
-            step.attrs.update({"attempt": 1, "step": 10, "world_size": 1, "num_bytes": 1, "time_s": 0.0})
-            step.create_group("metrics")
-            rank = step.create_group("ranks/0")
-            rank.create_dataset("shared", data=[], dtype=h5py.string_dtype())
-            state = rank.create_group("state")
-            if kind == "external":
-                state.create_dataset("stolen", (40,), "u1", external=[(str(secret), 0, 40)])
-            elif kind == "virtual":
-                layout = h5py.VirtualLayout((40,), "u1")
-                layout[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "x", (40,), np.uint8)
-                state.create_virtual_dataset("stolen", layout)
-            else:
-                state["stolen"] = h5py.ExternalLink("other.h5", "x")
-        with pytest.raises(DamagedCheckpoint, match=r"another file|link to elsewhere"):
-            read_hdf5(path)

@@ -72,15 +72,14 @@ def test_a_sharded_program_that_is_killed_goes_on(tmp_path: Path) -> None:
     assert [words[2] for words in resumed] == [words[2] for words in whole]
 
 
-def write(directory: Path, state: dict[str, Any], **options: Any) -> Path:
+def write(directory: Path, state: dict[str, Any]) -> Path:
     generation = Generation(1, 5)
-    write_state(directory, Part(generation, 0, 1, **options), state)
+    write_state(directory, Part(generation, 0, 1), state)
     assert commit(directory, generation, 1) == ()
     return directory / generation.directory_name
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_a_single_process_loads_without_a_process_group(tmp_path: Path, form: str) -> None:
+def test_a_single_process_loads_without_a_process_group(tmp_path: Path) -> None:
     tied = torch.randn(4, 4)
     saved = {
         "a": {"w": tied, "v": tied, "t": tied.t(), "c": torch.randn(3, dtype=torch.complex128), "n": torch.tensor(7)},
@@ -89,7 +88,7 @@ def test_a_single_process_loads_without_a_process_group(tmp_path: Path, form: st
         "betas": (0.9, 0.999),
         "rng": torch.arange(5000, dtype=torch.uint8).numpy(),
     }
-    path = write(tmp_path, saved, format=form)
+    path = write(tmp_path, saved)
     state = {
         "a": {name: torch.empty_like(one) for name, one in saved["a"].items()},  # type: ignore[attr-defined]
         "list": [torch.empty(2), {"x": torch.empty(0)}],

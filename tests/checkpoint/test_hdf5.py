@@ -1,22 +1,22 @@
-"""Export for analysis tools: the tables are what docs/checkpoint.md says, and a state comes back exactly."""
+"""Export for analysis tools: the tables are what docs/checkpoint.md says, and hold a state exactly."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import h5py
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 
-from hetstream.checkpoint.errors import DamagedCheckpoint
-from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, read_hdf5, write_hdf5
+from hetstream.checkpoint.formats.hdf5 import RankState, SavedState, write_hdf5
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.layout import TensorSpec
 from hetstream.checkpoint.record.structure import Record, TensorRef
@@ -67,18 +67,23 @@ def test_the_tables_are_as_documented(tmp_path: Path) -> None:
         np.testing.assert_array_equal(state["quarantined"][()], [4, 9])
 
 
-def test_a_loaders_state_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "out.h5"
-    before = [saved(20, 2, {"loader": LOADER}, **{"loss/train": 0.5})]
-    write_hdf5(path, "DIR", before)
-    (after,) = read_hdf5(path)
-    assert (after.generation, after.world_size, after.time_s) == (Generation(2, 20), 1, 12.5)
-    assert after.metrics == {"loss/train": 0.5}
-    assert after.ranks[0].record == before[0].ranks[0].record
-    assert after.ranks[0].record.decode()["loader"] == LOADER
+def node_of(member: Any) -> Any:
+    """A structure again, from what docs/checkpoint.md says of the attribute `kind`."""
+    kind = member.attrs.get("kind")
+    if isinstance(member, h5py.Group):
+        assert kind in (None, "list")
+        if kind == "list":
+            return [node_of(item) for item in member.values()]
+        return {"" if name == "%" else unquote(name): node_of(item) for name, item in member.items()}
+    if kind == "none":
+        return None
+    if kind == "utf-8":
+        return member[()].tobytes().decode()
+    values = member.asstr()[()] if h5py.check_string_dtype(member.dtype) else member[()]
+    return values.tolist() if isinstance(values, np.ndarray | np.generic) else values
 
 
-def test_tensors_of_a_state_come_back_and_tied_ones_stay_tied(tmp_path: Path) -> None:
+def test_tensors_of_a_state_are_datasets(tmp_path: Path) -> None:
     specs = [TensorSpec("loader.generator", "U8", (3, 2)), TensorSpec("loader.scale", "BF16", (2,))]
     values = [bytes(range(6)), b"\0\1\2\3"]
     refs = [TensorRef(0), TensorRef(1, kind="bytes"), TensorRef(0, shape=(6,))]
@@ -86,13 +91,11 @@ def test_tensors_of_a_state_come_back_and_tied_ones_stay_tied(tmp_path: Path) ->
     path = tmp_path / "out.h5"
     one = SavedState(Generation(1, 1), 1, 0, 0.0, {}, [RankState(0, specs, record, specs, values)])
     write_hdf5(path, "DIR", [one])
-    back = read_hdf5(path)[0].ranks[0]
-    assert back.record == record
-    assert [*back.specs] == specs
-    assert [*back.values] == values
     with h5py.File(path) as file:
-        group = file["checkpoints/step-0000000001.1/ranks/0/state/loader/a/values"]
-        np.testing.assert_array_equal(group[()], np.arange(6, dtype=np.uint8).reshape(3, 2))
+        state = file["checkpoints/step-0000000001.1/ranks/0/state/loader"]
+        assert {state[name].attrs["kind"] for name in ("a", "b/0", "c")} == {"tensor"}
+        np.testing.assert_array_equal(state["a/values"][()], np.arange(6, dtype=np.uint8).reshape(3, 2))
+        assert state["b/0/values"][()].tobytes() == values[1]
 
 
 nodes = st.recursive(
@@ -113,60 +116,15 @@ nodes = st.recursive(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from([".", "..", "", "/", "a/b", "%2F", "$tuple", "ä", "x\0y"]), nodes, max_size=4))
-def test_any_structure_comes_back(tmp_path: Path, tree: dict[str, Any]) -> None:
+def test_any_structure_is_held_exactly(tmp_path: Path, tree: dict[str, Any]) -> None:
     path = tmp_path / "any.h5"
     path.unlink(missing_ok=True)
     record = Record(tree, [], [])
     one = SavedState(Generation(1, 1), 1, 0, 0.0, {}, [RankState(0, (), record)])
     write_hdf5(path, "DIR", [one])
-    back = read_hdf5(path)[0].ranks[0].record
-    assert back.write() == record.write()  # order, and 1 apart from 1.0 and True
-
-
-def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.h5"
-    path.write_bytes(b"no hdf5 at all")
-    with pytest.raises(DamagedCheckpoint, match="cannot be read as HDF5"):
-        read_hdf5(path)
-    path.unlink()
-    with h5py.File(path, "w") as file:
-        file["images"] = [1, 2]
-    with pytest.raises(DamagedCheckpoint, match="no export of hetstream"):
-        read_hdf5(path)
-    path.unlink()
-    write_hdf5(path, "DIR", [saved(1, 1, {"loader": LOADER})])
-    whole = path.read_bytes()
-    for size in (100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        with pytest.raises(DamagedCheckpoint):
-            read_hdf5(path)
-
-
-LOADER_AT = "checkpoints/step-0000000001.1/ranks/0/state/loader"
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda file: file.__setitem__(f"{LOADER_AT}/out", h5py.ExternalLink("/etc/passwd", "/")),
-        lambda file: file.__setitem__(f"{LOADER_AT}/out", h5py.SoftLink("/")),
-        lambda file: file.__setitem__(f"{LOADER_AT}/ring", file[LOADER_AT]),
-        lambda file: file.create_dataset(f"{LOADER_AT}/huge", (1 << 50,), "u1", chunks=(1 << 10,)),
-        lambda file: file.create_dataset(f"{LOADER_AT}/many", (1 << 24,), h5py.string_dtype(), chunks=(1 << 10,)),
-        lambda file: file["checkpoints/step-0000000001.1"].attrs.__setitem__("step", 2),
-        lambda file: file["checkpoints/step-0000000001.1"].attrs.__delitem__("step"),
-        lambda file: file.__delitem__("checkpoints/step-0000000001.1/ranks/0/shared"),
-        lambda file: file.move("checkpoints/step-0000000001.1/ranks/0", "checkpoints/step-0000000001.1/ranks/x"),
-        lambda file: file[f"{LOADER_AT}/pipeline"].attrs.__setitem__("kind", "tensor"),
-    ],
-)
-def test_a_hostile_file_is_refused(tmp_path: Path, spoil: Any) -> None:
-    path = tmp_path / "x.h5"
-    write_hdf5(path, "DIR", [saved(1, 1, {"loader": LOADER})])
-    with h5py.File(path, "r+") as file:
-        spoil(file)
-    with pytest.raises(DamagedCheckpoint):
-        read_hdf5(path)
+    with h5py.File(path) as file:
+        state = node_of(file["checkpoints/step-0000000001.1/ranks/0/state"])
+    assert json.dumps(state) == json.dumps(tree)  # order, and 1 apart from 1.0 and True
 
 
 def test_without_h5py_the_error_names_the_extra() -> None:

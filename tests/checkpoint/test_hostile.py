@@ -45,8 +45,8 @@ def place(tmp_path: Path) -> Path:
     home = tmp_path / "home"
     write_valid(home)
     (home / "profile").write_text("private\n")
-    for name, form, num_ranks in (("one", "safetensors", 2), ("two", "torch", 1), ("three", "safetensors", 1)):
-        write_valid(tmp_path / name, form, num_ranks)  # type: ignore[arg-type]
+    write_valid(tmp_path / "one", num_ranks=2)
+    write_valid(tmp_path / "two")
     return tmp_path
 
 

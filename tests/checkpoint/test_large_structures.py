@@ -49,17 +49,7 @@ def test_a_list_that_grows_is_saved_into_the_same_memory(make: Any, memory: Path
     assert len(slots) <= 2 * 3
 
 
-def test_a_list_stays_a_list_for_torch_load(make: Any, tmp_path: Path) -> None:
-    with make(format="torch") as checkpointer:
-        checkpointer.save(1, {"seen": [*range(100_000)]})
-    [file] = (tmp_path / "ckpt").glob("step-*/*.pt")
-    assert torch.load(file, weights_only=True)["seen"] == [*range(100_000)]
-
-
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_containers_in_the_payload_are_converted(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_containers_in_the_payload_are_converted(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "MAX_INLINE_VALUES", 10)
     seen = [*range(20)]
     state = {
@@ -77,7 +67,7 @@ def test_containers_in_the_payload_are_converted(
         },
         "w": torch.ones(3),
     }
-    with make(format=form) as checkpointer:
+    with make() as checkpointer:
         checkpointer.save(1, state)
     assert main(["ckpt", "convert", str(tmp_path / "ckpt"), str(tmp_path / "all.pt"), "--to", "torch"]) == 0
     again = str(tmp_path / "again")
@@ -91,23 +81,19 @@ def test_containers_in_the_payload_are_converted(
     assert loaded["containers"]["set"] == {*seen}
 
 
-@pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_what_no_reader_takes_is_refused_before_anything_is_saved(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 100_000)
     state = {f"layer {number}": torch.ones(1) for number in range(2000)}
-    with make(format=form) as checkpointer:
+    with make() as checkpointer:
         checkpointer.save(1, {"w": torch.ones(1)})
-        if form == "torch":  # it has no header
-            assert checkpointer.save(2, state)
-        else:
-            with pytest.raises(UnsupportedState, match=r"20\d\d tensors .* no reader of safetensors takes more"):
-                checkpointer.save(2, state)
+        with pytest.raises(UnsupportedState, match=r"20\d\d tensors .* no reader of safetensors takes more"):
+            checkpointer.save(2, state)
         assert checkpointer.save(3, {"w": torch.ones(1)})
     steps = [one.generation.step for one in CheckpointDirectory(tmp_path / "ckpt").scan()]
     assert steps[0] == 3
-    assert (2 in steps) <= (form == "torch")
+    assert 2 not in steps
 
 
 def test_the_longest_header_that_is_written_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

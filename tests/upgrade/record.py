@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from hetstream import DataLoader, FlashCheckpointer, mix
-from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.hetjob.site.messages import GrantLimit, ReportDemand, Request, encode_answer, encode_request
 from hetstream.mpi_dataworkers.dispatcher.journal import Journal
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, write_address_file
@@ -111,17 +110,15 @@ def record(directory: Path) -> None:
         getattr(loader, "close", lambda: None)()
     (directory / "loaders.json").write_text(json.dumps(states, indent=1))
 
-    for form in ("safetensors", "torch"):
-        model, optimizer = training()
-        loader = loaders()["map"]
-        batches = iter(loader)
-        next(batches)
-        path = directory / f"checkpoints-{form}"
-        state = {"model": model, "optimizer": optimizer, "loader": loader, "note": {"epoch": 1, "lr": [0.5, None]}}
-        with FlashCheckpointer(path, options=CheckpointOptions(format=form)) as checkpointer:
-            checkpointer.restore(state)
-            checkpointer.save(7, state, metrics={"loss": 0.5})
-        loader.close()
+    model, optimizer = training()
+    loader = loaders()["map"]
+    batches = iter(loader)
+    next(batches)
+    training_state = {"model": model, "optimizer": optimizer, "loader": loader, "note": {"epoch": 1, "lr": [0.5, None]}}
+    with FlashCheckpointer(directory / "checkpoints") as checkpointer:
+        checkpointer.restore(training_state)
+        checkpointer.save(7, training_state, metrics={"loss": 0.5})
+    loader.close()
 
     work = directory / "dispatcher"
     journal = Journal(work)

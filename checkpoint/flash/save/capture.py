@@ -72,9 +72,7 @@ class Capture:
         self._rank = rank
         self._world_size = world_size
         self._options = options
-        # torch.load gives a list as a list, and such a file has no header that could become too long.
-        lists_apart = options.format == "safetensors"
-        self._flattener = Flattener(allow_pickle=options.allow_pickle, lists_apart=lists_apart)
+        self._flattener = Flattener(allow_pickle=options.allow_pickle)
         self._generators = rng.Generators()
         self._signature: Signature | None = None
         self._plan: Plan | None = None
@@ -189,10 +187,9 @@ class Capture:
             rank=self._rank,
             world_size=self._world_size,
             metrics=numbers,
-            format=self._options.format,
             shared_elsewhere=len(self._shared_in(leaves)) < len(self._shared),
         )
-        check_structure(self._options.format, plan.layout, structure)
+        check_structure(plan.layout, structure)
         return join_metadata(plan.layout.to_json(), structure)
 
 

@@ -6,7 +6,6 @@ was converted lies below DIR.out. Prints for each directory a line of JSON, see 
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import logging
@@ -104,14 +103,12 @@ def conversions_of(source: Path) -> dict[str, Callable[[], int | str]]:
     """Of what is no directory of ours."""
     out = source.with_name(source.name + ".out")
     out.mkdir()
-    with source.open("rb") if source.is_file() else contextlib.nullcontext() as file:
-        is_hdf5 = file is not None and file.read(4) == b"\x89HDF"
-    words = {"flash": [] if is_hdf5 else ["--as-step", "1"]}
+    options = {"flash": ["--as-step", "1"], "torch": []}
     return {
         f"to {kind}": lambda kind=kind: main(  # type: ignore[misc]
-            ["ckpt", "convert", str(source), str(out / kind), "--to", kind, *words.get(kind, [])]
+            ["ckpt", "convert", str(source), str(out / kind), "--to", kind, *options[kind]]
         )
-        for kind in (("flash",) if is_hdf5 else ("flash", "torch"))
+        for kind in options
     }
 
 

@@ -130,8 +130,8 @@ def state_of(rank: int, num_ranks: int, filled: bool) -> dict[str, Any]:
     return state
 
 
-def save(rank: int, num_ranks: int, directory: Path, form: str) -> None:
-    part = Part(Generation(1, num_ranks), rank, num_ranks, format=form)  # type: ignore[arg-type]
+def save(rank: int, num_ranks: int, directory: Path) -> None:
+    part = Part(Generation(1, num_ranks), rank, num_ranks)
     state = state_of(rank, num_ranks, filled=True)
     write_state(directory, part, state, shared=["plain"], keys=None if rank == 0 else set(state) - {"plain"})
     dist.barrier()
@@ -258,10 +258,9 @@ def main() -> None:
             in_ranks(loaded_by, flash_restore, directory / pair)
             print("ok", pair, flush=True)
             continue
-        form = "torch" if (saved_by, loaded_by) == (2, 3) else "safetensors"
         place = directory / pair
         place.mkdir()
-        in_ranks(saved_by, save, place, form)
+        in_ranks(saved_by, save, place)
         in_ranks(loaded_by, load, place / Generation(1, saved_by).directory_name, saved_by)
         print("ok", pair, flush=True)
 

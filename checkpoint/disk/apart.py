@@ -16,10 +16,11 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from hetstream.base.errors import HetstreamError
 from hetstream.base.files import UntrustedFile
 from hetstream.base.limits import lower
 from hetstream.checkpoint.disk.bounds import Bounds, told
-from hetstream.checkpoint.errors import CheckpointError, DamagedCheckpoint, first_line
+from hetstream.checkpoint.errors import DamagedCheckpoint, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -87,13 +88,13 @@ def _read(bounds: Bounds, read: Callable[[], Any], sender: Connection, parent: i
             outcome = read(), None
     except BaseException as error:  # noqa: BLE001, it is raised in the other process
         _log.debug("%s cannot be read", bounds.source, exc_info=True)
-        outcome = None, _told_on(bounds, error)
+        outcome = None, _reported(bounds, error)
     sender.send(outcome)
 
 
-def _told_on(bounds: Bounds, error: BaseException) -> BaseException:
+def _reported(bounds: Bounds, error: BaseException) -> BaseException:
     """What is raised in the other process: what is meant for the user, or what a library did not expect of a file."""
-    if isinstance(error, CheckpointError | UntrustedFile | KeyboardInterrupt):
+    if isinstance(error, HetstreamError | UntrustedFile | KeyboardInterrupt):
         return error
     if isinstance(error, OSError) and error.filename is not None:
         return error

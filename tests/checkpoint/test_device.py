@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetstream.checkpoint.flash.restore.apply import Copies
+from hetstream.checkpoint.flash.restore.copies import Copies
 from hetstream.checkpoint.flash.save import device
 from hetstream.checkpoint.flash.save.copy_plan import make_plan
 from hetstream.checkpoint.flash.save.device import Copier

@@ -31,7 +31,7 @@ from hetstream.checkpoint.errors import (
     UnsupportedState,
 )
 from hetstream.checkpoint.flash.distributed import Alone
-from hetstream.checkpoint.flash.restore.apply import source
+from hetstream.checkpoint.flash.restore import source
 from hetstream.checkpoint.flash.save.device import Copier
 from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.view import StoreView, find_stores

@@ -21,8 +21,9 @@ from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, StateMismatch
-from hetstream.checkpoint.flash.restore.apply import Part, newest
+from hetstream.checkpoint.flash.restore import newest
 from hetstream.checkpoint.flash.restore.source import Disk
+from hetstream.checkpoint.flash.restore.stored import Part
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.base.users import run_as

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
-from hetstream.checkpoint.flash.restore.apply import Part, Restore, TensorStore
+from hetstream.checkpoint.flash.restore.apply import Restore
 from hetstream.checkpoint.flash.restore.payload import Payload
+from hetstream.checkpoint.flash.restore.stored import Part, TensorStore
 from hetstream.checkpoint.flash.save.copy_plan import Plan, make_plan
 from hetstream.checkpoint.flash.save.device import copy_in_memory
 from hetstream.checkpoint.flash.tensors import DTYPES, Flattener, Signature, bytes_as_tensor, view_of

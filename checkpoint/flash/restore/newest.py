@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -19,8 +20,8 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OtherRelease
 from hetstream.checkpoint.flash.distributed import Communicator, gather, together
 from hetstream.checkpoint.flash.host import Host
-from hetstream.checkpoint.flash.restore.apply import Part
 from hetstream.checkpoint.flash.restore.source import Disk, Memory
+from hetstream.checkpoint.flash.restore.stored import Part
 from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.agreement import Choice, Held, Offer, Source, agree, steps_of, with_disk
 from hetstream.checkpoint.record.generation import Generation
@@ -40,8 +41,22 @@ class _Wanted(msgspec.Struct, frozen=True):
     step: int | None
 
 
-# Looks at a record up to its `yield`, and uses it behind it, when all ranks have got there.
-Use = Callable[[list[Part], Choice], Iterator[None]]
+class Restorer(Protocol):
+    """What is done with a generation, in two phases: all ranks have prepared it before one of them applies it."""
+
+    def prepare(self, parts: list[Part], choice: Choice) -> None:
+        """Look at all of it and change nothing; called again with another one where this cannot be used.
+
+        Args:
+            parts: what was saved.
+            choice: of the generation.
+
+        Raises:
+            Damaged: it cannot be used.
+        """
+
+    def apply(self) -> None:
+        """Use what was prepared last."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +87,15 @@ class Newest:
         """The newest generation that all ranks have, as far as names and manifests tell."""
         return agree(self._exchange(self._offer(with_left=False)), self.lineage)
 
-    def use(self, use: Use, step: int | None = None) -> None:
+    def use(self, restorer: Restorer, step: int | None = None) -> Choice | None:
         """Let all ranks try the newest generation, then the next one, until it is whole on all of them.
 
         Args:
-            use: what to do with it.
+            restorer: what to do with it.
             step: only generations of this step; they may have been left behind.
+
+        Returns:
+            The generation that was applied; None: there is none.
 
         Raises:
             OptionsError: the ranks have asked for different steps.
@@ -85,11 +103,11 @@ class Newest:
             OtherRelease: another release of hetstream wrote the newest one, or the one of this step.
         """
         wanted = gather(self.ranks, _Wanted(step))
-        if any(one != wanted[0] for one in wanted):
-            steps = ", ".join(str(one.step) for one in wanted)
+        if any(wish != wanted[0] for wish in wanted):
+            steps = ", ".join(str(wish.step) for wish in wanted)
             raise OptionsError(f"the ranks ask for different steps, by rank: {steps}. All have to restore the same one")
         offer = self._offer(with_left=step is not None)
-        said: set[str] = set()
+        logged: set[str] = set()
         unusable: list[tuple[Generation, Source, str]] = []
         num_tries = 0
         is_on_disk = any(gather(self.ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
@@ -98,25 +116,18 @@ class Newest:
             choice = agree(offers, self.lineage, step)
             _refuse_other_release(offers, choice, step)
             for note in choice.notes:
-                if note not in said:
+                if note not in logged:
                     _log.warning("%s", note)
-                    said.add(note)
+                    logged.add(note)
             if choice.generation is None:
                 if step is not None:
                     raise NoCheckpoint(_told(step, offers, self.lineage, self.directory.path, choice.notes))
                 if is_on_disk:
-                    path, why = self.directory.path, "; ".join(choice.notes)
-                    none = f"none of the checkpoints in {path} can be used"
-                    if self.directory.read_only:
-                        raise NoCheckpoint(f"{none}: {why}. See hetstream ckpt verify {path}")
-                    raise NoCheckpoint(
-                        f"{none}, and training does not begin anew without being told: {why}. See hetstream ckpt "
-                        f"verify {path}; to begin anew, delete it, or give another directory"
-                    )
-                return
-            problem = self._try(choice, use)
+                    raise self._none_usable(choice.notes)
+                return None
+            problem = self._try(choice, restorer)
             if problem is None:
-                return
+                return choice
             if problem:
                 unusable.append((choice.generation, choice.sources[self.ranks.rank], problem))
             num_tries += 1
@@ -127,16 +138,25 @@ class Newest:
                 )
             # What a training has saved meanwhile is newer than what this rank knew of.
             offer = self._offer(with_left=step is not None)
-            for one in unusable:
-                offer = offer.without(*one)
+            for source in unusable:
+                offer = offer.without(*source)
 
-    def _try(self, choice: Choice, use: Use) -> str | None:
+    def _none_usable(self, notes: list[str]) -> NoCheckpoint:
+        path, why = self.directory.path, "; ".join(notes)
+        none = f"none of the checkpoints in {path} can be used"
+        if self.directory.read_only:
+            return NoCheckpoint(f"{none}: {why}. See hetstream ckpt verify {path}")
+        return NoCheckpoint(
+            f"{none}, and training does not begin anew without being told: {why}. See hetstream ckpt "
+            f"verify {path}; to begin anew, delete it, or give another directory"
+        )
+
+    def _try(self, choice: Choice, restorer: Restorer) -> str | None:
         """None: it is done. Text: this rank's source is not usable, and why; empty if it is another rank's."""
         generation, rank = choice.generation, self.ranks.rank
         assert generation is not None
         with contextlib.ExitStack() as held:
             problem = ""
-            going: Iterator[None] = iter(())
             disk: Disk | None = None
 
             def fetch() -> None:
@@ -147,20 +167,22 @@ class Newest:
                 nonlocal disk
                 if choice.sources[rank] == "disk":
                     neighbours = self.host.stores if self.host else (rank,)
-                    readers = [one for one in neighbours if choice.sources[one] == "disk"]
+                    readers = [neighbour for neighbour in neighbours if choice.sources[neighbour] == "disk"]
                     num_ranks, num_saved = len(choice.sources), choice.world_size
                     disk = Disk(self.directory, generation, rank, num_ranks, num_saved, readers, held)
                     disk.compare()
 
-            def look() -> None:
-                nonlocal going
+            def prepare() -> None:
                 parts: list[Part] = []
                 if disk:
                     parts = disk.open()
                 elif self.memory:
                     parts = held.enter_context(self.memory.open(generation, choice.sharers[rank]))
-                going = use(parts, choice)
-                next(going)
+                restorer.prepare(parts, choice)
+
+            def apply() -> int:
+                restorer.apply()
+                return 0
 
             def attempted(act: Callable[[], None]) -> int:
                 nonlocal problem
@@ -179,10 +201,10 @@ class Newest:
                 together(self.ranks, lambda: 0 if problem else attempted(compare))
             if any(gather(self.ranks, bool(problem))):
                 return problem
-            together(self.ranks, lambda: attempted(look))
+            together(self.ranks, lambda: attempted(prepare))
             if any(gather(self.ranks, bool(problem))):
                 return problem
-            together(self.ranks, lambda: sum(1 for _ in going))
+            together(self.ranks, apply)
         return None
 
     def _exchange(self, offer: Offer) -> list[Offer]:
@@ -218,10 +240,10 @@ def _told(step: int, offers: list[Offer], lineage: Lineage, path: Path, notes: l
     """Why a step that was asked for cannot be restored, and what can."""
     line, left = steps_of(offers, lineage)
     among = f"all {len(offers)} ranks have" if len(offers) > 1 else "there are"
-    words = f"{among} " + (f"the steps {_listed(line)}" if line else "none")
-    words += f"; left behind: {_listed(left)}" if left else ""
+    others = f"{among} " + (f"the steps {_listed(line)}" if line else "none")
+    others += f"; left behind: {_listed(left)}" if left else ""
     why = "".join(f"; {note}" for note in notes)
-    return f"{path}: no checkpoint of step {step} can be restored: {words}{why}. See hetstream ckpt ls {path}"
+    return f"{path}: no checkpoint of step {step} can be restored: {others}{why}. See hetstream ckpt ls {path}"
 
 
 def _listed(steps: list[int]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hetstream.checkpoint.flash import rng
-from hetstream.checkpoint.flash.restore.apply import Part, Restore, owned
+from hetstream.checkpoint.flash.restore.apply import Restore
 from hetstream.checkpoint.flash.restore.newest import Newest
+from hetstream.checkpoint.flash.restore.stored import Part, owned
 from hetstream.checkpoint.flash.save.capture import RNG
 from hetstream.checkpoint.flash.tensors import Leaves
 from hetstream.checkpoint.record.agreement import Choice
@@ -85,35 +86,68 @@ def restore_from(newest: Newest, state: MutableMapping[str, Any], leaves: Leaves
         StateMismatch: the layout of the state has changed. Nothing is restored.
         NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
     """
-    done: list[tuple[Choice, bool]] = []
+    restorer = _IntoState(state, leaves, wish, newest.ranks.rank)
+    choice = newest.use(restorer, wish.step)
+    if choice is None:
+        return Restored()
+    _log.info("restored %s from %s", choice.generation, ", ".join(sorted({*choice.sources})))
+    return Restored(choice.generation, restorer.keeps_leaves)
 
-    def use(parts: list[Part], choice: Choice) -> Iterator[None]:
+
+class _IntoState:
+    """Brings a generation into a state.
+
+    Args:
+        state: as it is given to `save`.
+        leaves: the same taken apart.
+        wish: how.
+        rank: of this process.
+
+    Attributes:
+        keeps_leaves: as in `Restored`, of what was prepared last.
+    """
+
+    def __init__(self, state: MutableMapping[str, Any], leaves: Leaves, wish: Wish, rank: int) -> None:
+        self._state = state
+        self._leaves = leaves
+        self._wish = wish
+        self._rank = rank
+        self._prepared: tuple[Restore, Any, Choice] | None = None
+        self.keeps_leaves = True
+
+    def prepare(self, parts: list[Part], choice: Choice) -> None:
+        """Compare what was saved with the state.
+
+        Raises:
+            StateMismatch: they differ, and may not.
+        """
+        self._prepared = None  # memory of one that another rank could not use is given back
+        state = self._state
         task = Restore()
         saved: dict[str, Any] = {}
         all_alike: set[str] = set()
         for part in parts:
-            alike = task.take_alike(state, leaves, part)
-            without = alike | ({*part.record.tree} - {*state} if wish.only_given else set())
-            saved.update(part.saved(allow_pickle=wish.allow_pickle, without=without))
+            alike = task.take_alike(state, self._leaves, part)
+            without = alike | ({*part.record.tree} - {*state} if self._wish.only_given else set())
+            saved.update(part.saved(allow_pickle=self._wish.allow_pickle, without=without))
             all_alike |= alike
         generators = saved.pop(RNG, None)
         task.compare(state, saved, all_alike)
         mismatch = task.mismatch()
-        if mismatch and wish.strict:
+        if mismatch and self._wish.strict:
             raise mismatch
-        yield
+        self._prepared = task, generators, choice
+        self.keeps_leaves = all_alike == {*state}
+
+    def apply(self) -> None:
+        """Write all that fits, and set the generators."""
+        assert self._prepared is not None
+        task, generators, choice = self._prepared
+        self._prepared = None  # it refers to memory that is given back
         task.run()
         for difference in task.differences:
             _log.warning("not restored: %s", difference)
-        _restore_generators(generators, choice, newest.ranks.rank)
-        done.append((choice, all_alike == {*state}))
-
-    newest.use(use, wish.step)
-    if not done:
-        return Restored()
-    choice, keeps_leaves = done[0]
-    _log.info("restored %s from %s", choice.generation, ", ".join(sorted({*choice.sources})))
-    return Restored(choice.generation, keeps_leaves)
+        _restore_generators(generators, choice, self._rank)
 
 
 def load_from(newest: Newest, wish: Wish) -> LoadedCheckpoint | None:
@@ -126,20 +160,39 @@ def load_from(newest: Newest, wish: Wish) -> LoadedCheckpoint | None:
     Raises:
         NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
     """
-    done: list[LoadedCheckpoint] = []
+    restorer = _AsValues(wish)
+    newest.use(restorer, wish.step)
+    return restorer.loaded
 
-    def use(parts: list[Part], choice: Choice) -> Iterator[None]:
+
+class _AsValues:
+    """Gives a generation as plain values.
+
+    Args:
+        wish: how.
+
+    Attributes:
+        loaded: what was applied.
+    """
+
+    def __init__(self, wish: Wish) -> None:
+        self._wish = wish
+        self._prepared: LoadedCheckpoint | None = None
+        self.loaded: LoadedCheckpoint | None = None
+
+    def prepare(self, parts: list[Part], choice: Choice) -> None:
+        """Copy the values."""
         assert choice.generation is not None
         state: dict[str, Any] = {}
         for part in parts:
-            state.update(part.load(allow_pickle=wish.allow_pickle))
+            state.update(part.load(allow_pickle=self._wish.allow_pickle))
         state.pop(RNG, None)
-        yield
         step, attempt = choice.generation.step, choice.generation.attempt
-        done.append(LoadedCheckpoint(step, attempt, state, tuple(choice.sources), tuple(choice.notes)))
+        self._prepared = LoadedCheckpoint(step, attempt, state, tuple(choice.sources), tuple(choice.notes))
 
-    newest.use(use, wish.step)
-    return done[0] if done else None
+    def apply(self) -> None:
+        """They are what was loaded."""
+        self.loaded = self._prepared
 
 
 def _restore_generators(states: Any, choice: Choice, rank: int) -> None:

@@ -16,9 +16,9 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.rank_file import RankFile
 from hetstream.checkpoint.errors import Damaged, DamagedSegment, NoCheckpoint
 from hetstream.checkpoint.flash.host import Host
-from hetstream.checkpoint.flash.restore.apply import Part, TensorStore
 from hetstream.checkpoint.flash.restore.payload import Payload
 from hetstream.checkpoint.flash.restore.shards import Whole, names_of, open_parts
+from hetstream.checkpoint.flash.restore.stored import Part, TensorStore
 from hetstream.checkpoint.memory.segment import Header, Segment, split_metadata
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles

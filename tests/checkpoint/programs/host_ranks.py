@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.checkpoint.disk import rank_file
-from hetstream.checkpoint.flash.restore.apply import newest
+from hetstream.checkpoint.flash.restore import newest
 from hetstream.checkpoint.record.checksum import Checksum
 from tests.checkpoint.programs.flash_trainer import digest
 

@@ -1,0 +1,145 @@
+"""What objects of the program take by `load_state_dict`: their own code, which may refuse it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from hetstream.checkpoint.errors import StateMismatch
+from hetstream.checkpoint.flash.restore.stored import (
+    like_mapping,
+    owned,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def _rank_of(here: Any) -> int:
+    """Objects whose fit could not be checked before come first, modules last."""
+    return 2 if isinstance(here, torch.nn.Module) else 1 if isinstance(here, torch.optim.Optimizer) else 0
+
+
+def _backup(here: Any) -> Any:
+    state = here.state_dict()
+    # An optimizer's load_state_dict replaces its tensors and does not write into them.
+    if isinstance(here, torch.optim.Optimizer):
+        return state
+    if isinstance(here, torch.nn.Module):
+        # What has no shape yet has no values, and torch copies no such buffers.
+        shaped = {key: one for key, one in state.items() if not is_lazy(one)}
+        state = like_mapping(state, shaped, only=shaped)
+    return copy.deepcopy(state)
+
+
+def _places_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[Any, str], dict[str, Any]]]:
+    """Where an optimizer has tensors: the place, and the dict that holds it."""
+    for number, group in enumerate(optimizer.param_groups):
+        yield from (((number, key), group) for key in group)
+    for parameter, state in optimizer.state.items():
+        if isinstance(state, dict):
+            yield from (((parameter, key), state) for key in state)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, str], torch.Tensor]:
+    return {
+        place: holder[place[1]] for place, holder in _places_of(optimizer) if isinstance(holder[place[1]], torch.Tensor)
+    }
+
+
+@torch.no_grad()
+def _keep_tensors(optimizer: torch.optim.Optimizer, before: Mapping[tuple[Any, str], torch.Tensor]) -> None:
+    """Bring what an optimizer has loaded into the tensors that it had: a CUDA graph of its step works on these, and not
+    on those that `load_state_dict` puts in their place."""
+    taken: dict[int, torch.Tensor] = {}
+    for place, holder in _places_of(optimizer):
+        old, new = before.get(place), holder[place[1]]
+        if old is None or not isinstance(new, torch.Tensor) or old is new:
+            continue
+        is_alike = (old.shape, old.dtype, old.device, type(old)) == (new.shape, new.dtype, new.device, type(new))
+        # Memory that several had holds what all of them have now, or what the first has.
+        first = (
+            taken.setdefault(old.untyped_storage().data_ptr(), new) if is_alike and type(old) is torch.Tensor else None
+        )
+        if first is not None and first.data_ptr() == new.data_ptr():
+            old.copy_(new)
+            holder[place[1]] = old
+
+
+def _put_back(here: Any, before: Any) -> bool:
+    """Whether an object has taken what `_backup` gave of it."""
+    try:
+        if isinstance(here, torch.nn.Module):
+            here.load_state_dict(before, strict=False)  # what had no shape keeps the one that it has got
+        else:
+            here.load_state_dict(before)
+    except Exception as error:  # noqa: BLE001, the object's own code; it is told beside the error before
+        _log.warning("%s does not take back what it had: %s", type(here).__name__, error)
+        return False
+    return True
+
+
+def is_pristine(module: torch.nn.Module) -> bool:
+    """Whether loading a state into the module is nothing but copying its tensors: then it is done all at once."""
+    if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+        return False
+    return all(_is_plain_loader(one) for one in module.modules()) and all(
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        for tensor in (*module.parameters(), *module.buffers())
+    )
+
+
+def _is_plain_loader(module: torch.nn.Module) -> bool:
+    kind = type(module)
+    load = kind._load_from_state_dict
+    base = torch.nn.Module
+    return (
+        (load is base._load_from_state_dict or load is _NormBase._load_from_state_dict)
+        and kind.state_dict is base.state_dict
+        and kind._save_to_state_dict is base._save_to_state_dict
+        and kind.get_extra_state is base.get_extra_state
+        and not any(_hooks_of(module))
+    )
+
+
+def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
+    for name in (
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+    ):
+        yield getattr(module, name, None)
+
+
+def load_objects(objects: Sequence[tuple[str, Any, Any]], *, strict: bool) -> None:
+    """Give objects their states; if one refuses, all get back what they had.
+
+    Args:
+        objects: place in the state, object, and what was saved of it.
+        strict: a module has to find all its keys.
+
+    Raises:
+        StateMismatch: an object refused its state. Nothing is changed, unless an object refuses what it had, too.
+    """
+    backups: list[tuple[str, Any, Any]] = []
+    optimizers = [here for _, here, _ in objects if isinstance(here, torch.optim.Optimizer)]
+    held = [_tensors_of(optimizer) for optimizer in optimizers]
+    for path, here, saved in sorted(objects, key=lambda item: _rank_of(item[1])):
+        backups.append((path, here, _backup(here)))
+        try:
+            if isinstance(here, torch.nn.Module):
+                here.load_state_dict(owned(saved), strict=strict)
+            else:
+                here.load_state_dict(owned(saved))
+        except Exception as error:  # the object's own code
+            changed = [place for place, *backup in reversed(backups) if not _put_back(*backup)]
+            result = f"{', '.join(changed)} may be half restored" if changed else "Nothing was restored"
+            raise StateMismatch(f"{path} refused its state: {error}. {result}") from error
+    for optimizer, tensors in zip(optimizers, held, strict=True):
+        _keep_tensors(optimizer, tensors)

@@ -1,0 +1,264 @@
+"""The tensors of a record, where they lie, and copies of them that are the program's own.
+
+A restore compares with them where they lie, which may be shared memory; what it gives to the program is owned by it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+
+from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch
+from hetstream.checkpoint.flash.restore.payload import Payload
+from hetstream.checkpoint.flash.restore.shards import Box, Whole, cut, is_inside, overlap_of
+from hetstream.checkpoint.flash.tensors import dtype_of, is_whole, make_foreign, view_of
+from hetstream.checkpoint.record.layout import Entry
+from hetstream.checkpoint.record.structure import Record, TensorRef
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """A tensor of a record, where it lies. A struct, as there may be very many.
+
+    Attributes:
+        ref: what the record says of it.
+        store: where it lies, and where `own` of it is to be had.
+        shape: of the whole tensor, of which this may be one rank's part.
+        dtype: as torch knows it.
+        address: where its bytes begin, which lie there in row-major order; None: they do not, or are a part only.
+    """
+
+    ref: TensorRef
+    store: TensorStore
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    address: int | None
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {self.shape} and {self.dtype}"
+
+    @property
+    def view(self) -> torch.Tensor:
+        """Its values, row-major or strided; they may lie in shared memory."""
+        return self.store.view_of(self.ref)
+
+    def read(self, here: torch.Tensor) -> torch.Tensor:
+        """The values of the part that this rank has of a tensor of the program, whoever saved them.
+
+        Args:
+            here: of the same (whole) shape; a DTensor, or a plain one that is all of it.
+
+        Raises:
+            StateMismatch: other ranks saved some of them, and their parts are out of reach.
+        """
+        view = self.view
+        if self.ref.shard is None and not hasattr(here, "to_local"):
+            return view
+        box = _box_of(here)
+        own = (self.ref.shard.offsets if self.ref.shard else (0,) * view.ndim), tuple(view.shape)
+        if not math.prod(box[1]):
+            return view.new_empty(box[1])
+        if overlap_of(box, own) == box:
+            return cut(view, [here - there for here, there in zip(box[0], own[0], strict=True)], box[1])
+        whole = self.store.whole_of(self.ref)
+        if whole is None:
+            raise StateMismatch(
+                f"this rank saved {own[1]} at {own[0]} of {tuple(self.shape)} and has {box[1]} at {box[0]}"
+            )
+        return whole.read(*box)
+
+
+@dataclass(frozen=True)
+class Values:
+    """What an object's `load_state_dict` gets for a tensor that is sharded, here or in the checkpoint.
+
+    Attributes:
+        values: of this rank's part; they may lie in shared memory.
+        like: the DTensor that they are a part of; None: they are all of it.
+    """
+
+    values: torch.Tensor
+    like: Any = None
+
+    def own(self) -> torch.Tensor:
+        """In memory of the program's own."""
+        mine = self.values.clone()
+        if self.like is None:
+            return mine
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            mine,
+            self.like.device_mesh,
+            self.like.placements,
+            run_check=False,
+            shape=self.like.shape,
+            stride=self.like.stride(),
+        )
+
+
+class TensorStore:
+    """The tensors of one payload, and copies of them.
+
+    Args:
+        payload: where they lie.
+        whole_of: what all ranks saved of a sharded tensor; None where that is out of reach.
+
+    Attributes:
+        payload: where they lie.
+    """
+
+    def __init__(self, payload: Payload, *, whole_of: Callable[[TensorRef], Whole | None] = lambda _ref: None) -> None:
+        self.payload = payload
+        self.whole_of = whole_of
+        self._own: dict[int, torch.Tensor] = {}
+        self._made: dict[TensorRef, Any] = {}
+
+    def stored(self, ref: TensorRef) -> Any:
+        """The tensor of a reference, uncopied; byte strings as such.
+
+        Raises:
+            DamagedCheckpoint: the reference points outside.
+        """
+        if ref.kind in ("bytes", "pickle"):
+            return self.own(ref)
+        entry = self._entry(ref)
+        if is_whole(ref) and ref.shard is None:
+            return Stored(ref, self, entry.shape, dtype_of(entry), self.payload.begin + entry.offset)
+        view = self.view_of(ref)
+        if ref.shard and not is_inside((ref.shard.offsets, tuple(view.shape)), ref.shard.global_shape):
+            raise DamagedCheckpoint(
+                f"the structure describes a part of tensor {entry.name!r} that is not inside it: {ref}"
+            )
+        return Stored(ref, self, tuple(view.shape) if ref.shard is None else ref.shard.global_shape, view.dtype, None)
+
+    def view_of(self, ref: TensorRef) -> torch.Tensor:
+        """The tensor of a reference, uncopied.
+
+        Raises:
+            DamagedCheckpoint: the reference points outside.
+        """
+        return view_of(ref, self._entry(ref), self.payload.view(ref.entry))
+
+    def own(self, ref: TensorRef) -> Any:
+        """What the program saved, in memory of its own; tensors that shared memory share it again."""
+        made = self._made.get(ref)
+        if made is None:
+            made = self._made[ref] = self._make(ref)
+        return made
+
+    def _entry(self, ref: TensorRef) -> Entry:
+        entries = self.payload.entries
+        if not 0 <= ref.entry < len(entries):
+            raise DamagedCheckpoint(f"the structure refers to entry {ref.entry} of {len(entries)}")
+        return entries[ref.entry]
+
+    def _make(self, ref: TensorRef) -> Any:
+        entry = self._entry(ref)
+        if ref.entry not in self._own:
+            self._own[ref.entry] = self.payload.view(ref.entry).clone()
+        tensor = view_of(ref, entry, self._own[ref.entry])
+        if ref.is_permuted and ref.strides is not None:
+            tensor = torch.empty_strided(tensor.shape, ref.strides, dtype=tensor.dtype).copy_(tensor)
+        if ref.kind in ("parameter", "frozen_parameter"):
+            return torch.nn.Parameter(tensor, requires_grad=ref.kind == "parameter")
+        if ref.kind == "numpy":
+            return tensor.numpy()
+        if ref.kind in ("bytes", "pickle"):
+            return tensor.numpy().tobytes()
+        return tensor.requires_grad_() if ref.kind == "grad" else tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A record, or a part of one, with its tensors: what a slot or a file holds.
+
+    Attributes:
+        record: the structure.
+        store: the tensors.
+    """
+
+    record: Record
+    store: TensorStore
+
+    def load(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """The state as plain values and tensors of the program's own.
+
+        Raises:
+            DamagedCheckpoint: the structure breaks its form.
+            StateMismatch: it needs pickle, or a type that the program has not registered.
+        """
+        return self.record.decode(self.store.own, make_foreign(allow_pickle=allow_pickle))
+
+    def saved(self, *, allow_pickle: bool = False, without: Collection[str] = ()) -> dict[str, Any]:
+        """The state with tensors where they lie, for `Restore`; raises as `load`.
+
+        Args:
+            allow_pickle: see `load`.
+            without: top-level keys that nobody needs.
+        """
+        make = make_foreign(allow_pickle=allow_pickle)
+        # What is made of several tensors gets tensors of its own.
+        return self.record.decode(
+            self.store.stored, lambda tag, body, again: make(tag, body, lambda node: owned(again(node))), without
+        )
+
+
+def owned(value: Any) -> Any:
+    """What `Part.saved` gave, with tensors of the program's own."""
+    if isinstance(value, Stored):
+        return value.store.own(value.ref)
+    if isinstance(value, Values):
+        return value.own()
+    if isinstance(value, Mapping):
+        return like_mapping(value, {key: owned(one) for key, one in value.items()})
+    if isinstance(value, list):
+        return [owned(one) for one in value]
+    if isinstance(value, tuple):
+        return like_tuple(value, [owned(one) for one in value])
+    if isinstance(value, deque):
+        return deque((owned(one) for one in value), value.maxlen)
+    if isinstance(value, SimpleNamespace):
+        return SimpleNamespace(**{key: owned(one) for key, one in vars(value).items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return like_dataclass(value, {one.name: owned(getattr(value, one.name)) for one in dataclasses.fields(value)})
+    return value
+
+
+def like_mapping(like: Mapping[Any, Any], items: dict[Any, Any], only: Collection[Any] | None = None) -> Any:
+    made: Any = copy.copy(like)
+    for key in like if only is not None else ():
+        if key not in only:  # type: ignore[operator]
+            del made[key]
+    for key, value in items.items():  # not `update`: a Counter's adds
+        made[key] = value
+    return made
+
+
+def like_tuple(like: tuple[Any, ...], items: list[Any]) -> Any:
+    return tuple.__new__(type(like), items) if hasattr(type(like), "_fields") else type(like)(items)
+
+
+def like_dataclass(like: Any, fields: dict[str, Any]) -> Any:
+    made = object.__new__(type(like))
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _box_of(here: Any) -> Box:
+    """Which part of a tensor this rank has."""
+    if not hasattr(here, "to_local"):
+        return (0,) * here.ndim, tuple(here.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(here.shape, here.device_mesh, here.placements)
+    return tuple(offsets), tuple(shape)

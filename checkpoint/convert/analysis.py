@@ -11,7 +11,8 @@ from pathlib import Path
 from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory
 from hetstream.checkpoint.convert.source import Source, choose
-from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory
+from hetstream.checkpoint.disk.checkpoint import Checkpoint
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.files import replacing
 from hetstream.checkpoint.disk.manifest import Manifest
 from hetstream.checkpoint.disk.rank_file import open_file

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory
+from hetstream.checkpoint.disk.checkpoint import Checkpoint
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import Identity
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.record.generation import Generation

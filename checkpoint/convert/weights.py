@@ -41,7 +41,7 @@ from hetstream.checkpoint.disk.manifest import Part
 from hetstream.checkpoint.disk.rank_file import write_file
 from hetstream.checkpoint.errors import CheckpointError, DamagedCheckpoint, NotEnoughSpace, UnsupportedState, first_line
 from hetstream.checkpoint.flash.restore.shards import Clash, Parts, open_parts, part_of
-from hetstream.checkpoint.flash.tensors import tensor_of
+from hetstream.checkpoint.flash.views import tensor_of
 from hetstream.checkpoint.formats.part import STRUCTURE, structure_in
 from hetstream.checkpoint.formats.safetensors import read_header
 from hetstream.checkpoint.record.generation import Generation

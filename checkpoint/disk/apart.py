@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import UntrustedFile
 from hetstream.base.limits import lower
-from hetstream.checkpoint.disk.bounds import Bounds, told
+from hetstream.checkpoint.disk.bounds import Bounds, explained
 from hetstream.checkpoint.errors import DamagedCheckpoint, first_line
 
 _log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def _read(bounds: Bounds, read: Callable[[], Any], sender: Connection, parent: i
     lower(bounds.memory_bytes, bounds.cpu_s)
     outcome: tuple[Any, BaseException | None]
     try:
-        with told(bounds):
+        with explained(bounds):
             outcome = read(), None
     except BaseException as error:  # noqa: BLE001, it is raised in the other process
         _log.debug("%s cannot be read", bounds.source, exc_info=True)

@@ -77,12 +77,12 @@ def bounded(source: Path) -> Iterator[None]:
         DamagedCheckpoint: it takes more memory or time than what is right can take.
     """
     bounds = Bounds.of(source)
-    with told(bounds), limited(bounds.memory_bytes, bounds.cpu_s):
+    with explained(bounds), limited(bounds.memory_bytes, bounds.cpu_s):
         yield
 
 
 @contextlib.contextmanager
-def told(bounds: Bounds) -> Iterator[None]:
+def explained(bounds: Bounds) -> Iterator[None]:
     """What the errors of a process that has reached its bounds become.
 
     Raises:

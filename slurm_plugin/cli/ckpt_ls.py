@@ -15,7 +15,8 @@ from typing import Any
 
 from hetstream.base.text import printable
 from hetstream.checkpoint.disk.bounds import bounded
-from hetstream.checkpoint.disk.directory import Checkpoint, CheckpointDirectory, Partial
+from hetstream.checkpoint.disk.checkpoint import Checkpoint, Partial
+from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.latest import problem_of_latest
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.memory.view import FoundStore, find_stores, places

@@ -11,7 +11,7 @@ from typing import Any
 
 from hetstream.base.text import printable
 from hetstream.checkpoint.disk.bounds import bounded
-from hetstream.checkpoint.disk.directory import Checkpoint
+from hetstream.checkpoint.disk.checkpoint import Checkpoint
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.slurm_plugin.cli.ckpt_ls import as_fields, existing
 from hetstream.slurm_plugin.render.table import size_words

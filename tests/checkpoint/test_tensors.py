@@ -20,7 +20,8 @@ from hetstream.checkpoint.flash.restore.payload import Payload
 from hetstream.checkpoint.flash.restore.stored import Part, TensorStore
 from hetstream.checkpoint.flash.save.copy_plan import Plan, make_plan
 from hetstream.checkpoint.flash.save.device import copy_in_memory
-from hetstream.checkpoint.flash.tensors import DTYPES, Flattener, Signature, bytes_as_tensor, view_of
+from hetstream.checkpoint.flash.tensors import Flattener, Signature
+from hetstream.checkpoint.flash.views import DTYPES, bytes_as_tensor, view_of
 from hetstream.checkpoint.record.layout import Entry
 from hetstream.checkpoint.record.structure import Record, TensorRef
 

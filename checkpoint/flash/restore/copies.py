@@ -12,7 +12,8 @@ from hetstream.checkpoint.flash.restore.stored import (
     Stored,
 )
 from hetstream.checkpoint.flash.save.device import copy_in_memory
-from hetstream.checkpoint.flash.tensors import DTYPES, Leaves, Move
+from hetstream.checkpoint.flash.tensors import Leaves, Move
+from hetstream.checkpoint.flash.views import DTYPES
 
 # Kinds of references whose values are made anew.
 _NOT_TENSORS = ("numpy", "bytes", "pickle")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hetstream.checkpoint.flash.tensors import bytes_as_tensor, tensor_of
+from hetstream.checkpoint.flash.views import bytes_as_tensor, tensor_of
 from hetstream.checkpoint.record.layout import Entry
 
 

@@ -20,7 +20,7 @@ import torch
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.rank_file import Compare, open_file
 from hetstream.checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint
-from hetstream.checkpoint.flash.tensors import make_foreign, tensor_of, view_of
+from hetstream.checkpoint.flash.views import make_foreign, tensor_of, view_of
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.layout import Entry
 from hetstream.checkpoint.record.structure import Record, TensorRef

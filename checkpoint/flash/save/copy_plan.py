@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import torch
 
-from hetstream.checkpoint.flash.tensors import CARRIERS, DTYPES, NAMES, Leaves, Move, Signature, dtype_of, view_of
+from hetstream.checkpoint.flash.tensors import Leaves, Move, Signature
+from hetstream.checkpoint.flash.views import CARRIERS, DTYPES, NAMES, dtype_of, view_of
 from hetstream.checkpoint.record.layout import ALIGN_BYTES, ITEM_BYTES, Layout, TensorSpec, lay_out
 from hetstream.checkpoint.record.structure import TensorRef
 

@@ -11,7 +11,7 @@ import torch
 
 from hetstream.checkpoint.flash.save.copy_plan import Plan
 from hetstream.checkpoint.flash.save.device import pin
-from hetstream.checkpoint.flash.tensors import bytes_as_tensor
+from hetstream.checkpoint.flash.views import bytes_as_tensor
 from hetstream.checkpoint.memory.segment import Segment
 
 

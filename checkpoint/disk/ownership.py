@@ -154,12 +154,7 @@ def take(
     except OSError as error:
         raise DirectoryNotWritable(f"{path} cannot be locked: {error}") from error
     if lock is None:
-        owner = read_owner(path)
-        named = owner.identity if owner else "a process that does not say who it is"
-        raise DirectoryInUse(
-            f"{path} is in use by {named}; two jobs cannot share a checkpoint directory: end that job (scancel), "
-            "or choose another directory"
-        )
+        raise _in_use(path)
     try:
         with Directory.open(path) as root:
             for name in root.names():
@@ -173,12 +168,7 @@ def take(
             lineage = begin_start(root, is_new=not last_seen and not root.has(_OWNER))
             branches = (branch.attempt for branch in lineage.branches)
             known = [above, owner.attempt if owner else 0, *(event.attempt for event in events), *last_seen, *branches]
-            attempt = max(known) + 1
-            if attempt > MAX_NUMBER:
-                raise DirectoryNotWritable(
-                    f"{path}: something in it is of attempt {attempt - 1}, and attempts are counted to {MAX_NUMBER}: "
-                    f"take away what no training has put there (hetstream ckpt ls {path}; {_OWNER}; {_HISTORY})"
-                )
+            attempt = _attempt_after(max(known), path)
             reach("owner.numbered")
             # On disk before anybody uses it: no other attempt may have the same.
             root.write_whole(_OWNER, msgspec.json.encode(Owner(attempt, identity, keep)))
@@ -191,6 +181,24 @@ def take(
         lock.release()
         raise
     return lock, attempt
+
+
+def _in_use(path: Path) -> DirectoryInUse:
+    owner = read_owner(path)
+    named = owner.identity if owner else "a process that does not say who it is"
+    return DirectoryInUse(
+        f"{path} is in use by {named}; two jobs cannot share a checkpoint directory: end that job (scancel), "
+        "or choose another directory"
+    )
+
+
+def _attempt_after(known: int, path: Path) -> int:
+    if known >= MAX_NUMBER:
+        raise DirectoryNotWritable(
+            f"{path}: something in it is of attempt {known}, and attempts are counted to {MAX_NUMBER}: "
+            f"take away what no training has put there (hetstream ckpt ls {path}; {_OWNER}; {_HISTORY})"
+        )
+    return known + 1
 
 
 def _lock(path: Path, identity: Identity) -> FileLock | None:

@@ -17,19 +17,19 @@ import dataclasses
 import logging
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
-from hetstream.base.errors import HetstreamError, OptionsError
+from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_writers, takes_over
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import Identity as JobIdentity
 from hetstream.checkpoint.errors import UnsupportedState
 from hetstream.checkpoint.flash import collector
+from hetstream.checkpoint.flash.background import Background
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
 from hetstream.checkpoint.flash.handover.acquisition import DirectoryAcquisition
 from hetstream.checkpoint.flash.handover.directory_ownership import DirectoryOwnership
@@ -41,7 +41,7 @@ from hetstream.checkpoint.flash.restore.restoring import LoadedCheckpoint, Wish,
 from hetstream.checkpoint.flash.restore.source import Memory
 from hetstream.checkpoint.flash.save.capture import RNG, Capture
 from hetstream.checkpoint.flash.save.saving import Saving
-from hetstream.checkpoint.flash.slurm_task import task_that_sigterm_ends
+from hetstream.checkpoint.flash.slurm_task import warn_of_wrapper
 from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.flash.stop import StopRequest
 from hetstream.checkpoint.flash.tensors import Leaves
@@ -103,7 +103,7 @@ class FlashCheckpointer:
         self._directory = CheckpointDirectory(path)
         self._fallback = (options.fallback or self._directory.path / FALLBACK).absolute()
         self._is_open = True
-        self._preparing: threading.Thread | None = None
+        self._background = Background()
         self._guards: list[Any] = []
         self._replicas: TrainerReplicas | None = None
         self._last_step_s = self._looked_s = 0.0
@@ -111,13 +111,7 @@ class FlashCheckpointer:
         rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
         self._timing = Timing(rule, self._directory, self._ranks)
         job, component = job_and_component()
-        identity = JobIdentity.of_this_process(f"{job}+{component}" if component else job)
-        acquisition = DirectoryAcquisition(
-            self._directory, identity, keep or Retention(), takes_over(), options.hand_over_timeout_s
-        )
-        self._directory_ownership = DirectoryOwnership(
-            self._directory, self._ranks, acquisition, replica=options.replica
-        )
+        self._directory_ownership = self._make_ownership(f"{job}+{component}" if component else job, keep)
         self._watch = Watch(self._directory, self._ranks, self._asked_here)
         whose = Identity(job, component, self._ranks.rank, self._directory.path)
         with contextlib.ExitStack() as undo:
@@ -143,21 +137,18 @@ class FlashCheckpointer:
         )
         self._saving = Saving(self._store, self._capture, check_async=options.check_async)
         self._memory = Memory(self._store, self._host)
-        self._in_background(self._look_ahead)
+        self._background.start(self._look_ahead)
         self._stop = StopRequest(options.stop_signals, self._before_death)
         self._stop.install()
-        self._warn_of_wrapper()
+        if self._ranks.rank == 0:
+            warn_of_wrapper()
         atexit.register(self._at_exit)
 
-    def _warn_of_wrapper(self) -> None:
-        ended = task_that_sigterm_ends(os.getpid()) if self._ranks.rank == 0 else ""
-        if ended:
-            _log.warning(
-                "SIGTERM (scancel, preemption, the time limit) ends %s, which Slurm has started and below which this "
-                "program runs. Slurm then kills the program before it can save its last step. Let the wrapper exec the "
-                "program, or put this line at its beginning: trap : TERM",
-                ended,
-            )
+    def _make_ownership(self, job: str, keep: Retention | None) -> DirectoryOwnership:
+        identity = JobIdentity.of_this_process(job)
+        timeout_s = self._options.hand_over_timeout_s
+        acquisition = DirectoryAcquisition(self._directory, identity, keep or Retention(), takes_over(), timeout_s)
+        return DirectoryOwnership(self._directory, self._ranks, acquisition, replica=self._options.replica)
 
     def _on_renewed(self) -> None:
         """Somebody has deleted the store, and it has been made anew: its checkpoint writer and its peer are told."""
@@ -263,26 +254,7 @@ class FlashCheckpointer:
 
     def _prepare(self, state: Mapping[str, Any], leaves: Leaves) -> None:
         if not leaves.shapeless:
-            self._in_background(self._store.prepare, self._capture.prepare(state, leaves))
-
-    def _in_background(self, act: Callable[..., None], plan: Callable[[], tuple[int, ...]] = tuple) -> None:
-        """Do something with the memory beside the program, after what was begun before; with what a plan gives."""
-        former = self._preparing
-        begin = threading.Event()
-
-        def work() -> None:
-            begin.wait()  # Python would have the caller wait until this thread lets go of the GIL
-            try:
-                room = plan()
-                if former:
-                    former.join()
-                act(*room)
-            except (HetstreamError, OSError) as error:
-                _log.warning("there is no memory for checkpoints yet: %s", error)
-
-        self._preparing = threading.Thread(target=work, name="checkpoint memory", daemon=True)
-        self._preparing.start()
-        begin.set()
+            self._background.start(self._store.prepare, self._capture.prepare(state, leaves))
 
     # Restoring
 
@@ -373,8 +345,7 @@ class FlashCheckpointer:
 
     def _go_back(self, start: Generation) -> None:
         """Saves come behind a generation from now on; all that is newer is left behind."""
-        if self._preparing:
-            self._preparing.join()
+        self._background.wait()
         has_saved = any(gather(self._ranks, self._last is not None))
         if self._directory_ownership.go_back(start, self._store, has_saved=has_saved):
             self._replicas = self._directory_ownership.arrange_replicas(self._store)
@@ -477,8 +448,7 @@ class FlashCheckpointer:
         atexit.unregister(self._at_exit)
         for guard in self._guards:
             guard.remove()
-        if self._preparing:
-            self._preparing.join()
+        self._background.wait()
         self._saving.forget_slots()
         self._store.renew_if_deleted()
         if not keep_memory and not self._writer.has_writer():

@@ -6,10 +6,26 @@ ignores SIGTERM, ends at once; the program below it is killed before it can save
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 from pathlib import Path
 
+_log = logging.getLogger(__name__)
+
 _STEP_DAEMON = "slurmstepd"
+
+
+def warn_of_wrapper() -> None:
+    """Log what is above this process and keeps it from saving after SIGTERM; without such a task, nothing."""
+    ended = task_that_sigterm_ends(os.getpid())
+    if ended:
+        _log.warning(
+            "SIGTERM (scancel, preemption, the time limit) ends %s, which Slurm has started and below which this "
+            "program runs. Slurm then kills the program before it can save its last step. Let the wrapper exec the "
+            "program, or put this line at its beginning: trap : TERM",
+            ended,
+        )
 
 
 def task_that_sigterm_ends(pid: int, proc: Path = Path("/proc")) -> str:

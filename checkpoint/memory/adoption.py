@@ -137,6 +137,26 @@ def give_up(files: StoreFiles) -> None:
     files.closed.touch(0o600)  # its checkpoint writer removes it
 
 
+def delete_without_writer(files: StoreFiles, *, keep_unsaved: bool) -> bool:
+    """Delete a store, unless a checkpoint writer serves it. For who holds the trainer's lock.
+
+    Args:
+        files: of the store.
+        keep_unsaved: leave it if something in it is not on disk.
+
+    Returns:
+        Whether it was left for that.
+    """
+    with contextlib.suppress(FileNotFoundError):  # somebody else deletes it
+        writer = FileLock.try_exclusive(files.writer_lock)
+        if writer:
+            with writer:
+                if keep_unsaved and files.has_unsaved():
+                    return True
+                files.delete()
+    return False
+
+
 def _lock_dead(files: StoreFiles, identity: Identity) -> FileLock | None:
     """The trainer's lock of a store, or None if the store has just been deleted."""
     deadline_s = time.monotonic() + _GRACE_S

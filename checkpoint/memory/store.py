@@ -20,12 +20,13 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.adoption import make_store, own_store
+from hetstream.checkpoint.memory.adoption import delete_without_writer, make_store, own_store
 from hetstream.checkpoint.memory.locks import FileLock
 from hetstream.checkpoint.memory.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
 from hetstream.checkpoint.memory.segment import Segment, file_bytes
 from hetstream.checkpoint.memory.slot import Slot, SlotMemory, take_slots
 from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, Identity, SlotContent, StoreFiles, WriterStatus
+from hetstream.checkpoint.memory.wake_pipe import WakePipe
 from hetstream.checkpoint.memory.writable_slot import WritableSlot
 from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.generation import MAX_NUMBER, Generation
@@ -70,7 +71,7 @@ class Store:
         self._pid = os.getpid()
         self._is_open = True
         self._has_said_deleted = self._has_said_lost = False
-        self._pipe = _open_pipe(files)
+        self._pipe = WakePipe(files)
         self._is_saving = False
         files.reserved.unlink(missing_ok=True)
         self._writing: WritableSlot | None = None
@@ -181,8 +182,7 @@ class Store:
 
     def wake(self) -> None:
         """Make the checkpoint writer look, if there is one."""
-        with contextlib.suppress(BlockingIOError):  # it has not looked at what is in the pipe
-            os.write(self._pipe, b"\0")
+        self._pipe.wake()
 
     def populate(self) -> None:
         """Enter the pages of what is held into this process's page tables, newest first.
@@ -298,8 +298,8 @@ class Store:
             # What prepares a slot of the old one goes on until it is ready, and then finds no more of them.
             self._changed.wait_for(lambda: not any(slot.is_busy for slot in self._slots), _PREPARED_TIMEOUT_S)
             former, self._files, self._lock = (self._files, self._lock, self._slots), files, lock
-            os.close(self._pipe)
-            self._pipe = _open_pipe(files)
+            self._pipe.close()
+            self._pipe = WakePipe(files)
             newest = next(iter(self.held()), None)
             self._memory = self._memory.renewed(files)
             self._slots = [Slot(files.slot(number)) for number in range(len(former[2]))]
@@ -372,21 +372,12 @@ class Store:
         finally:
             for slot in self._slots:
                 slot.close()
-            os.close(self._pipe)
+            self._pipe.close()
             try:
                 if not keep:
-                    self._delete_without_writer(keep_unsaved=keep_unsaved)
+                    self.is_left = delete_without_writer(self._files, keep_unsaved=keep_unsaved)
             finally:
                 self._lock.release()
-
-    def _delete_without_writer(self, *, keep_unsaved: bool) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody else deletes it
-            writer = FileLock.try_exclusive(self._files.writer_lock)
-            if writer:
-                with writer:
-                    self.is_left = keep_unsaved and self._files.has_unsaved()
-                    if not self.is_left:
-                        self._files.delete()
 
     def __enter__(self) -> Store:
         return self
@@ -502,11 +493,3 @@ class Store:
         self._writing = None
         self._free(slot)
         self._taken = None
-
-
-def _open_pipe(files: StoreFiles) -> int:
-    """The pipe that wakes the checkpoint writer."""
-    with contextlib.suppress(FileExistsError):
-        os.mkfifo(files.wake, 0o600)
-    # Read and write: it opens without a checkpoint writer, and without one nothing is lost.
-    return os.open(files.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -123,7 +123,7 @@ def test_what_is_in_memory_is_read_before_a_restore_asks_and_used_only_while_it_
     monkeypatch.setattr(source, "_described", lambda segment: read.append(1) or described(segment))
     for step_after in (None, 2):
         with make() as checkpointer:
-            checkpointer._preparing.join()
+            checkpointer._background.wait()
             assert len(read) == 1
             if step_after:
                 checkpointer.save(step_after, {**state_of(2), "more": torch.ones(3)})

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -92,6 +92,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metrics: what `save` was given; rank 0's count.
         time_s: when the file was whole on disk, in seconds since 1970. Told to people, never compared.
         chunk_bytes: how many bytes one checksum covers.
+        format: of the file.
         version: of this form.
         repeat: see `Generation`; not written where it is 0, so that the checksums of manifests from before it was there
             fit.
@@ -108,6 +109,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float]
     time_s: float
     chunk_bytes: _Positive = CHUNK_BYTES
+    format: Literal["safetensors"] = "safetensors"
     version: int = VERSION
     repeat: _Positive | msgspec.UnsetType = msgspec.UNSET
     itself: str = ""

@@ -16,7 +16,6 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 
-from hetstream.base import typed_json
 from hetstream.base.installed import install_command
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.layout import TensorSpec

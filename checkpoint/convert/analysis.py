@@ -39,14 +39,14 @@ def saved_states(source: Source, keys: Sequence[str] | None = None, step: int | 
     """
     directory = CheckpointDirectory(source.path)
     chosen = [
-        one
-        for one in reversed(directory.checkpoints())
-        if source.generation in (None, one.generation) and step in (None, one.generation.step)
+        checkpoint
+        for checkpoint in reversed(directory.checkpoints())
+        if source.generation in (None, checkpoint.generation) and step in (None, checkpoint.generation.step)
     ]
     if not chosen:
         choose(source, step)
     there: dict[str, None] = {}
-    saved = [_saved_state(directory, one, DATA_KEYS if keys is None else keys, there) for one in chosen]
+    saved = [_saved_state(directory, checkpoint, DATA_KEYS if keys is None else keys, there) for checkpoint in chosen]
     unknown = [key for key in keys or () if key not in there]
     if unknown:
         raise OptionsError(f"{source.path} has no state under {', '.join(unknown)}; it has {', '.join(there)}")
@@ -60,11 +60,13 @@ def export_hdf5(saved: Sequence[SavedState], source: Source, target: Path) -> No
 
 
 def _saved_state(
-    directory: CheckpointDirectory, one: Checkpoint, keys: Sequence[str], there: dict[str, None]
+    directory: CheckpointDirectory, checkpoint: Checkpoint, keys: Sequence[str], there: dict[str, None]
 ) -> SavedState:
-    with directory.hold(one.generation) as held:
+    with directory.hold(checkpoint.generation) as held:
         ranks = [_rank_state(held.place, manifest, keys, there) for manifest in held.manifests.values()]
-    return SavedState(one.generation, one.world_size, one.num_bytes, one.time_s, one.metrics, ranks)
+    return SavedState(
+        checkpoint.generation, checkpoint.world_size, checkpoint.num_bytes, checkpoint.time_s, checkpoint.metrics, ranks
+    )
 
 
 def _rank_state(place: Directory, manifest: Manifest, keys: Sequence[str], there: dict[str, None]) -> RankState:

@@ -89,7 +89,7 @@ class FlashStorageReader(StorageReader):
             if whole is not None:
                 found[name] = self._chunks(name, whole)
                 continue
-            if any(isinstance(one, torch.Tensor) for one in _tensors_in(value)):
+            if any(isinstance(leaf, torch.Tensor) for leaf in _tensors_in(value)):
                 kind = type(value).__name__
                 raise UnsupportedState(
                     f"{name} is a {kind} that holds tensors; torch.distributed.checkpoint loads those of dicts and "
@@ -154,4 +154,4 @@ class FlashStorageReader(StorageReader):
 
 
 def _tensors_in(value: Any) -> Iterator[Any]:
-    return (one for _, one in walk("", value))
+    return (leaf for _, leaf in walk("", value))

@@ -84,14 +84,14 @@ def choose(source: Source, step: int | None) -> Checkpoint:
     directory = CheckpointDirectory(source.path)
     lineage = directory.lineage()
     # Of several of one step that of the line.
-    for one in sorted(directory.checkpoints(), key=lambda one: not lineage.holds(one.generation)):
-        is_named = source.generation == one.generation or step == one.generation.step
+    for checkpoint in sorted(directory.checkpoints(), key=lambda checkpoint: not lineage.holds(checkpoint.generation)):
+        is_named = source.generation == checkpoint.generation or step == checkpoint.generation.step
         if (
-            source.generation in (None, one.generation)
-            and step in (None, one.generation.step)
-            and (is_named or lineage.holds(one.generation))
+            source.generation in (None, checkpoint.generation)
+            and step in (None, checkpoint.generation.step)
+            and (is_named or lineage.holds(checkpoint.generation))
         ):
-            return one
+            return checkpoint
     meant = source.generation or ("good checkpoint" if step is None else f"good checkpoint of step {step}")
     raise NoCheckpoint(f"{source.path} has no {meant}. See: hetstream ckpt ls {source.path}")
 

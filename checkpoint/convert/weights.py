@@ -101,11 +101,11 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors_of(one)
+        for item in value.values():
+            yield from _tensors_of(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_of(one)
+        for item in value:
+            yield from _tensors_of(item)
 
 
 @contextlib.contextmanager
@@ -138,13 +138,13 @@ def reading(source: Source, step: int | None = None, under: str = "") -> Iterato
 
 
 def _of_checkpoint(source: Source, step: int | None, stack: contextlib.ExitStack) -> Content:
-    one = choose(source, step)
-    parts = stack.enter_context(open_parts(one.path))
+    checkpoint = choose(source, step)
+    parts = stack.enter_context(open_parts(checkpoint.path))
     clashes: list[Clash] = []
     state = parts.tree(lambda whole: whole.read((0,) * len(whole.shape), whole.shape), clashes)
     differ = sorted({clash.name.partition(".")[0] for clash in clashes if _differ(clash.taken, clash.other)})
     notes = [f"the ranks differ in {', '.join(differ)}: rank 0's values go along, the others' do not"] if differ else []
-    return Content(state, one.generation.step, one.metrics, notes)
+    return Content(state, checkpoint.generation.step, checkpoint.metrics, notes)
 
 
 def _differ(left: Any, right: Any) -> bool:
@@ -184,9 +184,9 @@ def load_safetensors(path: Path) -> dict[str, Any]:
         # A private mapping: torch wants memory that it may write to, and nobody may change the file.
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     entries, extra, begin = read_header(whole, str(path))
-    data = [whole[begin + one.offset : begin + one.offset + one.num_bytes] for one in entries]
+    data = [whole[begin + entry.offset : begin + entry.offset + entry.num_bytes] for entry in entries]
     if STRUCTURE not in extra:
-        return {one.name: tensor_of(one, view) for one, view in zip(entries, data, strict=True)}
+        return {entry.name: tensor_of(entry, view) for entry, view in zip(entries, data, strict=True)}
     record = structure_in(extra, str(path))
     return Parts([part_of(0, record, entries, data, str(path))]).tree(lambda whole: whole.pieces[0].tensor)
 
@@ -226,9 +226,11 @@ class _Reader(filesystem.FileSystemReader):
             data = directory.read(path.name, _MAX_METADATA_BYTES)
         try:
             found = _MetadataUnpickler(io.BytesIO(data)).load()
-            names = {one.relative_path for one in found.storage_data.values()}
-            tensors = [one for one in found.state_dict_metadata.values() if hasattr(one, "size")]
-            is_right = all(isinstance(one.size, torch.Size) for one in tensors) and isinstance(found, metadata.Metadata)
+            names = {info.relative_path for info in found.storage_data.values()}
+            tensors = [tensor for tensor in found.state_dict_metadata.values() if hasattr(tensor, "size")]
+            is_right = all(isinstance(tensor.size, torch.Size) for tensor in tensors) and isinstance(
+                found, metadata.Metadata
+            )
         except FileNotFoundError:
             raise
         # An unpickler raises whatever a damaged stream leads it to.
@@ -265,9 +267,9 @@ def read_dcp(path: Path) -> dict[str, Any]:
     found = reader.read_metadata()
     flat: dict[str, Any] = {}
     try:
-        for name, one in found.state_dict_metadata.items():
-            if isinstance(one, metadata.TensorStorageMetadata):
-                flat[name] = torch.empty(one.size, dtype=one.properties.dtype)
+        for name, stored in found.state_dict_metadata.items():
+            if isinstance(stored, metadata.TensorStorageMetadata):
+                flat[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
             else:
                 flat[name] = None
         with _alone():
@@ -285,7 +287,7 @@ def read_dcp(path: Path) -> dict[str, Any]:
     paths = found.planner_data if isinstance(found.planner_data, Mapping) else {}
     for name, value in flat.items():
         _put(state, paths.get(name, (name,)), value)
-    return {key: _with_parameter_numbers(one) for key, one in state.items()}
+    return {key: _with_parameter_numbers(value) for key, value in state.items()}
 
 
 def _cause_of(error: CheckpointException) -> BaseException:
@@ -330,15 +332,15 @@ def _with_parameter_numbers(value: Any) -> Any:
     torch.distributed.checkpoint makes text of all keys.
     """
     if isinstance(value, list):
-        return [_with_parameter_numbers(one) for one in value]
+        return [_with_parameter_numbers(item) for item in value]
     if not isinstance(value, dict):
         return value
-    made = {key: _with_parameter_numbers(one) for key, one in value.items()}
+    made = {key: _with_parameter_numbers(item) for key, item in value.items()}
     groups, states = made.get("param_groups"), made.get("state")
     if isinstance(groups, list) and isinstance(states, dict):
-        params = [one for group in groups if isinstance(group, dict) for one in group.get("params", [])]
-        if params and all(isinstance(one, int) for one in params) and all(key.isdecimal() for key in states):
-            made["state"] = {int(key): one for key, one in states.items()}
+        params = [param for group in groups if isinstance(group, dict) for param in group.get("params", [])]
+        if params and all(isinstance(param, int) for param in params) and all(key.isdecimal() for key in states):
+            made["state"] = {int(key): item for key, item in states.items()}
     return made
 
 

@@ -80,7 +80,7 @@ class CheckpointDirectory:
 
         def seen() -> Iterator[tuple[Generation, float]]:
             # Only for who has the lock: one that waits for it asks again and again.
-            yield from ((one.generation, one.time_s) for one in self.scan())
+            yield from ((checkpoint.generation, checkpoint.time_s) for checkpoint in self.scan())
 
         self._lock, self.attempt = ownership.take(self.path, identity, keep, seen(), time.time(), above)
         self._start_id = self.lineage().start_id
@@ -199,15 +199,15 @@ class CheckpointDirectory:
             found = commit.committed(self.path)
         except FileNotFoundError:
             return []
-        return [one for one in map(self._look_at, found) if one]
+        return [checkpoint for checkpoint in map(self._look_at, found) if checkpoint]
 
     def checkpoints(self) -> list[Checkpoint]:
         """The committed checkpoints that nothing is known against, newest first. The others are logged."""
         scanned = self.scan()
-        for one in scanned:
-            if one.problem:
-                _log.warning("checkpoint %s is passed over: %s", one.generation, one.problem)
-        return [one for one in scanned if not one.problem]
+        for checkpoint in scanned:
+            if checkpoint.problem:
+                _log.warning("checkpoint %s is passed over: %s", checkpoint.generation, checkpoint.problem)
+        return [checkpoint for checkpoint in scanned if not checkpoint.problem]
 
     def partials(self) -> list[Partial]:
         """Checkpoints that are not committed, newest first."""
@@ -322,8 +322,8 @@ class CheckpointDirectory:
         """Remove what a rule does not keep, except what is being read; one verdict each, oldest first. What was left
         behind is not counted and stays: `remove_left_behind`. So does what another release wrote."""
         lineage = self.lineage()
-        counted = (one for one in self.scan() if not one.is_of_other_release)
-        saved = [_saved(one) for one in counted if lineage.holds(one.generation)]
+        counted = (checkpoint for checkpoint in self.scan() if not checkpoint.is_of_other_release)
+        saved = [_saved(checkpoint) for checkpoint in counted if lineage.holds(checkpoint.generation)]
         verdicts = judge(saved, rule)
         for verdict in verdicts if not dry_run else ():
             if not verdict.keep:
@@ -341,8 +341,8 @@ class CheckpointDirectory:
         reason."""
         lineage = self.lineage()
         scanned = self.scan()
-        newest = lineage.newest(one.generation for one in scanned if not one.problem)
-        left = ((one.generation, lineage.left_by(one.generation)) for one in scanned)
+        newest = lineage.newest(checkpoint.generation for checkpoint in scanned if not checkpoint.problem)
+        left = ((checkpoint.generation, lineage.left_by(checkpoint.generation)) for checkpoint in scanned)
         return {
             generation: f"{branch}, and has saved since"
             for generation, branch in left

@@ -97,38 +97,48 @@ def write_hdf5(path: Path, source: str, saved: Sequence[SavedState]) -> None:
     with h5py.File(path, "x", libver="v110") as file:
         file.attrs.update({"format": FORMAT, "version": VERSION, "source": source})
         text = h5py.string_dtype()
-        rows = [(one.generation.directory_name, *_numbers(one)) for one in saved]
+        rows = [(checkpoint.generation.directory_name, *_numbers(checkpoint)) for checkpoint in saved]
         columns = [("name", text), *((name, "<f8" if name == "time_s" else "<i8") for name in _COLUMNS)]
         file.create_dataset("steps", data=np.array(rows, np.dtype(columns)))
         metrics = file.create_group("metrics", track_order=True)
-        for name in sorted({name for one in saved for name in one.metrics}):
-            metrics[_quoted(name)] = np.array([one.metrics.get(name, math.nan) for one in saved], np.float64)
+        for name in sorted({name for checkpoint in saved for name in checkpoint.metrics}):
+            metrics[_quoted(name)] = np.array(
+                [checkpoint.metrics.get(name, math.nan) for checkpoint in saved], np.float64
+            )
         checkpoints = file.create_group("checkpoints", track_order=True)
-        for one in saved:
-            _write_checkpoint(checkpoints.create_group(one.generation.directory_name, track_order=True), one)
+        for checkpoint in saved:
+            _write_checkpoint(
+                checkpoints.create_group(checkpoint.generation.directory_name, track_order=True), checkpoint
+            )
 
 
 _COLUMNS = ("attempt", "step", "world_size", "num_bytes", "time_s")
 
 
-def _numbers(one: SavedState) -> tuple[Any, ...]:
-    return one.generation.attempt, one.generation.step, one.world_size, one.num_bytes, one.time_s
+def _numbers(checkpoint: SavedState) -> tuple[Any, ...]:
+    return (
+        checkpoint.generation.attempt,
+        checkpoint.generation.step,
+        checkpoint.world_size,
+        checkpoint.num_bytes,
+        checkpoint.time_s,
+    )
 
 
-def _write_checkpoint(group: Any, one: SavedState) -> None:
-    group.attrs.update(dict(zip(_COLUMNS, _numbers(one), strict=True)))
+def _write_checkpoint(group: Any, checkpoint: SavedState) -> None:
+    group.attrs.update(dict(zip(_COLUMNS, _numbers(checkpoint), strict=True)))
     text = h5py.string_dtype()
     rows = [
         (rank.rank, spec.name, spec.dtype, "x".join(map(str, spec.shape)), math.prod(spec.shape))
-        for rank in one.ranks
+        for rank in checkpoint.ranks
         for spec in rank.table
     ]
     form = [("rank", "<i8"), ("name", text), ("dtype", text), ("shape", text), ("num_elements", "<i8")]
     group.create_dataset("layout", data=np.array(rows, np.dtype(form)))
     metrics = group.create_group("metrics", track_order=True)
-    for name, value in one.metrics.items():
+    for name, value in checkpoint.metrics.items():
         metrics[_quoted(name)] = float(value)
-    for rank in one.ranks:
+    for rank in checkpoint.ranks:
         target = group.create_group(f"ranks/{rank.rank}", track_order=True)
         _Writer(rank).write(target, "state", rank.record.tree)
         target.create_dataset("shared", data=rank.record.shared, dtype=text)
@@ -146,8 +156,8 @@ class _Writer:
             if len(node) == 1 and TENSOR in node:
                 self._tensor(group, node[TENSOR])
                 return
-            for key, one in node.items():
-                self.write(group, _quoted(key), one)
+            for key, child in node.items():
+                self.write(group, _quoted(key), child)
         elif isinstance(node, list):
             self._list(parent, name, node)
         elif node is None:

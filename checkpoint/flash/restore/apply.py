@@ -51,18 +51,18 @@ def _told(differences: Sequence[str]) -> str:
 
 def _ending_with(ending: str, differences: Sequence[str]) -> set[str]:
     """The places of such differences."""
-    return {one.removesuffix(ending) for one in differences if one.endswith(ending)}
+    return {difference.removesuffix(ending) for difference in differences if difference.endswith(ending)}
 
 
 def _has_tensor(value: Any) -> bool:
     if isinstance(value, Stored | torch.Tensor):
         return True
     if isinstance(value, Mapping):
-        return any(_has_tensor(one) for one in value.values())
+        return any(_has_tensor(item) for item in value.values())
     if isinstance(value, list | tuple | set | frozenset):
-        return any(_has_tensor(one) for one in value)
+        return any(_has_tensor(item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(_has_tensor(getattr(value, one.name)) for one in dataclasses.fields(value))
+        return any(_has_tensor(getattr(value, member.name)) for member in dataclasses.fields(value))
     return _is_stateful(value)
 
 
@@ -169,7 +169,7 @@ class Restore:
         fills = {key: self.match(f"{prefix}{key}", here[key], saved[key]) for key in here if key in saved}
 
         def fill() -> Any:
-            filled = {key: one() for key, one in fills.items()}
+            filled = {key: inner() for key, inner in fills.items()}
             if is_plain:
                 filled = {key: filled[key] if key in filled else owned(saved[key]) for key in saved}
                 here.clear()
@@ -187,7 +187,7 @@ class Restore:
         fills = [self.match(f"{path}.{index}", *pair) for index, pair in enumerate(zip(here, saved, strict=True))]
 
         def fill() -> Any:
-            filled = [one() for one in fills]
+            filled = [inner() for inner in fills]
             if isinstance(here, list):
                 here[:] = filled
                 return here
@@ -197,7 +197,7 @@ class Restore:
         return fill
 
     def _match_dataclass(self, path: str, here: Any, saved: Any) -> Fill:
-        names = [one.name for one in dataclasses.fields(here)]
+        names = [member.name for member in dataclasses.fields(here)]
         lacking = [name for name in names if not hasattr(saved, name)]
         if lacking:
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint has no {', '.join(lacking)}")
@@ -205,7 +205,7 @@ class Restore:
         fills = {name: self.match(f"{path}.{name}", getattr(here, name), getattr(saved, name)) for name in names}
 
         def fill() -> Any:
-            filled = {name: one() for name, one in fills.items()}
+            filled = {name: inner() for name, inner in fills.items()}
             if all(filled[name] is getattr(here, name) for name in names):
                 return here
             if here.__dataclass_params__.frozen:
@@ -304,14 +304,19 @@ class Restore:
     def _for_optimizer(self, path: str, here: torch.optim.Optimizer, saved: Any) -> Any:
         """Its state, sharded as its parameters are now; its own state may be empty yet."""
         names = [name for group in saved["param_groups"] for name in group["params"]]
-        params = dict(zip(names, (one for group in here.param_groups for one in group["params"]), strict=True))
+        params = dict(
+            zip(names, (parameter for group in here.param_groups for parameter in group["params"]), strict=True)
+        )
         state = saved.get("state")
         if not isinstance(state, Mapping):
             return saved
         made = {
             name: like_mapping(
                 values,
-                {key: self._for_object(f"{path}.state.{name}.{key}", params[name], one) for key, one in values.items()},
+                {
+                    key: self._for_object(f"{path}.state.{name}.{key}", params[name], value)
+                    for key, value in values.items()
+                },
             )
             for name, values in state.items()
             if name in params and isinstance(values, Mapping)

@@ -230,7 +230,7 @@ class Newest:
 
 def _refuse_other_release(offers: list[Offer], choice: Choice, step: int | None) -> None:
     """End on all ranks where an older checkpoint would be restored in the place of one that is whole."""
-    for generation, problem in (one for offer in offers for one in offer.unread):
+    for generation, problem in (unread for offer in offers for unread in offer.unread):
         is_newer = choice.generation is None or generation > choice.generation
         if is_newer if step is None else generation.step == step:
             raise OtherRelease(problem)

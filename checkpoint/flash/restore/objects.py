@@ -32,7 +32,7 @@ def _backup(here: Any) -> Any:
         return state
     if isinstance(here, torch.nn.Module):
         # What has no shape yet has no values, and torch copies no such buffers.
-        shaped = {key: one for key, one in state.items() if not is_lazy(one)}
+        shaped = {key: value for key, value in state.items() if not is_lazy(value)}
         state = like_mapping(state, shaped, only=shaped)
     return copy.deepcopy(state)
 
@@ -88,7 +88,7 @@ def is_pristine(module: torch.nn.Module) -> bool:
     """Whether loading a state into the module is nothing but copying its tensors: then it is done all at once."""
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
         return False
-    return all(_is_plain_loader(one) for one in module.modules()) and all(
+    return all(_is_plain_loader(child) for child in module.modules()) and all(
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         for tensor in (*module.parameters(), *module.buffers())
     )

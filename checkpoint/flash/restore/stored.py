@@ -219,17 +219,19 @@ def owned(value: Any) -> Any:
     if isinstance(value, Values):
         return value.own()
     if isinstance(value, Mapping):
-        return like_mapping(value, {key: owned(one) for key, one in value.items()})
+        return like_mapping(value, {key: owned(item) for key, item in value.items()})
     if isinstance(value, list):
-        return [owned(one) for one in value]
+        return [owned(item) for item in value]
     if isinstance(value, tuple):
-        return like_tuple(value, [owned(one) for one in value])
+        return like_tuple(value, [owned(item) for item in value])
     if isinstance(value, deque):
-        return deque((owned(one) for one in value), value.maxlen)
+        return deque((owned(item) for item in value), value.maxlen)
     if isinstance(value, SimpleNamespace):
-        return SimpleNamespace(**{key: owned(one) for key, one in vars(value).items()})
+        return SimpleNamespace(**{key: owned(item) for key, item in vars(value).items()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return like_dataclass(value, {one.name: owned(getattr(value, one.name)) for one in dataclasses.fields(value)})
+        return like_dataclass(
+            value, {field.name: owned(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        )
     return value
 
 

@@ -373,7 +373,10 @@ def write(content: Content, kind: Kind, target: Path, *, step: int | None = None
 
 def _no_room(target: Path, problem: str) -> str:
     free_bytes = shutil.disk_usage(target.absolute().parent).free
-    return f"{target} is not written: {problem}, {free_bytes} bytes are free; a conversion needs twice the state's size"
+    return (
+        f"{target} is not written: {problem}, {free_bytes} bytes are free; a conversion to torch or dcp needs the "
+        "state's size, one to safetensors or flash twice as much"
+    )
 
 
 def _write(content: Content, kind: Kind, target: Path, step: int | None) -> Path:

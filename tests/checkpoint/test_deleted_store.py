@@ -21,6 +21,7 @@ from hetstream.checkpoint.memory.segment import join_metadata
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import Identity, StoreFiles
 from hetstream.checkpoint.memory.view import StoreView, find_stores
+from hetstream.checkpoint.memory.wake_pipe import WakePipe
 from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint.programs.store_reader import newest_unpersisted
 from tests.checkpoint.programs.store_trainer import check, payload_of, save
@@ -123,16 +124,16 @@ def test_a_store_that_is_deleted_while_it_is_adopted_is_made_anew(
     store = Store.open(identity, shared_memory=shared_memory)
     save(store, 1, SIZE)
     store.close(keep=True)
-    open_pipe = store_module._open_pipe
+    wake_pipe = store_module.WakePipe
     deleted: list[Path] = []
 
-    def delete_first(files: StoreFiles) -> int:
+    def delete_first(files: StoreFiles) -> WakePipe:
         if not deleted:
             deleted.append(files.path)
             delete(files.path)
-        return open_pipe(files)
+        return wake_pipe(files)
 
-    monkeypatch.setattr(store_module, "_open_pipe", delete_first)
+    monkeypatch.setattr(store_module, "WakePipe", delete_first)
     with Store.open(identity, shared_memory=shared_memory) as store:
         assert deleted == [Path(deleted[0])] != [store.path]
         assert steps(store) == []

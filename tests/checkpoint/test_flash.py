@@ -466,7 +466,7 @@ PROGRAM = """
     import os, signal, sys, threading, torch
     from pathlib import Path
     from hetstream import FlashCheckpointer
-    from hetstream.checkpoint import Options
+    from hetstream.checkpoint.flash.options import CheckpointOptions
     checkpointer = FlashCheckpointer(sys.argv[1], options=CheckpointOptions(shared_memory=Path(sys.argv[2])))
     checkpointer.save(1, {"w": torch.ones(3)})
     END

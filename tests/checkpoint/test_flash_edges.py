@@ -51,7 +51,7 @@ def test_children_that_outlive_a_killed_trainer_hold_nothing(make: Any, memory: 
         import os, signal, subprocess, sys, torch
         from pathlib import Path
         from hetstream import FlashCheckpointer
-        from hetstream.checkpoint import Options
+        from hetstream.checkpoint.flash.options import CheckpointOptions
         checkpointer = FlashCheckpointer(sys.argv[1], options=CheckpointOptions(shared_memory=Path(sys.argv[2])))
         checkpointer.save(1, {"w": torch.ones(3)})
         children = [subprocess.Popen(["sleep", "600"], close_fds=False).pid, os.fork()]
@@ -182,7 +182,9 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_no_torn_generation(
     monkeypatch.setattr(device, "_PIECE_BYTES", 1 << 12)
     monkeypatch.setattr(device, "_THREAD_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    traced = tuple(f"checkpoint/{name}.py" for name in ("flash/saving", "flash/device", "store", "segment"))
+    traced = tuple(
+        f"checkpoint/{name}.py" for name in ("flash/save/saving", "flash/save/device", "memory/store", "memory/segment")
+    )
     num_elements = 1 << 14
     with Store.open(Identity("local", 0, 0, tmp_path), 3, memory) as store:
         saving = Saving(store, Capture((), 0, 1, CheckpointOptions()), check_async=False)
@@ -447,7 +449,7 @@ def test_modules_in_the_programs_directory_do_not_hide_the_writers(tmp_path: Pat
         import sys, torch
         from pathlib import Path
         from hetstream import FlashCheckpointer
-        from hetstream.checkpoint import Options
+        from hetstream.checkpoint.flash.options import CheckpointOptions
         with FlashCheckpointer("ckpt", options=CheckpointOptions(shared_memory=Path(sys.argv[1]))) as checkpointer:
             checkpointer.save(1, {"w": torch.ones(3)})
             sys.exit(0 if checkpointer.wait(60) else 5)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetstream import Adaptive, CheckpointOptions, Every, FlashCheckpointer, Retention, checkpoint
+from hetstream import Adaptive, Best, CheckpointOptions, Every, FlashCheckpointer, Retention
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import (
@@ -307,7 +307,7 @@ def test_misuse_is_an_error_at_once(make: Any, tmp_path: Path) -> None:
             make(**wrong)
     words = r"interval=2\.5.*keep=Best.*ranks=7: an object with rank"
     with pytest.raises(OptionsError, match=words):
-        make(interval=2.5, keep=checkpoint.Best("loss"), ranks=7)
+        make(interval=2.5, keep=Best("loss"), ranks=7)
     with pytest.raises(OptionsError, match=r"options=\{\}: CheckpointOptions"):
         FlashCheckpointer(tmp_path / "ckpt", options={})  # type: ignore[arg-type]
     assert not (tmp_path / "ckpt").exists()

@@ -16,10 +16,10 @@ import pytest
 
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.ops import shared_memory
+from hetstream.mpi_dataworkers.worker import fork_server
 from hetstream.mpi_dataworkers.worker.exchange import Exchange
 from hetstream.mpi_dataworkers.worker.fork_server import ForkServers
 from hetstream.mpi_dataworkers.worker.watch import Answer
-from hetstream.mpi_dataworkers.worker.worker import fork_server
 
 # Of words, so many that their pickle is above the threshold from which processes are forked with them.
 LARGE = 3000

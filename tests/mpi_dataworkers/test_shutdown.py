@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hetstream.mpi_dataworkers.transports.zmq import ZmqWorkerEndpoint
+from hetstream.mpi_dataworkers.worker import worker
 from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
 from hetstream.mpi_dataworkers.worker.watch import WorkPage
-from hetstream.mpi_dataworkers.worker.worker import worker
 
 RULE_S = 2.0
 

@@ -34,7 +34,11 @@ def log_file(job: JobEnvironment) -> Path:
 
 
 def start(
-    program: Sequence[str], client: SlurmClient, environ: Mapping[str, str], limit_s: float = _START_LIMIT_S
+    program: Sequence[str],
+    client: SlurmClient,
+    environ: Mapping[str, str],
+    limit_s: float = _START_LIMIT_S,
+    jobs_dir: Path | None = None,
 ) -> dict[str, str]:
     """Start them and wait until all are ready.
 
@@ -43,6 +47,7 @@ def start(
         client: Slurm.
         environ: of the batch script.
         limit_s: how long to wait.
+        jobs_dir: see `JobEnvironment`.
 
     Returns:
         The variables that the batch script must export.
@@ -52,21 +57,22 @@ def start(
         WritersError: they did not come up; nothing of them is left.
         SlurmCommandError: the step could not be started.
     """
-    job = JobEnvironment.read(environ)
+    job = JobEnvironment.read(environ, jobs_dir)
     try:
         make_private(job.directory, own_parents=1)
         make_private(job.writers, own_parents=2)
     except OSError as error:
         raise WritersError(
             f"the writers' directory {job.writers} cannot be made: {error.strerror or error}. Submit from a directory "
-            "that you can write to and that all hosts share"
+            "that you can write to and that all hosts share, or name one with --jobs-dir"
         ) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     # One checkpoint writer that ends, or one node that fails, is no reason to end the others.
     options += ["--mem=0", "--gres=none", "--kill-on-bad-exit=0", "--no-kill", "--job-name=hetstream-ckpt"]
     output = job.writers / "step.log"
-    step = client.start_step(options, [*program, "ckpt", "writer"], output, in_background=True)
+    place = [f"--jobs-dir={jobs_dir}"] if jobs_dir else []
+    step = client.start_step(options, [*program, "ckpt", "writer", *place], output, in_background=True)
     deadline = time.monotonic() + limit_s
     while len(list(job.writers.glob("*.ready"))) < job.num_nodes:
         ended = step.poll()

@@ -28,6 +28,7 @@ from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
 from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.job_environment import JobEnvironment, export_variables
+from hetstream.hetjob.master import journal_place
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic
@@ -36,7 +37,6 @@ from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
 from hetstream.hetjob.processes import signals_held, start_child
 from hetstream.hetjob.service import Service, read_summary, summary_line
 from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
-from hetstream.mpi_dataworkers.dispatcher.journal import remove_leftovers
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.interpreter import remove_announcement
 from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
@@ -66,6 +66,8 @@ class MasterConfig:
         job_name: of the job; None where that is not known.
         data_worker_python: command that starts the data workers' Python; None for that of the program.
         data_worker_program: how hetstream is called there; () where data workers follow the program.
+        jobs_dir: see `JobEnvironment`.
+        journal_dir: where the dispatcher's journal is made; None for the job's directory.
     """
 
     program: tuple[str, ...]
@@ -80,6 +82,8 @@ class MasterConfig:
     job_name: str | None = None
     data_worker_python: str | None = None
     data_worker_program: tuple[str, ...] = ()
+    jobs_dir: Path | None = None
+    journal_dir: Path | None = None
 
     @classmethod
     def read(cls, path: Path) -> MasterConfig:
@@ -94,6 +98,14 @@ class MasterConfig:
             raise MasterError(
                 f"{path}: {error}. `hetstream master start` writes this file, in the job that it belongs to"
             ) from error
+
+    def job(self, environ: Mapping[str, str]) -> JobEnvironment:
+        """The job that runs it, from its environment.
+
+        Raises:
+            MasterError: this is no Slurm job.
+        """
+        return JobEnvironment.read(environ, self.jobs_dir)
 
     @property
     def limits(self) -> Limits:
@@ -126,29 +138,33 @@ def start(
         MasterError: it did not come up; nothing of it is left.
         SlurmCommandError: the step could not be started.
     """
-    job = JobEnvironment.read(environ)
+    job = config.job(environ)
     try:
         make_private(job.directory, own_parents=1)
         # A job of the same number whose job master was killed with its keeper: its keys and addresses are nobody's.
-        remove_leftovers(job.work_dir)
+        journal_place.remove_left(job.work_dir)
+        if config.journal_dir is not None:
+            journal_place.lead_to(config.journal_dir, job)
         remove_announcement(job.directory)
         for left in (job.address_file, job.controller_state_file):
             left.unlink(missing_ok=True)
         # In the environment of a step these are the step's own.
         config = replace(config, trainer_cpus=job.cpus_per_task, job_name=job.job_name)
         with Directory.open(job.directory) as directory:
-            directory.write_whole(job.spec_file.name, msgspec.json.encode(config))
+            directory.write_whole(job.spec_file.name, typed_json.encode(config))
     except ServiceError as error:
         raise MasterError(f"the job master of job {job.job_id} runs already: {error}") from error
     except OSError as error:
         raise MasterError(
             f"the job's directory {job.directory} cannot be made: {error.strerror or error}. Submit from a directory "
-            "that you can write to and that all hosts share"
+            "that you can write to and that all hosts share, or name one with --jobs-dir"
         ) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
     options += ["--gres=none", "--job-name=hetstream"]
-    step = client.start_step(options, [*config.program, "master", "keep"], job.master_log, in_background=True)
+    step = client.start_step(
+        options, [*config.program, "master", "keep", str(job.spec_file)], job.master_log, in_background=True
+    )
     deadline = time.monotonic() + limit_s
     while not job.address_file.exists():
         ended = step.poll()
@@ -173,7 +189,7 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
     Returns:
         0: how the service ended is in the log, and no reason to fail a job.
     """
-    job = JobEnvironment.read(environ)
+    job = config.job(environ)
     job = replace(job, job_name=config.job_name or job.job_name)
     launcher = SlurmLauncher(config, client, job, _reachable_address(client, job))
     elastic = None
@@ -221,12 +237,12 @@ def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) ->
     if ended and ended.advice:
         log.info("job=%s %s: next time --trainer-cpus=%d", job.job_id, ended.advice, ended.needed_cpus)
     for events in sorted(work_dir.glob(f"{EVENTS_FILE}*")):
-        events.replace(job.directory / events.name)
+        shutil.move(events, job.directory / events.name)  # from another file system, it may be
     job.spec_file.unlink(missing_ok=True)
     job.controller_state_file.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
     remove_announcement(job.directory)
-    shutil.rmtree(work_dir, ignore_errors=True)
+    journal_place.remove(work_dir)
 
 
 def _reachable_address(client: SlurmClient, job: JobEnvironment) -> str:

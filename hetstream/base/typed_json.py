@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ def decode(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
 
     Args:
         data: JSON.
-        kind: of the value: a Struct, a dataclass, a type of the standard library.
+        kind: of the value: a Struct, a dataclass, a type of the standard library. Paths are texts.
 
     Raises:
         msgspec.MsgspecError: it is no JSON, or no such value.
@@ -33,9 +34,26 @@ def decode(data: bytes | bytearray | memoryview | str, kind: type[T]) -> T:
     decoder = _decoders.get(kind)
     if decoder is None:
         with _lock:
-            decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+            decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind, dec_hook=_read_path))
     try:
         value: T = decoder.decode(data)
     except UnicodeDecodeError as error:
         raise msgspec.DecodeError(f"it is no text: {error}") from error
     return value
+
+
+def encode(value: Any) -> bytes:
+    """JSON of a value that `decode` reads; also of one that has paths."""
+    return msgspec.json.encode(value, enc_hook=_write_path)
+
+
+def _read_path(kind: type[Any], value: Any) -> Any:
+    if issubclass(kind, Path) and isinstance(value, str):
+        return kind(value)
+    raise NotImplementedError
+
+
+def _write_path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 from pathlib import Path
 
+from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.client.accounting import has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot
@@ -50,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     snapshot = slurm.snapshot()
     now_s = snapshot.taken_s
     usages = slurm.usages(snapshot, now_s - RECENT_S, now_s) if has_accounting(snapshot) else ()
-    places = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.work_dir and is_own(job))]
+    submitted = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.work_dir and is_own(job))]
+    pattern = setting(JOBS_DIR, os.environ)
+    places = [*(path / IN_SUBMIT_DIR for path in submitted), *([for_user(pattern)] if pattern else [])]
     ended = ended_jobs(places, now_s - RECENT_S)
     emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot))
     return 0
@@ -69,7 +73,19 @@ def report_of(found: tuple[Advice, ...], snapshot: Snapshot) -> Report:
             "there is no slurmdbd: of ended jobs only those are known that hetstream kept a record of, here or where "
             "other jobs of yours were submitted"
         )
+    if any(one.basis == "free now" for one in found) and enforces_limits(snapshot):
+        notes.append(
+            "limits of accounts, users and QOS, which this site enforces, were not looked at: data workers are a "
+            "component or jobs beside the trainer, whose CPUs, jobs and submissions count for the same account. See: "
+            "scontrol show assoc_mgr flags=assoc,qos"
+        )
     return Report(meta_of("advise", snapshot), summary, lines, (Section("advice", _COLUMNS, rows),), notes)
+
+
+def enforces_limits(snapshot: Snapshot) -> bool:
+    """Whether an association or a QOS may keep a job from starting that has room."""
+    words = snapshot.config.get("AccountingStorageEnforce", "").split(",")
+    return not {"limits", "qos", "safe", "all"}.isdisjoint(words)
 
 
 _COLUMNS = (

@@ -49,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     )
     parser.add_argument("--once", action="store_true", help="write what dead trainers left, and end")
     parser.add_argument("--dry-run", action="store_true", help="with --once: say what would be written")
+    parser.add_argument("--jobs-dir", type=Path, metavar="DIR", help="directories of jobs (default: .hetstream)")
     parser.set_defaults(run=run)
 
 
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             "a job's checkpoint writer is a step of that job. What dead trainers left: hetstream ckpt writer --once"
         )
-    job = JobEnvironment.read(os.environ)
+    job = JobEnvironment.read(os.environ, args.jobs_dir)
     make_private(job.directory, own_parents=1)
     make_private(job.writers, own_parents=2)
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.

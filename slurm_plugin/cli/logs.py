@@ -12,6 +12,7 @@ from hetstream.base.errors import UsageError
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable
 from hetstream.hetjob.find_service import find_directory
+from hetstream.hetjob.jobs_dir import JOBS_DIR, setting
 from hetstream.slurm_plugin.cli.output import EXIT_CODES
 from hetstream.slurm_plugin.client.job_place import job_place
 
@@ -52,7 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def directory_of(job: str) -> Path:
     """The directory of the job that a user names."""
-    return find_directory(job, Path.cwd(), lambda one: job_place(one, os.environ))
+    jobs_dir = setting(JOBS_DIR, os.environ)
+    return find_directory(job, Path.cwd(), lambda one: job_place(one, os.environ), jobs_dir)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,10 +7,12 @@ import logging
 import os
 import shlex
 import sys
+from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
-from hetstream.hetjob.job_environment import JobEnvironment, export_lines, plain_variables
+from hetstream.hetjob.job_environment import export_lines, plain_variables
+from hetstream.hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, for_user, setting
 from hetstream.hetjob.master.keeper import keep
 from hetstream.hetjob.master.server import MasterConfig, serve, start
 from hetstream.hetjob.site.link import linked
@@ -30,7 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p = actions.add_parser(action, help=text, description=text)
         p.set_defaults(run=run)
         if action != "start":
-            continue  # they read what it has written
+            p.add_argument("spec", type=Path, metavar="SPEC", help="what `start` has written: spec.json of the job")
+            continue
         p.add_argument("--data-workers", type=int, required=True, metavar="N", help="in component 1")
         p.add_argument("--data-worker-cpus", type=int, required=True, metavar="N", help="CPUs of each data worker")
         p.add_argument("--data-worker-threads", type=int, default=1, metavar="N", help="threads of each process")
@@ -38,6 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p.add_argument("--smallest-cpus", type=int, metavar="N", help="CPUs of the smallest of those that is tried")
         p.add_argument("--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="between two changes")
         p.add_argument("--data-worker-python", metavar="COMMAND", help="Python of the data workers")
+        p.add_argument("--jobs-dir", metavar="DIR", help=f"directories of jobs (default: ${JOBS_DIR}, or .hetstream)")
+        p.add_argument("--journal-dir", metavar="DIR", help=f"the dispatcher's journal (default: ${JOURNAL_DIR})")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
 
 
@@ -53,6 +58,8 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         cooldown_s=args.cooldown,
         data_worker_python=args.data_worker_python,
         data_worker_program=program_of(shlex.split(args.data_worker_python)) if args.data_worker_python else (),
+        jobs_dir=for_user(args.jobs_dir) if args.jobs_dir else None,
+        journal_dir=for_user(args.journal_dir) if args.journal_dir else None,
     )
 
 
@@ -62,6 +69,9 @@ def _start(args: argparse.Namespace) -> int:
     # Printed first: the script needs them even if the master does not start.
     sys.stdout.write(export_lines(plain_variables(os.environ)))
     try:
+        # Only here: the other steps are told.
+        args.jobs_dir = args.jobs_dir or setting(JOBS_DIR, os.environ)
+        args.journal_dir = args.journal_dir or setting(JOURNAL_DIR, os.environ)
         variables = start(_config(args), CommandSlurm(), os.environ, environment)
     except HetstreamError as error:
         logging.getLogger(__name__).debug("hetstream master start failed", exc_info=True)
@@ -71,17 +81,17 @@ def _start(args: argparse.Namespace) -> int:
     return 0
 
 
-def _keep(_args: argparse.Namespace) -> int:
+def _keep(args: argparse.Namespace) -> int:
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.
-    job = JobEnvironment.read(os.environ)
-    log = os.open(job.master_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    config = MasterConfig.read(args.spec)
+    log = os.open(config.job(os.environ).master_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-    return keep([*MasterConfig.read(job.spec_file).program, "master", "serve"])
+    return keep([*config.program, "master", "serve", str(args.spec)])
 
 
-def _serve(_args: argparse.Namespace) -> int:
-    job = JobEnvironment.read(os.environ)
-    with linked(os.environ, int(job.job_id)) as site:
-        return serve(MasterConfig.read(job.spec_file), CommandSlurm(), os.environ, site)
+def _serve(args: argparse.Namespace) -> int:
+    config = MasterConfig.read(args.spec)
+    with linked(os.environ, int(config.job(os.environ).job_id)) as site:
+        return serve(config, CommandSlurm(), os.environ, site)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from hetstream.base import typed_json
+
+
+@dataclass
+class Placed:
+    here: Path
+    there: Path | None
+
 
 # Types that msgspec has not met, read by three threads at once, again and again.
 PROGRAM = """
@@ -60,3 +69,11 @@ def test_what_is_no_such_value_is_an_error_each_time() -> None:
     for _ in range(2):
         with pytest.raises(msgspec.ValidationError):
             typed_json.decode(b'{"a": "b"}', dict[str, int])
+
+
+def test_paths_are_texts() -> None:
+    data = typed_json.encode(Placed(Path("/scratch/ada"), None))
+    assert data == b'{"here":"/scratch/ada","there":null}'
+    assert typed_json.decode(data, Placed) == Placed(Path("/scratch/ada"), None)
+    with pytest.raises(msgspec.MsgspecError):
+        typed_json.decode(b'{"here":5,"there":null}', Placed)

@@ -32,7 +32,8 @@ with open("started", "a") as started:
 if Path(f"die-{verb}").exists():
     sys.exit(9)
 if verb == "dispatcher":
-    Path(value("--work-dir")).mkdir(exist_ok=True)
+    if not Path(value("--work-dir")).is_symlink():
+        Path(value("--work-dir")).mkdir(exist_ok=True)
     Path(value("--work-dir"), "journal").write_text("keys\n")
     Path(value("--address-file")).write_text(value("--bind"))
     until_terminated()
@@ -53,12 +54,12 @@ elif sys.argv[2] == "keep":
     from hetstream.hetjob.master.keeper import keep
 
     logging.basicConfig(level=logging.INFO)
-    sys.exit(keep([sys.executable, os.path.abspath(__file__), "master", "serve"]))
+    sys.exit(keep([sys.executable, os.path.abspath(__file__), "master", "serve", sys.argv[3]]))
 else:
     from hetstream.hetjob.job_environment import JobEnvironment
     from hetstream.hetjob.master.server import MasterConfig, serve
     from hetstream.slurm_plugin.client.fake import FakeSlurm
 
     logging.basicConfig(level=logging.INFO)
-    config = MasterConfig.read(JobEnvironment.read(os.environ).spec_file)
+    config = MasterConfig.read(Path(sys.argv[3]))
     sys.exit(serve(config, FakeSlurm(Path.cwd(), dict(os.environ)), os.environ))

@@ -48,8 +48,8 @@ def encode(value: Any) -> bytes:
 
 
 def _read_path(kind: type[Any], value: Any) -> Any:
-    if issubclass(kind, Path) and isinstance(value, str):
-        return kind(value)
+    if issubclass(kind, Path):
+        return kind(value)  # a TypeError becomes msgspec's error
     raise NotImplementedError
 
 

@@ -1,6 +1,6 @@
 """What happens in a service, with its causes: typed events. Pure data; `event_log.py` keeps them on disk.
 
-`DispatcherState` tells them, the dispatcher's log shows `render()`, `events.jsonl` holds all fields. A batch is none.
+`DispatcherState` returns them among its instructions; the log shows `render()`, `events.jsonl` holds all fields.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+
+from hetstream.mpi_dataworkers.wire.messages import RegisterLoader
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
@@ -192,7 +194,7 @@ class DataWorkersChanged(Event, frozen=True, kw_only=True):
         return f"{self.action} by {self.count}" if self.action == "grow" else f"{self.action} {self.count}"
 
 
-# --- loaders and their passes ---------------------------------------------------------------------------------------
+# --- loaders and their sessions --------------------------------------------------------------------------------------
 
 
 class _OfLoader(Event, frozen=True, kw_only=True):
@@ -205,6 +207,12 @@ class _OfLoader(Event, frozen=True, kw_only=True):
     @property
     def subject(self) -> str:
         return f"loader {self.title or f'job={self.job}'} rank={self.rank}"
+
+
+def loader_fields(loader: RegisterLoader) -> dict[str, Any]:
+    """What an event about a loader says of it."""
+    who = {"job": loader.job_name, "rank": loader.rank, "host": loader.host, "pid": loader.pid}
+    return who | {"title": loader.title}
 
 
 class LoaderConnected(_OfLoader, frozen=True, kw_only=True):
@@ -270,7 +278,7 @@ class _OfSession(Event, frozen=True, kw_only=True):
 
 
 class SessionOpened(_OfSession, frozen=True, kw_only=True):
-    """A loader began a pass; `num_steps` -1 while its end is unknown."""
+    """A loader began a session; `num_steps` -1 while its end is unknown."""
 
     job: str
     rank: int
@@ -284,7 +292,7 @@ class SessionOpened(_OfSession, frozen=True, kw_only=True):
 
 
 class SessionClosed(_OfSession, frozen=True, kw_only=True):
-    """A pass ended: at its last step, or before."""
+    """A session ended: at its last step, or before."""
 
     step: int
     num_steps: int
@@ -305,7 +313,7 @@ class SessionMeasured(_OfSession, frozen=True, kw_only=True):
 
 
 class StepsGivenUp(_OfSession, frozen=True, kw_only=True):
-    """Steps were lost in a pass that is read at most once; `stop_step` -1 for all that follow."""
+    """Steps were lost in a session that is read at most once; `stop_step` -1 for all that follow."""
 
     ranges: list[tuple[int, int]]
 

@@ -1,4 +1,4 @@
-"""Which loaders of the ranks of one job belong together, and when two of them cannot. Pure; used by `state.py`.
+"""Which loaders of the ranks of one job belong together, and when two of them cannot. Pure; used by `loaders.py`.
 
 Loaders of two ranks are the same if they have one description and are the how-many-th of it in their process. That one
 rank has loaders which another has not is no error: rank 0 alone validates. These are:

@@ -1,7 +1,4 @@
-"""What the dispatcher keeps of each worker, loader, pass and lease, and the instructions it gives. Data only.
-
-Used by `state.py`, which decides, and by `server.py`, which carries instructions out.
-"""
+"""What the dispatcher keeps of each data worker, loader, session and lease. Data only; `tables.py` has all of them."""
 
 from __future__ import annotations
 
@@ -19,9 +16,7 @@ from hetstream.mpi_dataworkers.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.messages import (
     Interpreter,
     LoaderStats,
-    Message,
     Program,
-    ProvideDefinition,
     Ranges,
     RegisterLoader,
     SessionSpec,
@@ -40,58 +35,16 @@ class LeaseStatus(enum.Enum):
     SENT = "SENT"
 
 
-@dataclass(frozen=True)
-class Send:
-    """Instruction: send a message to a peer."""
-
-    peer: str
-    message: Message
-
-
-@dataclass(frozen=True)
-class RememberDefinition:
-    """Instruction: journal a pipeline definition before anything that follows in the same batch of instructions."""
-
-    definition: ProvideDefinition
-
-
-@dataclass(frozen=True)
-class RememberStats:
-    """Instruction: journal what a loader has delivered."""
-
-    loader: RegisterLoader
-    stats: LoaderStats
-
-
-@dataclass(frozen=True)
-class ForgetDefinition:
-    """Instruction: take a pipeline that no loader uses out of the journal."""
-
-    definition_id: str
-
-
-@dataclass(frozen=True)
-class RememberWorker:
-    """Instruction: journal that a data worker is registered, before anything that is leased to it."""
-
-    peer: str
-
-
-@dataclass(frozen=True)
-class ForgetWorker:
-    """Instruction: take a data worker that is lost out of the journal."""
-
-    peer: str
-
-
-Instruction = Send | RememberDefinition | ForgetDefinition | RememberStats | RememberWorker | ForgetWorker
-
-
 @dataclass
 class Lease:
     """Steps [first, stop) of a session in the hands of a worker.
 
     Attributes:
+        token: its fencing token; a later lease has a greater one.
+        worker: peer id of the data worker, which may be gone.
+        granted_at: when it was leased, s.
+        status: whether the worker is still at it.
+        sent_at: when the worker said that all was sent, s.
         shift: as in `GrantLease`.
         cached: the worker made them, or is making them, for another session too.
         begun_at: when the worker came to it, as far as its reports tell, s.
@@ -154,12 +107,13 @@ class WorkerRecord:
 
     Attributes:
         number: its number in order of arrival, from 0.
+        host, pid: where it runs.
         last_seen: time of its last message, s.
         work: what it has done.
         tokens: leases it holds in status ACTIVE.
         cached_tokens: those of them that it serves from its cache.
         unreachable: loaders it could not reach, with the time until which it is not tried again.
-        step_s: smoothed time it needs for a step of each pass, s.
+        step_s: smoothed time it needs for a step of each session, s.
         standings: how it does with each pipeline that it was given, by definition id.
         draining: it leaves after the step in work and gets no more leases.
         slurm_job: id of the Slurm job that it belongs to.
@@ -208,10 +162,13 @@ class LoaderRecord:
     """One loader of one rank.
 
     Attributes:
+        registration: what it said of itself.
+        last_seen: time of its last message, s.
+        stats: what it has delivered, as it said last.
         registered_at: when it first came, s.
-        told_alone: it was told that other ranks do not have it.
-        told_unshared: it was told that it shares with nobody.
-        told_unfit: it was told that all data workers run another Python.
+        warned_alone: it was told that other ranks do not have it.
+        warned_unshared: it was told that it shares with nobody.
+        warned_unfit: it was told that all data workers run another Python.
         announced_workers: the number of data workers it was last told of.
         steady_since: it was never silent for longer than `LOADER_PAUSE_S` since then.
         recent: growth of steps, bytes and seconds waited of its `stats`.
@@ -222,18 +179,25 @@ class LoaderRecord:
     recent: RecentRates
     registered_at: float
     stats: LoaderStats = field(default_factory=LoaderStats)
-    told_alone: bool = False
-    told_unshared: bool = False
-    told_unfit: bool = False
+    warned_alone: bool = False
+    warned_unshared: bool = False
+    warned_unfit: bool = False
     announced_workers: int = -1
     steady_since: float = 0.0
 
+    def go_on_from(self, known: LoaderRecord) -> None:
+        """It was there before, as `known`: what it was told then it is not told again."""
+        self.registered_at = known.registered_at
+        self.warned_alone, self.warned_unshared = known.warned_alone, known.warned_unshared
+        self.warned_unfit = known.warned_unfit
+
 
 @dataclass
-class SessionRecord:
-    """One pass over an epoch.
+class Session:
+    """One loader's reading of an epoch, or of a shard of it, and how far that is.
 
     Attributes:
+        spec: what it reads.
         loader: peer id of the loader.
         num_steps: total, or -1 while unknown.
         known_steps: steps [0, known_steps) may be leased; all of them for a planned order.
@@ -254,7 +218,7 @@ class SessionRecord:
         retries: steps below `frontier` that failed and have to be tried again, each in a lease of its own.
     """
 
-    session: SessionSpec
+    spec: SessionSpec
     loader: str
     num_steps: int
     known_steps: int
@@ -268,7 +232,6 @@ class SessionRecord:
     sent: set[int] = field(default_factory=set)
     step_s: float = 0.0
     shifts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-
     holder: str = ""
     lost: set[int] = field(default_factory=set)
     failures: dict[int, StepFailures] = field(default_factory=dict)
@@ -278,15 +241,15 @@ class SessionRecord:
     @property
     def reads_rounds(self) -> bool:
         """Whether all ranks read the shard, each its slice of rounds."""
-        return isinstance(self.session.order, ShardOrder) and self.session.order.world_size > 0
+        return isinstance(self.spec.order, ShardOrder) and self.spec.order.world_size > 0
 
     @functools.cached_property
     def shard(self) -> Hashable:
         """What it reads; the same for the sessions of all ranks that read one shard in rounds."""
-        order, session = self.session.order, self.session
+        order, spec = self.spec.order, self.spec
         if not isinstance(order, ShardOrder) or not self.reads_rounds:
-            return session.session_id
-        return session.definition_id, session.epoch, session.seed, msgspec.structs.replace(order, rank=0)
+            return spec.session_id
+        return spec.definition_id, spec.epoch, spec.seed, msgspec.structs.replace(order, rank=0)
 
     def shift(self, step: int) -> int:
         """How far the step's place in the shared stream is from the session's own numbering."""
@@ -294,8 +257,8 @@ class SessionRecord:
 
     def position(self, step: int) -> int:
         """Place of a step in the stream that the session shares."""
-        assert self.session.sharing is not None
-        return self.session.epoch * self.session.sharing.num_steps + step + self.shift(step)
+        assert self.spec.sharing is not None
+        return self.spec.epoch * self.spec.sharing.num_steps + step + self.shift(step)
 
     def next_step(self) -> int:
         """The step to lease next, if one is leasable."""

@@ -1,4 +1,4 @@
-"""The dispatcher's loop: take a burst of messages, decide, journal, commit, then send. All decisions are in `state.py`.
+"""The dispatcher's loop: take a burst of messages, decide, commit, send, report. All decisions are in `state.py`.
 
 Called by `hetstream dispatcher`. It never sees a sample, and never unpickles what it stores for data workers.
 """
@@ -11,20 +11,22 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetstream.base.files import Directory
 from hetstream.mpi_dataworkers.dispatcher.event_log import EventLog
 from hetstream.mpi_dataworkers.dispatcher.events import DispatcherStarted, DispatcherStopped
-from hetstream.mpi_dataworkers.dispatcher.journal import Journal
-from hetstream.mpi_dataworkers.dispatcher.records import (
+from hetstream.mpi_dataworkers.dispatcher.instructions import (
     ForgetDefinition,
     ForgetWorker,
     Instruction,
     RememberDefinition,
+    RememberStats,
     RememberWorker,
+    ReportEvent,
     Send,
 )
+from hetstream.mpi_dataworkers.dispatcher.journal import Journal
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import AddressInUse, ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.faults import reach
@@ -88,13 +90,13 @@ def serve(
             for definition in journal.definitions:
                 # The loader that has it is asked again where the file is gone.
                 if is_there(definition.contents, service.definitions_dir):
-                    state.definitions[definition.definition_id] = definition
+                    state.tables.definitions[definition.definition_id] = definition
             metrics = _open_metrics(metrics_at, state)
             _loop(state, journal, event_log, metrics, endpoint, should_stop, service.definitions_dir)
             event_log.report([DispatcherStopped(cause="it was told to")])
             # First: who is not connected is not told, and looks there.
             remove_address_file(address_file, service)
-            for peer in (*state.loaders, *state.workers):
+            for peer in (*state.tables.loaders, *state.tables.workers):
                 endpoint.send(peer, ShutDown())
             _write_summary(state, journal, work_dir)
             remove_all(service.definitions_dir)
@@ -156,14 +158,13 @@ def _loop(
     should_stop: Callable[[], bool],
     definitions_dir: Path,
 ) -> None:
-    told = 0
     next_tick = next_metrics = next_sweep = time.monotonic()
     while not should_stop():
         received = endpoint.poll(state.next_deadline())
         now = time.monotonic()
         if received:
             reach("dispatcher.received")
-        instructions = [instruction for one in received for instruction in _decide(state, one, now)]
+        instructions = [instruction for each in received for instruction in _decide(state, each, now)]
         if now >= next_tick:
             instructions += state.tick(now)
             next_tick = now + state.next_deadline()
@@ -171,18 +172,17 @@ def _loop(
                 metrics.publish(state.status(now))
                 next_metrics = now + _METRICS_S
             if now >= next_sweep:
-                remove_unused(definitions_dir, {one.contents.sha256 for one in state.definitions.values()})
+                remove_unused(definitions_dir, {kept.contents.sha256 for kept in state.tables.definitions.values()})
                 next_sweep = now + _SWEEP_S
         if instructions:
             reach("dispatcher.decided")
-        _carry_out(instructions, journal, endpoint)
-        told = _tell(state, told, event_log)
+        _carry_out(instructions, journal, event_log, endpoint)
 
 
 def _decide(state: DispatcherState, received: Received, now: float) -> list[Instruction]:
     message = received.message
     if isinstance(message, Disconnected):
-        gone = [peer for peer in (*state.loaders, *state.workers) if parse_peer(peer)[0] == received.peer]
+        gone = [peer for peer in (*state.tables.loaders, *state.tables.workers) if parse_peer(peer)[0] == received.peer]
         return [instruction for peer in gone for instruction in state.peer_gone(peer, now)]
     if isinstance(message, ToDispatcher):
         return state.handle(received.peer, message, now)
@@ -191,50 +191,49 @@ def _decide(state: DispatcherState, received: Received, now: float) -> list[Inst
     return state.refuse(received.peer, message)
 
 
-def _carry_out(instructions: list[Instruction], journal: Journal, endpoint: DispatcherEndpoint) -> None:
-    memories = [one for one in instructions if not isinstance(one, Send)]
+def _carry_out(
+    instructions: list[Instruction], journal: Journal, event_log: EventLog, endpoint: DispatcherEndpoint
+) -> None:
+    """Journal, commit, send, and report: what is sent rests on what was committed."""
+    kept = [instruction for instruction in instructions if not isinstance(instruction, Send)]
+    memories = [instruction for instruction in kept if not isinstance(instruction, ReportEvent)]
     if memories:
         journal.begin()
         for memory in memories:
-            if isinstance(memory, RememberDefinition):
-                journal.remember_definition(memory.definition)
-            elif isinstance(memory, ForgetDefinition):
-                journal.forget_definition(memory.definition_id)
-            elif isinstance(memory, RememberWorker):
-                journal.remember_worker(memory.peer)
-            elif isinstance(memory, ForgetWorker):
-                journal.forget_worker(memory.peer)
-            else:
-                journal.remember_stats(memory.loader, memory.stats)
+            _JOURNAL[type(memory)](journal, memory)
         journal.commit()
     for instruction in instructions:
         if isinstance(instruction, Send):
             reach("dispatcher.before_send")
             endpoint.send(instruction.peer, instruction.message)
             reach("dispatcher.after_send")
+    events = [instruction.event for instruction in kept if isinstance(instruction, ReportEvent)]
+    if events:
+        event_log.report(events)
 
 
-def _tell(state: DispatcherState, told: int, event_log: EventLog) -> int:
-    """Report the events that are new; the state counts them, so none is reported twice."""
-    new = min(state.events_told - told, len(state.story))
-    if new:
-        event_log.report(list(state.story)[len(state.story) - new :])
-    return state.events_told
+_JOURNAL: dict[type[Instruction], Callable[[Journal, Any], None]] = {
+    RememberDefinition: lambda journal, memory: journal.remember_definition(memory.definition),
+    ForgetDefinition: lambda journal, memory: journal.forget_definition(memory.definition_id),
+    RememberWorker: lambda journal, memory: journal.remember_worker(memory.peer),
+    ForgetWorker: lambda journal, memory: journal.forget_worker(memory.peer),
+    RememberStats: lambda journal, memory: journal.remember_stats(memory.loader, memory.stats),
+}
 
 
 def _write_summary(state: DispatcherState, journal: Journal, work_dir: Path) -> None:
     journal.begin()
-    for loader in state.loaders.values():
+    for loader in state.tables.loaders.values():
         journal.remember_stats(loader.registration, loader.stats)
-    for peer in state.workers:
+    for peer in state.tables.workers:
         journal.forget_worker(peer)  # they are told to end, so the next dispatcher need not wait for them
     journal.commit()
     summary = {
         "loaders": journal.loaders(),
-        "data_workers_seen": state.workers_seen,
-        "data_workers_replaced": state.workers_replaced,
-        "leases_granted": state.leases_granted,
-        "leases_revoked": state.leases_revoked,
+        "data_workers_seen": state.tables.workers_seen,
+        "data_workers_replaced": state.tables.workers_replaced,
+        "leases_granted": state.tables.leases_granted,
+        "leases_revoked": state.tables.leases_revoked,
         "dispatcher_starts": journal.incarnation,
     }
     with Directory.open(work_dir) as directory:

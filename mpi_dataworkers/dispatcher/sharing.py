@@ -1,4 +1,4 @@
-"""Which data worker made which batch of a stream that several jobs read. Pure; used by `state.py` alone.
+"""Which data worker made which batch of a stream that several jobs read. Pure; used by `shared_streams.py`.
 
 Sessions with one share key read one endless stream of batches: position = epoch * steps of an epoch + step (+ a shift,
 in window mode). The dispatcher leases a position that a worker has made, or is making, to that worker again, which

@@ -1,6 +1,6 @@
 """How a data worker does with a pipeline: whether it makes its steps, or fails what others can make. Pure.
 
-Used by `leasing.py`. A data worker on a host where something is missing fails in an instant, and would get lease after
+Used by `retries.py`. A data worker on a host where something is missing fails in an instant, and would get lease after
 lease. So one that fails what others then make, or cannot load a pipeline, gets no leases of it for a time that grows.
 """
 

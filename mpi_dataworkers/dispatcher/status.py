@@ -1,4 +1,4 @@
-"""What goes on in a service, as the dispatcher sees it: (state, now) -> Status. Pure.
+"""What goes on in a service, as the dispatcher sees it: (tables, now) -> Status. Pure.
 
 Called when a peer asks (`hetstream top`) and for the metrics; between two questions it costs nothing but counters.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from hetstream.mpi_dataworkers.dispatcher.matching import key_of
-from hetstream.mpi_dataworkers.dispatcher.records import LoaderRecord, SessionRecord, WorkerRecord
+from hetstream.mpi_dataworkers.dispatcher.records import LoaderRecord, Session, WorkerRecord
+from hetstream.mpi_dataworkers.dispatcher.tables import Tables
 from hetstream.mpi_dataworkers.rates import step_time_s
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerState,
@@ -22,51 +22,48 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Status,
 )
 
-if TYPE_CHECKING:
-    from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
-
 # A data worker speaks every half second; one that missed three turns is called silent.
 _SILENT_S = 1.5
 
 
-def status_of(state: DispatcherState, now: float) -> Status:
+def status_of(tables: Tables, now: float) -> Status:
     """Everything that `hetstream top` shows, at the time `now`."""
-    (leases_per_s,) = state.recent.per_s(now, state.leases_granted)
+    (leases_per_s,) = tables.recent.per_s(now, tables.leases_granted)
     return Status(
-        incarnation=state.incarnation,
-        uptime_s=now - state.started_at,
-        data_workers=[_worker_status(state, worker, now) for worker in state.workers.values()],
+        incarnation=tables.incarnation,
+        uptime_s=now - tables.started_at,
+        data_workers=[_worker_status(tables, worker, now) for worker in tables.workers.values()],
         loaders=sorted(
             _with_spread(
                 [
-                    (key_of(loader.registration), _loader_status(state, peer, loader, now))
-                    for peer, loader in state.loaders.items()
+                    (key_of(loader.registration), _loader_status(tables, peer, loader, now))
+                    for peer, loader in tables.loaders.items()
                 ]
             ),
             key=lambda row: (row.job, row.rank, row.ordinal),
         ),
-        data_workers_seen=state.workers_seen,
-        data_workers_lost=state.workers_lost,
-        leases_granted=state.leases_granted,
-        leases_revoked=state.leases_revoked,
+        data_workers_seen=tables.workers_seen,
+        data_workers_lost=tables.workers_lost,
+        leases_granted=tables.leases_granted,
+        leases_revoked=tables.leases_revoked,
         leases_per_s=leases_per_s,
-        elastic=state.elastic,
-        decisions=[PastDecision(now - when, one.action, one.count, one.reason) for when, one in state.decisions],
+        elastic=tables.elastic,
+        decisions=[PastDecision(now - when, said.action, said.count, said.reason) for when, said in tables.decisions],
     )
 
 
-def note_rates(state: DispatcherState, now: float) -> None:
+def note_rates(tables: Tables, now: float) -> None:
     """Take note of all counters whose growth `status_of` shows; to be called several times a second."""
-    state.recent.note(now, state.leases_granted)
-    for worker in state.workers.values():
-        worker.work.recent.note(now, worker.work.steps, _busy_s(state, worker, now))
-    for loader in state.loaders.values():
+    tables.recent.note(now, tables.leases_granted)
+    for worker in tables.workers.values():
+        worker.work.recent.note(now, worker.work.steps, _busy_s(tables, worker, now))
+    for loader in tables.loaders.values():
         loader.recent.note(now, loader.stats.steps, loader.stats.bytes, loader.stats.wait_s)
 
 
-def _busy_s(state: DispatcherState, worker: WorkerRecord, now: float) -> float:
+def _busy_s(tables: Tables, worker: WorkerRecord, now: float) -> float:
     """Time in which the worker made steps, with that of the lease in work."""
-    begun_at = state.leases[min(worker.tokens)].begun_at if worker.tokens else now
+    begun_at = tables.leases[min(worker.tokens)].begun_at if worker.tokens else now
     return worker.work.busy_s + now - begun_at
 
 
@@ -74,9 +71,9 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-def _worker_status(state: DispatcherState, worker: WorkerRecord, now: float) -> DataWorkerStatus:
+def _worker_status(tables: Tables, worker: WorkerRecord, now: float) -> DataWorkerStatus:
     work = worker.work
-    steps_per_s, busy = work.recent.per_s(now, work.steps, _busy_s(state, worker, now))
+    steps_per_s, busy = work.recent.per_s(now, work.steps, _busy_s(tables, worker, now))
     if now - worker.last_seen > _SILENT_S:
         doing: DataWorkerState = "silent"
     elif worker.draining:
@@ -101,12 +98,12 @@ def _worker_status(state: DispatcherState, worker: WorkerRecord, now: float) -> 
     )
 
 
-def _loader_status(state: DispatcherState, peer: str, loader: LoaderRecord, now: float) -> LoaderStatus:
+def _loader_status(tables: Tables, peer: str, loader: LoaderRecord, now: float) -> LoaderStatus:
     stats, who = loader.stats, loader.registration
     steps_per_s, bytes_per_s, waiting = loader.recent.per_s(now, stats.steps, stats.bytes, stats.wait_s)
     # Several at once for an iterable dataset: one for each shard.
-    passes: list[SessionRecord] = [record for record in state.sessions.values() if record.loader == peer]
-    ends_known = all(record.num_steps >= 0 for record in passes)
+    sessions: list[Session] = [session for session in tables.sessions.values() if session.loader == peer]
+    ends_known = all(session.num_steps >= 0 for session in sessions)
     return LoaderStatus(
         job=who.job_name,
         ordinal=who.ordinal,
@@ -114,11 +111,11 @@ def _loader_status(state: DispatcherState, peer: str, loader: LoaderRecord, now:
         world_size=who.world_size,
         host=who.host,
         pid=who.pid,
-        epoch=max((record.session.epoch for record in passes), default=-1),
-        step=sum(record.consumed for record in passes),
-        num_steps=sum(record.num_steps for record in passes) if ends_known else -1,
-        buffered=sum(stop - first for record in passes for first, stop in record.received),
-        window=sum(record.window for record in passes),
+        epoch=max((session.spec.epoch for session in sessions), default=-1),
+        step=sum(session.consumed for session in sessions),
+        num_steps=sum(session.num_steps for session in sessions) if ends_known else -1,
+        buffered=sum(stop - first for session in sessions for first, stop in session.received),
+        window=sum(session.window for session in sessions),
         num_data_workers=max(0, loader.announced_workers),
         steps_per_s=steps_per_s,
         bytes_per_s=bytes_per_s,

@@ -22,7 +22,7 @@ from typing import Any
 
 import hetstream.mpi_dataworkers.errors
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
+from hetstream.mpi_dataworkers.dispatcher.limits import HEARTBEAT_S
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, ServiceUnavailable
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S, Availability

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
+from hetstream.mpi_dataworkers.dispatcher.limits import HEARTBEAT_S
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.transports.base import LoaderEndpoint, ReceivedBatch, Reconnected, ToLoader

@@ -23,7 +23,7 @@ import numpy as np
 
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import slurm_job_from_environment
-from hetstream.mpi_dataworkers.dispatcher.state import HEARTBEAT_S
+from hetstream.mpi_dataworkers.dispatcher.limits import HEARTBEAT_S
 from hetstream.mpi_dataworkers.errors import PipelineError, ServiceUnavailable
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.interpreter import this_interpreter

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from hetstream.mpi_dataworkers.dispatcher import events
-from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, ReportEvent, Send
 from hetstream.mpi_dataworkers.dispatcher.standing import FIRST_PAUSE_S, LONGEST_PAUSE_S, Standing
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -76,7 +76,6 @@ class Cluster:
         self.state = DispatcherState(1, 0.0)
         self.host_of = {f"w{number}": host for number, host in enumerate(hosts)}
         self.events: list[tuple[float, str, GrantLease]] = []
-        self.told_up_to = 0
         self.now = 0.0
         self.made: set[int] = set()
         self.outcome = Outcome([], set(), 0, 0.0, [], {})
@@ -102,20 +101,18 @@ class Cluster:
                     self.outcome.left_out |= {each.sample_index for each in left_out}
             elif isinstance(one, Send) and isinstance(one.message, BatchFailed):
                 self.outcome.raised.append(one.message.step)
-        new = self.state.events_told - self.told_up_to
-        self.told_up_to = self.state.events_told
-        recent = list(self.state.story)[len(self.state.story) - new :]
-        self.outcome.paused += [event for event in recent if isinstance(event, events.DataWorkerPaused)]
+            elif isinstance(one, ReportEvent) and isinstance(one.event, events.DataWorkerPaused):
+                self.outcome.paused.append(one.event)
 
     def fails(self, peer: str) -> bool:
         return self.now >= self.broken.get(self.host_of[peer], float("inf"))
 
     def work(self, peer: str, lease: GrantLease) -> None:
         """A data worker is done with a lease, or comes to a step that it cannot make."""
-        is_held = lease.token in self.state.leases and lease.token in self.state.workers[peer].tokens
+        is_held = lease.token in self.state.tables.leases and lease.token in self.state.tables.workers[peer].tokens
         if not is_held:
             return
-        stop = self.state.leases[lease.token].stop
+        stop = self.state.tables.leases[lease.token].stop
         for step in range(lease.first_step, stop):
             is_bad = step in self.bad_steps and not lease.left_out.get(step)
             if self.fails(peer) or is_bad:
@@ -139,7 +136,7 @@ class Cluster:
             else:
                 self.now = reported_at = max(self.now, reported_at + REPORT_S)
                 for peer in self.host_of:
-                    self.send(peer, WorkerHeartbeat(sorted(self.state.workers[peer].tokens)))
+                    self.send(peer, WorkerHeartbeat(sorted(self.state.tables.workers[peer].tokens)))
                 self.take(self.state.tick(self.now))
             while consumed in self.made:
                 consumed += 1
@@ -192,8 +189,8 @@ def test_a_host_that_is_mended_is_used_again() -> None:
         cluster.work(peer, lease)
     del cluster.broken["broken"]
     cluster.run()
-    assert cluster.state.workers["w0"].work.steps > 50
-    assert cluster.state.workers["w0"].standings["d"] == Standing(is_sound=True)
+    assert cluster.state.tables.workers["w0"].work.steps > 50
+    assert cluster.state.tables.workers["w0"].standings["d"] == Standing(is_sound=True)
 
 
 @pytest.mark.parametrize("is_final", [True, False], ids=["cannot load", "samples raise"])

@@ -215,7 +215,7 @@ def test_the_end_of_a_connection_is_the_end_of_all_its_loaders() -> None:
         hello = RegisterLoader("job", number, 0, 1, "host", 1, "d", {})
         server._decide(state, Received(peer, hello), 0.0)
     server._decide(state, Received("aa", Disconnected()), 1.0)
-    assert list(state.loaders) == ["ab/1"]
+    assert list(state.tables.loaders) == ["ab/1"]
 
 
 # --- with a service -------------------------------------------------------------------------------------------------

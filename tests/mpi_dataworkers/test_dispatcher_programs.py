@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from hetstream.mpi_dataworkers.dispatcher import rooms
-from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.wire.messages import (
     AddProcess,
@@ -60,7 +60,7 @@ def register(state: DispatcherState, worker: str, slot: str = "slot", now: float
 
 
 def served(state: DispatcherState, worker: str) -> set[str]:
-    return {state.leases[token].session_id for token in state.workers[worker].tokens}
+    return {state.tables.leases[token].session_id for token in state.tables.workers[worker].tokens}
 
 
 ONE, TWO = Program("/one", ["/one", ""], {"data": "1"}), Program("/two", ["/two", ""], {"data": "1"})
@@ -89,10 +89,10 @@ def test_a_program_after_another_gets_fresh_processes() -> None:
     assert sent(out, Membership) == []
     out = state.handle("w0", LeaveWorker(), 1.1)
     assert sent(out, Membership) == [], "the slot counts until its fresh process is there"
-    assert state.loaders["b"].announced_workers == 1
+    assert state.tables.loaders["b"].announced_workers == 1
     out = register(state, "w1", now=1.2)
     assert set(sent(out, GrantLease)) == {"w1"}
-    assert state.workers_lost == 0
+    assert state.tables.workers_lost == 0
     state.validate()
 
 
@@ -125,7 +125,7 @@ def test_programs_at_the_same_time_get_a_process_each_in_every_slot() -> None:
     register(state, "w2", "slot0", 0.4)
     register(state, "w3", "slot1", 0.4)
     assert [served(state, f"w{number}") for number in range(4)] == [{"s-a"}, {"s-a"}, {"s-b"}, {"s-b"}]
-    assert {one.announced_workers for one in state.loaders.values()} == {2}
+    assert {one.announced_workers for one in state.tables.loaders.values()} == {2}
     assert not sent(state.tick(0.5), AddProcess)
     out = state.handle("b", LeaveLoader(STATS), 1.0) + state.tick(1.3) + state.tick(1.6)
     assert sorted(sent(out, DrainWorker)) == ["w2", "w3"], "the others stay for the program that is there"
@@ -208,8 +208,8 @@ def test_a_process_that_nobody_can_fork_anew_serves_its_first_program_and_does_n
     out = begin(state, "b") + state.tick(0.3)
     assert not sent(out, GrantLease)
     assert not sent(out, RenewWorker)
-    assert state.loaders["a"].announced_workers == 1
-    assert state.loaders["b"].announced_workers == 0, "so it loads its own data"
+    assert state.tables.loaders["a"].announced_workers == 1
+    assert state.tables.loaders["b"].announced_workers == 0, "so it loads its own data"
 
 
 def test_jobs_that_name_their_pipeline_share_although_they_start_in_different_directories() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -60,7 +60,7 @@ def sent(out: list[Instruction], kind: type[Message]) -> list[tuple[str, Message
 
 
 def holders(state: DispatcherState) -> dict[str, str]:
-    return {key: record.holder for key, record in state.sessions.items()}
+    return {key: opened.holder for key, opened in state.tables.sessions.items()}
 
 
 def test_leases_of_a_shard_stay_with_one_worker_and_shards_are_spread() -> None:
@@ -68,9 +68,9 @@ def test_leases_of_a_shard_stay_with_one_worker_and_shards_are_spread() -> None:
     assert {lease.session.session_id for lease in first} == {"s0", "s1"}
     before = holders(state)
     assert sorted(before.values()) == ["w0", "w1"]
-    for lease in list(state.leases.values()):
+    for lease in list(state.tables.leases.values()):
         out = state.handle(lease.worker, FinishLease(lease.token, 0.001), 0.1)
-        assert all(state.leases[one.token].worker == before[one.session.session_id] for one in grants(out))
+        assert all(state.tables.leases[one.token].worker == before[one.session.session_id] for one in grants(out))
     state.validate()
     assert holders(state) == before
 
@@ -80,24 +80,25 @@ def test_a_worker_that_joins_takes_a_shard_of_one_that_has_several() -> None:
     assert set(holders(state).values()) == {"w0"} | ({""} if "" in holders(state).values() else set())
     state.handle("w1", RegisterWorker("host", 1, "", []), 0.1)
     for number in range(8):
-        for lease in list(state.leases.values()):
+        for lease in list(state.tables.leases.values()):
             state.handle(lease.worker, FinishLease(lease.token, 0.001), 0.2 + number)
-        for key, record in state.sessions.items():
-            state.handle(LOADER, ReportProgress(key, record.frontier, [], WINDOW, STATS), 0.2 + number)
+        for key, opened in state.tables.sessions.items():
+            state.handle(LOADER, ReportProgress(key, opened.frontier, [], WINDOW, STATS), 0.2 + number)
     assert set(holders(state).values()) == {"w0", "w1"}
 
 
 def test_the_end_of_a_shard_settles_the_leases_behind_it() -> None:
     state, _ = ready(shards=1, workers=1)
-    record = state.sessions["s0"]
-    for lease in sorted(state.leases.values(), key=lambda one: one.first):
+    opened = state.tables.sessions["s0"]
+    for lease in sorted(state.tables.leases.values(), key=lambda one: one.first):
         state.handle("w0", EndOfShard("s0", 1, lease.token), 0.1)
         state.handle("w0", FinishLease(lease.token, 0.001), 0.1)
     state.validate()
-    assert (record.num_steps, record.leasable()) == (1, 0)
-    assert [lease.first for lease in state.leases.values()] == [0], "the batch before the end is still on its way"
+    assert (opened.num_steps, opened.leasable()) == (1, 0)
+    on_its_way = [lease.first for lease in state.tables.leases.values()]
+    assert on_its_way == [0], "the batch before the end"
     state.handle(LOADER, ReportProgress("s0", 1, [], WINDOW, STATS), 0.2)
-    assert not state.leases
+    assert not state.tables.leases
 
 
 def test_an_end_that_a_stranger_tells_changes_nothing() -> None:
@@ -105,7 +106,7 @@ def test_an_end_that_a_stranger_tells_changes_nothing() -> None:
     other = "w1" if holders(state)["s0"] == "w0" else "w0"
     state.handle(other, EndOfShard("s0", 1, first[0].token), 0.1)
     state.handle(LOADER, EndOfShard("s0", 1, first[0].token), 0.1)
-    assert state.sessions["s0"].num_steps == -1
+    assert state.tables.sessions["s0"].num_steps == -1
 
 
 def test_a_lost_workers_shard_goes_on_elsewhere_from_its_last_snapshot() -> None:
@@ -140,15 +141,15 @@ def test_at_most_once_of_indices_gives_up_the_lease_only_and_nothing_when_a_work
     order = PlannedOrder(40, 1, 1, 0, False, False, 0)
     session = SessionSpec("p", "d", 0, 0, order, ["tcp://l:1"], at_most_once=True)
     state.handle(LOADER, OpenSession(session, 40, 0, [], 8, None), 0.1)
-    lost = [step for one in state.leases.values() if one.worker == "w0" for step in range(one.first, one.stop)]
+    lost = [step for one in state.tables.leases.values() if one.worker == "w0" for step in range(one.first, one.stop)]
     out = state.peer_gone("w0", 0.2)
     told = [step for _, one in sent(out, StepsLost) for step in range(one.first_step, one.stop_step)]  # type: ignore[attr-defined]
     assert sorted(told) == sorted(lost)
     state.validate()
-    left = [step for one in state.leases.values() for step in range(one.first, one.stop)]
+    left = [step for one in state.tables.leases.values() for step in range(one.first, one.stop)]
     out = state.handle("w1", LeaveWorker(), 0.3)
     assert not sent(out, StepsLost)
-    assert sorted(state.sessions["p"].requeued) == sorted(left)
+    assert sorted(state.tables.sessions["p"].requeued) == sorted(left)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -214,13 +215,13 @@ def test_shards_are_exact_under_a_random_schedule(seed: int) -> None:
                 )
         else:
             for peer in list(held):
-                state.workers[peer].last_seen = now
-            state.loaders[LOADER].last_seen = now
+                state.tables.workers[peer].last_seen = now
+            state.tables.loaders[LOADER].last_seen = now
             carry_out(state.tick(now))
     assert taken == {f"s{shard}": list(range(length)) for shard, length in enumerate(lengths)}
     for key, buffer in buffers.items():
         carry_out(state.handle(LOADER, CloseSession(key, buffer.position, STATS), now))
-    assert not state.leases
+    assert not state.tables.leases
 
 
 def test_one_worker_holds_a_shard_for_all_ranks_that_read_its_rounds() -> None:
@@ -240,15 +241,15 @@ def test_one_worker_holds_a_shard_for_all_ranks_that_read_its_rounds() -> None:
 
     state.handle("w0", RegisterWorker("host", 0, "", []), 0.0)
     for _ in range(4):
-        for lease in list(state.leases.values()):
+        for lease in list(state.tables.leases.values()):
             state.handle(lease.worker, FinishLease(lease.token, 0.001), 0.1)
     assert held_alike() == {"w0"}
     state.handle("w1", RegisterWorker("host", 1, "", []), 0.2)
-    for lease in list(state.leases.values()):
+    for lease in list(state.tables.leases.values()):
         state.handle(lease.worker, FinishLease(lease.token, 0.001), 0.3)
     assert held_alike() == {"w0", "w1"}, "a worker that joins takes a shard, of both ranks"
     state.peer_gone("w1", 0.4)
-    for lease in list(state.leases.values()):
+    for lease in list(state.tables.leases.values()):
         state.handle(lease.worker, FinishLease(lease.token, 0.001), 0.5)
     assert held_alike() == {"w0"}
     state.validate()

@@ -8,19 +8,19 @@ from collections import Counter
 import msgspec
 import pytest
 
-from hetstream.mpi_dataworkers.dispatcher import leasing
-from hetstream.mpi_dataworkers.dispatcher import state as rules
-from hetstream.mpi_dataworkers.dispatcher.records import (
+from hetstream.mpi_dataworkers.dispatcher import limits
+from hetstream.mpi_dataworkers.dispatcher.events import DefinitionRemembered, LoaderLost, SessionClosed
+from hetstream.mpi_dataworkers.dispatcher.instructions import (
     ForgetDefinition,
     ForgetWorker,
     Instruction,
-    Lease,
-    LeaseStatus,
     RememberDefinition,
     RememberStats,
     RememberWorker,
+    ReportEvent,
     Send,
 )
+from hetstream.mpi_dataworkers.dispatcher.records import Lease, LeaseStatus
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.order.reorder import ReorderBuffer
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -95,7 +95,7 @@ def ready_state(steps: int = 100, window: int = 8, workers: int = 1, now: float 
 
 
 def leased_steps(state: DispatcherState) -> list[int]:
-    return sorted(step for lease in state.leases.values() for step in range(lease.first, lease.stop))
+    return sorted(step for lease in state.tables.leases.values() for step in range(lease.first, lease.stop))
 
 
 def test_leases_stay_inside_the_window_and_follow_consumption() -> None:
@@ -110,28 +110,28 @@ def test_leases_stay_inside_the_window_and_follow_consumption() -> None:
 
 def test_a_window_is_spread_before_anyone_gets_a_second_lease() -> None:
     state = ready_state(window=3, workers=3)
-    assert [len(worker.tokens) for worker in state.workers.values()] == [1, 1, 1]
+    assert [len(worker.tokens) for worker in state.tables.workers.values()] == [1, 1, 1]
 
 
 def test_a_lease_is_settled_when_the_loader_has_its_steps_not_when_they_were_sent() -> None:
     state = ready_state(steps=1)
-    (lease,) = state.leases.values()
+    (lease,) = state.tables.leases.values()
     state.handle("w0", FinishLease(lease.token, 0.1), 1.0)
-    assert state.leases[lease.token].status is LeaseStatus.SENT
+    assert state.tables.leases[lease.token].status is LeaseStatus.SENT
     state.handle(LOADER, ReportProgress("s", 0, [(0, 1)], 8, STATS), 1.1)
-    assert not state.leases
+    assert not state.tables.leases
 
 
 def test_steps_that_were_sent_and_never_came_are_leased_again_with_a_new_token() -> None:
     state = ready_state(steps=1, workers=2)
-    (lease,) = state.leases.values()
+    (lease,) = state.tables.leases.values()
     state.handle(lease.worker, FinishLease(lease.token, 0.1), 0.0)
     other = "w1" if lease.worker == "w0" else "w0"
     for now in (2.0, 4.0):
         for worker in ("w0", "w1"):
             state.handle(worker, WorkerHeartbeat([]), now)
         state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
-    out = state.tick(rules.ARRIVAL_TIMEOUT_S + 0.1)
+    out = state.tick(limits.ARRIVAL_TIMEOUT_S + 0.1)
     assert sent(out, RevokeLease)[0][1] == RevokeLease(lease.token, "s", True, "sent 5.1 s ago and not received")
     assert sent(out, LeaseRevoked) == [(LOADER, LeaseRevoked("s", lease.token))]
     assert sent(out, Membership) == [(LOADER, Membership(1))], "that worker does not reach this loader"
@@ -144,43 +144,43 @@ def test_steps_that_were_sent_and_never_came_are_leased_again_with_a_new_token()
 
 def test_a_data_worker_that_reaches_nobody_is_told_once_for_all_its_leases() -> None:
     state = ready_state(steps=8, workers=1)
-    while tokens := [*state.workers["w0"].tokens]:
+    while tokens := [*state.tables.workers["w0"].tokens]:
         for token in tokens:
             state.handle("w0", FinishLease(token, 0.1), 0.0)
-    assert len(state.leases) > 1
+    assert len(state.tables.leases) > 1
     for now in (2.0, 4.0):
         state.handle("w0", WorkerHeartbeat([]), now)
         state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
-    state.tick(rules.ARRIVAL_TIMEOUT_S + 0.1)
-    assert [event.happened for event in state.story if "does not reach" in event.happened] == [
+    state.tick(limits.ARRIVAL_TIMEOUT_S + 0.1)
+    assert [event.happened for event in state.tables.story if "does not reach" in event.happened] == [
         "does not reach rank=0, next try in 10 s"
     ]
 
 
 def test_a_worker_whose_sample_holds_the_gil_is_not_lost_before_the_sample_hangs() -> None:
     state = ready_state(steps=2, workers=2)
-    held = {token for token, lease in state.leases.items() if lease.worker == "w0"}
-    state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), 250.0)
+    held = {token for token, lease in state.tables.leases.items() if lease.worker == "w0"}
+    state.handle("w1", WorkerHeartbeat([*state.tables.workers["w1"].tokens]), 250.0)
     state.handle(LOADER, LoaderHeartbeat(STATS), 250.0)
     assert not sent(state.tick(250.0), LeaseRevoked)
-    assert "w0" in state.workers
-    assert state.workers["w0"].tokens == held
+    assert "w0" in state.tables.workers
+    assert state.tables.workers["w0"].tokens == held
     state.handle(LOADER, LoaderHeartbeat(STATS), 304.0)
-    state.tick(rules.WORKER_TIMEOUT_S + 300.1)
-    assert "w0" not in state.workers, "its supervisor would have replaced it"
+    state.tick(limits.WORKER_TIMEOUT_S + 300.1)
+    assert "w0" not in state.tables.workers, "its supervisor would have replaced it"
 
 
 @pytest.mark.parametrize("how", ["gone", "silent", "left", "replaced", "failed"])
 def test_a_lost_workers_steps_go_to_the_others(how: str) -> None:
     state = ready_state(steps=2, workers=2)
-    victims = [lease.token for lease in state.leases.values() if lease.worker == "w0"]
+    victims = [lease.token for lease in state.tables.leases.values() if lease.worker == "w0"]
     assert victims
     if how == "gone":
         out = state.peer_gone("w0", 3.0)
     elif how == "silent":
-        state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), 300.0)
+        state.handle("w1", WorkerHeartbeat([*state.tables.workers["w1"].tokens]), 300.0)
         state.handle(LOADER, LoaderHeartbeat(STATS), 300.0)
-        out = state.tick(rules.WORKER_TIMEOUT_S + 300.1)
+        out = state.tick(limits.WORKER_TIMEOUT_S + 300.1)
     elif how == "left":
         out = state.handle("w0", LeaveWorker(), 1.0)
     elif how == "replaced":
@@ -191,15 +191,15 @@ def test_a_lost_workers_steps_go_to_the_others(how: str) -> None:
         victims
     )
     assert leased_steps(state) == [0, 1]
-    assert all(lease.worker != "w0" for lease in state.leases.values())
+    assert all(lease.worker != "w0" for lease in state.tables.leases.values())
     state.validate()
 
 
 def test_a_worker_that_was_stopped_and_continues_is_fenced() -> None:
     state = ready_state(steps=4, workers=2)
-    mine = next(lease for lease in state.leases.values() if lease.worker == "w0")
+    mine = next(lease for lease in state.tables.leases.values() if lease.worker == "w0")
     state.peer_gone("w0", 4.5)  # libzmq was no more told that it is alive
-    assert "w0" not in state.workers
+    assert "w0" not in state.tables.workers
     assert state.handle("w0", FinishLease(mine.token, 1.0), 10.0) == [Send("w0", UnknownPeer())]
     held = HeldLease(mine.token, "s", mine.first, mine.stop)
     out = state.handle("w0", RegisterWorker("host", 0, "", [held]), 10.1)
@@ -209,29 +209,29 @@ def test_a_worker_that_was_stopped_and_continues_is_fenced() -> None:
 
 def test_a_report_of_another_workers_lease_changes_nothing() -> None:
     state = ready_state(steps=2, workers=2)
-    mine = next(lease for lease in state.leases.values() if lease.worker == "w0")
+    mine = next(lease for lease in state.tables.leases.values() if lease.worker == "w0")
     state.handle("w1", FinishLease(mine.token, 1.0), 1.0)
-    assert state.leases[mine.token].status is LeaseStatus.ACTIVE
+    assert state.tables.leases[mine.token].status is LeaseStatus.ACTIVE
 
 
 def test_lease_size_follows_the_measured_time_of_a_step() -> None:
     state = ready_state(steps=4000, window=1024)
     for _ in range(3):
-        lease = next(one for one in state.leases.values() if one.status is LeaseStatus.ACTIVE)
+        lease = next(one for one in state.tables.leases.values() if one.status is LeaseStatus.ACTIVE)
         state.handle("w0", FinishLease(lease.token, 0.0001 * (lease.stop - lease.first)), 1.0)
-    sizes = [lease.stop - lease.first for lease in state.leases.values() if lease.status is LeaseStatus.ACTIVE]
-    assert max(sizes) == leasing.MAX_LEASE_STEPS
+    sizes = [lease.stop - lease.first for lease in state.tables.leases.values() if lease.status is LeaseStatus.ACTIVE]
+    assert max(sizes) == limits.MAX_LEASE_STEPS
 
 
 def test_steps_that_wait_for_the_network_are_leased_in_small_lots_and_do_not_keep_a_data_worker_busy() -> None:
     state = ready_state(steps=4000, window=1024)
     for _ in range(3):
-        lease = next(one for one in state.leases.values() if one.status is LeaseStatus.ACTIVE)
+        lease = next(one for one in state.tables.leases.values() if one.status is LeaseStatus.ACTIVE)
         num_steps = lease.stop - lease.first
         state.handle("w0", FinishLease(lease.token, 0.0001 * num_steps, waited_s=0.0099 * num_steps), 1.0)
-    sizes = [lease.stop - lease.first for lease in state.leases.values() if lease.status is LeaseStatus.ACTIVE]
-    assert min(sizes) == leasing.TARGET_LEASE_S / 0.01
-    work = state.workers["w0"].work
+    sizes = [lease.stop - lease.first for lease in state.tables.leases.values() if lease.status is LeaseStatus.ACTIVE]
+    assert min(sizes) == limits.TARGET_LEASE_S / 0.01
+    work = state.tables.workers["w0"].work
     assert work.busy_s == pytest.approx(0.0001 * work.steps)
 
 
@@ -247,7 +247,7 @@ def test_listed_order_is_leased_as_it_comes_and_carries_its_indices() -> None:
     grants = [message for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
     assert [grant.steps.indices for grant in grants if grant.steps] == [b"".join(indices[:2]), indices[2]]
     state.handle(LOADER, ReportProgress("s", 2, [], 8, STATS), 1.0)
-    assert state.sessions["s"].lists == {}, "steps that were consumed are forgotten"
+    assert state.tables.sessions["s"].lists == {}, "steps that were consumed are forgotten"
     state.validate()
 
 
@@ -258,7 +258,8 @@ def test_definition_is_sent_once_and_fetched_when_it_comes() -> None:
     assert state.handle("w0", FetchDefinition("d"), 0.0) == []
     provided = ProvideDefinition("d", Program("/", []), b"", b"blob")
     out = state.handle(LOADER, provided, 0.0)
-    assert out == [RememberDefinition(provided), Send("w0", provided)]
+    remembered = ReportEvent(DefinitionRemembered(definition_id="d", num_bytes=4))
+    assert out == [RememberDefinition(provided), remembered, Send("w0", provided)]
     assert sent(state.handle("other", loader(1), 0.0), LoaderRegistered) == [("other", LoaderRegistered(False, 1, "d"))]
 
 
@@ -278,7 +279,7 @@ def test_one_job_name_with_two_pipelines_is_refused_and_names_the_difference() -
     assert isinstance(message, Refused)
     assert message.code == "JobNameConflict"
     assert "dataset: A there, B here" in message.text
-    assert "other" not in state.loaders
+    assert "other" not in state.tables.loaders
 
 
 def test_a_loader_of_rank_0_alone_shifts_no_other() -> None:
@@ -290,7 +291,7 @@ def test_a_loader_of_rank_0_alone_shifts_no_other() -> None:
     for number, one in enumerate((first, last)):
         theirs = msgspec.structs.replace(one, ordinal=number, rank=1, pid=101)
         assert sent(state.handle(f"rank 1, {number}", theirs, 0.0), LoaderRegistered)
-    assert len(state.loaders) == 5
+    assert len(state.tables.loaders) == 5
 
 
 def test_the_same_lines_of_two_ranks_with_other_data_are_refused_only_where_they_divide_it() -> None:
@@ -353,7 +354,7 @@ def test_a_rank_started_twice_supersedes_the_older_process() -> None:
     out = state.handle("newer", loader(0), 1.0)
     ((peer, message),) = sent(out, Refused)
     assert (peer, isinstance(message, Refused) and message.code) == (LOADER, "Superseded")
-    assert not state.sessions
+    assert not state.tables.sessions
     assert sent(out, DropSession) == [("w0", DropSession("s"))]
 
 
@@ -366,8 +367,8 @@ def test_a_restarted_dispatcher_adopts_leases_and_waits_before_leasing_their_ste
     out = state.handle(LOADER, OpenSession(session(100), 100, 3, [(6, 7)], 8, None), 100.2)
     assert not sent(out, GrantLease)
     state.validate()
-    assert state.sessions["s"].requeued == [3]
-    out = state.tick(100.1 + rules.RECOVERY_GRACE_S)
+    assert state.tables.sessions["s"].requeued == [3]
+    out = state.tick(100.1 + limits.RECOVERY_GRACE_S)
     assert ForgetWorker("w1") in out, "it did not come back"
     grants = [message for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
     assert grants[0].first_step == 3, "the step that the trainer waits for comes first"
@@ -380,7 +381,7 @@ def test_a_restarted_dispatcher_leases_as_soon_as_all_workers_of_before_are_back
     state.handle(LOADER, loader(), 100.0)
     state.handle(LOADER, OpenSession(session(100), 100, 3, [], 8, None), 100.0)
     assert RememberWorker("w0") in state.handle("w0", RegisterWorker("host", 0, "", []), 100.01)
-    assert not state.leases
+    assert not state.tables.leases
     state.handle("w2", RegisterWorker("host", 2, "dead", []), 100.01)
     held = HeldLease((1 << 32) + 5, "s", 3, 5)
     out = state.handle("w1", RegisterWorker("host", 1, "", [held]), 100.02)
@@ -393,11 +394,11 @@ def test_a_lease_is_as_long_as_its_own_worker_is_fast() -> None:
     state = ready_state(steps=10_000, window=2000, workers=2)
     for number in range(40):
         for worker, step_s in (("w0", 0.001), ("w1", 0.01)):
-            token = min(state.workers[worker].tokens)
-            lease = state.leases[token]
+            token = min(state.tables.workers[worker].tokens)
+            lease = state.tables.leases[token]
             state.handle(worker, FinishLease(token, step_s * (lease.stop - lease.first)), 0.01 * number)
     sizes = {
-        worker: {lease.stop - lease.first for lease in state.leases.values() if lease.worker == worker}
+        worker: {lease.stop - lease.first for lease in state.tables.leases.values() if lease.worker == worker}
         for worker in ("w0", "w1")
     }
     assert max(sizes["w0"]) == 20
@@ -409,16 +410,16 @@ def busy_and_idle(idle_step_s: float = 0.001) -> tuple[DispatcherState, Lease]:
     state = ready_state(steps=1, workers=2)
     state.handle(LOADER, CloseSession("s", 1, STATS), 0.0)
     for worker in ("w0", "w1"):
-        state._begin_drain(worker, "a test wants it")
+        state._rooms.begin_drain(worker, "a test wants it")
     state.handle(LOADER, OpenSession(session(20), 20, 0, [], 64, None), 0.0)
-    record = state.sessions["s"]
+    record = state.tables.sessions["s"]
     record.frontier = 20
     for worker, step_s in (("w0", 0.001), ("w1", idle_step_s)):
-        state.workers[worker].draining = False
-        state._note_load(worker)
-        state.workers[worker].step_s["s"] = step_s
-    state._grant_steps("w0", record, range(20), 1.0)
-    return state, next(iter(state.leases.values()))
+        state.tables.workers[worker].draining = False
+        state.tables.note_load(worker)
+        state.tables.workers[worker].step_s["s"] = step_s
+    state.leasing.lifecycle.grant("w0", record, range(20), 1.0)
+    return state, next(iter(state.tables.leases.values()))
 
 
 def test_an_idle_worker_takes_the_rest_of_a_slow_workers_lease() -> None:
@@ -437,24 +438,24 @@ def test_an_idle_worker_takes_the_rest_of_a_slow_workers_lease() -> None:
     state.validate()
     assert not sent(state.tick(2.2), TrimLease), "nothing is taken back and forth"
     state.handle("w0", FinishLease(lease.token, 2.0), 2.3)
-    assert state.workers["w0"].step_s["s"] == 0.001, "a lease that was cut tells nothing of the speed"
+    assert state.tables.workers["w0"].step_s["s"] == 0.001, "a lease that was cut tells nothing of the speed"
 
 
 def test_a_slow_or_unmeasured_worker_does_not_take_what_is_done_sooner_where_it_is() -> None:
     state, _ = busy_and_idle(idle_step_s=60.0)
     assert not sent(state.handle(LOADER, ReportProgress("s", 18, [], 64, STATS), 2.0), TrimLease)
     state, _ = busy_and_idle()
-    del state.workers["w1"].step_s["s"]
+    del state.tables.workers["w1"].step_s["s"]
     assert not sent(state.handle(LOADER, ReportProgress("s", 17, [], 64, STATS), 1.3), TrimLease)
 
 
 def test_a_lease_that_waits_behind_a_long_step_goes_whole_to_an_idle_worker() -> None:
     state = ready_state(steps=2, workers=1)
-    first, second = sorted(state.leases.values(), key=lambda lease: lease.first)
+    first, second = sorted(state.tables.leases.values(), key=lambda lease: lease.first)
     out = state.handle("w1", RegisterWorker("host", 1, "", []), 3.0)
     assert sent(out, TrimLease) == [("w0", TrimLease(second.token, second.first))]
-    assert second.token not in state.leases
-    assert first.token in state.leases
+    assert second.token not in state.tables.leases
+    assert first.token in state.tables.leases
     assert leased_steps(state) == [0, 1]
     state.validate()
 
@@ -462,27 +463,26 @@ def test_a_lease_that_waits_behind_a_long_step_goes_whole_to_an_idle_worker() ->
 def test_a_drained_worker_loses_nothing_that_it_made() -> None:
     state = ready_state(steps=400, workers=1, window=400)
     for _ in range(6):
-        token = min(state.workers["w0"].tokens)
-        lease = state.leases[token]
+        token = min(state.tables.workers["w0"].tokens)
+        lease = state.tables.leases[token]
         state.handle("w0", FinishLease(token, 0.002 * (lease.stop - lease.first)), 0.1)
-    at, waiting = (state.leases[token] for token in sorted(state.workers["w0"].tokens))
+    at, waiting = (state.tables.leases[token] for token in sorted(state.tables.workers["w0"].tokens))
     assert at.stop - at.first > 2
-    (order,) = state.drain("w0", 1.0)
-    assert order == Send("w0", DrainWorker())
+    assert sent(state.drain("w0", 1.0), Message) == [("w0", DrainWorker())]
     assert state.drain("w0", 1.0) == []
     stop = at.first + 2
     out = state.handle("w0", Draining([(at.token, stop)]), 1.1)
     assert not sent(out, GrantLease)
     assert not sent(out, LeaseRevoked)
     state.validate()
-    assert state.sessions["s"].requeued == list(range(stop, waiting.stop))
+    assert state.tables.sessions["s"].requeued == list(range(stop, waiting.stop))
     state.handle("w1", RegisterWorker("host", 1, "", []), 1.1)
     state.handle("w0", FinishLease(at.token, 0.004), 1.2)
     out = state.handle("w0", LeaveWorker(), 1.2)
     assert not sent(out, LeaseRevoked), "what it sent is on its way"
-    assert at.token in state.leases
+    assert at.token in state.tables.leases
     for now in (2.0, 4.0, 6.0, 8.0):
-        state.handle("w1", WorkerHeartbeat([*state.workers["w1"].tokens]), now)
+        state.handle("w1", WorkerHeartbeat([*state.tables.workers["w1"].tokens]), now)
         state.handle(LOADER, ReportProgress("s", 0, [], 400, STATS), now)
     out = state.tick(8.0)
     revoked = [message.token for _, message in sent(out, LeaseRevoked) if isinstance(message, LeaseRevoked)]
@@ -503,7 +503,7 @@ def test_two_passes_share_the_workers_by_need() -> None:
     state = ready_state(steps=100, window=2, workers=1)
     state.handle("l1", loader(1), 0.0)
     state.handle("l1", OpenSession(session(100, "t"), 100, 0, [], 8, None), 0.0)
-    lease = next(iter(state.leases.values()))
+    lease = next(iter(state.tables.leases.values()))
     out = state.handle("w0", FinishLease(lease.token, 0.001), 0.1)
     grants = [message.session.session_id for _, message in sent(out, GrantLease) if isinstance(message, GrantLease)]
     assert grants == ["t"]
@@ -611,19 +611,31 @@ def test_ledger_is_exact_under_a_random_schedule(seed: int) -> None:
         deliver(state.handle(LOADER, ReportProgress("s", buffer.position, buffer.received(), window, STATS), now))
         deliver(state.tick(now))
         state.validate()
-        assert max([lease.stop for lease in state.leases.values()], default=0) <= buffer.position + window
+        assert max([lease.stop for lease in state.tables.leases.values()], default=0) <= buffer.position + window
     assert ledger == Counter(range(steps)), f"not finished: {buffer.position} of {steps}\n" + "\n".join(
-        event.render() for event in state.story
+        event.render() for event in state.tables.story
     )
     state.handle(LOADER, CloseSession("s", steps, STATS), now)
-    assert not state.leases
+    assert not state.tables.leases
+
+
+def test_a_burst_of_events_is_returned_whole() -> None:
+    state = DispatcherState(1, 0.0)
+    state.handle(LOADER, loader(), 0.0)
+    names = [f"s{number}" for number in range(1000)]
+    for name in names:
+        state.handle(LOADER, OpenSession(session(100, name), 100, 0, [], 8, None), 0.0)
+    out = state.peer_gone(LOADER, 1.0)
+    events = [instruction.event for instruction in out if isinstance(instruction, ReportEvent)]
+    assert [event.session for event in events if isinstance(event, SessionClosed)] == names
+    assert [type(event) for event in events[:2]] == [LoaderLost, SessionClosed]
 
 
 def test_a_grant_that_never_reached_its_worker_is_given_again() -> None:
     state = ready_state(steps=1)
-    (lost,) = state.leases.values()
+    (lost,) = state.tables.leases.values()
     assert not sent(state.handle("w0", WorkerHeartbeat([]), 0.5), RevokeLease), "it may still be on its way"
-    out = state.handle("w0", WorkerHeartbeat([]), 2 * rules.HEARTBEAT_S + 0.1)
+    out = state.handle("w0", WorkerHeartbeat([]), 2 * limits.HEARTBEAT_S + 0.1)
     assert sent(out, LeaseRevoked) == [(LOADER, LeaseRevoked("s", lost.token))]
     assert leased_steps(state) == [0]
     state.validate()
@@ -631,7 +643,7 @@ def test_a_grant_that_never_reached_its_worker_is_given_again() -> None:
 
 def test_a_worker_that_reports_a_revoked_lease_is_told() -> None:
     state = ready_state(steps=1)
-    out = state.handle("w0", WorkerHeartbeat([*state.workers["w0"].tokens, 99]), 0.5)
+    out = state.handle("w0", WorkerHeartbeat([*state.tables.workers["w0"].tokens, 99]), 0.5)
     assert sent(out, RevokeLease) == [("w0", RevokeLease(99, "", False, "leased to another data worker"))]
 
 
@@ -639,24 +651,24 @@ def test_a_closed_connection_frees_what_its_peer_had() -> None:
     state = ready_state(steps=2, workers=2)
     out = state.peer_gone("w0", 1.0)
     assert leased_steps(state) == [0, 1]
-    assert all(lease.worker == "w1" for lease in state.leases.values())
+    assert all(lease.worker == "w1" for lease in state.tables.leases.values())
     assert sent(out, Membership) == [(LOADER, Membership(1))]
     out = state.peer_gone(LOADER, 1.0)
     assert RememberStats(loader(), STATS) in out
-    assert (state.sessions, state.leases) == ({}, {})
+    assert (state.tables.sessions, state.tables.leases) == ({}, {})
     assert state.peer_gone("nobody", 1.0) == []
 
 
 def test_a_loader_that_was_held_up_does_not_blame_the_connections() -> None:
     state = ready_state(steps=1)
-    (lease,) = state.leases.values()
+    (lease,) = state.tables.leases.values()
     state.handle("w0", FinishLease(lease.token, 0.1), 0.1)
     for now in (2.0, 4.0, 6.0, 8.0):
         state.handle("w0", WorkerHeartbeat([]), now)
         assert not sent(state.tick(now), LeaseRevoked), "the loader has said nothing since 0.0 s"
     state.handle(LOADER, ReportProgress("s", 0, [(0, 1)], 8, STATS), 8.1)
-    assert not state.leases
-    assert state.workers["w0"].unreachable == {}
+    assert not state.tables.leases
+    assert state.tables.workers["w0"].unreachable == {}
 
 
 def test_a_silent_loader_is_collected_and_told_and_one_that_does_not_read_yet_is_not() -> None:
@@ -664,14 +676,14 @@ def test_a_silent_loader_is_collected_and_told_and_one_that_does_not_read_yet_is
     state.handle("idle", loader(1), 0.0)
     for now in range(1, 20):
         state.handle("idle", LoaderHeartbeat(STATS), float(now))
-        state.handle("w0", WorkerHeartbeat([*state.workers["w0"].tokens]), float(now))
+        state.handle("w0", WorkerHeartbeat([*state.tables.workers["w0"].tokens]), float(now))
         out = state.tick(float(now))
-        if LOADER not in state.loaders:
+        if LOADER not in state.tables.loaders:
             break
-    assert now == rules.LOADER_TIMEOUT_S + 1
+    assert now == limits.LOADER_TIMEOUT_S + 1
     assert Send(LOADER, UnknownPeer()) in out
     assert RememberStats(loader(), STATS) in out
-    assert (list(state.loaders), state.sessions, state.leases) == (["idle"], {}, {})
+    assert (list(state.tables.loaders), state.tables.sessions, state.tables.leases) == (["idle"], {}, {})
     state.validate()
 
 
@@ -684,18 +696,18 @@ def test_one_job_may_come_and_go_three_times() -> None:
         assert sent(out, GrantLease)
         state.validate()
         state.handle(LOADER, LeaveLoader(STATS), 3.0)
-        assert (state.loaders, state.sessions, state.leases) == ({}, {}, {})
+        assert (state.tables.loaders, state.tables.sessions, state.tables.leases) == ({}, {}, {})
 
 
 def test_a_worker_that_may_be_tried_again_is_announced() -> None:
     state = ready_state(steps=4)
-    lease = next(iter(state.leases.values()))
+    lease = next(iter(state.tables.leases.values()))
     assert sent(state.handle("w0", FailLease(lease.token, "no route"), 0.1), Membership) == [(LOADER, Membership(0))]
     for now in (3.0, 6.0, 9.0, 10.0):
-        state.handle("w0", WorkerHeartbeat([*state.workers["w0"].tokens]), now)
+        state.handle("w0", WorkerHeartbeat([*state.tables.workers["w0"].tokens]), now)
         state.handle(LOADER, ReportProgress("s", 0, [], 8, STATS), now)
         state.tick(now)
-    out = state.tick(0.2 + leasing.UNREACHABLE_S)
+    out = state.tick(0.2 + limits.UNREACHABLE_S)
     assert sent(out, Membership) == [(LOADER, Membership(1))]
     assert sent(out, GrantLease)
 
@@ -713,9 +725,11 @@ def test_definitions_that_no_loader_uses_are_forgotten() -> None:
     for number in range(3):
         out = state.handle(LOADER, ProvideDefinition(f"d{number}", Program("/", []), b"", b""), 0.0)
     assert out[0] == ForgetDefinition("d1")
-    assert sent(out, DropDefinition) == [(f"w{number}", DropDefinition("d1")) for number in range(len(state.workers))]
-    assert state.definitions.keys() == {"d2"}
+    assert sent(out, DropDefinition) == [
+        (f"w{number}", DropDefinition("d1")) for number in range(len(state.tables.workers))
+    ]
+    assert state.tables.definitions.keys() == {"d2"}
     current = SessionSpec("t", "d2", 0, 0, planned(5), ["tcp://loader:1"])
     state.handle(LOADER, OpenSession(current, 5, 0, [], 8, None), 0.0)
     state.handle(LOADER, ProvideDefinition("d3", Program("/", []), b"", b""), 0.0)
-    assert state.definitions.keys() == {"d2", "d3"}, "a pass still needs it"
+    assert state.tables.definitions.keys() == {"d2", "d3"}, "a pass still needs it"

@@ -17,6 +17,9 @@ import sample_datasets as datasets
 from hetstream import DataLoader
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE, EventLog, older, read_events
+from hetstream.mpi_dataworkers.dispatcher.instructions import ReportEvent
+from hetstream.mpi_dataworkers.dispatcher.journal import Journal
+from hetstream.mpi_dataworkers.dispatcher.server import _carry_out
 
 LOST = events.DataWorkerLost(data_worker=3, host="cpu1", pid=7, orderly=False, cause="silent for 4.1 s")
 
@@ -57,6 +60,25 @@ def test_a_file_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pyte
             log.report([LOST])
     log.close()
     assert caplog.text.count("events are missing") == 1
+
+
+class _Unconnected:
+    """An endpoint to which nothing is sent."""
+
+    def send(self, peer: str, message: object) -> None:
+        raise AssertionError(f"{message} to {peer}")
+
+
+def test_a_burst_is_reported_whole(tmp_path: Path) -> None:
+    journal, log = Journal(tmp_path), EventLog(tmp_path)
+    burst = [ReportEvent(events.DataWorkersMissing(num_missing=number)) for number in range(2000)]
+    try:
+        _carry_out([*burst], journal, log, _Unconnected())  # type: ignore[arg-type]
+    finally:
+        log.close()
+        journal.close()
+    reported = [json.loads(line)["num_missing"] for line in read_events(tmp_path / EVENTS_FILE)]
+    assert reported == list(range(2000))
 
 
 def test_a_service_tells_its_story(service: Any, wait_until: Callable[..., None]) -> None:

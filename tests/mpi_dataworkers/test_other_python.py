@@ -21,8 +21,8 @@ from hetstream.mpi_dataworkers.config import (
     hash_seed,
     python_environment,
 )
-from hetstream.mpi_dataworkers.dispatcher import state as rules
-from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher import limits
+from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.hook import environment as hook_environment
@@ -91,7 +91,7 @@ def test_versions_are_compared_at_registration() -> None:
     assert not sent(GrantLease), "its pickles are for another Python"
     assert state.status(1.0).loaders[0].num_data_workers == 0
     for now in (1.0, 2.0, 3.0, 4.0, 5.5, 6.0):
-        assert not sent(Notice) or now > rules.UNFIT_AFTER_S
+        assert not sent(Notice) or now > limits.UNFIT_AFTER_S
         handle("w0", WorkerHeartbeat([]), now)
         handle("loader", LoaderHeartbeat(LoaderStats()), now)
         told.extend(state.tick(now))
@@ -100,7 +100,7 @@ def test_versions_are_compared_at_registration() -> None:
     assert "run another Python than this program" in notice.text
     assert "/usr/bin/python3, Python 3.11.2, torch 2.13.0, hetstream 0.1.0 on cpu0" in notice.text
     assert "/env/bin/python, Python 3.12.1, torch 2.13.0+cu126, hetstream 0.1.0 on gpu0" in notice.text
-    assert any("/env/bin/python" in event.happened for event in state.story)
+    assert any("/env/bin/python" in event.happened for event in state.tables.story)
     # The data worker has started anew in the program's Python.
     handle("w1", RegisterWorker("cpu0", 7, "", [], slot="b", interpreter=OURS), 6.1)
     assert sent(GrantLease)

@@ -104,8 +104,8 @@ class Simulated:
         self.state.validate()
 
     def fail(self, step: int, failure: Failure) -> str:
-        token = next(t for t, lease in self.state.leases.items() if lease.first <= step < lease.stop)
-        worker = self.state.leases[token].worker
+        token = next(t for t, lease in self.state.tables.leases.items() if lease.first <= step < lease.stop)
+        worker = self.state.tables.leases[token].worker
         self.send(worker, FailStep(token, step, failure))
         return worker
 
@@ -116,7 +116,7 @@ def test_a_failed_step_goes_to_a_worker_that_has_not_failed_it() -> None:
     assert sorted(tried) == ["w0", "w1", "w2"]
     (failed,) = service.failed
     assert (failed.step, failed.failure.sample_index) == (0, 0)
-    assert 0 not in {step for lease in service.state.leases.values() for step in range(lease.first, lease.stop)}
+    assert 0 not in {step for lease in service.state.tables.leases.values() for step in range(lease.first, lease.stop)}
 
 
 def test_with_one_worker_a_step_is_tried_there_again_and_not_for_ever() -> None:
@@ -124,7 +124,7 @@ def test_with_one_worker_a_step_is_tried_there_again_and_not_for_ever() -> None:
     assert [service.fail(0, bad(0)) for _ in range(3)] == ["w0"] * 3
     assert len(service.failed) == 1
     service.send(LOADER, ReportProgress("s", 1, [], 4, LoaderStats()))
-    assert not service.state.sessions["s"].failures, "nothing is kept of steps that the loader has passed"
+    assert not service.state.tables.sessions["s"].failures, "nothing is kept of steps that the loader has passed"
 
 
 def test_a_skipped_sample_is_named_in_the_next_lease_of_its_step() -> None:
@@ -451,15 +451,15 @@ def test_a_process_that_dies_again_and_again_is_raised_in_the_trainer(service: A
 
 def test_a_late_report_of_a_death_does_not_count_against_a_step_that_was_changed() -> None:
     service = Simulated(ErrorPolicy("skip", max_attempts=1), workers=1)
-    token = next(one for one, lease in service.state.leases.items() if lease.first == 0)
+    token = next(one for one, lease in service.state.tables.leases.items() if lease.first == 0)
     service.fail(0, bad(0))
     renewed = service.leases["w0"][-1]
     assert [failure.sample_index for failure in renewed.left_out[0]] == [0]
     fate = Fate("ended with code 7", "s", token, 0, bad(0))
     service.send("w9", RegisterWorker("host", 9, "w8", [], fate))
     assert [failure.sample_index for failure in service.leases["w0"][-1].left_out.get(0, [])] in ([], [0])
-    assert service.state.sessions["s"].failures[0].attempts == 0
-    assert renewed.token in service.state.leases, "nor is the lease taken back"
+    assert service.state.tables.sessions["s"].failures[0].attempts == 0
+    assert renewed.token in service.state.tables.leases, "nor is the lease taken back"
 
 
 def test_how_processes_end_in_words(tmp_path: Path) -> None:

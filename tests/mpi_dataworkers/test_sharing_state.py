@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.mpi_dataworkers.dispatcher.leasing import LEASES_PER_WORKER
-from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
+from hetstream.mpi_dataworkers.dispatcher.limits import LEASES_PER_WORKER
 from hetstream.mpi_dataworkers.dispatcher.sharing import ShareGroup
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.wire.messages import (
@@ -51,7 +51,7 @@ class Jobs:
 
     def open(self, job: str, consumed: int = 0, epoch: int = 0, window: int = 4, shift: int = 0) -> list[GrantLease]:
         peer = f"loader-{job}"
-        if peer not in self.state.loaders:
+        if peer not in self.state.tables.loaders:
             registration = RegisterLoader(job, 0, 0, 1, "host", 1, "d", {})
             self.take(self.state.handle(peer, registration, 0.0))
         order = PlannedOrder(STEPS, 1, 1, 0, False, False, 0)
@@ -60,7 +60,7 @@ class Jobs:
 
     def finish_all(self, **dropped: list[tuple[int, int]]) -> None:
         """Let the workers send all that they hold, and say what their caches dropped (one worker: key is `key`)."""
-        for worker, record in list(self.state.workers.items()):
+        for worker, record in list(self.state.tables.workers.items()):
             for token in sorted(record.tokens):
                 self.take(self.state.handle(worker, FinishLease(token, 0.1, dict(dropped)), self.now))
 
@@ -84,8 +84,8 @@ def test_a_second_job_is_served_by_the_worker_that_makes_the_step_beyond_its_sha
     jobs.open("b")
     assert jobs.makers("a") == jobs.makers("b")
     assert sorted(jobs.makers("a")) == [0, 1, 2, 3]
-    assert all(len(worker.tokens) > LEASES_PER_WORKER for worker in jobs.state.workers.values())
-    assert all(worker.num_making == LEASES_PER_WORKER for worker in jobs.state.workers.values())
+    assert all(len(worker.tokens) > LEASES_PER_WORKER for worker in jobs.state.tables.workers.values())
+    assert all(worker.num_making == LEASES_PER_WORKER for worker in jobs.state.tables.workers.values())
 
 
 def test_jobs_that_take_turns_in_front_make_each_step_once() -> None:
@@ -140,7 +140,7 @@ def test_the_group_is_forgotten_with_its_last_session() -> None:
     jobs = Jobs(workers=1)
     jobs.open("a")
     jobs.take(jobs.state.handle("loader-a", CloseSession("a", 4, STATS), 1.0))
-    assert len(jobs.state._shared) == 0
+    assert len(jobs.state.leasing.streams.groups) == 0
     assert not any(grant.again for grant in jobs.open("b"))
 
 
@@ -202,8 +202,8 @@ def test_jobs_that_do_not_share_get_equal_shares_of_the_workers() -> None:
         state.handle(f"loader-{job}", OpenSession(session, STEPS, 0, [], 16, None), 0.0)
     done = {"a": 0, "b": 0}
     for now in range(1, 20):
-        for lease in list(state.leases.values()):
-            if lease.worker in state.workers and lease.token in state.workers[lease.worker].tokens:
+        for lease in list(state.tables.leases.values()):
+            if lease.worker in state.tables.workers and lease.token in state.tables.workers[lease.worker].tokens:
                 state.handle(lease.worker, FinishLease(lease.token, 0.02 * (lease.stop - lease.first)), float(now))
                 done[lease.session_id] = max(done[lease.session_id], lease.stop)
         for job, stop in done.items():
@@ -215,7 +215,7 @@ def test_one_pipeline_name_for_two_pipelines_is_refused() -> None:
     state = DispatcherState(1, 0.0)
     one = {"pipeline_name": "images", "dataset": "A", "length": "10"}
     state.handle("x", RegisterLoader("job-x", 0, 0, 1, "host", 1, "d", one), 0.0)
-    (out,) = state.handle("y", RegisterLoader("job-y", 0, 0, 1, "host", 2, "e", one | {"dataset": "B"}), 0.0)
+    _, out = state.handle("y", RegisterLoader("job-y", 0, 0, 1, "host", 2, "e", one | {"dataset": "B"}), 0.0)
     assert isinstance(out, Send)
     assert isinstance(out.message, Refused)
     assert "pipeline name 'images' is in use for another pipeline (dataset: A there, B here)" in out.message.text

@@ -19,8 +19,8 @@ from hetstream import DataLoader
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.config import metrics_address
 from hetstream.mpi_dataworkers.dispatcher.events import DataWorkersChanged
+from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
-from hetstream.mpi_dataworkers.dispatcher.records import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.rates import RecentRates
@@ -61,7 +61,7 @@ def busy_state() -> DispatcherState:
     for number in range(4):
         now = 0.5 * (number + 1)
         stats = LoaderStats(steps=number + 1, bytes=1000 * (number + 1), wait_s=0.25 * (number + 1))
-        state.handle("w0", FinishLease(min(state.workers["w0"].tokens), 0.4), now)
+        state.handle("w0", FinishLease(min(state.tables.workers["w0"].tokens), 0.4), now)
         state.handle("loader", ReportProgress("s", number + 1, [(number + 2, number + 3)], 8, stats), now)
         state.tick(now)
     return state
@@ -101,7 +101,7 @@ def test_the_spread_of_step_times_is_that_of_the_ranks_of_one_loader() -> None:
 
 def test_states_of_data_workers() -> None:
     state = busy_state()
-    state.workers["w1"].last_seen = 2.0
+    state.tables.workers["w1"].last_seen = 2.0
     assert [row.state for row in state.status(2.0).data_workers] == ["working", "unreachable"]
     assert state.status(20.0).data_workers[1].state == "silent"
     state.drain("w0", 2.0)
@@ -113,11 +113,12 @@ def test_states_of_data_workers() -> None:
 
 def test_asking_changes_nothing() -> None:
     state = busy_state()
-    before = (len(state.workers), len(state.loaders), len(state.leases), state.events_told)
+    tables = state.tables
+    before = (len(tables.workers), len(tables.loaders), len(tables.leases), len(tables.story))
     (answer,) = state.handle("stranger with the key", RequestStatus(), 2.0)
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Status)
-    assert (len(state.workers), len(state.loaders), len(state.leases), state.events_told) == before
+    assert (len(tables.workers), len(tables.loaders), len(tables.leases), len(tables.story)) == before
 
 
 def test_the_elastic_controller_drains_by_slurm_job_and_its_changes_are_events() -> None:
@@ -131,7 +132,7 @@ def test_the_elastic_controller_drains_by_slurm_job_and_its_changes_are_events()
     assert isinstance(answer.message, Status)
     assert (answer.peer, answer.message.elastic) == ("stranger with the key", "2 data workers")
     assert [(one.slurm_job, one.state) for one in answer.message.data_workers][-1] == ("41", "draining")
-    assert [one.render() for one in state.story if isinstance(one, DataWorkersChanged)] == [
+    assert [one.render() for one in state.tables.story if isinstance(one, DataWorkersChanged)] == [
         "data_workers drain 1: enough"
     ]
     again = state.handle("stranger with the key", SteerDataWorkers("", "", 0, "", ["41"]), 13.0)

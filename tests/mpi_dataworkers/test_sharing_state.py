@@ -219,7 +219,7 @@ def test_one_pipeline_name_for_two_pipelines_is_refused() -> None:
     assert isinstance(out, Send)
     assert isinstance(out.message, Refused)
     assert "pipeline name 'images' is in use for another pipeline (dataset: A there, B here)" in out.message.text
-    (out,) = state.handle("z", RegisterLoader("job-z", 0, 0, 1, "host", 3, "e", one), 0.0)
+    _, out = state.handle("z", RegisterLoader("job-z", 0, 0, 1, "host", 3, "e", one), 0.0)
     assert isinstance(out, Send)
     assert not isinstance(out.message, Refused)
 

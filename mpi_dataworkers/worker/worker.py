@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -653,62 +653,86 @@ class DataWorker:
                 self._held[token] = msgspec.structs.replace(lease, stop_step=stop_step)
 
     def _handle(self, message: Message | Reconnected) -> None:
-        if isinstance(message, GrantLease):
-            with self._lock:
-                if self._drains:
-                    return  # granted before the dispatcher heard of it; it takes the lease back when it does
-                self._held[message.token] = message
-                self._receivers[message.session.session_id] = tuple(message.session.receivers)
-            reach("worker.lease_received")
-            self._leases.put(message)
-        elif isinstance(message, TrimLease):
-            self._trim(message.token, message.stop_step)
-        elif isinstance(message, RevokeLease):
-            with self._lock:
-                self._held.pop(message.token, None)
-                # A lease in doubt was sent, so it is no longer held: the session says where to.
-                if message.reconnect and message.session_id in self._receivers:
-                    self._doubted.add(self._receivers[message.session_id])
-        elif isinstance(message, DropSession):
-            with self._lock:
-                self._receivers.pop(message.session_id, None)
-                ended = [t for t, lease in self._held.items() if lease.session.session_id == message.session_id]
-                for token in ended:
-                    del self._held[token]
-        elif isinstance(message, ProvideDefinition):
-            with self._definition_came:
-                self._asked_for.discard(message.definition_id)
-                self._definitions[message.definition_id] = message
-                self._definition_came.notify_all()
-        elif isinstance(message, DropDefinition):
-            with self._lock:
-                self._definitions.pop(message.definition_id, None)
-                self._dropped.add(message.definition_id)
-        elif isinstance(message, WorkerRegistered):
-            self._number, self._asked_at = message.number, None
-            self._registration = msgspec.structs.replace(self._registration, replaces="", fate=None)
-            _log.info("data_worker=%d registered", message.number)
-            reach("worker.registered")
-            with self._lock:
-                self._outbox.extend(FetchDefinition(one) for one in sorted(self._asked_for))
-                if self._drains:  # and another incarnation of the dispatcher does not know
-                    held = [(lease.token, lease.stop_step) for lease in self._held.values()]
-                    self._outbox.append(Draining(held, self._renew))
-        elif isinstance(message, Reconnected):
-            self._register()
-        elif isinstance(message, UnknownPeer):
-            if self._asked_at is None or time.monotonic() - self._asked_at > _REGISTER_AGAIN_S:
-                self._register()
-        elif isinstance(message, ShutDown | DrainWorker | RenewWorker):
-            self._renew = isinstance(message, RenewWorker)
-            self._page.wish("")  # who takes its place serves another program
-            self.stop()
-        elif isinstance(message, AddProcess):
-            self._page.ask_for_another()
-        elif isinstance(message, Refused):
-            raise HetstreamError(f"the dispatcher refused this data worker: {message.text}")
-        elif not isinstance(message, Alive):
+        handler = _HANDLERS.get(type(message))
+        if handler is None:
             raise HetstreamError(f"the dispatcher sent {type(message).__name__}, which is no message for a data worker")
+        handler(self, message)
+
+    def _take_lease(self, message: GrantLease) -> None:
+        with self._lock:
+            if self._drains:
+                return  # granted before the dispatcher heard of it; it takes the lease back when it does
+            self._held[message.token] = message
+            self._receivers[message.session.session_id] = tuple(message.session.receivers)
+        reach("worker.lease_received")
+        self._leases.put(message)
+
+    def _revoke_lease(self, message: RevokeLease) -> None:
+        with self._lock:
+            self._held.pop(message.token, None)
+            # A lease in doubt was sent, so it is no longer held: the session says where to.
+            if message.reconnect and message.session_id in self._receivers:
+                self._doubted.add(self._receivers[message.session_id])
+
+    def _drop_session(self, message: DropSession) -> None:
+        with self._lock:
+            self._receivers.pop(message.session_id, None)
+            ended = [t for t, lease in self._held.items() if lease.session.session_id == message.session_id]
+            for token in ended:
+                del self._held[token]
+
+    def _take_definition(self, message: ProvideDefinition) -> None:
+        with self._definition_came:
+            self._asked_for.discard(message.definition_id)
+            self._definitions[message.definition_id] = message
+            self._definition_came.notify_all()
+
+    def _drop_definition(self, message: DropDefinition) -> None:
+        with self._lock:
+            self._definitions.pop(message.definition_id, None)
+            self._dropped.add(message.definition_id)
+
+    def _registered(self, message: WorkerRegistered) -> None:
+        self._number, self._asked_at = message.number, None
+        self._registration = msgspec.structs.replace(self._registration, replaces="", fate=None)
+        _log.info("data_worker=%d registered", message.number)
+        reach("worker.registered")
+        with self._lock:
+            self._outbox.extend(FetchDefinition(definition_id) for definition_id in sorted(self._asked_for))
+            if self._drains:  # and another incarnation of the dispatcher does not know
+                held = [(lease.token, lease.stop_step) for lease in self._held.values()]
+                self._outbox.append(Draining(held, self._renew))
+
+    def _register_again(self, _: UnknownPeer) -> None:
+        if self._asked_at is None or time.monotonic() - self._asked_at > _REGISTER_AGAIN_S:
+            self._register()
+
+    def _leave(self, message: ShutDown | DrainWorker | RenewWorker) -> None:
+        self._renew = isinstance(message, RenewWorker)
+        self._page.wish("")  # who takes its place serves another program
+        self.stop()
+
+    def _refused(self, message: Refused) -> None:
+        raise HetstreamError(f"the dispatcher refused this data worker: {message.text}")
+
+
+_HANDLERS: dict[type[Message | Reconnected], Callable[[DataWorker, Any], None]] = {
+    GrantLease: DataWorker._take_lease,
+    TrimLease: lambda worker, message: worker._trim(message.token, message.stop_step),
+    RevokeLease: DataWorker._revoke_lease,
+    DropSession: DataWorker._drop_session,
+    ProvideDefinition: DataWorker._take_definition,
+    DropDefinition: DataWorker._drop_definition,
+    WorkerRegistered: DataWorker._registered,
+    Reconnected: lambda worker, _: worker._register(),
+    UnknownPeer: DataWorker._register_again,
+    ShutDown: DataWorker._leave,
+    DrainWorker: DataWorker._leave,
+    RenewWorker: DataWorker._leave,
+    AddProcess: lambda worker, _: worker._page.ask_for_another(),
+    Refused: DataWorker._refused,
+    Alive: lambda _, __: None,
+}
 
 
 def place_of(lease: GrantLease, step: int) -> tuple[int, int, int]:

@@ -14,9 +14,7 @@ what the loader's window lets through, so it is full only while the training loo
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import fcntl
 import logging
 import math
 import mmap
@@ -38,6 +36,7 @@ from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedB
 from hetstream.mpi_dataworkers.transports.channels import ChannelSender
 from hetstream.mpi_dataworkers.transports.extents import Extents, find_frames, lay_out
 from hetstream.mpi_dataworkers.transports.peer import accept_peer, is_own_user
+from hetstream.mpi_dataworkers.transports.pool import OFFSET, Pool
 from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
 from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, Scattered, decode, encode, size_of
 from hetstream.mpi_dataworkers.wire.messages import Delivery
@@ -65,7 +64,6 @@ _MEMORY_SHARE = 0.5
 _INLINE, _EXTENT, _GATHERED, _PIECES = b"I", b"E", b"G", b"P"
 _PLACE = struct.Struct("<QQ")  # offset, bytes
 _TOTAL = struct.Struct("<Q")
-_OFFSET = struct.Struct("<Q")
 _POOL = b"HETpool"
 
 _Bytes = npt.NDArray[np.uint8]
@@ -78,72 +76,13 @@ def _name_of(address: str) -> str:
 # --- loader ---------------------------------------------------------------------------------------------------------
 
 
-class _Pool:
-    """A loader's side of one connection's memory. Lives until the program has dropped the last batch in it."""
-
-    def __init__(self, connection: socket.socket, capacity_bytes: int) -> None:
-        self._connection = connection
-        self._pid = os.getpid()
-        self._unsent: collections.deque[int] = collections.deque()
-        self.descriptor = os.memfd_create("hetstream-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, capacity_bytes)
-            # Whoever could shrink the file could kill its readers.
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            mapped = mmap.mmap(self.descriptor, capacity_bytes)
-        except OSError:
-            os.close(self.descriptor)
-            raise
-        self._memory: _Bytes = np.frombuffer(mapped, dtype=np.uint8)
-
-    def close_descriptor(self) -> None:
-        """Once the data worker has its own."""
-        os.close(self.descriptor)
-
-    def view(self, offset: int, num_bytes: int) -> memoryview:
-        """An extent, given back when no view of it is left.
-
-        Raises:
-            ProtocolError: it is not inside the pool.
-        """
-        if offset + num_bytes > self._memory.nbytes:
-            raise ProtocolError(f"{num_bytes} bytes at {offset} are outside the pool of {self._memory.nbytes}")
-        extent = self._memory[offset : offset + num_bytes]
-        weakref.finalize(extent, self._give_back, offset).atexit = False
-        return extent.data
-
-    def _give_back(self, offset: int) -> None:
-        """Runs where the last view of a batch is dropped, in any thread: one system call, and no lock."""
-        if os.getpid() != self._pid:
-            return  # a forked child has dropped its copy of the program's objects
-        self._unsent.append(offset)
-        self.send_offsets()
-
-    def send_offsets(self) -> None:
-        """Send what could not be sent before; the data worker takes them off when it needs room."""
-        while self._unsent:
-            offset = self._unsent.popleft()
-            try:
-                self._connection.send(_OFFSET.pack(offset), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                self._unsent.appendleft(offset)
-                return
-            except OSError:
-                self._unsent.clear()  # the data worker is gone, and the pool with it
-                return
-
-    def __del__(self) -> None:
-        # Closed here and not with the connection: then no thread can be about to send on it.
-        self._connection.close()
-
-
 class _Connection:
     """One data worker as the loader sees it."""
 
     def __init__(self, connection: socket.socket, handshake: LoaderHandshake) -> None:
         self.socket = connection
         self.handshake = handshake
-        self.pool: _Pool | None = None  # since the worker has proved that it holds the key
+        self.pool: Pool | None = None  # since the worker has proved that it holds the key
         # A batch that comes in pieces, and how far it has come.
         self.whole: memoryview | None = None
         self.filled = 0
@@ -271,7 +210,7 @@ class ShmReceiver:
         if answer is not None:
             connection.socket.send(encode(answer))
             return
-        pool = _Pool(connection.socket, self._pool_bytes)
+        pool = Pool(connection.socket, self._pool_bytes)
         try:
             socket.send_fds(connection.socket, [_POOL], [pool.descriptor])
         finally:
@@ -465,7 +404,7 @@ class _Channel:
         """
         try:
             while text := self._socket.recv(_HANDSHAKE_BYTES):
-                self._extents.give_back(*_OFFSET.unpack(text))
+                self._extents.give_back(*OFFSET.unpack(text))
         except BlockingIOError:
             return
         raise ConnectionResetError("the loader has closed the connection")

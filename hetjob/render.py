@@ -49,11 +49,11 @@ def _block(plan: HetPlan, program: Sequence[str]) -> list[str]:
     block = [_BEGIN]
     if trainer.options:
         block.append("# Component 0, the trainer: these win over the lines above.")
-        block.append(f"#SBATCH {_words(trainer.options)}")
+        block.append(f"#SBATCH {_slurm_words(trainer.options)}")
     for component in others:
         block.append(f"# Component {component.het_job_offset}, the {component.role.replace('_', ' ')}.")
         block.append("#SBATCH hetjob")
-        block.append(f"#SBATCH {_words(component.options)}")
+        block.append(f"#SBATCH {_slurm_words(component.options)}")
     if plan.master_options is not None:
         block += [
             "# Start the job master. If it cannot start, the script goes on and the trainer loads its own data.",
@@ -85,3 +85,8 @@ def _start(command: Sequence[str], note: str) -> list[str]:
 
 def _words(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
+
+
+def _slurm_words(words: Sequence[str]) -> str:
+    """For a `#SBATCH` line: there a backslash escapes also within quotes, other than in a shell."""
+    return " ".join(shlex.quote(word).replace("\\", "\\\\") for word in words)

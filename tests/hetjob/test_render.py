@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert import convert
 from hetstream.hetjob.directives import read_directives, read_spec
+from hetstream.hetjob.plan import Component, HetPlan
 from hetstream.hetjob.ports import Cluster
 from hetstream.hetjob.render import render
 from hetstream.hetjob.spec import JobSpec
@@ -51,6 +52,12 @@ def test_the_users_bytes_survive(body: bytes, newline: bool) -> None:
     begin = result.index(b"# >>> hetstream >>>\n")
     end = result.index(b"# <<< hetstream <<<") + len(b"# <<< hetstream <<<\n")
     assert result[:begin] + result[end:] == script
+
+
+def test_a_backslash_in_an_option_is_one_for_slurm() -> None:
+    """Slurm reads a backslash as an escape within quotes, too; real sbatch reads it in test_hostile_options.py."""
+    plan = HetPlan((Component(0, "trainer", ("--comment=it's a\\",)),), (), None)
+    assert "#SBATCH '--comment=it'\"'\"'s a\\\\'\n" in render("#!/bin/sh\ntrue\n", plan, ("hetstream",))
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "ksh"])

@@ -5,7 +5,8 @@
 The peers' files are no part of this project. They are read from DIR (see docs/peers.md), adapted in a temporary
 directory, where the import of the loader is replaced, and run there by pytest in a process of its own. The outcome of
 each test is compared with `expected/SUITE.json`; a test that did not do what is expected runs once more by itself
-before it is believed. `--write` stores what was found as the new expectation, and brings docs/peers.md up to date.
+before it is believed. A suite under the hook of which no step was streamed has failed, too: it would show nothing.
+`--write` stores what was found as the new expectation, and brings docs/peers.md up to date.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import argparse
 import fnmatch
 import json
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,16 +25,23 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DOCUMENT = ROOT / "docs" / "peers.md"
+# Of each suite when it last ran as a whole, with which packages, and how many of its steps data workers made.
+RECORDED = HERE / "expected" / "recorded.json"
+BUILD = ROOT / "build"  # logs, and under the hook the summaries of `hetstream run`
+_PACKAGES = ("torch", "torchdata", "accelerate", "speechbrain")
 # A test of theirs that takes longer has failed; the slowest takes 60 s on two quiet cores.
 _TEST_LIMIT_S = 300
 _FILE_LIMIT_S = 3600
 _SCRIPT_LIMIT_S = 600
+_SUMMARY = "summary.json"
 _BEGIN, _END = "<!-- written by tests/peers/suites.py -->", "<!-- end -->"
 _IMPORT = re.compile(r"^( *)from torchdata\.stateful_dataloader import (.*\bStatefulDataLoader\b.*)$", re.MULTILINE)
 
@@ -209,8 +219,7 @@ def _run_file(
             raise SystemExit(f"{suite.name}: {file.name} did not run to its end:\n{done.stdout[-4000:]}")
         ran = read_report(report.read_text())
         outcomes |= {name: ran.get(name, "failed") for name in wanted}
-        (ROOT / "build").mkdir(exist_ok=True)
-        (ROOT / "build" / f"peers-{suite.name}-{file.stem}.log").write_text(done.stdout)
+        _keep(suite, file.stem, directory, done)
     return outcomes
 
 
@@ -240,8 +249,7 @@ def _run_script(suite: Suite, module: str) -> str:
         (Path(directory) / "script.py").write_text(_SCRIPT.format(module=module))
         ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         done = _run_python(suite, Path(directory), (*ranks, "script.py"), _SCRIPT_LIMIT_S)
-    (ROOT / "build").mkdir(exist_ok=True)
-    (ROOT / "build" / f"peers-{suite.name}-{module.rpartition('.')[2]}.log").write_text(done.stdout)
+        _keep(suite, module.rpartition(".")[2], Path(directory), done)
     return "passed" if done.returncode == 0 else "failed"
 
 
@@ -251,7 +259,7 @@ def _run_python(
     command = [sys.executable, *arguments]
     if suite.data_workers is not None:
         command = [sys.executable, "-m", "slurm_plugin.cli", "run", "--data-workers", str(suite.data_workers)]
-        command += ["--", sys.executable, *arguments]
+        command += ["--json", str(directory / _SUMMARY), "--", sys.executable, *arguments]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HETSTREAM_", "SLURM_"))}
     # No display, no network, and no GPU, so that each run is like the other.
     environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
@@ -273,6 +281,24 @@ def _run_python(
         return subprocess.CompletedProcess(command, process.returncode, output.read(), "")
 
 
+def _keep(suite: Suite, name: str, directory: Path, done: subprocess.CompletedProcess[str]) -> None:
+    """Leave the log of a file in BUILD, and its summary if there is one."""
+    BUILD.mkdir(exist_ok=True)
+    kept = BUILD / f"peers-{suite.name}-{name}.log"
+    kept.write_text(done.stdout)
+    summary = kept.with_suffix(".json")
+    summary.unlink(missing_ok=True)
+    if (directory / _SUMMARY).exists():
+        shutil.copyfile(directory / _SUMMARY, summary)
+
+
+def streamed_steps(suite: Suite, file: str) -> int:
+    """How many steps data workers made when a file ran under the hook."""
+    summary = BUILD / f"peers-{suite.name}-{file.rpartition('.')[2] if suite.is_scripts else Path(file).stem}.json"
+    loaders = json.loads(summary.read_text())["loaders"] if summary.exists() else []
+    return sum(loader["steps"] - loader["local_steps"] for loader in loaders)
+
+
 # --- compare ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,19 +316,25 @@ def check(suite: Suite, peers: Path) -> list[str]:
     """Run a suite and compare it with what is expected: returns what got worse, in words."""
     found = run(suite, peers)
     print_table(suite, found)
+    worse = not_streamed(suite, found)
     if not suite.expectation.exists():
-        return [f"{suite.name}: nothing is stored to compare it with; --write stores what is found"]
+        return [*worse, f"{suite.name}: nothing is stored to compare it with; --write stores what is found"]
     stored = expected(suite.name)
     again = [name for _, name, _, now in differences(found, stored) if now == "failed"]
     if again:
         for file, outcomes in run(suite, peers, again).items():
             found[file] |= {name: outcome for name, outcome in outcomes.items() if name in again}
-    worse = []
     for file, name, before, now in differences(found, stored):
         print(f"  {file} {name}: {before} is expected, {now} was found")
         if now != "passed":
             worse.append(f"{suite.name}: {file} {name}: {before} is expected, {now} was found")
     return worse
+
+
+def not_streamed(suite: Suite, files: Iterable[str]) -> list[str]:
+    """Files that ran under the hook and had no use of it, in words."""
+    hollow = [] if suite.data_workers is None else [file for file in files if streamed_steps(suite, file) == 0]
+    return [f"{suite.name}: {file}: data workers made no step" for file in hollow]
 
 
 def worse_than_plain(suite: Suite) -> list[str]:
@@ -351,6 +383,24 @@ def store(suite: Suite, found: Mapping[str, Outcomes]) -> None:
     suite.expectation.write_text(json.dumps(stored, indent=1) + "\n")
 
 
+def recorded() -> dict[str, dict[str, Any]]:
+    """What is known of the last whole run of each suite."""
+    known: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    return known
+
+
+def record(suite: Suite, files: Iterable[str]) -> None:
+    """Note that a suite has run as a whole."""
+    packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    entry: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "versions": f"Python {platform.python_version()}, {packages}",
+    }
+    if suite.data_workers is not None:
+        entry["streamed_steps"] = {file: streamed_steps(suite, file) for file in files}
+    RECORDED.write_text(json.dumps(recorded() | {suite.name: entry}, indent=1, sort_keys=True) + "\n")
+
+
 def tables() -> str:
     """The part of the document that follows from the stored expectations."""
     lines = ["| suite | file | passed | failed | excluded | skipped |", "|---|---|---|---|---|---|"]
@@ -360,6 +410,11 @@ def tables() -> str:
             numbers = count(outcomes)
             cells = (suite.title, f"`{file}`", *map(str, numbers.values()))
             lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| suite | last run as a whole | steps that data workers made | with |", "|---|---|---|---|"]
+    runs = recorded()
+    for name in (suite.name for suite in known if suite.name in runs):
+        steps = sum(runs[name].get("streamed_steps", {}).values()) or ""
+        lines.append(f"| {name} | {runs[name]['date']} | {steps} | {runs[name]['versions']} |")
     for suite in known:
         named = [(file, name, one) for file, outcomes in expected(suite.name).items() for name, one in outcomes.items()]
         plain = expected(suite.plain) if suite.plain else {}
@@ -431,6 +486,9 @@ def main() -> int:
             found = run(suite, peers, arguments.only)
             print_table(suite, found)
             store(suite, found)
+            if not (arguments.only or arguments.file):
+                record(suite, found)
+                worse += not_streamed(suite, found)
             write_document()
         else:
             worse += check(suite, peers)

@@ -59,6 +59,13 @@ def test_nothing_that_passes_without_hetstream_fails_with_it(name: str) -> None:
     assert suites.worse_than_plain(suites.SUITES[name]) == []
 
 
+@pytest.mark.parametrize("name", [name for name in STORED if suites.SUITES[name].plain])
+def test_each_file_that_ran_under_the_hook_was_streamed(name: str) -> None:
+    steps = suites.recorded()[name]["streamed_steps"]
+    assert set(steps) == set(suites.SUITES[name].files)
+    assert all(number > 0 for number in steps.values()), steps
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_each_exclusion_has_a_reason_and_excludes_something(name: str) -> None:
     tests = [test for outcomes in suites.expected(name).values() for test in outcomes]
@@ -152,3 +159,23 @@ def test_what_is_worse_than_stored_fails_the_gate(tmp_path: Path, monkeypatch: p
     assert suites.check(suite, tmp_path) == [
         "speechbrain: nothing is stored to compare it with; --write stores what is found"
     ]
+
+
+def test_a_suite_under_the_hook_that_was_not_streamed_fails_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "speechbrain/test_dataloader.py"
+    suite, plain = suites.SUITES["speechbrain-hook"], suites.SUITES["speechbrain"]
+    monkeypatch.setattr(suites, "BUILD", tmp_path)
+    monkeypatch.setattr(suites, "run", lambda suite, _peers: suites.expected(suite.name))
+    hollow = [f"speechbrain-hook: {file}: data workers made no step"]
+    assert suites.check(suite, tmp_path) == hollow, "it left no summary"
+
+    summary = tmp_path / "peers-speechbrain-hook-test_dataloader.json"
+    summary.write_text('{"loaders": [{"steps": 2, "local_steps": 2}, {"steps": 0, "local_steps": 0}]}')
+    assert suites.check(suite, tmp_path) == hollow, "the program made all steps itself"
+
+    summary.write_text('{"loaders": [{"steps": 2, "local_steps": 2}, {"steps": 3, "local_steps": 1}]}')
+    assert suites.streamed_steps(suite, file) == 2
+    assert suites.check(suite, tmp_path) == []
+    assert suites.check(plain, tmp_path) == [], "without the hook there is nothing to stream"

@@ -59,7 +59,7 @@ test-oldest-torch:
 	@echo "all tests run on $(OLDEST_TORCH), the oldest that is declared"
 else
 test-oldest-torch: $(OLDEST_VENV)/.ready
-	$(OLDEST_VENV)/bin/pytest -m "not slow and not slurm and not gpu and not mpi" tests/checkpoint tests/mpi_dataworkers
+	$(OLDEST_VENV)/bin/pytest $(TOGETHER) -m "not slow and not slurm and not gpu and not mpi" tests/checkpoint tests/mpi_dataworkers
 
 $(OLDEST_VENV)/.ready: pyproject.toml
 	@test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)

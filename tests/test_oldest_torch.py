@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def planned(*settings: str) -> str:
-    """What `make test-all` would do."""
-    argv = ["make", "--dry-run", "--always-make", "test-all", *settings]
+def planned(*settings: str, target: str = "test-all") -> str:
+    """What `make test-all`, or another target, would do."""
+    argv = ["make", "--dry-run", "--always-make", target, *settings]
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
@@ -24,6 +24,12 @@ def test_the_tests_run_on_the_oldest_torch_that_is_declared() -> None:
     plan = planned()
     assert f'.venv-oldest-torch/bin/pip install -q --disable-pip-version-check "{declared()}"' in plan
     assert ".venv-oldest-torch/bin/pytest" in plan
+
+
+def test_as_many_files_at_a_time_as_in_the_tests_on_the_pinned_torch() -> None:
+    [pinned] = re.findall(r"^\.venv/bin/pytest (.*)-m ", planned(target="test"), re.M)
+    [oldest] = re.findall(r"^\.venv-oldest-torch/bin/pytest (.*)-m ", planned(target="test-oldest-torch"), re.M)
+    assert oldest == pinned
 
 
 def test_where_the_oldest_torch_is_the_only_one_it_has_no_tests_of_its_own() -> None:

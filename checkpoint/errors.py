@@ -25,7 +25,11 @@ CheckpointError
 
 from __future__ import annotations
 
+from hetstream.base.text import shortened
+
 _MAX_WORDS = 500
+# Characters of an error that quotes what somebody wrote: names of files have their place in it, and no more than that.
+_MAX_DAMAGE = 8000
 
 
 class CheckpointError(Exception):
@@ -53,7 +57,10 @@ class MissingRanks(CheckpointError):
 
 
 class Damaged(CheckpointError):
-    """Bytes that are not what was written."""
+    """Bytes that are not what was written. Messages quote them, and are cut: whoever wrote them may not have ended."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shortened(text, _MAX_DAMAGE))
 
 
 class DamagedLayout(Damaged):

@@ -275,6 +275,12 @@ def test_damaged_nodes_are_refused(node: Any) -> None:
         decode(node, ["only one"])
 
 
+def test_damage_is_told_in_a_few_words() -> None:
+    with pytest.raises(DamagedCheckpoint, match="more characters") as caught:
+        decode({"$tensor": {"$int": "f" * 200_000}}, ["only one"])
+    assert len(str(caught.value)) < 10_000
+
+
 def test_unknown_tags_are_kept_for_readers_without_torch() -> None:
     assert decode({"a": {"$dtype": "float32"}}, ()) == {"a": Foreign("$dtype", "float32")}
 

@@ -26,7 +26,7 @@ import torch
 from checkpoint.adoption import newest_attempt
 from checkpoint.config import directory_of_job, job_and_component, job_has_savers, takes_over
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.errors import CheckpointError, OptionsError
+from checkpoint.errors import CheckpointError, OptionsError, UnsupportedState
 from checkpoint.flash import collector
 from checkpoint.flash.capture import RNG, Capture
 from checkpoint.flash.distributed import Communicator, communicator, gather, together
@@ -319,7 +319,10 @@ class FlashCheckpointer:
         self._tenure.note_restored(restored.step or 0)
         with collector.held_off():
             # Last, as it goes on in a thread, and each look at a file would wait for that.
-            self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
+            try:
+                self._prepare(state, leaves if restored.keeps_leaves else self._capture.flatten(state))
+            except UnsupportedState as error:  # the restore is done, here and on the other ranks; a save raises it
+                _log.warning("what was restored cannot be saved: %s", error)
         return restored.step
 
     def load(self, *, step: int | None = None) -> Loaded | None:

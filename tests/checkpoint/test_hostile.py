@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[2]
 MAX_MORE_BYTES = 400 << 20
 MAX_ACT_S = 60.0
 MAX_SAID_BYTES = 64 << 10
+# Beyond the first seeds: each of these has found a defect.
+FOUND = (121, 491)
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 STEP = STEPS[-1].directory_name
 FILE, MANIFEST = f"{STEP}/rank-00000-of-00001.safetensors", f"{STEP}/rank-00000-of-00001.json"
@@ -95,7 +97,7 @@ def check(place: Path, names: Mapping[str, str]) -> list[Result]:
     return results
 
 
-def fuzz(place: Path, seeds: range) -> None:
+def fuzz(place: Path, seeds: Iterable[int]) -> None:
     names = {}
     for seed in seeds:
         chance = random.Random(seed)
@@ -113,7 +115,7 @@ def test_the_corpus_begins_with_directories_that_are_good(place: Path) -> None:
 
 
 def test_directories_of_some_dozens_of_seeds_do_no_harm(place: Path) -> None:
-    fuzz(place, range(16))
+    fuzz(place, (*range(16), *FOUND))
 
 
 @pytest.mark.slow

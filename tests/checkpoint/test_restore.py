@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint.errors import StateMismatch
+from checkpoint.errors import StateMismatch, UnsupportedState
 from checkpoint.flash import rng
 from checkpoint.flash.restore import Restore
 from checkpoint.flash.tensors import Flattener
@@ -431,3 +431,25 @@ def test_a_model_that_was_wrapped_on_one_side_alone_is_told_so(word: str, wrappe
     task = Restore()
     task.compare({"model": nn.Linear(2, 2)}, pack({"model": nn.Linear(2, 2, bias=False)})[1].saved())
     assert "within" not in str(task.mismatch())
+
+
+@dataclass
+class Place:
+    """Where a program has read."""
+
+    row: int
+
+
+def test_a_restore_whose_result_cannot_be_saved_is_a_restore_and_the_save_says_so(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make() as checkpointer:
+        checkpointer.save(1, {"weight": torch.ones(3), "place": Place(7)})
+    monkeypatch.delattr(f"{__name__}.Place")  # a program that does not know the class
+    state = {"weight": torch.zeros(3), "place": None}
+    with make() as checkpointer:
+        assert checkpointer.restore(state) == 1
+        assert (state["weight"].tolist(), state["place"].row) == ([1, 1, 1], 7)
+        assert "what was restored cannot be saved: place is a types.SimpleNamespace" in caplog.text
+        with pytest.raises(UnsupportedState, match="place is a"):
+            checkpointer.save(2, state)

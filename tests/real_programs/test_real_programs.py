@@ -281,18 +281,19 @@ def test_two_programs_on_one_service_get_each_its_own_data(
 
     with TwoWorkers(tmp_path / "service", zygote, marker if is_hurt else None) as service:
         run("plain", {}, "first", "second")
+        run("without workers", environment(None), "first", "second")
         run("streamed", environment(service.name), "first", "second")
         write_program(folders["first"], "torch.tensor([numbers[index], -1.0])", 5000)
         run("edited, plain", {}, "first")
+        run("edited, without workers", environment(None), "first")
         run("edited, streamed", environment(service.name), "first")
     assert zygote.children() == set(), "processes of the service are left"
-    first, second, streamed_first, streamed_second, edited, streamed_edited = runs
-    assert first.lines != second.lines != edited.lines != first.lines, "the data are the same, which shows nothing"
-    assert_same(TWO_PROGRAMS, first, first, streamed_first)
-    assert_same(TWO_PROGRAMS, second, second, streamed_second)
-    assert_same(TWO_PROGRAMS, edited, edited, streamed_edited)
+    firsts, seconds, edited = runs[0:6:2], runs[1:6:2], runs[6:]  # each plain, without workers, streamed
+    assert firsts[0].lines != seconds[0].lines != edited[0].lines != firsts[0].lines, "the same data would show nothing"
+    for plain, without_workers, streamed in (firsts, seconds, edited):
+        assert_same(TWO_PROGRAMS, plain, without_workers, streamed)
     assert marker.exists() == is_hurt
-    assert_streamed(service.loaders(), streamed_first)
+    assert_streamed(service.loaders(), firsts[2])
 
 
 # --- the page that tells users --------------------------------------------------------------------------------------

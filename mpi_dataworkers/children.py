@@ -7,8 +7,10 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 # From prctl(2).
 _PR_SET_PDEATHSIG = 1
@@ -24,15 +26,31 @@ FRESH_PROCESS = 4
 
 def fork_child(run: Callable[[], int]) -> int:
     """Fork a process that ends with the code that `run` returns, and give its process id."""
+    _flush_output()  # what is in its buffers is written once
     pid = os.fork()
     if pid:
         return pid
     code = _NO_WORD
     try:
         code = run()
+    except BaseException:  # noqa: BLE001, the process's boundary: above it is a copy of the parent's work
+        traceback.print_exc()
     finally:
-        sys.stderr.flush()
+        end_process(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process without a word to what its parent has set up, but for what user code has printed."""
+    try:
+        _flush_output()
+    finally:
         os._exit(code)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # user code may have closed it, or put anything in its place
+            stream.flush()
 
 
 def begin_child(parent: int) -> bool:
@@ -78,6 +96,6 @@ def has_ended(pid: int) -> bool:
 
 
 def _state_of(pid: int) -> bytes:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    with contextlib.suppress(OSError):  # there may be no descriptor left
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     return b""

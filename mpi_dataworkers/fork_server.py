@@ -12,15 +12,15 @@ two forks that make one of them the first ends at once, and the supervisor adopt
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from mpi_dataworkers.children import (
@@ -44,10 +44,14 @@ _log = logging.getLogger(__name__)
 
 # Pickled objects below this are loaded by each process: to be forked anew takes longer than their memory is worth.
 FORK_FROM_BYTES = 1 << 20
-# A fork server that has not forked by then is of no use; a process that was not noticed by then is none either.
+# A fork server that has not forked by then, nor after as long as it took to load, is of no use: page tables are copied,
+# 0.1 s for a GB. A process that was not noticed by then is of none either.
 _FORK_S = 2.0
 _NOTICED_S = 5.0
 _LOOK_AGAIN_S = 0.002
+_ASK_AGAIN_S = 0.01
+# Refusals that are remembered: a program may change its dataset at each epoch, and a service outlives its programs.
+_MOST_REFUSED = 256
 # Of a request: what a process is started with, with the stack of the one that it replaces.
 _MOST_REQUEST_BYTES = 1 << 20
 _LOADED, _REFUSED = b"1", b"0"
@@ -71,11 +75,14 @@ def ask_to_be_forked(page: WorkPage, definition: Definition, limit_s: float, is_
         Whether this process is to leave with `FRESH_PROCESS`; else it goes on by itself.
     """
     supervisor = os.getppid()
-    page.wish(definition.definition_id, limit_s)
-    os.kill(supervisor, signal.SIGCHLD)  # look here now
+    if page.wished[0] != definition.definition_id:
+        page.wish(definition.definition_id, limit_s)
+        os.kill(supervisor, signal.SIGCHLD)  # look here now
     while page.answer is Answer.WAIT and is_wanted() and not is_stopped(supervisor):
-        time.sleep(_LOOK_AGAIN_S)
-    if page.answer is Answer.LEAVE and is_wanted():
+        time.sleep(_ASK_AGAIN_S)
+    if not is_wanted():
+        return False  # the wish stands, so that a long load that nobody waits for now comes to its end
+    if page.answer is Answer.LEAVE:
         return True
     page.wish("")
     return False
@@ -88,8 +95,9 @@ class _ForkServer:
     pid: int
     channel: socket.socket
     limit_s: float
+    started: float
     is_loaded: bool = False
-    started: float = field(default_factory=time.monotonic)
+    load_s: float = 0.0
 
 
 class ForkServers:
@@ -99,6 +107,7 @@ class ForkServers:
         exchange: where they find it.
         leave_supervisor: called in a child of the supervisor, to give up what is the supervisor's alone.
         run: be a data worker process, with what the supervisor wrote for it, and return its exit code.
+        clock: seconds in which the supervisor ran.
     """
 
     def __init__(
@@ -106,17 +115,22 @@ class ForkServers:
         exchange: Exchange,
         leave_supervisor: Callable[[], None],
         run: Callable[[bytes, WorkPage, StackFile, LoadedProgram], int],
+        clock: Callable[[], float],
     ) -> None:
-        self._exchange, self._leave_supervisor, self._run = exchange, leave_supervisor, run
+        self._exchange, self._leave_supervisor, self._run, self._clock = exchange, leave_supervisor, run, clock
         self._servers: dict[str, _ForkServer] = {}
-        self._refused: set[str] = set()
+        self._refused: dict[str, None] = {}  # the oldest first
         self._ended: set[int] = set()  # processes that are not reaped yet
 
     def answer(self, definition_id: str, limit_s: float) -> Answer:
         """What to tell a process that wants a pipeline to be loaded once for all; begin to load it, if nobody has."""
         server = self._servers.get(definition_id)
         if server is None and definition_id not in self._refused:
-            self._servers[definition_id] = self._begin(definition_id, limit_s)
+            try:
+                self._servers[definition_id] = self._begin(definition_id, limit_s)
+            except OSError as error:  # no process or descriptor to spare
+                self._refuse(definition_id, f"a fork server cannot be started: {error}")
+                return Answer.LOAD
             return Answer.WAIT
         if server is not None and not server.is_loaded:
             self._hear(definition_id, server)
@@ -139,7 +153,7 @@ class ForkServers:
         server = self._servers.get(definition_id)
         if server is None or not server.is_loaded:
             return None
-        deadline = time.monotonic() + _FORK_S
+        deadline = time.monotonic() + max(_FORK_S, server.load_s)
         try:
             socket.send_fds(server.channel, [words], [page.descriptor, stacks.descriptor])
             while not page.pid:
@@ -157,10 +171,14 @@ class ForkServers:
         for definition_id in self._servers.keys() - in_use:
             self._end(definition_id)
 
-    def forget(self, pid: int) -> bool:
+    def forget(self, pid: int, how: str) -> bool:
         """Take note that a process has ended, before it is waited for.
 
         If it is a fork server that has ended by itself, its pipeline is loaded by each process from now on.
+
+        Args:
+            pid: of any process.
+            how: it ended, in words.
 
         Returns:
             Whether it is one of them.
@@ -170,7 +188,7 @@ class ForkServers:
             return True
         for definition_id, server in self._servers.items():
             if server.pid == pid:
-                self._refuse(definition_id, f"its fork server {pid} has ended")
+                self._refuse(definition_id, f"its fork server {pid} {how}")
                 self._ended.remove(pid)
                 return True
         return False
@@ -201,32 +219,38 @@ class ForkServers:
             self._leave_supervisor()
             return self._serve(definition_id, theirs, supervisor)
 
-        pid = fork_child(run)
-        theirs.close()
-        return _ForkServer(pid, ours, limit_s)
+        try:
+            pid = fork_child(run)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return _ForkServer(pid, ours, limit_s, self._clock())
 
     def _hear(self, definition_id: str, server: _ForkServer) -> None:
         """Take note of what a fork server says that is loading."""
-        try:
+        said = b""
+        with contextlib.suppress(OSError):  # it has said nothing yet, or has ended, which `forget` is told
             said = server.channel.recv(len(_LOADED))
-        except BlockingIOError:
-            if is_stopped(server.pid):
-                self._refuse(definition_id, "its fork server is stopped")
-            elif time.monotonic() - server.started > server.limit_s:
-                self._refuse(definition_id, f"its fork server has not loaded it in {server.limit_s:g} s")
-            return
-        except OSError:
-            said = b""
+        load_s = self._clock() - server.started
         if said == _LOADED:
-            server.is_loaded = True
-        else:
-            self._refuse(definition_id, "" if said == _REFUSED else "its fork server has ended")
+            server.is_loaded, server.load_s = True, load_s
+        elif said == _REFUSED:
+            self._refuse(definition_id, "")
+        elif is_stopped(server.pid):
+            self._refuse(definition_id, "its fork server is stopped")
+        elif load_s > server.limit_s:
+            self._refuse(definition_id, f"its fork server has not loaded it in {server.limit_s:g} s")
 
     def _refuse(self, definition_id: str, reason: str) -> None:
         if reason:  # else the fork server has said it
             _log.warning("pipeline=%s is loaded in each process: %s", definition_id[:8], reason)
-        self._refused.add(definition_id)
-        self._end(definition_id)
+        self._refused[definition_id] = None
+        if len(self._refused) > _MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        if definition_id in self._servers:
+            self._end(definition_id)
 
     def _end(self, definition_id: str) -> None:
         server = self._servers.pop(definition_id)
@@ -245,7 +269,6 @@ class ForkServers:
         else:
             of = definition_id[:8], os.getpid(), objects_bytes(loaded.kept)
             _log.info("pipeline=%s loaded once for this host, in process %d: %d bytes", *of)
-        sys.stdout.flush()  # what user code has printed is printed once
         channel.send(_REFUSED if reason else _LOADED)
         os.kill(supervisor, signal.SIGCHLD)  # look here now
         if reason:
@@ -256,7 +279,9 @@ class ForkServers:
             if not words:
                 return 0
             start = partial(self._start, channel, words, descriptors, loaded, supervisor)
-            os.waitpid(fork_child(start), 0)
+            between = fork_child(start)
+            with contextlib.suppress(ChildProcessError):  # loading has taken SIGCHLD: who ends is waited for there
+                os.waitpid(between, 0)
             for descriptor in descriptors:
                 os.close(descriptor)
 

@@ -7,6 +7,8 @@ import os
 import sys
 import traceback
 
+from mpi_dataworkers.children import end_process
+
 
 class ForksEndHere(contextlib.AbstractContextManager[None]):
     """A process that was forked inside, and comes out, ends: with the code of a `sys.exit`, with 1 after another
@@ -23,7 +25,9 @@ class ForksEndHere(contextlib.AbstractContextManager[None]):
 def _end(error: BaseException | None) -> None:
     code = 1
     try:
-        while error is not None and error.__cause__ is not None:
+        met: set[int] = set()
+        while error is not None and error.__cause__ is not None and id(error) not in met:  # `raise error from error`
+            met.add(id(error))
             error = error.__cause__
         if error is None or (isinstance(error, SystemExit) and error.code is None):
             code = 0
@@ -33,7 +37,5 @@ def _end(error: BaseException | None) -> None:
             sys.stderr.write(f"{error.code}\n")
         else:
             traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
     finally:
-        os._exit(code & 0xFF)
+        end_process(code & 0xFF)

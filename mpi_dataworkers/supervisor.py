@@ -7,10 +7,13 @@ child goes to the dispatcher with its replacement's registration.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import faulthandler
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -54,6 +57,7 @@ _EARLY_DEATH_S = 10.0
 _MAX_EARLY_DEATHS = 5
 # How often hung processes are looked for, and how long a stack may take.
 _WATCH_S = 0.25
+_MOST_BETWEEN_LOOKS_S = 0.5
 _STACK_S = 1.0
 # A data worker that has made nothing for so long may start anew in another Python environment.
 _IDLE_S = 30.0
@@ -85,18 +89,38 @@ class _Child:
     Attributes:
         start: what it was started with.
         num_asked: how often it has asked for another process in its slot, as far as was looked.
+        seen, seen_at: what it was at when it was looked at last, and since when, in time in which the supervisor ran.
     """
 
     start: _Start
-    page: WorkPage = field(default_factory=WorkPage)
-    stacks: StackFile = field(default_factory=StackFile)
+    page: WorkPage
+    stacks: StackFile
     started: float = field(default_factory=time.monotonic)
     hung: Work | None = None
     num_asked: int = 0
+    seen: Work | None = None
+    seen_at: float = 0.0
 
     def close(self) -> None:
         self.page.close()
         self.stacks.close()
+
+
+class _RunningClock:
+    """Time in which this process and its children ran: a job may be suspended for longer than any sample may take.
+
+    Attributes:
+        now: s.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._before = time.monotonic()
+
+    def advance(self, monotonic: float) -> None:
+        """Go on to a time of the monotonic clock; what comes much later than the next look is due does not count."""
+        self.now += min(monotonic - self._before, _MOST_BETWEEN_LOOKS_S)
+        self._before = monotonic
 
 
 def run_data_workers(
@@ -143,11 +167,15 @@ class _Supervisor:
         self._service, self._has_ended = service, ended
         self._cache_bytes = cache_bytes
         self._children: dict[int, _Child] = {}
-        self._fork_servers = ForkServers(exchange, self._leave, self._be_data_worker)
+        self._clock = _RunningClock()
+        self._fork_servers = ForkServers(exchange, self._leave, self._be_data_worker, lambda: self._clock.now)
         self._forks_anew = False
         self._stopping = False
         self._ending = Ending()
         self._early_deaths = 0
+        self._to_start: collections.deque[tuple[_Start, str]] = collections.deque()  # with which definition
+        self._said_full = False
+        self._files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._failed = False
         self._oom_kills = count_oom_kills()
 
@@ -158,14 +186,19 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         for number in END_SIGNALS:
             signal.signal(number, self._on_signal)
+        # Three descriptors for each process; those have what the user has set.
+        most = self._files_limit[1]
+        with contextlib.suppress(ValueError, OSError):  # beyond what the system gives anybody
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._forks_anew = num_processes > 1  # one alone shares with nobody
         adopt_orphans(self._forks_anew)
         for _ in range(num_processes):
             self._start(secrets.token_hex(8))
-        while self._children:
+        while self._children or (self._to_start and not self._stopping):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
             signal.sigtimedwait([signal.SIGCHLD], self._ending.next_look_s(time.monotonic(), _WATCH_S))
             signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+            self._clock.advance(time.monotonic())
             if not self._stopping and self._is_idle() and self._wants_change():
                 self._changes = True
                 self._stop()
@@ -176,14 +209,19 @@ class _Supervisor:
                     os.kill(pid, signal.SIGKILL)
             # Looked at before it is reaped: until then no other process gets its id.
             while self._children and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
-                is_orderly = (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
-                if self._leaves_something(ended.si_pid, is_orderly):
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                oom_kills, self._oom_kills = self._oom_kills, count_oom_kills()
+                how = how_it_ended(code, self._oom_kills > oom_kills)
+                if self._leaves_something(ended.si_pid, code, how):
                     end_group(ended.si_pid)
-                pid, status = os.waitpid(ended.si_pid, 0)
-                self._reap(pid, os.waitstatus_to_exitcode(status))
+                os.waitpid(ended.si_pid, 0)
+                self._reap(ended.si_pid, code, how)
             self._fork_servers.end_unused(self._wanted())
+            if not self._stopping:
+                self._start_all()
         self._fork_servers.close()
         self._exchange.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._files_limit)
         if self._changes:
             for number in END_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
@@ -217,7 +255,9 @@ class _Supervisor:
         if definition_id and child.page.answer is Answer.WAIT:
             child.page.answer = self._fork_servers.answer(definition_id, limit_s)
         work = child.page.read()
-        if work is None or child.hung or time.monotonic() - work.since < work.limit_s:
+        if work != child.seen:
+            child.seen, child.seen_at = work, self._clock.now
+        if work is None or child.hung or self._clock.now - child.seen_at < work.limit_s:
             return
         child.hung = work
         # `faulthandler` writes in the signal handler itself, so it needs no GIL.
@@ -232,12 +272,12 @@ class _Supervisor:
         else:
             child.hung = None  # the signal has ended the system call that it waited in
 
-    def _leaves_something(self, pid: int, is_orderly: bool) -> bool:
+    def _leaves_something(self, pid: int, code: int, how: str) -> bool:
         """Whether what an ended process has started may be left."""
         child = self._children.get(pid)
         if child is None:  # it may be no process of ours: what has lost its parent comes here
-            return self._fork_servers.forget(pid)
-        return not is_orderly or child.page.read() is not None
+            return self._fork_servers.forget(pid, how)
+        return code != 0 or child.page.read() is not None
 
     def _wanted(self) -> set[str]:
         """Definitions that processes were forked with, or want to be forked with."""
@@ -246,14 +286,13 @@ class _Supervisor:
         children = self._children.values()
         return {child.page.shares for child in children} | {child.page.wished[0] for child in children}
 
-    def _reap(self, pid: int, code: int) -> None:
+    def _reap(self, pid: int, code: int, how: str) -> None:
         child = self._children.pop(pid, None)
         if child is None:
             return
         page, stack = child.page, child.stacks.read()
         work, num_steps, wished, shares = page.read(), page.num_steps, page.wished[0], page.shares
         child.close()
-        oom_kills, self._oom_kills = self._oom_kills, count_oom_kills()
         # User code may end the process with any code; only where none ran does the code say what we meant by it.
         own_code = code if work is None else None
         if own_code == FRESH_PROCESS and not self._stopping:
@@ -264,7 +303,7 @@ class _Supervisor:
         if child.hung:
             reason = f"hung: it was at one sample for longer than sample_timeout_s={child.hung.limit_s:g}"
         else:
-            reason = how_it_ended(code, self._oom_kills > oom_kills)
+            reason = how
         fate = fate_of(reason, child.hung or work, stack, socket.gethostname(), pid)
         _log.warning("data worker process %d %s%s", pid, reason, f"; its stack:\n{stack}" if stack else "")
         early = num_steps == 0 and time.monotonic() - child.started < _EARLY_DEATH_S
@@ -281,28 +320,48 @@ class _Supervisor:
 
     def _start(self, slot: str, definition_id: str = "", replaces: str = "", fate: Fate | None = None) -> None:
         """Start a process, with a pipeline if a fork server has loaded it."""
-        child = _Child(_Start(secrets.token_hex(16), slot, replaces, fate))
-        words = msgspec.msgpack.encode(child.start)
-        child.page.shares = definition_id
-        pid = self._fork_servers.fork(definition_id, words, child.page, child.stacks)
-        if pid is None:
-            child.page.shares = ""
-            supervisor = os.getpid()
+        self._to_start.append((_Start(secrets.token_hex(16), slot, replaces, fate), definition_id))
+        self._start_all()
 
-            def run() -> int:
-                if not begin_child(supervisor):
-                    return 1
-                self._leave()
-                return self._be_data_worker(words, child.page, child.stacks, LoadedProgram())
+    def _start_all(self) -> None:
+        """Start what is to be started; later, where the system has no process or descriptor to spare."""
+        while self._to_start:
+            try:
+                self._fork(*self._to_start[0])
+            except OSError as error:
+                if not self._said_full:
+                    _log.warning("no data worker process can be started now, it is tried again: %s", error)
+                self._said_full = True
+                return
+            self._said_full = False
+            self._to_start.popleft()
 
-            pid = fork_child(run)
-        self._children[pid] = child
+    def _fork(self, start: _Start, definition_id: str) -> None:
+        with contextlib.ExitStack() as undo:
+            page = undo.enter_context(contextlib.closing(WorkPage()))
+            stacks = undo.enter_context(contextlib.closing(StackFile()))
+            words, page.shares = msgspec.msgpack.encode(start), definition_id
+            pid = self._fork_servers.fork(definition_id, words, page, stacks)
+            if pid is None:
+                page.shares = ""
+                supervisor = os.getpid()
+
+                def run() -> int:
+                    if not begin_child(supervisor):
+                        return 1
+                    self._leave()
+                    return self._be_data_worker(words, page, stacks, LoadedProgram())
+
+                pid = fork_child(run)
+            self._children[pid] = _Child(start, page, stacks)
+            undo.pop_all()
 
     def _leave(self) -> None:
         """In a child: give up what is for others."""
         for other in self._children.values():
             other.close()
         self._fork_servers.leave()
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._files_limit)
 
     def _be_data_worker(self, words: bytes, page: WorkPage, stacks: StackFile, loaded: LoadedProgram) -> int:
         start = msgspec.msgpack.decode(words, type=_Start)

@@ -89,7 +89,11 @@ class WorkPage:
             descriptor = os.memfd_create("hetstream-page")
             os.ftruncate(descriptor, mmap.PAGESIZE)
         self.descriptor = descriptor
-        self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
+        try:
+            self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
+        except OSError:
+            os.close(descriptor)
+            raise
         self._steps = 0
 
     def begin(self, session_id: str, token: int, step: int, limit_s: float) -> None:

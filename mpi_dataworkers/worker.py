@@ -311,8 +311,7 @@ class DataWorker:
                 reach("worker.before_make")
                 self._page.begin(lease.session.session_id, lease.token, step, lease.session.errors.sample_timeout_s)
                 try:
-                    with ForksEndHere():
-                        goes_on = self._make(lease, step, gathered)
+                    goes_on = self._make(lease, step, gathered)
                 except _StepFailed as failed:
                     # The dispatcher leases what is left: the failed step to someone else where there is one.
                     self._send(receivers, gathered.rest())
@@ -332,6 +331,7 @@ class DataWorker:
             self._settle(lease.token, FailLease(lease.token, str(error)))
         except OtherProgram:
             self._settle(lease.token, FailLease(lease.token, "its process serves another program"))
+            self._page.wish("")
             self._renew = True
             self.stop()
         except _ForkedAnew:
@@ -386,45 +386,46 @@ class DataWorker:
             again = Batch(*names, one.num_samples, one.spec, one.buffers, "cache", lease.shift)
             gathered.add_alone(again, one.frames)
             return True
-        pipeline = self._pipeline(lease)
         num_skipped = 0
-        try:
-            if isinstance(session.order, ShardOrder):
-                reader = self._reader(session, session.order, pipeline)
-                made = reader.read(step, lease.snapshot, left_out)
-                if made is None:
-                    end = EndOfShard(session.session_id, reader.num_steps, lease.token)
-                    gathered.add_alone(end, [])
-                    self._outbox.append(end)  # before the lease is settled
-                    return False
-                batch, num_samples = made.batch, made.num_samples
-                num_skipped, left_out = made.num_skipped, made.left_out
-                snapshot = reader.snapshot
-            else:
-                indices, form = indices_of(lease, epoch, place, pipeline.buckets)
-                listed_step = None if isinstance(session.order, PlannedOrder) else step
-                seeds = SampleSeeds(indices, session.seed, epoch, listed_step)
-                kept, their_seeds = leave_out(indices, seeds, lacking)
-                num_samples, num_skipped = len(kept), len(indices) - len(kept)
-                # A step that has failed before is made sample by sample: whatever ends the process is then at fault.
-                team = None if step in lease.left_out else self._team
-                batch = pipeline.make_batch(kept, their_seeds, self._page, team, form) if num_samples > 0 else None
-                if session.definition_id in self._write_watches:
-                    self._write_watches[session.definition_id].check()
-            spec, buffers = flatten(batch)
-        except PipelineError as error:
-            raise _StepFailed(describe_failure(error, is_final=True)) from error
-        except Exception as error:
-            _log.info("session=%s step=%d failed: %r", session.session_id, step, error)
-            raise _StepFailed(describe_failure(error)) from error
-        except BaseException as error:
-            # What passes `except Exception`, as sys.exit() does, is no reason to end: others are served here too.
-            _log.warning("session=%s step=%d: user code raised %s", session.session_id, step, type(error).__name__)
-            self._readers.pop(session.session_id, None)
-            work = self._page.read()
-            failed = SampleError(work.sample_index if work is not None else -1)
-            failed.__cause__ = error
-            raise _StepFailed(describe_failure(failed)) from error
+        with ForksEndHere():
+            pipeline = self._pipeline(lease)
+            try:
+                if isinstance(session.order, ShardOrder):
+                    reader = self._reader(session, session.order, pipeline)
+                    made = reader.read(step, lease.snapshot, left_out)
+                    if made is None:
+                        end = EndOfShard(session.session_id, reader.num_steps, lease.token)
+                        gathered.add_alone(end, [])
+                        self._outbox.append(end)  # before the lease is settled
+                        return False
+                    batch, num_samples = made.batch, made.num_samples
+                    num_skipped, left_out = made.num_skipped, made.left_out
+                    snapshot = reader.snapshot
+                else:
+                    indices, form = indices_of(lease, epoch, place, pipeline.buckets)
+                    listed_step = None if isinstance(session.order, PlannedOrder) else step
+                    seeds = SampleSeeds(indices, session.seed, epoch, listed_step)
+                    kept, their_seeds = leave_out(indices, seeds, lacking)
+                    num_samples, num_skipped = len(kept), len(indices) - len(kept)
+                    # A step that has failed before is made sample by sample: what ends the process is then at fault.
+                    team = None if step in lease.left_out else self._team
+                    batch = pipeline.make_batch(kept, their_seeds, self._page, team, form) if num_samples > 0 else None
+                    if session.definition_id in self._write_watches:
+                        self._write_watches[session.definition_id].check()
+                spec, buffers = flatten(batch)
+            except PipelineError as error:
+                raise _StepFailed(describe_failure(error, is_final=True)) from error
+            except Exception as error:
+                _log.info("session=%s step=%d failed: %r", session.session_id, step, error)
+                raise _StepFailed(describe_failure(error)) from error
+            except BaseException as error:
+                # What passes `except Exception`, as sys.exit() does, is no reason to end: others are served here too.
+                _log.warning("session=%s step=%d: user code raised %s", session.session_id, step, type(error).__name__)
+                self._readers.pop(session.session_id, None)
+                work = self._page.read()
+                failed = SampleError(work.sample_index if work is not None else -1)
+                failed.__cause__ = error
+                raise _StepFailed(describe_failure(failed)) from error
         origin: Literal["made", "again"] = "again" if lease.again else "made"
         if key and not lacking:
             frames, places = fuse(buffers)
@@ -498,6 +499,8 @@ class DataWorker:
 
     def _forget(self, definition_id: str) -> None:
         self._loaded.take(definition_id)
+        if self._page.wished[0] == definition_id:
+            self._page.wish("")
         self._pipelines.pop(definition_id, None)
         self._write_watches.pop(definition_id, None)
         self._failed_at.pop(definition_id, None)
@@ -545,11 +548,12 @@ class DataWorker:
         return found
 
     def _ask_to_be_forked(self, definition: Definition, lease: GrantLease) -> None:
-        self._asked_bytes, limit_s = objects_bytes(definition), lease.session.errors.sample_timeout_s
+        limit_s = lease.session.errors.sample_timeout_s
         if ask_to_be_forked(self._page, definition, limit_s, lambda: self._holds(lease.token)):
             raise _ForkedAnew
         if not self._holds(lease.token):
             raise _LeaseGone
+        self._asked_bytes = objects_bytes(definition)
 
     def _holds(self, token: int) -> bool:
         with self._lock:
@@ -696,6 +700,7 @@ class DataWorker:
                 self._register()
         elif isinstance(message, ShutDown | DrainWorker | RenewWorker):
             self._renew = isinstance(message, RenewWorker)
+            self._page.wish("")  # who takes its place serves another program
             self.stop()
         elif isinstance(message, AddProcess):
             self._page.ask_for_another()

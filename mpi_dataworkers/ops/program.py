@@ -58,7 +58,20 @@ def program_of(reached: Reached) -> Program:
     Args:
         reached: what the pipeline's code reads.
     """
-    return Program(_working_dir(), _sys_path(), _digests(reached.modules))
+    return Program(_as_text(_working_dir()), list(map(_as_text, _sys_path())), _digests(reached.modules))
+
+
+def _as_text(path: str) -> str:
+    """A path as it travels: one that is not in UTF-8 byte by byte, behind a NUL, which no path has."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return "\0" + os.fsencode(path).decode("latin-1")
+    return path
+
+
+def _as_path(text: str) -> str:
+    return os.fsdecode(text[1:].encode("latin-1")) if text.startswith("\0") else text
 
 
 def _working_dir() -> str:
@@ -229,10 +242,11 @@ def _torch_settings() -> dict[str, tuple[Any, ...]]:
 def enter_program(program: Program) -> None:
     """Work where the program works and import from where it imports; once in a process."""
     with contextlib.suppress(OSError):  # not on this host: a relative path then fails with its own error
-        os.chdir(program.working_dir)
-    own = [entry for entry in sys.path if entry not in program.sys_path]
+        os.chdir(_as_path(program.working_dir))
+    sys_path = list(map(_as_path, program.sys_path))
+    own = [entry for entry in sys.path if entry not in sys_path]
     entries: list[str] = []
-    for entry in program.sys_path:
+    for entry in sys_path:
         entries += own if entry == INSTALLATION else [entry]
     sys.path[:] = dict.fromkeys([*entries, *own])
     importlib.invalidate_caches()  # of what the program has written a moment ago

@@ -24,9 +24,10 @@ _LOOK_SHARE = 0.01
 
 
 def _shared_lines() -> Iterator[str]:
-    for line in _MAPS.read_text(errors="surrogateescape").splitlines():
-        if line.split(maxsplit=2)[1].endswith("s"):
-            yield line
+    with _MAPS.open(errors="surrogateescape", newline="\n") as lines:
+        for line in lines:  # the names of files hold what `splitlines` takes for the end of a line
+            if line.split(maxsplit=2)[1].endswith("s"):
+                yield line.rstrip("\n")
 
 
 def shared_mappings() -> frozenset[str]:

@@ -148,7 +148,7 @@ REASONS = {
     datasets.StartsAProcess: "loading it started a process",
     datasets.MapsMemory: "loading it mapped shared memory: .*",
     datasets.OpensAFile: "loading it opened .*note",
-    datasets.EndsItsProcess: "its fork server( [0-9]+)? has ended",
+    datasets.EndsItsProcess: "its fork server [0-9]+ ended with code 3",
     datasets.StopsItsProcess: "its fork server is stopped",
     datasets.HangsItsProcess: "its fork server has not loaded it in 2 s",
 }

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 from collections.abc import Callable, Collection, Iterator, Sequence
-from types import GeneratorType
+from types import FunctionType, GeneratorType
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from mpi_dataworkers.visitation import Cut
 _DIVIDE_THEMSELVES = (Cut.ITSELF.value, Cut.ITSELF_FOR_RANKS.value)
 # An iterator that raises so often without an element between does not get any further.
 _MAX_IN_A_ROW = 1000
+_SEES_ALL_VARIABLES = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"}
 
 
 def files_of(dataset: Any) -> Sequence[Any] | None:
@@ -57,6 +59,23 @@ class _Info(torch_worker.WorkerInfo):
         if name == "id":
             object.__getattribute__(self, "__dict__")["asked"] = True
         return super().__getattribute__(name)
+
+
+def may_use_its_number(worker_init_fn: Callable[[int], None]) -> bool:
+    """Whether a `worker_init_fn` may divide the dataset by the number that it is given.
+
+    A function whose code never names that parameter cannot: it seeds by `torch.initial_seed()`, or sets up a library.
+    Of all others nobody knows.
+    """
+    if not isinstance(worker_init_fn, FunctionType) or worker_init_fn.__code__.co_argcount == 0:
+        return True
+    code = worker_init_fn.__code__
+    number = code.co_varnames[0]
+    if number in code.co_cellvars or _SEES_ALL_VARIABLES & set(code.co_names):
+        return True
+    # One instruction may load two variables, and then has a tuple of names.
+    named = (one.argval if isinstance(one.argval, tuple) else (one.argval,) for one in dis.get_instructions(code))
+    return any(number in names for names in named)
 
 
 class ShardReader:
@@ -187,7 +206,9 @@ class ShardReader:
         with self._as_worker(), making_sample(self._seed):
             try:
                 if self._pipeline.worker_init_fn is not None and self._info is not None:
-                    self._pipeline.worker_init_fn(self._info.id)
+                    self._has_asked = may_use_its_number(self._pipeline.worker_init_fn)
+                    # Not `self._info.id`, which would count as asked by the dataset.
+                    self._pipeline.worker_init_fn(self._order.shard if divides_itself else 0)
                 if saved is not None and not saved["iterators"]:
                     self._dataset.load_state_dict(saved["state"])
                 self._iterator = iter(self._dataset)

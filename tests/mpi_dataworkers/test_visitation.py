@@ -337,7 +337,7 @@ def test_ranks_that_have_not_begun_and_ranks_that_have_ended_are_merged(loaders:
 def test_a_stream_that_does_not_divide_itself_for_two_ranks_is_an_error_that_names_the_choices(
     three: Any, loaders: Any
 ) -> None:
-    for options in ({}, {"service": three.name, "job_name": "undivided"}):
+    for options in ({}, {"service": three.name, "job_name": "undivided"}, {"worker_init_fn": datasets.seed_numpy}):
         loader = loaders(datasets.PlainLog(20), rank=0, world_size=2, num_shards=None, **options)
         with pytest.raises(PipelineError, match=r"did not ask .*get_worker_info.*DATA.*FILE.*One rank alone"):
             next(iter(loader))
@@ -561,6 +561,8 @@ def test_a_dataset_that_does_not_divide_itself_is_read_once(three: Any, loaders:
     options: dict[str, Any] = {"service": {"service": three.name}, "local": {}}[where]
     for _ in range(2):
         assert ids_of(loaders(datasets.PlainLog(30), num_shards=4, **options)) == list(range(30))
+    loader = loaders(datasets.PlainLog(30), num_shards=4, worker_init_fn=datasets.seed_numpy, **options)
+    assert ids_of(loader) == list(range(30)), "a worker_init_fn that has no use of its number divides nothing"
     failing = iter(loaders(datasets.PoisonedPlainLog(30), num_shards=3, **options))
     with pytest.raises(ValueError, match="element 2"):
         next(failing)

@@ -500,6 +500,11 @@ def divide(number: int) -> None:
     info.dataset.start, info.dataset.stop = info.id * each, min(info.dataset.length, (info.id + 1) * each)
 
 
+def seed_numpy(_number: int) -> None:
+    """worker_init_fn as torch's notes on reproducibility have it."""
+    np.random.seed(torch.initial_seed() % 2**32)
+
+
 class TensorLedger(Log):
     """Its iterator's state holds what JSON does not have."""
 

@@ -172,16 +172,17 @@ def test_a_job_that_is_suspended_for_longer_than_a_sample_may_take_has_no_hung_p
 ) -> None:
     supervisor = service.start_workers(1)
     dataset = datasets.SampleWaits(SMALL, tmp_path / "note")
-    with loader_of(service, dataset, sample_timeout_s=2.0) as loader:
+    with loader_of(service, dataset, sample_timeout_s=3.0) as loader:
         passing = iter(loader)
         wait_until(dataset.began.exists, what="the begin of a sample")
         (process,) = children_of(supervisor.pid)
         for pid in (supervisor.pid, process):
             os.kill(pid, signal.SIGSTOP)
-        suspended = time.monotonic()
-        wait_until(lambda: time.monotonic() - suspended > 3, what="the end of the suspension")
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() - began > 3.2, what="the end of the suspension")
         for pid in (supervisor.pid, process):
             os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: time.monotonic() - began > 4.2, what="the time in which it would be killed")
         dataset.may_go_on.touch()
         assert {sample[0] for batch in passing for sample in batch} == {process}
     assert "hung" not in service.log("worker")

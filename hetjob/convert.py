@@ -171,7 +171,8 @@ def convert(
         replaced = {option.name for option in more}
         overrides = [*(option for option in overrides if option.name not in replaced), *more]
         changes += added
-        saver_options = (f"--checkpoint={spec.checkpoint}",)
+        place = [f"--jobs-dir={spec.jobs_dir}"] if spec.jobs_dir else []
+        saver_options = (f"--checkpoint={spec.checkpoint}", *place)
     overridden = {option.name for option in overrides}
     own = _of_trainer(spec)
     of_trainer = [option for option in outside if option.name in own - overridden]
@@ -371,6 +372,9 @@ def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions
     words = [f"--data-workers={spec.data_workers_min}", f"--data-worker-cpus={spec.data_worker_cpus}"]
     if spec.data_worker_python is not None:
         words.append(f"--data-worker-python={spec.data_worker_python}")
+    words += [
+        f"--{name}={value}" for name, value in (("jobs-dir", spec.jobs_dir), ("journal-dir", spec.journal_dir)) if value
+    ]
     if spec.data_worker_threads > 1:
         words.append(f"--data-worker-threads={spec.data_worker_threads}")
     if spec.companions:

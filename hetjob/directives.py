@@ -163,7 +163,7 @@ def read_spec(directives: Sequence[Directive], name: str) -> JobSpec | None:
                 value = directive.value if directive.value.isprintable() else repr(directive.value)
                 problems.append(f"{written}={value}: {error}")
     names = {directive.name for directive in directives}
-    needs_data_workers = [name for name in names if not name.startswith("checkpoint")]
+    needs_data_workers = [name for name in names if not name.startswith("checkpoint") and name != "jobs-dir"]
     # An unknown option may be this one misspelt.
     if names <= OPTIONS.keys() and needs_data_workers and "data-workers" not in names:
         problems.append(f"{directives[0].origin}: --data-workers=MIN[-MAX] is missing; it says how many data workers")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetjob.ended_job import SUMMARY_FILE
 from hetjob.errors import ServiceNotFound, SlurmCommandError, UsageError
+from hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
 from hetstream.base.files import Directory
 from mpi_dataworkers.address import parse_service
 
@@ -30,11 +31,15 @@ class JobPlace:
         job_id: of the leader of the job, whatever part of it was asked for.
         directory: that it was submitted from, or its `--chdir`.
         state: in Slurm's spelling.
+        user: whose job it is; "" if that is not known.
+        jobs_dir: place of its directory that its script names; "" if it names none, or that is not known.
     """
 
     job_id: str
     directory: Path
     state: str
+    user: str = ""
+    jobs_dir: str = ""
 
     @property
     def has_ended(self) -> bool:
@@ -45,13 +50,14 @@ class JobPlace:
 AskSlurm = Callable[[str], JobPlace]
 
 
-def find_directory(job: str, here: Path, ask_slurm: AskSlurm) -> Path:
+def find_directory(job: str, here: Path, ask_slurm: AskSlurm, jobs_dir: str | None = None) -> Path:
     """The directory of a job, which stays when it has ended.
 
     Args:
         job: a directory, or a job id: of the job, of a component, a companion or an array task.
         here: the current directory.
         ask_slurm: where the job that a number names is; raises if Slurm does not know it.
+        jobs_dir: place of the directories of jobs, with `%u` for the user; None: only where they were submitted.
 
     Raises:
         UsageError: what is named is no job.
@@ -62,7 +68,8 @@ def find_directory(job: str, here: Path, ask_slurm: AskSlurm) -> Path:
         if not Path(job).is_dir():
             raise UsageError(f"{job!r} is neither a directory nor a job id")
         return Path(job)
-    own = None if "_" in job else job_directory(here, number[1])
+    mine = [here / IN_SUBMIT_DIR, *([for_user(jobs_dir)] if jobs_dir else [])]
+    own = None if "_" in job else job_directory(mine, number[1])
     if own is not None:
         return own
     try:
@@ -72,18 +79,20 @@ def find_directory(job: str, here: Path, ask_slurm: AskSlurm) -> Path:
             f"no directory .hetstream/job-{number[1]} here, and Slurm does not say where job {job} was submitted "
             f"({error.argv[0]}: {error.reason}): run this there, or give the path of that directory"
         ) from error
-    directory = job_directory(place.directory, place.job_id)
+    named = [for_user(one, place.user) for one in (place.jobs_dir, jobs_dir) if one]
+    directory = job_directory([*named, place.directory / IN_SUBMIT_DIR], place.job_id)
     if directory is None:
-        raise ServiceNotFound(_why_no_directory(job, place))
+        raise ServiceNotFound(_why_no_directory(job, place, named))
     return directory
 
 
-def _why_no_directory(job: str, place: JobPlace) -> str:
+def _why_no_directory(job: str, place: JobPlace, named: Sequence[Path]) -> str:
     if place.state == "PENDING":
         return f"job {job} is pending: it has a directory when it starts. See: hetstream why {place.job_id}"
     where = f"no directory .hetstream/job-{place.job_id} in {place.directory}, where job {job} works"
     ended = f" ({place.state})" if place.has_ended else ""
-    return f"{where}{ended}: give the path of that directory, or is this a job without data workers?"
+    others = f", nor in {' or '.join(map(str, named))}" if named else ""
+    return f"{where}{ended}{others}: give the path of that directory, or is this a job without data workers?"
 
 
 def find_address_file(
@@ -104,10 +113,12 @@ def find_address_file(
     """
     if job is not None and service is not None:
         raise UsageError("name a job, or --service, not both")
+    if job is None and (named := service or environ.get("HETSTREAM_SERVICE")):
+        return parse_service(named)
+    jobs_dir = setting(JOBS_DIR, environ)
     if job is None:
-        named = service or environ.get("HETSTREAM_SERVICE")
-        return parse_service(named) if named else _only_one(here)
-    return find_directory(job, here, ask_slurm) / _ADDRESS
+        return _only_one([here / IN_SUBMIT_DIR, *([for_user(jobs_dir)] if jobs_dir else [])])
+    return find_directory(job, here, ask_slurm, jobs_dir) / _ADDRESS
 
 
 def check_running(address_file: Path) -> None:
@@ -123,10 +134,13 @@ def check_running(address_file: Path) -> None:
         )
 
 
-def job_directory(submit_dir: Path, job_id: str) -> Path | None:
-    """The directory of a job's last start; None if it has none, or none that this user may see."""
-    found = [path for path in (submit_dir / ".hetstream").glob(f"job-{job_id}*") if _restarts(path, job_id) >= 0]
-    return max(found, key=lambda path: _restarts(path, job_id), default=None)
+def job_directory(places: Iterable[Path], job_id: str) -> Path | None:
+    """The directory of a job's last start, in the first of some places that has one; None if this user sees none."""
+    for place in places:
+        found = [path for path in place.glob(f"job-{job_id}*") if _restarts(path, job_id) >= 0]
+        if found:
+            return max(found, key=lambda path: _restarts(path, job_id))
+    return None
 
 
 def _restarts(path: Path, job_id: str) -> int:
@@ -144,9 +158,9 @@ def _is_own(path: Path) -> bool:
         return False
 
 
-def _only_one(here: Path) -> Path:
+def _only_one(places: Iterable[Path]) -> Path:
     candidates = [
-        *(here / ".hetstream").glob("job-*/address"),
+        *(path for place in places for path in place.glob("job-*/address")),
         *Path(tempfile.gettempdir()).glob("hetstream-*/address"),
     ]
     found = sorted(path for path in candidates if _is_own(path))

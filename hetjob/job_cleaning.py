@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetjob.jobs_dir import IN_SUBMIT_DIR
 from hetjob.temporary import remove_tree
 from hetstream.base.files import Directory
 
@@ -34,14 +35,13 @@ class JobLeft:
     why_kept: str = ""
 
 
-def jobs_left(submit_dir: Path, living: Collection[str]) -> list[JobLeft]:
-    """What jobs that were submitted from a directory have left, the oldest first.
+def jobs_left(place: Path, living: Collection[str]) -> list[JobLeft]:
+    """What jobs have left in a place, the oldest first.
 
     Args:
-        submit_dir: that has `.hetstream`.
+        place: `.hetstream` of a directory that jobs were submitted from, or one for all jobs of a user.
         living: ids of the jobs that are not over.
     """
-    place = submit_dir / ".hetstream"
     found = []
     for path in sorted(place.glob("job-*")):
         name = _NAME.fullmatch(path.name)
@@ -80,5 +80,5 @@ def remove(left: JobLeft) -> None:
         outer.check_own()
         remove_tree(outer, left.path.name)
         is_last = not outer.names()
-    if is_last:
+    if is_last and place.name == IN_SUBMIT_DIR:
         place.rmdir()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetjob.errors import MasterError
+from hetjob.jobs_dir import IN_SUBMIT_DIR
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class JobEnvironment:
         restarts: how often Slurm has requeued the job.
         num_nodes: of component 0.
         cpus_per_task: of component 0, as its batch script sees it; None if the script asks for none.
+        jobs_dir: holds the directories of this user's jobs; None for `.hetstream` where sbatch was called.
     """
 
     job_id: str
@@ -34,10 +36,15 @@ class JobEnvironment:
     restarts: int
     num_nodes: int = 1
     cpus_per_task: int | None = None
+    jobs_dir: Path | None = None
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> JobEnvironment:
+    def read(cls, environ: Mapping[str, str], jobs_dir: Path | None = None) -> JobEnvironment:
         """Read it from the environment of a batch script or step.
+
+        Args:
+            environ: of that.
+            jobs_dir: see there.
 
         Raises:
             MasterError: this is no Slurm job.
@@ -58,13 +65,14 @@ class JobEnvironment:
             restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
             num_nodes=int(environ.get("SLURM_JOB_NUM_NODES_HET_GROUP_0") or environ.get("SLURM_JOB_NUM_NODES") or 1),
             cpus_per_task=int(cpus) if (cpus := plain.get("SLURM_CPUS_PER_TASK", "")).isdigit() else None,
+            jobs_dir=jobs_dir,
         )
 
     @property
     def directory(self) -> Path:
         """The job's directory. A requeued job starts over, so it gets one of its own for each start."""
         again = f"-restart-{self.restarts}" if self.restarts else ""
-        return self.submit_dir / ".hetstream" / f"job-{self.job_id}{again}"
+        return (self.jobs_dir or self.submit_dir / IN_SUBMIT_DIR) / f"job-{self.job_id}{again}"
 
     @property
     def address_file(self) -> Path:
@@ -73,7 +81,7 @@ class JobEnvironment:
 
     @property
     def work_dir(self) -> Path:
-        """The dispatcher's journal; removed at the end."""
+        """The dispatcher's journal, or a link to where it is; removed at the end."""
         return self.directory / "dispatcher"
 
     @property

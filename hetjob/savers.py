@@ -33,7 +33,11 @@ def log_file(job: JobEnvironment) -> Path:
 
 
 def start(
-    program: Sequence[str], client: SlurmClient, environ: Mapping[str, str], limit_s: float = _START_LIMIT_S
+    program: Sequence[str],
+    client: SlurmClient,
+    environ: Mapping[str, str],
+    limit_s: float = _START_LIMIT_S,
+    jobs_dir: Path | None = None,
 ) -> dict[str, str]:
     """Start them and wait until all are ready.
 
@@ -42,6 +46,7 @@ def start(
         client: Slurm.
         environ: of the batch script.
         limit_s: how long to wait.
+        jobs_dir: see `JobEnvironment`.
 
     Returns:
         The variables that the batch script must export.
@@ -51,21 +56,22 @@ def start(
         SaversError: they did not come up; nothing of them is left.
         SlurmCommandError: the step could not be started.
     """
-    job = JobEnvironment.read(environ)
+    job = JobEnvironment.read(environ, jobs_dir)
     try:
         make_private(job.directory, own_parents=1)
         make_private(job.savers, own_parents=2)
     except OSError as error:
         raise SaversError(
             f"the savers' directory {job.savers} cannot be made: {error.strerror or error}. Submit from a directory "
-            "that you can write to and that all hosts share"
+            "that you can write to and that all hosts share, or name one with --jobs-dir"
         ) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     # One saver that ends, or one node that fails, is no reason to end the others.
     options += ["--mem=0", "--gres=none", "--kill-on-bad-exit=0", "--no-kill", "--job-name=hetstream-ckpt"]
     output = job.savers / "step.log"
-    step = client.start_step(options, [*program, "ckpt", "saver"], output, in_background=True)
+    place = [f"--jobs-dir={jobs_dir}"] if jobs_dir else []
+    step = client.start_step(options, [*program, "ckpt", "saver", *place], output, in_background=True)
     deadline = time.monotonic() + limit_s
     while len(list(job.savers.glob("*.ready"))) < job.num_nodes:
         ended = step.poll()

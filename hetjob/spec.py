@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetjob.errors import DirectiveError
+from hetjob.jobs_dir import RULE, is_directory_pattern
 from hetjob.sbatch_options import megabytes
 from mpi_dataworkers.threads import MAX_THREADS
 
@@ -78,6 +79,14 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     "trainer-cpus": DirectiveOption(
         "N", "CPUs that each trainer task keeps", "2 per GPU of the task, never more than the script asks for"
     ),
+    "jobs-dir": DirectiveOption(
+        "DIR",
+        "place of the job's directory, on a file system that its hosts share, absolute; `%u` is the user",
+        "`.hetstream` where sbatch is called",
+    ),
+    "journal-dir": DirectiveOption(
+        "DIR", "place of the dispatcher's journal, also on a disk of the job's first node", "the job's directory"
+    ),
     "checkpoint": DirectiveOption("DIR", "checkpoint directory: the job gets savers of its own on each node", "none"),
     "checkpoint-size": DirectiveOption(
         "SIZE", "state of one trainer task, rounded up (`8G`)", "required with --checkpoint"
@@ -113,6 +122,8 @@ class JobSpec:
         checkpoint_shared: what of it is equal on all ranks, as Slurm writes sizes, or None for nothing.
         checkpoint_replicas: other hosts that keep what one trainer task saves, 0 or 1.
         data_worker_threads: threads of each process of a data worker, which has so many times fewer of them than CPUs.
+        jobs_dir: holds the job's directory, or None for `.hetstream` where sbatch is called.
+        journal_dir: holds the dispatcher's journal, or None for the job's directory.
     """
 
     data_workers_min: int = 0
@@ -133,6 +144,8 @@ class JobSpec:
     data_worker_cooldown: int | None = None
     data_worker_python: str | None = None
     data_worker_reservation: str | None = None
+    jobs_dir: str | None = None
+    journal_dir: str | None = None
 
     def __post_init__(self) -> None:
         low, high = self.data_workers_min, self.data_workers_max
@@ -185,6 +198,8 @@ def _broken_rule(option: str, value: int | str) -> str | None:
         return None if megabytes(value) else "a size such as 16G or 8000M"
     if option == "data-worker-python":
         return _broken_command(value)
+    if option in ("jobs-dir", "journal-dir"):
+        return None if is_directory_pattern(value) else RULE
     return None if value and all(ord(char) >= 32 for char in value) else "a name, not empty and on one line"
 
 

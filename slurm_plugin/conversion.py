@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hetjob.convert import MissingPartition, check_cluster, convert, script_options
 from hetjob.directives import from_command_line, is_own, late_directives, near_misses, read_directives, read_spec
 from hetjob.errors import SlurmCommandError, UsageError
+from hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, JOURNAL_DIR, is_directory_pattern, setting
 from hetjob.plan import HetPlan
 from hetjob.ports import UNKNOWN_CLUSTER, Cluster, SlurmClient
 from hetjob.render import render
@@ -76,6 +78,12 @@ def convert_script(
     if b"\r\n" in body:
         raise UsageError(f"{name}: the lines end in CR LF (DOS), which sbatch refuses. Run: sed -i 's/\\r$//' {name}")
     options = [*from_environment(environ), *(option for option in command_line if not is_own(option.name))]
+    jobs_dir = spec.jobs_dir or setting(JOBS_DIR, environ)
+    if jobs_dir is None and SbatchOptions((*script_options(text, name), *options)).has("chdir"):
+        # Slurm will know where the job works, but not where it was submitted: its script says that.
+        here = str(Path.cwd() / IN_SUBMIT_DIR)
+        jobs_dir = here if is_directory_pattern(here) and "%" not in here else None
+    spec = replace(spec, jobs_dir=jobs_dir, journal_dir=spec.journal_dir or setting(JOURNAL_DIR, environ))
     cluster, silence = _ask(client, options)
     check_cluster(spec, cluster)
     try:

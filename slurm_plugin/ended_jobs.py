@@ -1,6 +1,6 @@
 """The records that ended hetstream jobs have left where they were submitted. Called by `hetstream advise`.
 
-It reads directories, `.hetstream/job-ID/` below each place, and asks nobody. What this user may not read is left out.
+It reads directories, `job-ID/` in each place, and asks nobody. What this user may not read is left out.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ def ended_jobs(places: Iterable[Path], since_s: float) -> list[EndedJob]:
     """Of each script's name and place, the newest job that ended since then.
 
     Args:
-        places: directories from which jobs were submitted.
+        places: that hold directories of jobs, such as `.hetstream` where they were submitted.
         since_s: in seconds since the epoch.
     """
     newest: dict[tuple[Path, str], EndedJob] = {}
     for place in {path.resolve() for path in places}:
         try:
-            for directory in (place / ".hetstream").glob("job-*"):
+            for directory in place.glob("job-*"):
                 found = read_ended(directory)
                 if found is None or found.ended_s < since_s:
                     continue

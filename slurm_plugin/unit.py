@@ -21,7 +21,7 @@ EXPORTER_ENVIRONMENT = f"""\
 {_COMMANDS}"""
 DAEMON_ENVIRONMENT = f"""\
 # What hetstreamd.service runs with, and where jobs find it. Take the "#" away from what shall hold, then restart it.
-# Jobs read the two lines on the address from /etc/hetstream/daemon.env of their own node.
+# Jobs read the lines on the address and on directories from /etc/hetstream/daemon.env of their own node.
 
 # Options of: hetstream daemon
 #HETSTREAM_DAEMON_OPTIONS="--allocate --pool cpu"
@@ -32,6 +32,11 @@ DAEMON_ENVIRONMENT = f"""\
 
 # Where munged listens, if that is not the usual place.
 #HETSTREAM_MUNGE_SOCKET=/run/munge/munge.socket.2
+
+# Where jobs have their directories (%u is the user), and dispatchers their journals, if users do not say; the same on
+# login and compute nodes. Without these lines both are in .hetstream where a job was submitted.
+#HETSTREAM_JOBS_DIR=/scratch/%u/hetstream
+#HETSTREAM_JOURNAL_DIR=/tmp
 
 {_COMMANDS}"""
 

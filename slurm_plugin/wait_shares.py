@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hetjob.errors import HetstreamError
 from hetjob.find_service import job_directory
+from hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
 from slurm_plugin.client.model import Job
 from slurm_plugin.client.users import is_own
 
@@ -45,13 +46,22 @@ def may_tell(job: Job) -> bool:
 def share_of(job: Job) -> float | None:
     """What one job tells; None if it tells nothing."""
     try:
-        directory = job_directory(Path(job.work_dir), str(job.het.het_job_id if job.het else job.job_id))
+        directory = job_directory(_places(job), str(job.het.het_job_id if job.het else job.job_id))
         path = directory / "address" if directory else None
         if path is None or not os.access(path, os.R_OK):
             return None
     except OSError:
         return None  # another user's directory
     return _ask(path)
+
+
+def _places(job: Job) -> list[Path]:
+    """Where the directory of a job may be."""
+    try:
+        pattern = setting(JOBS_DIR, os.environ)
+    except HetstreamError:
+        pattern = None  # a wrong one is told where somebody asks for a job
+    return [*([for_user(pattern, job.user)] if pattern else []), Path(job.work_dir) / IN_SUBMIT_DIR]
 
 
 class SharesAside:
@@ -82,7 +92,7 @@ class SharesAside:
         mounts = self._mounts()
         for job in jobs:
             if may_tell(job):
-                wanted.setdefault(_mount_of(job.work_dir, mounts), []).append(job)
+                wanted.setdefault(" ".join(_mount_of(str(path), mounts) for path in _places(job)), []).append(job)
         begun = []
         for mount, here in wanted.items():
             with self._changed:

@@ -16,12 +16,14 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hetjob.elastic.controller import Controller
 from hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
 from hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetjob.errors import MasterError
 from hetjob.job_environment import JobEnvironment, export_variables
+from hetjob.master import journal_place
 from hetjob.master.companions import CompanionJobs
 from hetjob.master.elastic import Elastic
 from hetjob.master.notebook import Notebook
@@ -32,7 +34,6 @@ from hetjob.service import Service, read_summary, summary_line
 from hetstream.base.files import Directory
 from hetstream.base.private import make_private
 from mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
-from mpi_dataworkers.dispatcher.journal import remove_leftovers
 from mpi_dataworkers.errors import ServiceError
 from mpi_dataworkers.interpreter import remove_announcement
 from mpi_dataworkers.status_client import StatusClient, running_service
@@ -62,6 +63,8 @@ class MasterConfig:
         job_name: of the job; None where that is not known.
         data_worker_python: command that starts the data workers' Python; None for that of the program.
         data_worker_program: how hetstream is called there; () where data workers follow the program.
+        jobs_dir: see `JobEnvironment`.
+        journal_dir: where the dispatcher's journal is made; None for the job's directory.
     """
 
     program: tuple[str, ...]
@@ -76,6 +79,8 @@ class MasterConfig:
     job_name: str | None = None
     data_worker_python: str | None = None
     data_worker_program: tuple[str, ...] = ()
+    jobs_dir: Path | None = None
+    journal_dir: Path | None = None
 
     def words(self) -> list[str]:
         """The same as arguments of `hetstream master keep` and `serve`."""
@@ -89,7 +94,17 @@ class MasterConfig:
             words.append(f"--job-name={self.job_name}")
         if self.data_worker_python is not None:
             words.append(f"--data-worker-python={self.data_worker_python}")
+        if self.jobs_dir is not None:
+            words.append(f"--jobs-dir={self.jobs_dir}")
         return [*words, f"--cooldown={self.cooldown_s:g}", "--", *self.companion_options]
+
+    def job(self, environ: Mapping[str, str]) -> JobEnvironment:
+        """The job that runs it, from its environment.
+
+        Raises:
+            MasterError: this is no Slurm job.
+        """
+        return JobEnvironment.read(environ, self.jobs_dir)
 
     @property
     def limits(self) -> Limits:
@@ -122,11 +137,13 @@ def start(
         MasterError: it did not come up; nothing of it is left.
         SlurmCommandError: the step could not be started.
     """
-    job = JobEnvironment.read(environ)
+    job = config.job(environ)
     try:
         make_private(job.directory, own_parents=1)
         # A job of the same number whose job master was killed with its keeper: its keys and addresses are nobody's.
-        remove_leftovers(job.work_dir)
+        journal_place.remove_left(job.work_dir)
+        if config.journal_dir is not None:
+            journal_place.lead_to(config.journal_dir, job)
         remove_announcement(job.directory)
         for left in (job.address_file, job.notebook):
             left.unlink(missing_ok=True)
@@ -135,7 +152,7 @@ def start(
     except OSError as error:
         raise MasterError(
             f"the job's directory {job.directory} cannot be made: {error.strerror or error}. Submit from a directory "
-            "that you can write to and that all hosts share"
+            "that you can write to and that all hosts share, or name one with --jobs-dir"
         ) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
@@ -169,7 +186,7 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
     Returns:
         0: how the service ended is in the log, and no reason to fail a job.
     """
-    job = JobEnvironment.read(environ)
+    job = config.job(environ)
     job = replace(job, job_name=config.job_name or job.job_name)
     launcher = SlurmLauncher(config, client, job, _reachable_address(client, job))
     elastic = None
@@ -217,11 +234,11 @@ def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) ->
     if ended and ended.advice:
         log.info("job=%s %s: next time --trainer-cpus=%d", job.job_id, ended.advice, ended.needed_cpus)
     for events in sorted(work_dir.glob(f"{EVENTS_FILE}*")):
-        events.replace(job.directory / events.name)
+        shutil.move(events, job.directory / events.name)  # from another file system, it may be
     job.notebook.unlink(missing_ok=True)
     job.address_file.unlink(missing_ok=True)
     remove_announcement(job.directory)
-    shutil.rmtree(work_dir, ignore_errors=True)
+    journal_place.remove(work_dir)
 
 
 def _reachable_address(client: SlurmClient, job: JobEnvironment) -> str:

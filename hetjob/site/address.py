@@ -107,12 +107,12 @@ def read_settings(environ: Mapping[str, str], site_file: Path = SITE_FILE) -> Si
         text = site_file.read_text(errors="replace")
     except OSError:
         text = ""
-    values = {**_assignments(text), **environ}
+    values = {**assignments(text), **environ}
     address, socket = values.get(ADDRESS_VARIABLE, ""), values.get(MUNGE_VARIABLE, "")
     return SiteSettings(parse_address(address) if address else None, Path(socket) if socket else None)
 
 
-def _assignments(text: str) -> dict[str, str]:
+def assignments(text: str) -> dict[str, str]:
     """NAME=VALUE lines of an environment file (systemd.exec(5)), as far as they are ours."""
     found = re.findall(r"^\s*(HETSTREAM_\w+)=(.*)$", text, re.MULTILINE)
     return {name: value.strip().strip("\"'") for name, value in found}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 from pathlib import Path
 
+from hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
 from slurm_plugin.advise import Advice, advise
 from slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
 from slurm_plugin.client.accounting import has_accounting
@@ -50,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     snapshot = slurm.snapshot()
     now_s = snapshot.taken_s
     usages = slurm.usages(snapshot, now_s - RECENT_S, now_s) if has_accounting(snapshot) else ()
-    places = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.work_dir and is_own(job))]
+    submitted = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.work_dir and is_own(job))]
+    pattern = setting(JOBS_DIR, os.environ)
+    places = [*(path / IN_SUBMIT_DIR for path in submitted), *([for_user(pattern)] if pattern else [])]
     ended = ended_jobs(places, now_s - RECENT_S)
     emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot))
     return 0

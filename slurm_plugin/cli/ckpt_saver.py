@@ -49,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     )
     parser.add_argument("--once", action="store_true", help="write what dead trainers left, and end")
     parser.add_argument("--dry-run", action="store_true", help="with --once: say what would be written")
+    parser.add_argument("--jobs-dir", type=Path, metavar="DIR", help="directories of jobs (default: .hetstream)")
     parser.set_defaults(run=run)
 
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--dry-run goes with --once: a job's saver writes what comes. See: hetstream ckpt ls")
     if "SLURM_JOB_ID" not in os.environ:
         raise UsageError("a job's saver is a step of that job. What dead trainers left: hetstream ckpt saver --once")
-    job = JobEnvironment.read(os.environ)
+    job = JobEnvironment.read(os.environ, args.jobs_dir)
     make_private(job.directory, own_parents=1)
     make_private(job.savers, own_parents=2)
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.

@@ -11,6 +11,7 @@ from pathlib import Path
 from checkpoint.config import DIRECTORY
 from hetjob.errors import HetstreamError
 from hetjob.job_environment import export_lines, export_variables
+from hetjob.jobs_dir import JOBS_DIR, for_user, setting
 from hetjob.savers import start
 from slurm_plugin.client.slurm import CommandSlurm
 from slurm_plugin.program import own_program
@@ -31,6 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         "start", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="exported as HETSTREAM_CKPT_DIR, absolute")
+    parser.add_argument("--jobs-dir", metavar="DIR", help=f"directories of jobs (default: ${JOBS_DIR}, or .hetstream)")
     parser.set_defaults(run=run)
 
 
@@ -40,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     # Printed first: the program needs it even if no saver starts.
     sys.stdout.write(export_lines(directory | export_variables(os.environ, directory)))
     try:
-        variables = start(own_program(), CommandSlurm(), os.environ)
+        pattern = args.jobs_dir or setting(JOBS_DIR, os.environ)
+        jobs_dir = for_user(pattern) if pattern else None
+        variables = start(own_program(), CommandSlurm(), os.environ, jobs_dir=jobs_dir)
     except HetstreamError as error:
         logging.getLogger(__name__).debug("hetstream ckpt start failed", exc_info=True)
         print(f"hetstream: {type(error).__name__}: {error}", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""`hetstream clean`: remove what old jobs have left in `.hetstream`; without `--remove` it only says what would go."""
+"""`hetstream clean`: remove what old jobs have left in their places; without `--remove` it only says what would go."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from hetjob.errors import UsageError
 from hetjob.job_cleaning import JobLeft, jobs_left, remove
+from hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, RULE, for_user, is_directory_pattern, setting
 from hetjob.table import duration_words, size_words
 from hetstream.base.text import printable
 from slurm_plugin.client.slurm import CommandSlurm
@@ -23,7 +25,7 @@ A job's directory holds its logs, events and summary. It goes when nothing in it
 does not answer, nothing is removed.
 
 examples:
-  hetstream clean                             what would go from here
+  hetstream clean                             what would go from here, and from HETSTREAM_JOBS_DIR
   hetstream clean --older-than 30d ~/runs/*
   hetstream clean --remove
 
@@ -42,6 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "directories", nargs="*", type=Path, metavar="DIR", help="that jobs were submitted from (default: this one)"
     )
+    parser.add_argument(
+        "--jobs-dir", metavar="DIR", help=f"place of the directories of jobs, looked at, too (default: ${JOBS_DIR})"
+    )
     parser.add_argument("--older-than", default="14d", metavar="AGE", help="such as 12h, 30d or 8w (default 14d)")
     parser.add_argument("--remove", action="store_true", help="do it")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
@@ -51,9 +56,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Say what is old, and remove it if that was asked for."""
     limit_s = _seconds(args.older_than)
-    places = args.directories or [Path.cwd()]
-    if missing := [path for path in places if not path.is_dir()]:
+    directories = args.directories or [Path.cwd()]
+    if missing := [path for path in directories if not path.is_dir()]:
         raise UsageError(f"{missing[0]} is no directory")
+    places = [path / IN_SUBMIT_DIR for path in directories]
+    # All of it holds jobs of this user; a directory of another name may hold a `job-7` that is none of ours.
+    pattern = args.jobs_dir or (None if args.directories else setting(JOBS_DIR, os.environ))
+    if pattern:
+        if not is_directory_pattern(pattern):
+            raise UsageError(f"--jobs-dir {pattern!r}: must be {RULE}")
+        places.append(for_user(pattern))
     living = CommandSlurm().living_jobs()
     now = time.time()
     rows: list[dict[str, object]] = []

@@ -31,6 +31,9 @@ def run(args: argparse.Namespace) -> int:
     directory = address_file_of(args).parent
     places = [place / EVENTS_FILE for place in (directory / "dispatcher", directory)]
     path = next((place for place in places if place.exists()), None)
+    if path is None and (directory / "dispatcher").is_symlink():
+        place = (directory / "dispatcher").readlink()
+        raise UsageError(f"the events are on a disk of the job's first node until it ends: {place}. Run this there")
     if path is None:
         raise UsageError(f"no {EVENTS_FILE} in {directory} or {directory / 'dispatcher'}: no dispatcher has run there")
     for line in (follow_events if args.follow else read_events)(path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hetjob.errors import UsageError
 from hetjob.find_service import find_directory
+from hetjob.jobs_dir import JOBS_DIR, setting
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable
 from slurm_plugin.cli.output import EXIT_CODES
@@ -52,7 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def directory_of(job: str) -> Path:
     """The directory of the job that a user names."""
-    return find_directory(job, Path.cwd(), lambda one: job_place(one, os.environ))
+    jobs_dir = setting(JOBS_DIR, os.environ)
+    return find_directory(job, Path.cwd(), lambda one: job_place(one, os.environ), jobs_dir)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import sys
 from hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S
 from hetjob.errors import HetstreamError
 from hetjob.job_environment import JobEnvironment, export_lines, plain_variables
+from hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, for_user, setting
 from hetjob.master.keeper import keep
 from hetjob.master.server import MasterConfig, serve, start
 from hetjob.site.link import linked
@@ -37,6 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         p.add_argument("--trainer-cpus", type=int, metavar="N", help="CPUs of each trainer task")
         p.add_argument("--job-name", metavar="NAME", help="of the job")
         p.add_argument("--data-worker-python", metavar="COMMAND", help="Python of the data workers")
+        p.add_argument("--jobs-dir", metavar="DIR", help=f"directories of jobs (default: ${JOBS_DIR}, or .hetstream)")
+        p.add_argument("--journal-dir", metavar="DIR", help=f"the dispatcher's journal (default: ${JOURNAL_DIR})")
         p.add_argument("companion_options", nargs="*", metavar="-- SBATCH OPTIONS", help="of the companions")
         p.set_defaults(run=run)
 
@@ -55,6 +58,8 @@ def _config(args: argparse.Namespace) -> MasterConfig:
         job_name=args.job_name,
         data_worker_python=args.data_worker_python,
         data_worker_program=program_of(shlex.split(args.data_worker_python)) if args.data_worker_python else (),
+        jobs_dir=for_user(args.jobs_dir) if args.jobs_dir else None,
+        journal_dir=for_user(args.journal_dir) if args.journal_dir else None,
     )
 
 
@@ -64,6 +69,9 @@ def _start(args: argparse.Namespace) -> int:
     # Printed first: the script needs them even if the master does not start.
     sys.stdout.write(export_lines(plain_variables(os.environ)))
     try:
+        # Only here: the other steps are told.
+        args.jobs_dir = args.jobs_dir or setting(JOBS_DIR, os.environ)
+        args.journal_dir = args.journal_dir or setting(JOURNAL_DIR, os.environ)
         variables = start(_config(args), CommandSlurm(), os.environ, environment)
     except HetstreamError as error:
         logging.getLogger(__name__).debug("hetstream master start failed", exc_info=True)
@@ -75,11 +83,11 @@ def _start(args: argparse.Namespace) -> int:
 
 def _keep(args: argparse.Namespace) -> int:
     # The output of a step goes through srun, which Slurm kills with the batch script; the last lines would be lost.
-    log = os.open(JobEnvironment.read(os.environ).master_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    config = _config(args)
+    log = os.open(config.job(os.environ).master_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-    config = _config(args)
     return keep([*config.program, "master", "serve", *config.words()])
 
 

@@ -18,6 +18,11 @@ def test_a_job_and_its_directory() -> None:
     assert job.directory == Path("/data/my runs/.hetstream/job-17")
 
 
+def test_the_directory_of_a_job_elsewhere() -> None:
+    job = JobEnvironment.read(ENVIRON | {"SLURM_RESTART_COUNT": "1"}, Path("/scratch/me"))
+    assert job.directory == Path("/scratch/me/job-17-restart-1")
+
+
 def test_a_requeued_job_starts_over() -> None:
     job = JobEnvironment.read(ENVIRON | {"SLURM_RESTART_COUNT": "2"})
     assert (job.het_size, job.directory.name) == (1, "job-17-restart-2")

@@ -147,6 +147,43 @@ def test_what_a_killed_job_master_left_is_not_taken_for_a_running_one(job: Job) 
     assert not any(path.exists() for path in left[1:])
 
 
+def test_a_journal_on_a_disk_of_the_node_and_a_job_directory_elsewhere(
+    job: Job, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    """A dispatcher that is started again finds its journal; at the end nothing is left on that disk."""
+    disk, jobs = tmp_path / "disk", tmp_path / "scratch" / "me"
+    disk.mkdir()
+    config = MasterConfig(PROGRAM, 1, 6, jobs_dir=jobs, journal_dir=disk)
+    directory = jobs / "job-7"
+    directory.mkdir(parents=True, mode=0o700)
+    (directory / "dispatcher").symlink_to(tmp_path / "disk of another node")  # left by a job master that was killed
+    variables = start(config, job.slurm, job.environ, lambda service: {"SERVICE": service}, 20)
+    assert variables == {"SERVICE": f"file:{directory}/address"}
+    (place,) = disk.iterdir()
+    assert (directory / "dispatcher").readlink() == place
+    assert (stat.S_IMODE(place.stat().st_mode), place.name[:20]) == (0o700, "hetstream-journal-7-")
+    wait_until(lambda: len(job.started("worker")) == 1, what="a data worker")
+    os.kill(job.started("dispatcher")[0], signal.SIGKILL)
+    wait_until(lambda: len(job.started("dispatcher")) == 2, what="a second dispatcher")
+    assert [*disk.iterdir()] == [place]
+    (place / "events.jsonl").write_text("{}\n")
+    job.steps[0].terminate()
+    wait_until(lambda: job.steps[0].poll() is not None, what="the end of the master")
+    assert [*disk.iterdir()] == []
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "data-worker-0.log", "dispatcher.log", "events.jsonl", "master.log", "summary.json",
+    ]  # fmt: skip
+    assert not (job.submit_dir / ".hetstream").exists()
+
+
+def test_a_disk_that_cannot_be_written_to_is_named(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "disk").write_text("a file")
+    config = MasterConfig(PROGRAM, 1, 6, journal_dir=tmp_path / "disk")
+    with pytest.raises(MasterError, match=r"the journal's directory .*/disk/hetstream-journal-7-.* on gpu0"):
+        start(config, job.slurm, job.environ, lambda service: {"SERVICE": service}, 20)
+    assert not job.started("master")
+
+
 def test_the_job_master_knows_what_its_own_step_does_not_say(job: Job) -> None:
     job.environ |= {"SLURM_CPUS_PER_TASK_HET_GROUP_0": "6", "SLURM_JOB_NAME": "a run"}
     job.start(1)

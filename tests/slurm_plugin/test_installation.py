@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hetjob.jobs_dir import JOBS_DIR, JOURNAL_DIR, setting
 from hetjob.site.address import read_settings
+from mpi_dataworkers.errors import ConfigError
 from slurm_plugin.cli import VERBS, main
 from slurm_plugin.cli.install import closed_notes
 from slurm_plugin.installation import RECORD, read_record
@@ -291,6 +293,12 @@ def test_jobs_read_the_address_from_the_daemons_environment_file(machine: Machin
     settings = read_settings({}, file)
     assert str(settings.address) == "tcp://hetstream@controller:9420"
     assert str(settings.munge_socket) == "/run/munge/munge.socket.2"
+    assert setting(JOBS_DIR, {}, file) == "/scratch/%u/hetstream"
+    assert setting(JOURNAL_DIR, {}, file) == "/tmp"
+    assert setting(JOBS_DIR, {JOBS_DIR: ""}, file) is None, "the environment wins; empty means .hetstream"
+    file.write_text(f"{JOBS_DIR}=here\n")
+    with pytest.raises(ConfigError, match=r"daemon.env: HETSTREAM_JOBS_DIR='here': must be an absolute path"):
+        setting(JOBS_DIR, {}, file)
 
 
 def test_the_command_starts_without_the_data_plane() -> None:

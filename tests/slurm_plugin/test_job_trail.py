@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import subprocess
@@ -63,10 +64,10 @@ def site(tmp_path: Path) -> Site:
 @pytest.mark.parametrize(
     ("lines", "place"),
     [
-        ("7 7 RUNNING /home/u/my runs\n", JobPlace("7", Path("/home/u/my runs"), "RUNNING")),
-        ("7+1 8 PENDING /w\n7+0 7 PENDING /w\n", JobPlace("7", Path("/w"), "PENDING")),
-        ("33_4 41 COMPLETED /w\n", JobPlace("41", Path("/w"), "COMPLETED")),
-        ("33_[5-9] 33 PENDING /w\n", JobPlace("33", Path("/w"), "PENDING")),
+        ("7 7 RUNNING me /home/u/my runs\n", JobPlace("7", Path("/home/u/my runs"), "RUNNING", "me")),
+        ("7+1 8 PENDING me /w\n7+0 7 PENDING me /w\n", JobPlace("7", Path("/w"), "PENDING", "me")),
+        ("33_4 41 COMPLETED me /w\n", JobPlace("41", Path("/w"), "COMPLETED", "me")),
+        ("33_[5-9] 33 PENDING me /w\n", JobPlace("33", Path("/w"), "PENDING", "me")),
         ("", None),
         ("no job\n", None),
     ],
@@ -76,18 +77,20 @@ def test_where_a_job_is_in_slurms_words(lines: str, place: JobPlace | None) -> N
 
 
 def test_a_companion_leads_to_its_job_and_accounting_knows_what_squeue_has_forgotten(site: Site) -> None:
-    site.tool("squeue", 'case "$*" in *%k*) echo "hets:trainer=7 hets:start=7.0";; *) echo "12 12 RUNNING /w";; esac')
-    assert job_place("12", site.environ) == JobPlace("7", Path("/w"), "RUNNING")
+    site.tool(
+        "squeue", 'case "$*" in *%k*) echo "hets:trainer=7 hets:start=7.0";; *) echo "12 12 RUNNING me /w";; esac'
+    )
+    assert job_place("12", site.environ) == JobPlace("7", Path("/w"), "RUNNING", "me")
     site.tool("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    site.tool("sacct", 'echo "7+0 7 CANCELLED by 1000 /w"; echo "7+1 8 CANCELLED by 1000 /w"')
-    assert job_place("8", site.environ) == JobPlace("7", Path("/w"), "CANCELLED")
+    site.tool("sacct", 'echo "7+0 7 CANCELLED by 1000 me /w"; echo "7+1 8 CANCELLED by 1000 me /w"')
+    assert job_place("8", site.environ) == JobPlace("7", Path("/w"), "CANCELLED", "me")
 
 
 # --- what it left ---------------------------------------------------------------------------------------------------
 
 
 def test_the_logs_of_a_job_from_any_directory(site: Site) -> None:
-    site.tool("squeue", f'case "$*" in *%k*) ;; *) echo "7+1 8 COMPLETED {site.job.parents[1]}";; esac')
+    site.tool("squeue", f'case "$*" in *%k*) ;; *) echo "7+1 8 COMPLETED me {site.job.parents[1]}";; esac')
     shown = site.run("logs", "8").stdout
     assert shown.startswith(f"==> {site.job / 'master.log'} <==\nline 10\n")
     assert shown.endswith("<==\nregistered \\x1b]0;x\\x07\n"), "what a log holds does nothing to a terminal"
@@ -163,3 +166,53 @@ def test_nothing_is_removed_while_slurm_does_not_answer(site: Site) -> None:
         os.utime(path, (0, 0))
     site.run("clean", "--remove", str(site.job.parents[1]), returncode=1)
     assert site.job.exists()
+
+
+# --- directories of jobs in a place of their own --------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(site: Site) -> Path:
+    """The job's directory, moved to `/PLACE/USER/jobs`; returns the pattern of that place."""
+    own = site.place / "scratch" / getpass.getuser() / "jobs"
+    own.mkdir(parents=True)
+    site.job = site.job.rename(own / "job-7")
+    return site.place / "scratch" / "%u" / "jobs"
+
+
+@pytest.mark.parametrize("knows", ["the environment", "the job's script"])
+def test_the_trail_of_a_job_whose_directory_is_elsewhere(site: Site, elsewhere: Path, knows: str) -> None:
+    place = f"7 7 COMPLETED {getpass.getuser()} {site.place / 'submitted'}"
+    site.tool("squeue", f'case "$*" in *%k*) ;; *) echo "{place}";; esac')
+    if knows == "the environment":
+        site.tool("scontrol", "exit 1")
+        site.environ["HETSTREAM_JOBS_DIR"] = str(elsewhere)
+    else:
+        line = f"_hetstream=$(/opt/hetstream master start --data-workers=1 --jobs-dir={elsewhere} -- --partition=a) ||"
+        site.tool("scontrol", f'[ "$*" = "write batch_script 7 -" ] || exit 1\ncat <<"END"\n#!/bin/bash\n{line}\nEND')
+    assert site.run("logs", "--path", "7+0", "master").stdout == f"{site.job / 'master.log'}\n"
+    assert json.loads(site.run("summary", "--json", "7").stdout) == SUMMARY
+    assert "the job of" in site.run("top", "7", returncode=1).stderr
+    site.job.rename(site.job.with_name("job-9"))
+    expected = f"no directory .hetstream/job-7 in {site.place / 'submitted'}, where job 7 works (COMPLETED), nor in "
+    assert expected + str(site.job.parent) in site.run("logs", "7", returncode=1).stderr
+
+
+def test_old_directories_go_from_the_place_of_their_own_alone(site: Site, elsewhere: Path) -> None:
+    site.tool("squeue", "exit 0")
+    mine = site.place / "job-5"  # a directory of the user's that happens to have such a name
+    mine.mkdir()
+    os.utime(mine, (0, 0))
+    for path in (*site.job.iterdir(), site.job):
+        os.utime(path, (0, 0))
+    assert "0 of 0" in site.run("clean", str(site.place)).stderr
+    assert "would be removed" in site.run("clean", "--jobs-dir", str(elsewhere)).stdout
+    site.environ["HETSTREAM_JOBS_DIR"] = str(elsewhere)
+    assert "1 of 1 directories" in site.run("clean", "--remove").stderr
+    assert not site.job.exists()
+    assert site.job.parent.is_dir(), "the place stays: who made it is not known"
+    assert mine.is_dir()
+    for wrong in ("scratch/%u", "/scratch/%j", "/a\nb"):
+        assert "must be an absolute path" in site.run("clean", "--jobs-dir", wrong, returncode=2).stderr
+        site.environ["HETSTREAM_JOBS_DIR"] = wrong
+        assert "HETSTREAM_JOBS_DIR=" in site.run("logs", "7", returncode=1).stderr

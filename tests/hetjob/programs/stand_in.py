@@ -32,7 +32,8 @@ with open("started", "a") as started:
 if Path(f"die-{verb}").exists():
     sys.exit(9)
 if verb == "dispatcher":
-    Path(value("--work-dir")).mkdir(exist_ok=True)
+    if not Path(value("--work-dir")).is_symlink():
+        Path(value("--work-dir")).mkdir(exist_ok=True)
     Path(value("--work-dir"), "journal").write_text("keys\n")
     Path(value("--address-file")).write_text(value("--bind"))
     until_terminated()
@@ -67,6 +68,7 @@ else:
         companions=int(value("--companions")),
         smallest_cpus=int(value("--smallest-cpus")) if any("smallest" in word for word in sys.argv) else None,
         cooldown_s=float(value("--cooldown")),
+        jobs_dir=Path(value("--jobs-dir")) if any("--jobs-dir" in word for word in sys.argv) else None,
         companion_options=tuple(sys.argv[sys.argv.index("--") + 1 :]),
     )
     sys.exit(serve(config, FakeSlurm(Path.cwd(), dict(os.environ)), os.environ))

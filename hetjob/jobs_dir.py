@@ -1,0 +1,76 @@
+"""Where the directories of jobs are: `.hetstream` where a job was submitted from, or a place of their own.
+
+Two settings, each an option, else a variable of the environment, else a line in the site's file on the host that asks:
+
+    HETSTREAM_JOBS_DIR      directories of jobs, on a file system that the job's hosts share (default: `.hetstream`)
+    HETSTREAM_JOURNAL_DIR   journal of the dispatcher, also on a disk of the first node (default: the job's directory)
+
+`%u` in them stands for the user. Reads the site's file, asks nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from hetjob.site.address import SITE_FILE, assignments
+from mpi_dataworkers.errors import ConfigError
+
+JOBS_DIR, JOURNAL_DIR = "HETSTREAM_JOBS_DIR", "HETSTREAM_JOURNAL_DIR"
+IN_SUBMIT_DIR = ".hetstream"
+RULE = "an absolute path on one line, in which %u stands for the user, such as /scratch/%u/hetstream"
+
+
+def is_directory_pattern(text: str) -> bool:
+    """Whether a text has the form of these settings."""
+    return text.startswith("/") and text.isprintable() and "%" not in text.replace("%u", "")
+
+
+def setting(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) -> str | None:
+    """What the environment or the site's file says of one of the two; None if neither does, or if it is empty.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    text, origin = environ.get(name), "environment variable "
+    if text is None:
+        try:
+            text, origin = assignments(site_file.read_text(errors="replace")).get(name), f"{site_file}: "
+        except OSError:
+            return None
+    if text and not is_directory_pattern(text):
+        raise ConfigError(f"{origin}{name}={text!r}: must be {RULE}")
+    return text or None
+
+
+def for_user(pattern: str, user: str = "") -> Path:
+    """The directory of a user; by default of whom this process runs as."""
+    return Path(pattern.replace("%u", user or _own_name()))
+
+
+def jobs_dir_in(script: str) -> str:
+    """Which directory a converted script names for its job; "" if it names none.
+
+    Args:
+        script: text of a user, of which nothing is believed but that word.
+    """
+    for line in script.splitlines():
+        if line.startswith("_hetstream=$(") and " --jobs-dir=" in line:
+            try:
+                words = shlex.split(re.sub(r"\) \|\|$", "", line.removeprefix("_hetstream=$(")))
+            except ValueError:
+                continue
+            named = (word.removeprefix("--jobs-dir=") for word in words if word.startswith("--jobs-dir="))
+            return next((text for text in named if is_directory_pattern(text)), "")
+    return ""
+
+
+def _own_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a number that this host has no name for
+        return str(os.geteuid())

@@ -1,0 +1,65 @@
+"""Directories of jobs on real Slurm: in a place of their own, and found again by what Slurm knows."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetjob.errors import SlurmCommandError
+
+HETSTREAM = Path(sys.executable).with_name("hetstream")
+DIRECTIVE = "#HETSTREAM --data-workers=1 --data-worker-cpus=1 --data-worker-partition=cpu\n"
+SCRIPT = f'#!/bin/bash\n{DIRECTIVE}echo "$HETSTREAM_SERVICE"\n'
+pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
+
+
+def submit(devcluster: Any, directory: Path, *options: str, **more: str) -> str:
+    """Submit the script from a new directory, wait for its end, and return the job's id."""
+    directory.mkdir()
+    (directory / "job.sbatch").write_text(SCRIPT)
+    done = subprocess.run(
+        [HETSTREAM, "sbatch", "--wait", "--parsable", f"--output={directory}/out", *options, "job.sbatch"],
+        cwd=directory, env={**devcluster.env, **more}, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+def told(devcluster: Any, *words: str) -> str:
+    """What a command tells that is called from another directory, with nothing in its environment."""
+    return str(devcluster.run([str(HETSTREAM), *words]).stdout)
+
+
+def test_a_directory_elsewhere_is_found_by_what_slurm_knows(devcluster: Any) -> None:
+    directory, disk = devcluster.out_dir / "elsewhere", devcluster.out_dir / "disk"
+    place = devcluster.out_dir / "scratch" / getpass.getuser() / "jobs"
+    pattern = str(devcluster.out_dir / "scratch" / "%u" / "jobs")
+    job_id = submit(devcluster, directory, f"--jobs-dir={pattern}", f"--journal-dir={disk}")
+    assert (directory / "out").read_text() == f"file:{place}/job-{job_id}/address\n"
+    assert not (directory / ".hetstream").exists()
+    assert [*disk.iterdir()] == [], "the journal is gone from the node's disk"
+    assert told(devcluster, "logs", "--path", f"{job_id}+1", "master") == f"{place}/job-{job_id}/master.log\n"
+    assert json.loads(told(devcluster, "summary", "--json", job_id))["job_name"] == "job.sbatch"
+    with pytest.raises(SlurmCommandError, match="has ended"):
+        told(devcluster, "top", job_id)
+    (row,) = json.loads(told(devcluster, "clean", "--jobs-dir", pattern, "--older-than=0h", "--json"))["directories"]
+    # squeue shows what has ended for MinJobAge seconds, but not as living.
+    assert (row["directory"], row["done"]) == (f"{place}/job-{job_id}", "would be removed")
+    # The same by the environment, which reaches the job through its script.
+    second = submit(devcluster, devcluster.out_dir / "by-environment", "--export=NONE", HETSTREAM_JOBS_DIR=pattern)
+    assert (place / f"job-{second}" / "summary.json").exists()
+    assert told(devcluster, "logs", "--path", second, "master") == f"{place}/job-{second}/master.log\n"
+
+
+def test_a_job_with_another_working_directory_is_found_by_its_number(devcluster: Any) -> None:
+    there = devcluster.out_dir / "there"
+    there.mkdir()
+    job_id = submit(devcluster, devcluster.out_dir / "here", f"--chdir={there}")
+    (directory,) = devcluster.out_dir.glob(f"*here/.hetstream/job-{job_id}")
+    assert told(devcluster, "logs", "--path", job_id, "master") == f"{directory}/master.log\n"

@@ -18,6 +18,9 @@ UNUSABLE = frozenset(
     | {"NOT_RESPONDING", "MAINTENANCE", "MAINT", "POWERING_DOWN", "POWER_DOWN"}
     | {"REBOOT", "REBOOT_REQUESTED", "REBOOT_ISSUED"}
 )
+# slurmctld sets this flag itself on a node that it starts, and gives it to further jobs meanwhile. It goes down
+# (ResumeTimeout) if nothing answers in time.
+_AWAITED = frozenset({"NOT_RESPONDING"})
 # A flag: only jobs of a reservation can start there now.
 RESERVED = "RESERVED"
 # Reasons of a pending job that are about resources, or about whose turn it is; others are told as what they are.
@@ -240,12 +243,17 @@ class Node:
     @property
     def is_usable(self) -> bool:
         """Whether new jobs can start on it as soon as there is room."""
-        return not self.states & UNUSABLE
+        return not self._kept_by
+
+    @property
+    def _kept_by(self) -> frozenset[str]:
+        """Which of its states keep new jobs from it."""
+        return (self.states & UNUSABLE) - (_AWAITED if "POWERING_UP" in self.states else frozenset())
 
     @property
     def state(self) -> str:
         """One word for tables: what keeps it from use, otherwise its base state."""
-        bad = sorted(self.states & UNUSABLE)
+        bad = sorted(self._kept_by)
         base = [word for word in ("IDLE", "MIXED", "ALLOCATED", "COMPLETING") if word in self.states]
         kept = [RESERVED] if self.is_reserved and not bad else []
         return "+".join([*base[:1], *bad, *kept] if bad or kept else base[:1] or sorted(self.states)).lower()

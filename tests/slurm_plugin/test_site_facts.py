@@ -167,6 +167,8 @@ def test_nodes_that_slurm_starts_for_a_job_are_usable() -> None:
     usable = {
         "IDLE+CLOUD+POWERED_DOWN": True, "IDLE+POWERING_UP": True, "MIXED+CLOUD": True, "IDLE+POWERING_DOWN": False,
         "IDLE+POWER_DOWN": False, "DOWN+POWERED_DOWN": False, "IDLE+POWERED_DOWN+DRAIN": False,
+        "MIXED+NOT_RESPONDING+POWERING_UP": True, "MIXED+NOT_RESPONDING": False,
+        "DOWN+NOT_RESPONDING+POWERING_UP": False,
     }  # fmt: skip
     for states, expected in usable.items():
         assert node("n", states=frozenset(states.split("+"))).is_usable is expected, states

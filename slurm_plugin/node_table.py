@@ -58,11 +58,12 @@ class NodeTable:
         self._features: dict[str, Mask] = {}
 
     def eligible(self, partitions: Collection[str], reservation: str = "") -> Mask:
-        """The nodes of these partitions (of none: all) that are in the job's reservation, or in none."""
+        """The nodes of these partitions (of none: all) that are in one of the job's reservations, or in none."""
         key = frozenset(partitions), reservation
         if key not in self._eligible:
             if reservation:
-                mask = self.reserved & self._mask(node.reservation in ("", reservation) for node in self.nodes)
+                named = ("", *reservation.split(","))
+                mask = self.reserved & self._mask(node.reservation in named for node in self.nodes)
             else:
                 mask = ~self.reserved
             self._eligible[key] = mask & self._in(partitions) if partitions else mask

@@ -44,7 +44,7 @@ _PATTERNS = (
     (r"Reservation(Deleted|Invalid)", "reservation", "its reservation is gone",
      "scontrol update JobId={id} ReservationName="),
     (r"Reservation", "reservation", "its reservation has not begun or is full",
-     "scontrol show reservation {reservation}"),
+     "{reservation}"),
     (r"Licenses", "licenses", "its licenses are taken", "scontrol show license"),
     (r"InvalidQOS|QOSNotAllowed", "not allowed", "it may not use QOS {qos} here ({reason})",
      _SHOW_ASSOC + "; scontrol update JobId={id} QOS=NAME"),
@@ -104,6 +104,8 @@ def told_by_slurm(job: Job) -> Told | None:
     }  # fmt: skip
     # The next step is a line for a shell: whoever named the account must not have written a part of it.
     quoted = {name: shlex.quote(str(word)) if word else "" for name, word in words.items()}
+    shown = [f"scontrol show reservation {shlex.quote(name)}" for name in job.reservations]  # it takes one name
+    quoted["reservation"] = "; ".join(shown) or "scontrol show reservation"
     begin = job.reason.replace(" ", "_")
     for pattern, kind, text, step in _REASONS:
         if pattern.match(begin):

@@ -42,10 +42,12 @@ class Utilisation:
         cpu_hours_used: of the hours below, those that the processes used.
         cpu_hours_measured: allocated hours of the jobs whose use is known.
         gpu_hours_used, gpu_hours_measured: the same for GPUs.
+        num_gpus_unknown: jobs that may have held more GPUs than they are counted with.
         wait_gpu_hours: GPU hours in which trainers waited for data, of hetstream's own jobs.
     """
 
     num_jobs: int = 0
+    num_gpus_unknown: int = 0
     cpu_hours: float = 0.0
     gpu_hours: float = 0.0
     cpu_hours_used: float = 0.0
@@ -62,6 +64,7 @@ class Utilisation:
             return
         cpu_hours, gpu_hours = usage.cpus * hours, usage.gpus * hours
         self.num_jobs += 1
+        self.num_gpus_unknown += not usage.gpus_known
         self.cpu_hours += cpu_hours
         self.gpu_hours += gpu_hours
         if usage.cpu_used_s is not None:

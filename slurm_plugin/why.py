@@ -208,7 +208,7 @@ class Explainer:
 
     def _in_the_way(self, job: Job) -> tuple[Reservation, ...]:
         """The reservations of others that begin before a job would have to end, if it started now."""
-        return tuple(one for one in self._upcoming[: self._num_before_end(job)] if one.name != job.reservation)
+        return tuple(one for one in self._upcoming[: self._num_before_end(job)] if one.name not in job.reservations)
 
     def _num_before_end(self, job: Job) -> int:
         """How many reservations begin before that; with its own reservation they say which are in its way."""

@@ -73,7 +73,19 @@ def report_of(found: tuple[Advice, ...], snapshot: Snapshot) -> Report:
             "there is no slurmdbd: of ended jobs only those are known that hetstream kept a record of, here or where "
             "other jobs of yours were submitted"
         )
+    if any(one.basis == "free now" for one in found) and enforces_limits(snapshot):
+        notes.append(
+            "limits of accounts, users and QOS, which this site enforces, were not looked at: data workers are a "
+            "component or jobs beside the trainer, whose CPUs, jobs and submissions count for the same account. See: "
+            "scontrol show assoc_mgr flags=assoc,qos"
+        )
     return Report(meta_of("advise", snapshot), summary, lines, (Section("advice", _COLUMNS, rows),), notes)
+
+
+def enforces_limits(snapshot: Snapshot) -> bool:
+    """Whether an association or a QOS may keep a job from starting that has room."""
+    words = snapshot.config.get("AccountingStorageEnforce", "").split(",")
+    return not {"limits", "qos", "safe", "all"}.isdisjoint(words)
 
 
 _COLUMNS = (

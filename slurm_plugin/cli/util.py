@@ -126,13 +126,16 @@ def report_of(usages: list[Usage], window: Window, by: str, snapshot: Snapshot, 
         "cpu_load_now": round(sum(loads), 2) if loads else None,
         **whole,
     }
-    return Report(meta_of("util", snapshot), summary, lines, (section,), _notes(window, snapshot))
+    return Report(
+        meta_of("util", snapshot), summary, lines, (section,), _notes(window, snapshot, whole["num_gpus_unknown"])
+    )
 
 
 def _row(one: Utilisation, window: Window, cpus: int, gpus: int) -> dict[str, Any]:
     hours = window.length_s / 3600
     row = {
         "num_jobs": one.num_jobs,
+        "num_gpus_unknown": one.num_gpus_unknown,
         "gpu_hours": one.gpu_hours,
         "gpu_allocated_share": share(one.gpu_hours, gpus * hours),
         "gpu_effective_share": share(one.gpu_hours_used, one.gpu_hours_measured),
@@ -146,12 +149,17 @@ def _row(one: Utilisation, window: Window, cpus: int, gpus: int) -> dict[str, An
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def _notes(window: Window, snapshot: Snapshot) -> list[str]:
+def _notes(window: Window, snapshot: Snapshot, num_gpus_unknown: int) -> list[str]:
     if has_accounting(snapshot):
         return []
     remembered = re.match(r"\d+", snapshot.config.get("MinJobAge", ""))
     age_s = float(remembered[0]) if remembered else 300.0
     notes = ["there is no slurmdbd: CPU and GPU use is known of hetstream's own running jobs alone"]
+    if num_gpus_unknown:
+        notes.append(
+            f"of {num_gpus_unknown:,} ended job(s) with whole nodes nothing says how many GPUs they held: they count "
+            "as they asked, and the allocated GPUs are less than the truth"
+        )
     if window.length_s > age_s:
         notes.append(
             f"there is no slurmdbd: jobs that ended more than {age_s:.0f} s ago (MinJobAge) are not known, so the "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -42,6 +42,7 @@ class Usage:
         end_s: None while it runs.
         cpu_used_s: CPU time of its processes; None where nobody gathered it.
         gpu_share: how busy its GPUs were, 0 to 1; None where nobody gathered it.
+        gpus_known: False where it may have held more, and nothing says how many.
         wait_share: share of their time that its trainers wait for data, told by hetstream itself; None for other jobs.
     """
 
@@ -57,6 +58,7 @@ class Usage:
     cpu_used_s: float | None = None
     gpu_share: float | None = None
     wait_share: float | None = None
+    gpus_known: bool = True
 
 
 def has_accounting(snapshot: Snapshot) -> bool:
@@ -204,8 +206,13 @@ def _cpu_seconds(text: str) -> float:
     return ((int(days or 0) * 24 + int(hours or 0)) * 60 + int(minutes)) * 60 + float(seconds)
 
 
-def from_queue(jobs: tuple[Job, ...]) -> tuple[Usage, ...]:
-    """The jobs that squeue still shows, with those that have ended: what they held, and nothing of what they used."""
+def from_queue(jobs: tuple[Job, ...], gpus_unknown: Collection[int] = ()) -> tuple[Usage, ...]:
+    """The jobs that squeue still shows, with those that have ended: what they held, and nothing of what they used.
+
+    Args:
+        jobs: those.
+        gpus_unknown: numbers of those that may have held more GPUs than they asked for.
+    """
     return tuple(
         Usage(
             job=job.label,
@@ -217,6 +224,7 @@ def from_queue(jobs: tuple[Job, ...]) -> tuple[Usage, ...]:
             gpus=job.count("gpu"),
             start_s=job.start_s,
             end_s=None if job.is_running else job.end_s,
+            gpus_known=job.job_id not in gpus_unknown,
         )
         for job in jobs
         if job.start_s is not None and not job.is_pending

@@ -7,11 +7,16 @@ nodes do: all that is in use on a node with one job is that job's.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from slurm_plugin.client.model import Gres, Job, Node, Partition
+from slurm_plugin.client.gres import parse_gres
+from slurm_plugin.client.model import Gres, Job, Node, Partition, total
+
+_JOB_ID = re.compile(r"JobId=(\d+) ")
+_JOB_GRES = re.compile(r"(?<!\S)JOB_GRES=(\S+)")
 
 
 def with_held_gpus(jobs: Sequence[Job], nodes: Sequence[Node], partitions: Iterable[Partition] = ()) -> tuple[Job, ...]:
@@ -44,3 +49,59 @@ def _with(job: Job, used: Iterable[Gres]) -> Job:
     gpus = tuple(Gres(name, kind, count) for (name, kind), count in held.items())
     asked = job.count("gpu")
     return replace(job, gres_held=gpus) if sum(gres.count for gres in gpus if gres.name == "gpu") > asked else job
+
+
+def ended_on_whole_nodes(jobs: Iterable[Job], nodes: Iterable[Node]) -> frozenset[int]:
+    """Numbers of the ended jobs that had all CPUs of nodes with GPUs: with `--exclusive` they had all GPUs, too."""
+    cpus = {node.name: node.cpus for node in nodes}
+    gpus = {node.name for node in nodes if node.gpus or node.mig}
+    return frozenset(
+        job.job_id
+        for job in jobs
+        if job.gres_held is None and not job.is_pending and not job.is_running and not gpus.isdisjoint(job.nodes)
+        and job.num_cpus >= sum(cpus.get(name, 0) for name in job.nodes)
+    )  # fmt: skip
+
+
+def parse_held(text: str) -> dict[int, tuple[Gres, ...] | None]:
+    """What jobs held by their records of `scontrol --details --oneliner show job`; None where that is in doubt.
+
+    A user can write a line end and a whole record, or a field, into the name of a job. Slurm's own stands beside it:
+    what is said twice is in doubt.
+    """
+    said: dict[int, list[list[str]]] = {}
+    for line in text.split("\n"):
+        if match := _JOB_ID.match(line):
+            said.setdefault(int(match[1]), []).append(_JOB_GRES.findall(line))
+    found: dict[int, tuple[Gres, ...] | None] = {}
+    for job_id, records in said.items():
+        try:
+            in_doubt = len(records) > 1 or len(records[0]) > 1
+            found[job_id] = None if in_doubt else parse_gres("".join(records[0]))
+        except ValueError:
+            found[job_id] = None
+    return found
+
+
+def with_told_gpus(
+    jobs: Sequence[Job], asked: Collection[int], held: Mapping[int, tuple[Gres, ...] | None], nodes: Iterable[Node]
+) -> tuple[tuple[Job, ...], frozenset[int]]:
+    """The jobs, with what their records say of those that were asked about, and the numbers of which that is unknown.
+
+    Args:
+        jobs: all.
+        asked: numbers of those in question.
+        held: see `parse_held`. More than the job's nodes have is not believed.
+        nodes: all nodes.
+    """
+    most = {node.name: total(node.gres, "gpu") for node in nodes}
+    found, unknown = [], set[int]()
+    for job in jobs:
+        if job.job_id in asked:
+            told = held.get(job.job_id)
+            if told is None or total(told, "gpu") > sum(most.get(name, 0) for name in job.nodes):
+                unknown.add(job.job_id)
+            else:
+                job = replace(job, gres_held=told)
+        found.append(job)
+    return tuple(found), frozenset(unknown)

@@ -18,9 +18,8 @@ UNUSABLE = frozenset(
     | {"NOT_RESPONDING", "MAINTENANCE", "MAINT", "POWERING_DOWN", "POWER_DOWN"}
     | {"REBOOT", "REBOOT_REQUESTED", "REBOOT_ISSUED"}
 )
-# slurmctld sets this flag itself on a node that it starts, and gives it to further jobs meanwhile. It goes down
-# (ResumeTimeout) if nothing answers in time.
-_AWAITED = frozenset({"NOT_RESPONDING"})
+# Flags of a node in a reservation with the flag MAINT.
+MAINTENANCE = frozenset({"MAINTENANCE", "MAINT"})
 # A flag: only jobs of a reservation can start there now.
 RESERVED = "RESERVED"
 # Reasons of a pending job that are about resources, or about whose turn it is; others are told as what they are.
@@ -157,6 +156,11 @@ class Job:
         return str(self.job_id)
 
     @property
+    def reservations(self) -> tuple[str, ...]:
+        """The names in `--reservation=a,b`: it may run in any of them."""
+        return tuple(filter(None, self.reservation.split(",")))
+
+    @property
     def is_pending(self) -> bool:
         return self.state == "PENDING"
 
@@ -243,17 +247,13 @@ class Node:
     @property
     def is_usable(self) -> bool:
         """Whether new jobs can start on it as soon as there is room."""
-        return not self._kept_by
-
-    @property
-    def _kept_by(self) -> frozenset[str]:
-        """Which of its states keep new jobs from it."""
-        return (self.states & UNUSABLE) - (_AWAITED if "POWERING_UP" in self.states else frozenset())
+        # On a node in maintenance the jobs of that reservation start, as on others that are reserved.
+        return not self.states & (UNUSABLE - MAINTENANCE if self.reservation else UNUSABLE)
 
     @property
     def state(self) -> str:
         """One word for tables: what keeps it from use, otherwise its base state."""
-        bad = sorted(self._kept_by)
+        bad = sorted(self.states & UNUSABLE)
         base = [word for word in ("IDLE", "MIXED", "ALLOCATED", "COMPLETING") if word in self.states]
         kept = [RESERVED] if self.is_reserved and not bad else []
         return "+".join([*base[:1], *bad, *kept] if bad or kept else base[:1] or sorted(self.states)).lower()
@@ -351,6 +351,7 @@ class Reservation:
 
     Attributes:
         is_active: it has begun.
+        is_maintenance: its flag MAINT. Its nodes are its own, whatever other reservations have them.
     """
 
     name: str
@@ -358,6 +359,7 @@ class Reservation:
     start_s: float
     end_s: float
     is_active: bool = False
+    is_maintenance: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from hetjob.errors import HetstreamError
 from hetjob.ports import MarkedJob
 from slurm_plugin.client import parse_json, parse_text, pyslurm_backend
-from slurm_plugin.client.held import with_held_gpus
-from slurm_plugin.client.model import Job, Node, Partition, Reservation, Snapshot
+from slurm_plugin.client.held import parse_held, with_held_gpus
+from slurm_plugin.client.model import Gres, Job, Node, Partition, Reservation, Snapshot
 from slurm_plugin.client.parse_text import JOB_FIELDS
 from slurm_plugin.client.reservations import parse_reservations, with_reservations
 from slurm_plugin.client.run import run_slurm
@@ -86,6 +86,10 @@ class CommandReader:
         ends = parse_text.new_separators()
         said = self._run("squeue", "--all", *states, "--noheader", "-O", parse_text.job_format(JOB_FIELDS, *ends))
         return parse_text.parse_jobs(said, JOB_FIELDS, *ends)
+
+    def held_gpus(self) -> dict[int, tuple[Gres, ...] | None]:
+        """What jobs hold and held that slurmctld remembers, by their numbers; None where that is in doubt."""
+        return parse_held(self._run("scontrol", "--all", "--details", "--oneliner", "show", "job"))
 
     def living_jobs(self, uid: int) -> dict[str, str]:
         """Jobs of a user that are not over: id of each (of array tasks and components, their own) and state."""

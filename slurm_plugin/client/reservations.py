@@ -33,7 +33,8 @@ def parse_reservations(text: str) -> tuple[Reservation, ...]:
             raise UnreadableAnswer(f"no reservation: {exc!r}", line) from exc
         if begin_s is not None and end_s is not None and nodes:
             is_active = row.get("State") == "ACTIVE"
-            found.append(Reservation(row["ReservationName"], nodes, begin_s, end_s, is_active))
+            is_maintenance = "MAINT" in row.get("Flags", "").split(",")
+            found.append(Reservation(row["ReservationName"], nodes, begin_s, end_s, is_active, is_maintenance))
     return tuple(sorted(found, key=lambda one: one.start_s))
 
 
@@ -42,7 +43,8 @@ def with_reservations(nodes: Iterable[Node], reservations: Sequence[Reservation]
 
     22.05 names no reservation with a node, and every release marks its nodes some seconds late.
     """
-    names = {name: one.name for one in reservations if one.is_active for name in one.nodes}
+    active = sorted((one for one in reservations if one.is_active), key=lambda one: one.is_maintenance)
+    names = {name: one.name for one in active for name in one.nodes}
     return tuple(
         replace(node, states=node.states | {RESERVED}, reservation=names[node.name]) if node.name in names else node
         for node in nodes

@@ -19,7 +19,7 @@ from hetjob.ports import Child, Cluster, MarkedJob
 from hetjob.processes import next_signal, signals_held, start_child
 from hetjob.sbatch_options import refuse_other_words
 from slurm_plugin.client.accounting import Usage, from_queue, from_sacct, has_accounting
-from slurm_plugin.client.held import with_held_gpus
+from slurm_plugin.client.held import ended_on_whole_nodes, with_held_gpus, with_told_gpus
 from slurm_plugin.client.model import Snapshot
 from slurm_plugin.client.partitions import SINFO_FORMAT, parse_limits
 from slurm_plugin.client.read import CommandReader, plain_environ, release_of
@@ -78,7 +78,11 @@ class CommandSlurm:
         """What jobs held and used within a window, from accounting where the cluster has it; see `accounting.py`."""
         if has_accounting(snapshot):
             return from_sacct(self._environ, start_s, end_s)
-        return from_queue(with_held_gpus(self._reader.jobs(ended=True), snapshot.nodes, snapshot.partitions))
+        jobs = with_held_gpus(self._reader.jobs(ended=True), snapshot.nodes, snapshot.partitions)
+        asked, unknown = ended_on_whole_nodes(jobs, snapshot.nodes), frozenset[int]()
+        if asked:
+            jobs, unknown = with_told_gpus(jobs, asked, self._reader.held_gpus(), snapshot.nodes)
+        return from_queue(jobs, unknown)
 
     def submit(self, script: str, options: Sequence[str], key: str = "") -> str:
         """Submit a script from standard input and return the job id (`sbatch --parsable` prints `id[;cluster]`).

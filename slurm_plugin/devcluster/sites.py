@@ -182,10 +182,8 @@ def resume_program(spec: ClusterSpec, path: str, slurmd: Sequence[str]) -> str:
     return (
         f"#!/bin/sh\nexport PATH={path} SLURM_CONF={spec.slurm_conf}\n"
         'for node in $(scontrol show hostnames "$1"); do\n'
-        # slurmctld starts this without a place for errors. When it ends, slurmctld kills its process group: by then
-        # each slurmd has to be in a session of its own. So this waits for the session, which starts it.
-        """  setsid sh -c '"$@" </dev/null >>"$0" 2>&1 &' """
-        f'"{spec.log_dir}/slurmd-$node.out" {" ".join(slurmd)} -D -b -N "$node"\n'
+        # slurmctld starts this without a place for errors.
+        f'  setsid {" ".join(slurmd)} -D -b -N "$node" </dev/null >>"{spec.log_dir}/slurmd-$node.out" 2>&1 &\n'
         "done\n"
     )
 

@@ -62,7 +62,13 @@ def test_limits_strand_nothing_and_only_a_lack_of_cpus_is_advised_about(site: An
     ]
     directive = "#HETSTREAM --data-workers=3 --data-worker-partition=cpu"
     assert site.facts(starved)["directive"] == directive
-    (advice,) = site.told("advise")["advice"]
+    told = site.told("advise")
+    (advice,) = told["advice"]
+    (note,) = (one for one in told["notes"] if "were not looked at" in one)
+    assert "scontrol show assoc_mgr" in note
+    # Anybody may read there what the note leaves to be looked at.
+    shown = site.run(str(site.as_nobody / "scontrol"), "show", "assoc_mgr", "flags=assoc", "accounts=eight-cpus")
+    assert "GrpTRES=cpu=8(" in shown
     assert (advice["job"], advice["cpus_freed"], advice["gpus_unlocked"], advice["step"]) == (starved, 10, 2, directive)
 
 

@@ -75,3 +75,14 @@ def test_who_names_a_hidden_partition_is_converted(site: Any, tmp_path: Path, no
     # sbatch would take it; a partition that is not there it refuses.
     (tmp_path / "converted.sbatch").write_text(converted["script"])
     site.run("sbatch", "--test-only", str(tmp_path / "converted.sbatch"))
+
+
+def test_an_ended_exclusive_job_has_its_gpus_in_the_utilisation(site: Any) -> None:
+    """In a partition that gives parts of nodes, and without slurmdbd: 4 GPUs beside 16 CPUs, asked for or not."""
+    job = site.submit("--partition=gpu", "--exclusive", *SMALL, command="sleep 4")
+    site.settle(**{job: "COMPLETED"})
+    told = site.told("util", "-S", "now-1minute")
+    (one,) = (one for one in told["groups"] if one["partition"] == "gpu")
+    assert one["gpu_hours"] == pytest.approx(one["cpu_hours"] / 4, abs=1e-4)
+    assert one["gpu_hours"] > 0
+    assert told["summary"]["num_gpus_unknown"] == 0

@@ -13,8 +13,6 @@ from slurm_plugin.devcluster.status import observe
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.every_release]
 KINDS = (POWER_SAVING,)
 SMALL = ("--mem=1000", "--time=60")
-# What slurmctld says of a node that it starts, until its slurmd answers.
-COMING_UP = {"POWERING_UP", "NOT_RESPONDING"}
 
 
 def state_of(site: Any, node: str) -> set[str]:
@@ -75,31 +73,3 @@ def test_a_job_for_a_node_that_goes_down_is_told_so(site: Any) -> None:
     if "POWERING_DOWN" in state_of(site, "cpu3"):
         assert told["summary"]["jobs"][0]["fits_on"] == []
     site.settle(**{job: "RUNNING"})
-
-
-def test_a_node_that_comes_up_is_room_for_further_jobs(site: Any) -> None:
-    """cpu2 waits for its slurmd while it comes up: it answers nothing, and Slurm gives it to one more job.
-
-    By hand, of 96 CPUs: the first job has 4, then both have 8. No GPU is in use.
-    """
-    resume = site.cluster.state_dir / "resume.sh"
-    answers = site.cluster.out_dir / "answers"
-    text = resume.read_text()
-    resume.write_text(text.replace("for node", f"until [ -e {answers} ]; do sleep 0.1; done\nfor node", 1))
-    try:
-        site.run("scontrol", "update", "NodeName=cpu2", "State=POWER_DOWN")
-        site.wait_until(lambda: "POWERED_DOWN" in state_of(site, "cpu2"), 60, "cpu2 down")
-        options = ("-pcpu", "-wcpu2", "-c4", *SMALL)
-        first = site.submit(*options)
-        site.wait_until(lambda: state_of(site, "cpu2") >= COMING_UP, 60, "cpu2 on its way up")
-        assert site.totals("cpus_free", "gpus_free", "num_left_out") == [92, 8, 0]
-        second = site.submit(*options)
-        site.settle(**{second: "CONFIGURING"})
-        told = site.totals("cpus_free", "gpus_free", "num_left_out")
-        assert state_of(site, "cpu2") >= COMING_UP, "the machine was too slow: ResumeTimeout is over"
-        assert told == [88, 8, 0]
-        answers.touch()
-        site.settle(**{first: "RUNNING", second: "RUNNING"})
-    finally:
-        answers.touch()
-        resume.write_text(text)

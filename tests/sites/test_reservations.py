@@ -82,3 +82,30 @@ def test_a_converted_job_in_a_reservation_starts(site: Any, tmp_path: Path) -> N
     job = site.run("sbatch", "--parsable", f"--chdir={tmp_path}", str(tmp_path / "converted.sbatch"))
     site.settle(**{f"{job}+0": "RUNNING", f"{job}+1": "RUNNING"})
     assert site.run("squeue", "--noheader", f"--jobs={job}+1", "--format=%P %v %N").split()[:2] == ["cpu", "(null)"]
+
+
+def test_jobs_in_an_active_maintenance_and_in_one_of_several_reservations(site: Any) -> None:
+    """The maintenance of cpu3 begins now: its own jobs have room there, others not, and of two names either will do."""
+    site.run("scontrol", "update", "ReservationName=maintenance", "StartTime=now", "Duration=02:00:00")
+    try:
+        site.wait_until(lambda: "MAINT" in site.run("scontrol", "show", "node", "cpu3"), 60, "cpu3 in maintenance")
+        inside = ("-pcpu", "--reservation=maintenance", "--mem=1000", "--time=30")
+        first = site.submit(*inside, "-c10")
+        site.settle(**{first: "RUNNING"})
+        second = site.submit(*inside, "-c10")
+        outside = site.submit("-pcpu", "-wcpu3", "-c1", *SMALL)
+        either = site.submit("--reservation=course,maintenance", "-pgpu", "-c2", *SMALL)
+        site.settle(**{second: "PENDING Resources", either: "RUNNING"})
+        assert site.blockers(second) == [
+            ("CPUs", "it needs 10 CPUs on a node; of 1 node(s) with enough memory the most free is 6 (cpu3)")
+        ]
+        assert site.facts(outside)["fits_on"] == []
+        left_out = {one["node"]: one["state"] for one in site.told("frag")["left_out"]}
+        assert left_out == {"cpu3": "mixed+maintenance", "gpu1": left_out["gpu1"]}
+        assert site.run("squeue", "--noheader", f"--jobs={either}", "--format=%N") == "gpu1"
+    finally:
+        site.run("scancel", "--user=root", "--quiet")
+        site.wait_until(lambda: not site.run("squeue", "--all", "--noheader"), 60, "an empty queue")
+        site.run("scontrol", "delete", "ReservationName=maintenance")
+        site.run("scontrol", "create", "reservation", "ReservationName=maintenance", "StartTime=now+1hour",
+                 "Duration=02:00:00", "Users=root", "Flags=MAINT", "Nodes=cpu3")  # fmt: skip

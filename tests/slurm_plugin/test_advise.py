@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slurm_plugin.advise import advise
+from slurm_plugin.cli.advise import report_of
 from slurm_plugin.client.accounting import Usage
 from slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 
@@ -95,3 +96,16 @@ def test_firm_advice_comes_first() -> None:
     jobs = (job(1, "RUNNING", 14, 1), job(2, "PENDING", 12, 1), job(3, "RUNNING", 8, 1))
     found = advise(cluster(*jobs, nodes=(node(2, 2),)), {"3": 0.5})
     assert [line.basis for line in found] == ["measured", "free now", "shape"]
+
+
+@pytest.mark.parametrize(
+    ("enforced", "is_noted"),
+    [("associations,limits,qos", True), ("safe", True), ("none", False), ("associations", False), ("", False)],
+)
+def test_limits_that_were_not_looked_at_are_said_not_to_be(enforced: str, is_noted: bool) -> None:
+    waiting = job(2, "PENDING", 16, 1)
+    found = advise(cluster(waiting, nodes=(node(4, 3),)), {})
+    assert [one.basis for one in found] == ["free now"]
+    snapshot = replace(cluster(waiting, nodes=(node(4, 3),)), config={"AccountingStorageEnforce": enforced})
+    assert any("were not looked at" in note for note in report_of(found, snapshot).notes) == is_noted
+    assert not any("were not looked at" in note for note in report_of((), snapshot).notes)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,30 +80,9 @@ def test_programs_of_power_saving_end_and_start_a_nodes_slurmd() -> None:
     spec = replace(PLAIN, sites=("power-saving",))
     assert f"SuspendProgram={HERE}/suspend.sh" in lines_of("power-saving")
     assert 'kill "$pid"\n' in sites.suspend_program(spec, "/bin")
-    assert f'slurmd-$node.out" /sbin/slurmd -f {HERE}/slurm.conf -D -b -N "$node"' in sites.resume_program(
+    assert f'setsid /sbin/slurmd -f {HERE}/slurm.conf -D -b -N "$node"' in sites.resume_program(
         spec, "/bin", ["/sbin/slurmd", "-f", f"{HERE}/slurm.conf"]
     )
-
-
-def test_a_slurmd_that_was_started_outlives_the_program_that_started_it(
-    tmp_path: Path, wait_until: Callable[..., None]
-) -> None:
-    """slurmctld kills the program's process group as soon as it has ended, however slowly a session is made."""
-    for name, text in {
-        "scontrol": 'echo "$3"',
-        "setsid": f'sleep 0.3\nexec {shutil.which("setsid")} "$@"',
-        "slurmd": f"echo $$ >{tmp_path}/started.part && mv {tmp_path}/started.part {tmp_path}/started\nexec sleep 600",
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    text = sites.resume_program(PLAIN, f"{tmp_path}:{os.environ['PATH']}", [str(tmp_path / "slurmd")])
-    (tmp_path / "resume.sh").write_text(text.replace(str(PLAIN.log_dir), str(tmp_path)))
-    program = subprocess.Popen(["sh", tmp_path / "resume.sh", "cpu0"], start_new_session=True)
-    assert program.wait(30) == 0
-    with suppress(ProcessLookupError):
-        os.killpg(program.pid, signal.SIGKILL)
-    wait_until((tmp_path / "started").exists, 10, "a slurmd")
-    os.kill(int((tmp_path / "started").read_text()), signal.SIGKILL)
 
 
 def test_a_dry_run_shows_files_and_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,11 @@ def run(args: argparse.Namespace) -> int:
         f"rm -f -- {made[0]}; rmdir -- {made[1]}",
         "exit $code",
     )
-    print(f"\nhetstream-plan-{nonce}", *plan, f"hetstream-end-{nonce}", sep="\n")
+    text = "\n".join(("", f"hetstream-plan-{nonce}", *plan, f"hetstream-end-{nonce}", ""))
+    # As bytes: words of a command line need be no text, and are not for a reader's eyes.
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(text))
+    sys.stdout.buffer.flush()
     return 0
 
 

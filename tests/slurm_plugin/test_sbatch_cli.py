@@ -351,3 +351,16 @@ def test_what_is_said_of_the_partition_nobody_chose_and_of_what_no_node_holds(sh
     assert "NoSuchNode: train.sbatch: a data worker of 9 CPUs fits no node of partition cpu" in refused.stderr
     many = shell.run("sbatch", "train.sbatch", "--data-worker-cpus=9", "--data-worker-partition=mixed")
     assert many.returncode == 0, "nobody knows the largest node there"
+
+
+def test_the_plan_of_the_filter_has_the_bytes_of_the_command_line(tmp_path: Path) -> None:
+    """A job's name need be no text; escaped for a reader's eyes it would be another one."""
+    (tmp_path / "job.sbatch").write_text("#!/bin/bash\n#HETSTREAM --data-workers=1 --data-worker-partition=cpu\ntrue\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "slurm_plugin.cli", "filter", "", "job.sbatch", b"--job-name=caf\xe9", "job.sbatch"],
+        cwd=tmp_path,
+        env={**os.environ, "HETSTREAM_FILTER_NONCE": "abc", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        check=True,
+    )
+    assert b"'--job-name=caf\xe9'" in done.stdout

@@ -17,9 +17,9 @@ _M_MMAP_THRESHOLD = -3
 _HEAP_BELOW_BYTES = 256 << 20
 # Free memory at the top of the heap up to here is kept: about what a loader's window holds.
 _KEEP_BYTES = 512 << 20
-# glibc's own threshold at the start of a process. Set, it stays; else each larger block that is freed raises it, and
-# what then comes from the heap is kept below whatever lives longer.
-_UNMAPPED_FROM_BYTES = 128 << 10
+# Below a frame of the control port, of which strangers may make the dispatcher hold a thousand. Set, it stays; else
+# each larger block that is freed raises it, and what then comes from the heap is kept below whatever lives longer.
+_UNMAPPED_FROM_BYTES = 32 << 10
 
 
 def give_back_freed_memory() -> None:

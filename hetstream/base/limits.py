@@ -23,6 +23,12 @@ class TimeExceeded(RuntimeError):
     """The work took more processor time than it may."""
 
 
+def take_all_descriptors() -> None:
+    """Let this process have as many files and connections as it may: what a login shell sets is for its programs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def lower(memory_bytes: int, cpu_s: int) -> None:
     """Let this process take so much more memory and processor time for good. At the end of the time comes SIGXCPU.
 

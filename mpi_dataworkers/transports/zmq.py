@@ -42,8 +42,9 @@ from mpi_dataworkers.transports.base import (
 from mpi_dataworkers.transports.peer import Newcomers, most_unproven
 
 # Frames that libzmq takes; larger messages (datasets in pickled form, which are rare) travel in pieces. What a stranger
-# can make a process hold is one frame for each connection, until the handshake's time is over.
-CONTROL_FRAME_BYTES = 1 << 20
+# can make a process hold is one frame for each connection, until the handshake's time is over: small frames are what
+# lets many connections be in their handshake at once.
+CONTROL_FRAME_BYTES = 64 << 10
 # A loader's number in its process, in decimal digits.
 _NUMBER_BYTES = 19
 # What CURVE adds to a frame, with room to spare (https://rfc.zeromq.org/spec/26/, MESSAGE command).
@@ -61,8 +62,10 @@ _CUT_MS = 5000
 _PROBE_S = 2
 _NUM_PROBES = 3
 # Connections to the dispatcher that have brought no message yet; the oldest make room. Each may have it hold a frame,
-# so this limits memory, too: 64 MiB. Peers in their handshake that are shut out come again at once.
-_MAX_UNPROVEN = 64
+# so this limits memory, too: 64 MiB. Peers in their handshake that are shut out come again at once, so there must be
+# places for all data workers of a large job, which start together: of a herd that is larger the oldest, which are
+# nearly done, would make room for others without end.
+_MAX_UNPROVEN = 1024
 # One attempt to connect; within an attempt the kernel tries ever more seldom too.
 _ATTEMPT_MS = 2000
 # libzmq's own thread tells the dispatcher this often that a data worker is alive, also while user code holds the GIL.

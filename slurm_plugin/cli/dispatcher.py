@@ -36,6 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
+    from hetstream.base.limits import take_all_descriptors
     from mpi_dataworkers.config import metrics_address, metrics_from_environment
     from mpi_dataworkers.dispatcher.server import serve
 
@@ -63,5 +64,6 @@ def run(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    take_all_descriptors()  # each data worker and trainer has one
     serve(args.bind, Path(args.work_dir), Path(args.address_file), lambda: stopping, metrics)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from hetstream.base.limits import take_all_descriptors
 from mpi_dataworkers.codec import encode
 from mpi_dataworkers.messages import WorkerHeartbeat
 from mpi_dataworkers.transports import zmq as zmq_module
@@ -126,6 +128,58 @@ def test_a_crowd_of_strangers_takes_few_descriptors_and_keeps_no_peer_out(monkey
             crowd.kill()
         newcomer.close(0)
         peer.close(0)
+
+
+HERD = """
+import resource, sys, time
+import zmq
+from mpi_dataworkers.codec import encode
+from mpi_dataworkers.messages import WorkerHeartbeat
+address, server_public, public, secret, num = sys.argv[1:]
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+context = zmq.Context()
+context.max_sockets = 4096
+peers = [context.socket(zmq.DEALER) for _ in range(int(num))]
+for number, peer in enumerate(peers):
+    peer.identity = number.to_bytes(16, "big")
+    peer.curve_serverkey, peer.curve_publickey = server_public.encode(), public.encode()
+    peer.curve_secretkey, peer.linger = secret.encode(), 0
+    peer.reconnect_ivl, peer.reconnect_ivl_max, peer.connect_timeout = 50, 200, 2000  # as data workers do
+    peer.immediate = 1  # what is sent is sent by a connection that is there
+print("ready", flush=True)
+for peer in peers:
+    peer.connect(address)
+while True:
+    for peer in peers:
+        try:
+            peer.send(encode(WorkerHeartbeat([])), zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.slow
+def test_a_thousand_data_workers_that_start_at_once_all_get_in(request: pytest.FixtureRequest) -> None:
+    """From one host, as if strangers: nobody makes room for others without end."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 8192:
+        pytest.skip("this process may not have 8,192 descriptors: ulimit -Hn")
+    take_all_descriptors()  # as `hetstream dispatcher` does
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    endpoint = ZmqDispatcherEndpoint("tcp://127.0.0.1:0", SERVER_SECRET, SERVER_PUBLIC, CLIENT_PUBLIC)
+    argv = [sys.executable, "-c", HERD, endpoint.address, SERVER_PUBLIC, CLIENT_PUBLIC, CLIENT_SECRET, "1000"]
+    with contextlib.closing(endpoint), subprocess.Popen(argv, stdout=subprocess.PIPE) as herd:
+        assert herd.stdout is not None
+        assert herd.stdout.readline() == b"ready\n"
+        began, there = time.monotonic(), set[str]()
+        while len(there) < 1000:
+            for one in endpoint.poll(0.1):
+                (there.discard if isinstance(one.message, Disconnected) else there.add)(one.peer)
+            assert time.monotonic() < began + 60, f"{len(there)} of 1000 are in"
+        print(f"1,000 peers were let in within {time.monotonic() - began:.1f} s")
+        herd.kill()
 
 
 def test_libzmq_is_called_once_for_each_frame(endpoint: ZmqDispatcherEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:

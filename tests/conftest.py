@@ -59,6 +59,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("release", RELEASES, indirect=True)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Test processes share the tests by their names, so these are the same in each."""
+    if " at 0x" in item.nodeid:
+        raise pytest.UsageError(f"{item.nodeid}: a name with an address in memory; give ids= to parametrize")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests of real daemons where they cannot run, saying why."""
     if item.get_closest_marker("slurm"):

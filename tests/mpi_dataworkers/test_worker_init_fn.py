@@ -64,7 +64,7 @@ def test_a_function_that_never_names_its_number_divides_nothing(function: Any) -
         Callable_(),
         functools.wraps(seeds_without)(takes_any),
     ],
-    ids=repr,
+    ids=["seeds with", "names two", "closes over", "sees all", "takes any", "partial", "an object", "wraps another"],
 )
 def test_of_all_others_nobody_knows(function: Any) -> None:
     assert may_use_its_number(function)

@@ -276,7 +276,8 @@ def test_a_launcher_passes_on_what_its_ranks_have_heard_already(job: Job, launch
             os.kill(pid, signal.SIGTERM)
     if who != "the launcher":
         writer.send_signal(signal.SIGTERM)
-    assert task.wait(TIMEOUT_S) == 1, "a launcher that was told to end says so"
+    # accelerate ends by the signal itself, if that comes while its ranks are ending already.
+    assert task.wait(TIMEOUT_S) in (1, -signal.SIGTERM), "a launcher that was told to end says so"
     writer.send_signal(signal.SIGTERM)
     assert writer.wait(TIMEOUT_S) == 0
     job.check_saved_and_stopped_once(2)

@@ -31,7 +31,7 @@ def why_not_streamable(loader: Any) -> str | None:
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return (
             f"{type(loader.dataset).__name__} is an IterableDataset, and the start-up hook streams indexed datasets "
-            "only. To stream it, use hetstream.mpi_dataworkers.DataLoader"
+            "only. To stream it, use hetstream.DataLoader"
         )
     if not hasattr(loader.dataset, "__len__") and loader.batch_sampler is None and loader.sampler is None:
         return f"{type(loader.dataset).__name__} has no length and there is no sampler"

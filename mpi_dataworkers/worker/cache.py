@@ -1,6 +1,6 @@
 """A data worker's sliding window of finished batches, for loaders that read the same stream. Pure: no socket, no clock.
 
-Used by `worker.py` for sessions that share (`messages.Sharing`). What is kept is the flattened batch, ready to be sent
+Used by `steps.py` for sessions that share (`messages.Sharing`). What is kept is the flattened batch, ready to be sent
 again: several jobs' copies of one step are one piece of memory. The oldest batches leave first.
 """
 

@@ -1,7 +1,7 @@
 """What a data worker process has loaded of the program that it serves.
 
-Used by the process that makes batches (`worker.py`), and by one that loads a pipeline for others to be forked from it
-(`fork_server.py`): they go on with the object as it was left.
+Used by the process that makes batches (`pipelines.py`), and by one that loads a pipeline for others, which are forked
+from it (`fork_server.py`): they go on with the object as it was left.
 """
 
 from __future__ import annotations

@@ -21,8 +21,10 @@ from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ServiceEnded
 from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
 from hetstream.mpi_dataworkers.wire.address import has_ended, wait_for_address_file
+from hetstream.mpi_dataworkers.worker.connection import CONNECT_TIMEOUT_S
 from hetstream.mpi_dataworkers.worker.memory import keep_freed_memory
-from hetstream.mpi_dataworkers.worker.worker import CONNECT_TIMEOUT_S, DataWorker
+from hetstream.mpi_dataworkers.worker.start import WorkerOptions, WorkerStart
+from hetstream.mpi_dataworkers.worker.worker import DataWorker
 
 _log = logging.getLogger(__name__)
 
@@ -67,14 +69,8 @@ def _work(address_file: Path, cache_bytes: int, num_threads: int, is_over: Calla
     use_one_thread()
     keep_freed_memory()
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
-    worker = DataWorker(
-        service,
-        secrets.token_hex(16),
-        cache_bytes=cache_bytes,
-        over_mpi=True,
-        num_threads=num_threads,
-        has_ended=partial(has_ended, address_file),
-    )
+    options = WorkerOptions(cache_bytes, num_threads, over_mpi=True)
+    worker = DataWorker(service, WorkerStart(secrets.token_hex(16)), options, partial(has_ended, address_file))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.stop())
     done = threading.Event()

@@ -42,11 +42,13 @@ from hetstream.mpi_dataworkers.worker.children import (
     fork_child,
     is_signalled,
 )
+from hetstream.mpi_dataworkers.worker.connection import CONNECT_TIMEOUT_S
 from hetstream.mpi_dataworkers.worker.exchange import Exchange
 from hetstream.mpi_dataworkers.worker.fork_server import ForkServers
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
 from hetstream.mpi_dataworkers.worker.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
+from hetstream.mpi_dataworkers.worker.start import WorkerOptions, WorkerStart
 from hetstream.mpi_dataworkers.worker.watch import (
     Answer,
     StackFile,
@@ -56,7 +58,7 @@ from hetstream.mpi_dataworkers.worker.watch import (
     fate_of,
     how_it_ended,
 )
-from hetstream.mpi_dataworkers.worker.worker import CONNECT_TIMEOUT_S, DataWorker
+from hetstream.mpi_dataworkers.worker.worker import DataWorker
 
 _log = logging.getLogger(__name__)
 
@@ -75,22 +77,6 @@ _STACK_SIGNAL = signal.SIGRTMAX - 1
 CHANGE = -1
 
 
-class _Start(msgspec.Struct, frozen=True):
-    """What a process is started with.
-
-    Attributes:
-        worker_id: its id for the dispatcher.
-        slot: its place; processes for several programs may be in one.
-        replaces: id of the dead process whose place it takes, or "".
-        fate: how that one ended.
-    """
-
-    worker_id: str
-    slot: str
-    replaces: str = ""
-    fate: Fate | None = None
-
-
 @dataclass
 class _Child:
     """One data worker process.
@@ -101,7 +87,7 @@ class _Child:
         seen, seen_at: what it was at when it was looked at last, and since when, in time in which the supervisor ran.
     """
 
-    start: _Start
+    start: WorkerStart
     page: WorkPage
     stacks: StackFile
     started: float = field(default_factory=time.monotonic)
@@ -154,7 +140,8 @@ def run_data_workers(
     """
     service = wait_for_address_file(address_file, CONNECT_TIMEOUT_S)
     ended = partial(has_ended, address_file)
-    return _Supervisor(service, ended, cache_bytes, Exchange(), num_threads, wants_change).run(num_processes)
+    options = WorkerOptions(cache_bytes, num_threads, forks_anew=num_processes > 1)  # one alone shares with nobody
+    return _Supervisor(service, ended, options, Exchange(), wants_change).run(num_processes)
 
 
 class _Supervisor:
@@ -164,25 +151,22 @@ class _Supervisor:
         self,
         service: ServiceAddress,
         ended: Callable[[], bool],
-        cache_bytes: int,
+        options: WorkerOptions,
         exchange: Exchange,
-        num_threads: int,
         wants_change: Callable[[], bool],
     ) -> None:
         self._wants_change = wants_change
         self._changes = False
         self._exchange = exchange
-        self._num_threads = num_threads
         self._service, self._has_ended = service, ended
-        self._cache_bytes = cache_bytes
+        self._options = options
         self._children: dict[int, _Child] = {}
         self._clock = _RunningClock()
         self._fork_servers = ForkServers(exchange, self._leave, self._be_data_worker, lambda: self._clock.now)
-        self._forks_anew = False
         self._stopping = False
         self._ending = ShutdownDeadlines()
         self._early_deaths = 0
-        self._to_start: collections.deque[tuple[_Start, str]] = collections.deque()  # with which definition
+        self._to_start: collections.deque[tuple[WorkerStart, str]] = collections.deque()  # with which definition
         self._said_full = False
         self._files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._failed = False
@@ -199,8 +183,7 @@ class _Supervisor:
         most = self._files_limit[1]
         with contextlib.suppress(ValueError, OSError):  # beyond what the system gives anybody
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._forks_anew = num_processes > 1  # one alone shares with nobody
-        adopt_orphans(self._forks_anew)
+        adopt_orphans(self._options.forks_anew)
         for _ in range(num_processes):
             self._start(secrets.token_hex(8))
         while self._children or (self._to_start and not self._stopping):
@@ -329,7 +312,7 @@ class _Supervisor:
 
     def _start(self, slot: str, definition_id: str = "", replaces: str = "", fate: Fate | None = None) -> None:
         """Start a process, with a pipeline if a fork server has loaded it."""
-        self._to_start.append((_Start(secrets.token_hex(16), slot, replaces, fate), definition_id))
+        self._to_start.append((WorkerStart(secrets.token_hex(16), slot, replaces, fate), definition_id))
         self._start_all()
 
     def _start_all(self) -> None:
@@ -345,7 +328,7 @@ class _Supervisor:
             self._said_full = False
             self._to_start.popleft()
 
-    def _fork(self, start: _Start, definition_id: str) -> None:
+    def _fork(self, start: WorkerStart, definition_id: str) -> None:
         with contextlib.ExitStack() as undo:
             page = undo.enter_context(contextlib.closing(WorkPage()))
             stacks = undo.enter_context(contextlib.closing(StackFile()))
@@ -373,15 +356,13 @@ class _Supervisor:
         resource.setrlimit(resource.RLIMIT_NOFILE, self._files_limit)
 
     def _be_data_worker(self, words: bytes, page: WorkPage, stacks: StackFile, loaded: LoadedProgram) -> int:
-        start = msgspec.msgpack.decode(words, type=_Start)
+        start = msgspec.msgpack.decode(words, type=WorkerStart)
         faulthandler.register(_STACK_SIGNAL, file=stacks.descriptor, all_threads=True)
         if loaded.program is None:  # else what the program has set since then holds
             use_one_thread()
         keep_freed_memory()
         try:
-            options = self._cache_bytes, page, start.fate, False, self._exchange, self._num_threads, self._has_ended
-            program = start.slot, loaded, self._forks_anew
-            worker = DataWorker(self._service, start.worker_id, start.replaces, *options, *program)
+            worker = DataWorker(self._service, start, self._options, self._has_ended, page, self._exchange, loaded)
             for number in END_SIGNALS:
                 signal.signal(number, lambda *_: worker.stop())
             worker.run()

@@ -47,31 +47,34 @@ class _Closed:
 
     until = -1.0
 
-    def close(self, until: float) -> None:
+    def close(self, until: float = -1.0) -> None:
         self.until = until
+
+
+def _worker_that_closes() -> Any:
+    one: Any = worker.DataWorker.__new__(worker.DataWorker)
+    one._page = WorkPage()
+    one._sender, one._dispatcher, one._steps, one._definitions = _Closed(), _Closed(), _Closed(), _Closed()
+    return one
 
 
 @pytest.mark.parametrize("told_s_ago", [0.0, 0.9, 1.4, 1.9])
 def test_what_came_before_is_taken_off_the_time_to_leave(monkeypatch: pytest.MonkeyPatch, told_s_ago: float) -> None:
     """However long a loader or user code was waited for, the end of it all stays where it was."""
     monkeypatch.setattr(worker.time, "monotonic", lambda: 100.0 + told_s_ago)
-    one: Any = worker.DataWorker.__new__(worker.DataWorker)
-    one._page, one._sender, one._endpoint, one._team = WorkPage(), _Closed(), _Closed(), None
-    one._shares = True  # the memory of definitions belongs to its supervisor
+    one = _worker_that_closes()
     one._page.ending = ShutdownDeadlines(100.0)
     one._close()
-    assert (one._sender.until, one._endpoint.until) == (one._page.ending.batches_by, one._page.ending.messages_by)
-    assert max(one._sender.until, one._endpoint.until) < 100.0 + RULE_S
+    assert (one._sender.until, one._dispatcher.until) == (one._page.ending.batches_by, one._page.ending.messages_by)
+    assert max(one._sender.until, one._dispatcher.until) < 100.0 + RULE_S
     one._page.close()
 
 
 def test_a_drained_data_worker_has_time_after_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.time, "monotonic", lambda: 100.0)
-    one: Any = worker.DataWorker.__new__(worker.DataWorker)
-    one._page, one._sender, one._endpoint, one._team = WorkPage(), _Closed(), _Closed(), None
-    one._shares = True  # the memory of definitions belongs to its supervisor
+    one = _worker_that_closes()
     one._close()
-    assert (one._sender.until, one._endpoint.until) == (100.0 + worker._LINGER_S, math.inf)
+    assert (one._sender.until, one._dispatcher.until) == (100.0 + worker._LINGER_S, math.inf)
     one._page.close()
 
 

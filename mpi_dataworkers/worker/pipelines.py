@@ -1,0 +1,162 @@
+"""The pipelines of a data worker process: loaded at their first lease, kept while loaders use them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from hetstream.mpi_dataworkers.ops.definition import Definition
+from hetstream.mpi_dataworkers.ops.entered import EnteredPipeline
+from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, describe_failure
+from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
+from hetstream.mpi_dataworkers.wire.messages import Failure, GrantLease
+from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
+from hetstream.mpi_dataworkers.worker.definitions import Definitions
+from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked, objects_bytes
+from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
+from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram, OtherProgram
+from hetstream.mpi_dataworkers.worker.watch import WorkPage
+
+# A pipeline that could not be loaded is loaded anew after this: what was missing may be there now.
+_LOAD_AGAIN_S = 5.0
+# A program may change its dataset for each epoch; the oldest forms are forgotten, and fetched again if need be.
+_MAX_PIPELINES = 8
+
+
+class StepFailed(Exception):
+    """User code raised for a step."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+class ForkedAnew(Exception):
+    """This process is to leave: one in its place shares the memory of the lease's pipeline with others."""
+
+
+class Pipelines:
+    """The pipelines of one process, by definition. Of its main thread.
+
+    Args:
+        definitions: where they are found.
+        loaded: the program of this process.
+        leases: loading ends when the lease that it is for is gone.
+        page: where the process says what it is doing.
+        forks_anew: its supervisor has a large pipeline loaded once for its processes.
+        worker_number: what the dispatcher calls this data worker now.
+    """
+
+    def __init__(
+        self,
+        definitions: Definitions,
+        loaded: LoadedProgram,
+        leases: HeldLeases,
+        page: WorkPage,
+        forks_anew: bool,
+        worker_number: Callable[[], int],
+    ) -> None:
+        self._definitions, self._loaded, self._leases, self._page = definitions, loaded, leases, page
+        self._forks_anew, self._worker_number = forks_anew, worker_number
+        self._pipelines: dict[str, EnteredPipeline | Exception] = {}
+        self._write_watches: dict[str, WriteWatch] = {}  # of those that hold shared memory
+        self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
+        self._in_use: dict[str, Definition] = {}  # siblings find them while they are held
+        # That a pipeline must exceed for which this process is forked anew: so never in turn for two of one size.
+        self._asked_bytes = objects_bytes(loaded.kept)
+
+    def enter(self, lease: GrantLease) -> Pipeline:
+        """Let user code see its part for a lease.
+
+        Returns:
+            The pipeline to run now.
+
+        Raises:
+            StepFailed: user code failed.
+            LeaseGone: the lease was revoked while it waited.
+            ForkedAnew, OtherProgram: this process is to leave.
+            HandoverFailed: the definition's bytes cannot be had.
+        """
+        definition_id = lease.session.definition_id
+        if self._definitions.has_dropped or self._failed_at:
+            self._forget_old(definition_id)
+        if definition_id not in self._pipelines:
+            try:
+                self._pipelines[definition_id] = EnteredPipeline(
+                    self._load(definition_id, lease), self._worker_number()
+                )
+            except (LeaseGone, ForkedAnew, OtherProgram, HandoverFailed):
+                raise
+            except Exception as error:  # noqa: BLE001, user code; every step of this pipeline fails alike
+                self._pipelines[definition_id] = error
+                self._failed_at[definition_id] = time.monotonic()
+            while len(self._pipelines) > _MAX_PIPELINES:
+                self._forget(next(iter(self._pipelines)))
+        entered = self._pipelines[definition_id]
+        if isinstance(entered, EnteredPipeline):
+            base_seed = lease.session.seed
+            if entered.is_new(base_seed):
+                self._page.at_sample(-1)
+            try:
+                self._loaded.apply(self._in_use[definition_id].settings)
+                return entered.enter(base_seed)
+            except Exception as error:  # noqa: BLE001, worker_init_fn may raise anything; as above
+                entered = self._pipelines[definition_id] = error
+                self._failed_at[definition_id] = time.monotonic()
+        raise StepFailed(describe_failure(entered, is_final=True))
+
+    def check_writes(self, definition_id: str) -> None:
+        """See that user code has not written to the memory that it shares.
+
+        Raises:
+            PipelineError: it has.
+        """
+        if definition_id in self._write_watches:
+            self._write_watches[definition_id].check()
+
+    def _load(self, definition_id: str, lease: GrantLease) -> Pipeline:
+        """Have a pipeline: as it was when this process was forked, or unpickled."""
+        taken = self._loaded.take(definition_id)
+        if taken is not None:
+            found, pipeline = taken
+        else:
+            self._page.rest()  # no user code runs while it waits
+            found = self._definitions.find(definition_id, lambda: self._leases.holds(lease.token))
+            if self._forks_anew and objects_bytes(found) > max(FORK_FROM_BYTES, self._asked_bytes):
+                self._ask_to_be_forked(found, lease)
+            self._page.at_sample(-1)
+            pipeline = self._loaded.load(found)
+        self._in_use[definition_id] = found
+        if found.shared:
+            self._write_watches[definition_id] = WriteWatch(found.digest_of_shared)
+        return pipeline
+
+    def _ask_to_be_forked(self, definition: Definition, lease: GrantLease) -> None:
+        limit_s = lease.session.errors.sample_timeout_s
+        if ask_to_be_forked(self._page, definition, limit_s, lambda: self._leases.holds(lease.token)):
+            raise ForkedAnew
+        if not self._leases.holds(lease.token):
+            raise LeaseGone
+        self._asked_bytes = objects_bytes(definition)
+
+    def _forget_old(self, definition_id: str) -> None:
+        """Forget what no loader uses, and this pipeline if it could not be loaded some time ago."""
+        dropped = self._definitions.take_dropped()
+        if time.monotonic() - self._failed_at.get(definition_id, math.inf) > _LOAD_AGAIN_S:
+            dropped.add(definition_id)
+        for name in dropped:
+            self._forget(name)
+            if self._page.shares == name:
+                self._page.shares = ""
+                if not self._pipelines:  # to leave costs what other pipelines have in this process, a cache, say
+                    self._asked_bytes = 0
+
+    def _forget(self, definition_id: str) -> None:
+        self._loaded.take(definition_id)
+        if self._page.wished[0] == definition_id:
+            self._page.wish("")
+        self._pipelines.pop(definition_id, None)
+        self._write_watches.pop(definition_id, None)
+        self._failed_at.pop(definition_id, None)
+        self._in_use.pop(definition_id, None)

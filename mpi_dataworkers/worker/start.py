@@ -1,0 +1,43 @@
+"""What a data worker process is started with: by its supervisor, or as a rank of an MPI world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from hetstream.mpi_dataworkers.wire.messages import Fate
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What all processes of a data worker have in common.
+
+    Attributes:
+        cache_bytes: finished batches that each keeps for other loaders that share them.
+        num_threads: that make the samples of a batch, where the dataset is thread-safe.
+        over_mpi: it is a rank of an MPI world.
+        forks_anew: the supervisor has a large pipeline loaded once for its processes, and forks them anew.
+    """
+
+    cache_bytes: int = 0
+    num_threads: int = 1
+    over_mpi: bool = False
+    forks_anew: bool = False
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """What one process is started with.
+
+    Attributes:
+        worker_id: its id for the dispatcher, 32 hexadecimal digits.
+        slot: its place among its supervisor's processes; processes for several programs may be in one. "" where nobody
+            can fork it anew.
+        replaces: id of the dead process whose place it takes, or "".
+        fate: how that one ended.
+    """
+
+    worker_id: str
+    slot: str = ""
+    replaces: str = ""
+    fate: Fate | None = None

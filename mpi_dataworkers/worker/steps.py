@@ -1,0 +1,203 @@
+"""Makes the batch of a leased step: from the cache, by a shard's reader, or from the samples of its indices.
+
+User code runs here, in the main thread of `worker.py`. Whatever it raises becomes the failure of the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Literal
+
+from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.ops.iterable import ShardReader
+from hetstream.mpi_dataworkers.ops.pipeline import (
+    MadeStep,
+    Pipeline,
+    SampleError,
+    describe_failure,
+    leave_out,
+    use_one_thread,
+    without,
+)
+from hetstream.mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
+from hetstream.mpi_dataworkers.ops.tree import flatten
+from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
+from hetstream.mpi_dataworkers.wire.codec import Leaf, fuse
+from hetstream.mpi_dataworkers.wire.messages import (
+    Batch,
+    EndOfShard,
+    FinishLease,
+    GrantLease,
+    PlannedOrder,
+    SessionSpec,
+    ShardOrder,
+)
+from hetstream.mpi_dataworkers.worker.cache import BatchCache, CachedBatch
+from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
+from hetstream.mpi_dataworkers.worker.forks import ForksEndHere
+from hetstream.mpi_dataworkers.worker.gather import Gatherer
+from hetstream.mpi_dataworkers.worker.indices import indices_of, place_of
+from hetstream.mpi_dataworkers.worker.leases import HeldLeases
+from hetstream.mpi_dataworkers.worker.pipelines import Pipelines, StepFailed
+from hetstream.mpi_dataworkers.worker.threads import ThreadTeam
+from hetstream.mpi_dataworkers.worker.watch import WorkPage
+
+_log = logging.getLogger(__name__)
+
+
+class StepMaker:
+    """Makes steps, one after the other. Of the main thread.
+
+    Args:
+        pipelines: of this process.
+        leases: say which sessions go on.
+        dispatcher: is told where a shard ends.
+        page: where the process says what it is doing.
+        cache_bytes: finished batches to keep for other loaders that share them.
+        num_threads: that make the samples of a batch, where the dataset is thread-safe.
+    """
+
+    def __init__(
+        self,
+        pipelines: Pipelines,
+        leases: HeldLeases,
+        dispatcher: DispatcherConnection,
+        page: WorkPage,
+        cache_bytes: int,
+        num_threads: int,
+    ) -> None:
+        self._pipelines, self._leases, self._dispatcher, self._page = pipelines, leases, dispatcher, page
+        self._cache = BatchCache(cache_bytes)
+        self._team = ThreadTeam(num_threads, use_one_thread) if num_threads > 1 else None
+        self._said_one_thread = False
+        self._readers: dict[str, ShardReader | RankReader] = {}  # by session
+        self._rounds = SharedRounds()
+
+    def close(self) -> None:
+        """End its threads."""
+        if self._team is not None:
+            self._team.close()
+
+    def make(self, lease: GrantLease, step: int, gathered: Gatherer) -> bool:
+        """Make a step's batch, or take it from the cache, and put it where it leaves from.
+
+        Returns:
+            Whether there are more steps, as far as this one shows.
+
+        Raises:
+            StepFailed: user code raised.
+            LeaseGone, ForkedAnew, OtherProgram, HandoverFailed: there is no pipeline to make it with.
+        """
+        session = lease.session
+        key = session.sharing.key if session.sharing is not None else ""
+        _, _, position = place_of(lease, step)
+        names = session.session_id, step, lease.token
+        lacking = without(session.errors, lease.left_out.get(step, []))
+        cached = None if lacking else self._cache.get(key, position)
+        if cached is not None:
+            again = Batch(*names, cached.num_samples, cached.spec, cached.buffers, "cache", lease.shift)
+            gathered.add_alone(again, cached.frames)
+            return True
+        result = self._run_user_code(lease, step)
+        reader = self._readers.get(session.session_id)
+        if result is None:
+            assert reader is not None
+            end = EndOfShard(session.session_id, reader.num_steps, lease.token)
+            gathered.add_alone(end, [])
+            self._dispatcher.tell(end)  # before the lease is settled
+            return False
+        made, spec, buffers = result
+        origin: Literal["made", "again"] = "again" if lease.again else "made"
+        if key and not lacking:
+            frames, places = fuse(buffers)
+            self._cache.put(key, position, CachedBatch(made.num_samples, spec, places, frames))
+            gathered.add_alone(Batch(*names, made.num_samples, spec, places, origin, lease.shift), frames)
+        else:
+            places = gathered.place(buffers, time.monotonic())
+            snapshot = reader.snapshot if reader is not None else b""
+            told = made.num_skipped, made.left_out, snapshot
+            gathered.add(Batch(*names, made.num_samples, spec, places, origin, lease.shift, *told))
+        return True
+
+    def finished(self, lease: GrantLease, busy_s: float, waited_s: float) -> FinishLease:
+        """What to tell the dispatcher when all steps of a lease were made.
+
+        Args:
+            lease: that was worked on.
+            busy_s: how long that took, without `waited_s`.
+            waited_s: how long sending waited.
+        """
+        reader = self._readers.get(lease.session.session_id)
+        dropped = self._cache.take_dropped()
+        if reader is None:
+            return FinishLease(lease.token, busy_s, dropped, waited_s=waited_s)
+        return FinishLease(lease.token, busy_s, dropped, reader.snapshot, reader.snapshot_step, waited_s)
+
+    def _run_user_code(self, lease: GrantLease, step: int) -> tuple[MadeStep, bytes, list[Leaf]] | None:
+        """Make a step and take its batch apart; None where the shard has no such step."""
+        session = lease.session
+        with ForksEndHere():
+            pipeline = self._pipelines.enter(lease)
+            self._say_if_threads_do_not_help(pipeline)
+            try:
+                if isinstance(session.order, ShardOrder):
+                    reader = self._reader(session, session.order, pipeline)
+                    made = reader.read(step, lease.snapshot, lease.left_out.get(step, []))
+                    if made is None:
+                        return None
+                else:
+                    made = self._make_of_indices(lease, step, pipeline)
+                return made, *flatten(made.batch)
+            except PipelineError as error:
+                raise StepFailed(describe_failure(error, is_final=True)) from error
+            except Exception as error:
+                _log.info("session=%s step=%d failed: %r", session.session_id, step, error)
+                raise StepFailed(describe_failure(error)) from error
+            except BaseException as error:
+                # What passes `except Exception`, as sys.exit() does, is no reason to end: others are served here too.
+                _log.warning("session=%s step=%d: user code raised %s", session.session_id, step, type(error).__name__)
+                self._readers.pop(session.session_id, None)
+                work = self._page.read()
+                failed = SampleError(work.sample_index if work is not None else -1)
+                failed.__cause__ = error
+                raise StepFailed(describe_failure(failed)) from error
+
+    def _make_of_indices(self, lease: GrantLease, step: int, pipeline: Pipeline) -> MadeStep:
+        session = lease.session
+        left_out = lease.left_out.get(step, [])
+        epoch, epoch_step, _ = place_of(lease, step)
+        indices, form = indices_of(lease, epoch, epoch_step, pipeline.buckets)
+        seeds = SampleSeeds(indices, session.seed, epoch, None if isinstance(session.order, PlannedOrder) else step)
+        kept, their_seeds = leave_out(indices, seeds, without(session.errors, left_out))
+        # A step that has failed before is made sample by sample: what ends the process is then at fault.
+        team = None if step in lease.left_out else self._team
+        batch = pipeline.make_batch(kept, their_seeds, self._page, team, form) if len(kept) > 0 else None
+        self._pipelines.check_writes(session.definition_id)
+        return MadeStep(batch, len(kept), len(indices) - len(kept), left_out)
+
+    def _reader(self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline) -> ShardReader | RankReader:
+        """The shard's reader, which stays where the last lease left it."""
+        if session.session_id not in self._readers:
+            for session_id in self._readers.keys() - self._leases.sessions.keys():
+                del self._readers[session_id]
+            self._readers[session.session_id] = open_shard(
+                pipeline,
+                order,
+                session.seed,
+                session.epoch,
+                self._page.at_sample,
+                self._rounds,
+                session.definition_id,
+                session.errors.on_error != "raise",
+            )
+        return self._readers[session.session_id]
+
+    def _say_if_threads_do_not_help(self, pipeline: Pipeline) -> None:
+        if self._team is not None and not self._said_one_thread and not pipeline.threads_help:
+            self._said_one_thread = True
+            _log.warning(
+                "one of the threads makes all samples of %s: it does not say thread_safe = True, or gives whole "
+                "batches. Use --processes for the CPUs of this data worker",
+                type(pipeline.dataset).__name__,
+            )

@@ -1,0 +1,170 @@
+"""How policies fill the pool with whole data workers: by an order of pieces, or up to one level of all jobs. Pure.
+
+Both keep every job's minimum, give no CPU twice, give nothing that makes nobody faster, and leave no CPU on which a
+data worker that makes somebody faster would fit. A job whose data worker no longer fits leaves what remains to those
+with smaller ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from hetstream.slurm_plugin.policy.curves import Pieces, limits_of, saturation_of
+from hetstream.slurm_plugin.policy.reasons import Reason
+from hetstream.slurm_plugin.policy.table import Allocation, Floats, Ints, JobTable, Pool
+
+# Part of a data worker that counts as none: what rounding makes of an exact number.
+_ROUNDING = 1e-9
+
+
+def take(counts: Ints, sizes: Ints, budget: int) -> Ints:
+    """How many of each are taken, in this order, as far as the budget goes; what does not fit is passed over.
+
+    Args:
+        counts: at most so many.
+        sizes: CPUs of one.
+        budget: CPUs.
+    """
+    taken = np.zeros_like(counts)
+    rest = np.flatnonzero((counts > 0) & (sizes <= budget))
+    while len(rest):
+        total = np.cumsum(counts[rest] * sizes[rest])
+        whole = int(np.searchsorted(total, budget, side="right"))
+        taken[rest[:whole]] = counts[rest[:whole]]
+        budget -= int(total[whole - 1]) if whole else 0
+        if whole == len(rest):
+            break
+        cut = rest[whole]
+        taken[cut] = budget // sizes[cut]
+        budget -= int(taken[cut] * sizes[cut])
+        # What was cut does not fit any more, so each turn ends with one size less: there are few sizes.
+        rest = rest[whole + 1 :]
+        rest = rest[sizes[rest] <= budget]
+    return taken
+
+
+def fill_in_order(table: JobTable, pool: Pool, pieces: Pieces, key: Floats) -> Allocation:
+    """Take pieces by ascending key, a job's own in their order; equal keys go to the lower job id.
+
+    Args:
+        table: the jobs.
+        pool: what is divided.
+        pieces: of `table`.
+        key: (jobs, pieces).
+    """
+    key = np.maximum.accumulate(np.where(pieces.count > 0, key, -np.inf), axis=1)
+    row, place = np.nonzero(pieces.count)
+    order = np.argsort(key[row, place], kind="stable")
+    row, place = row[order], place[order]
+    taken = take(pieces.count[row, place], table.cpus[row], _beyond_minimum(table, pool))
+    workers = table.minimum + np.bincount(row, weights=taken, minlength=len(table)).astype(np.int64)
+    return with_reasons(table, pieces, workers)
+
+
+def fill_to_level(table: JobTable, pool: Pool, knots: Ints, levels: Floats) -> Ints:
+    """Raise all jobs to one level, from their minimum: each data worker goes to the job with the lowest one.
+
+    Args:
+        table: the jobs.
+        pool: what is divided.
+        knots: (jobs, points): data workers, ascending; the last is what a job has at most, rows are padded with it.
+        levels: at the knots; higher where the knot is.
+    """
+    workers: Ints = table.minimum.copy()
+    left = _beyond_minimum(table, pool)
+    top = np.maximum(knots[:, -1], workers)
+    while True:
+        rows = np.flatnonzero((workers < top) & (table.cpus <= left))
+        if not len(rows):
+            return workers
+        more = _one_turn(knots[rows], levels[rows], workers[rows], table.cpus[rows], left)
+        if not more.any():
+            return workers  # levels that do not rise: nothing says who is next
+        workers[rows] += more
+        left -= int((more * table.cpus[rows]).sum())
+
+
+def with_reasons(table: JobTable, pieces: Pieces, workers: Ints) -> Allocation:
+    """The allocation, with the reasons that numbers alone tell."""
+    saturation, limits = saturation_of(table, pieces), limits_of(table)
+    reasons = np.where(workers > table.minimum, Reason.SHARED, Reason.MINIMUM).astype(np.int8)
+    full = workers >= saturation
+    reasons[full] = Reason.SATURATED
+    reasons[full & (saturation == 0)] = Reason.NO_NEED
+    reasons[full & (workers >= limits)] = Reason.ALL_WANTED
+    reasons[full & (workers >= limits) & (table.cap < table.wanted)] = Reason.JOB_CAP
+    return Allocation(workers, reasons)
+
+
+def _beyond_minimum(table: JobTable, pool: Pool) -> int:
+    return pool.cpus - int((table.minimum * table.cpus).sum())
+
+
+def _one_turn(knots: Ints, levels: Floats, have: Ints, cpus: Ints, budget: int) -> Ints:
+    """As many data workers more as the lowest levels need, until one does not fit or all have their last."""
+    high = _water_level(knots, levels, have, cpus, budget)
+    low = _water_level(knots, levels, have, cpus, budget - int(cpus.sum()))
+    # Whoever is below `low` fits for sure, rounded up as it is: that is what the second pool leaves room for.
+    sure = np.ceil(_reached(knots, levels, low) - _ROUNDING).astype(np.int64) if np.isfinite(low) else have
+    sure = np.clip(sure, have, np.maximum(knots[:, -1], have))
+    # All that begin at the upper level or below it; more than fit.
+    likely = np.floor(_reached(knots, levels, high) + _ROUNDING).astype(np.int64) + 1
+    likely = np.clip(likely, sure, np.maximum(knots[:, -1], sure))
+    budget -= int(((sure - have) * cpus).sum())
+    # One by one what lies between the two levels, the lowest first.
+    counts = likely - sure
+    row = np.repeat(np.arange(len(have)), counts)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + sure[row]
+    # Rounded, so that levels that are equal but for rounding errors are, and the lower id is first.
+    order = np.argsort(_level_at(knots, levels, row, number).astype(np.float32), kind="stable")
+    taken = take(np.ones(len(row), np.int64), cpus[row[order]], budget)
+    more: Ints = sure - have + np.bincount(row[order], weights=taken, minlength=len(have)).astype(np.int64)
+    return more
+
+
+def _water_level(knots: Ints, levels: Floats, have: Ints, cpus: Ints, budget: int) -> float:
+    """The level to which all can be raised if data workers could be cut; -inf if there is nothing to give."""
+    if budget <= 0:
+        return -np.inf
+    start = np.maximum(knots[:, :-1], have[:, None])
+    width = (knots[:, 1:] - start) * cpus[:, None]
+    is_real = (width > 0) & (levels[:, 1:] > levels[:, :-1])
+    span = (knots[:, 1:] - knots[:, :-1])[is_real]
+    part = (start - knots[:, :-1])[is_real] / span
+    high = levels[:, 1:][is_real]
+    low = levels[:, :-1][is_real] + part * (high - levels[:, :-1][is_real])
+    rate = width[is_real] / (high - low)
+    # Between two bends, what all take together grows evenly with the level.
+    bends = np.concatenate([low, high])
+    order = np.argsort(bends, kind="stable")
+    bends = bends[order]
+    rates = np.cumsum(np.concatenate([rate, -rate])[order])
+    total = np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(bends))])
+    place = int(np.searchsorted(total, budget, side="left"))
+    if place >= len(bends):
+        return float(bends[-1]) if len(bends) else np.inf
+    if place == 0:
+        return float(bends[0])
+    return float(bends[place - 1] + (budget - total[place - 1]) / rates[place - 1])
+
+
+def _reached(knots: Ints, levels: Floats, level: float) -> Floats:
+    """Data workers, in parts too, with which each job is at this level."""
+    reached: Floats = knots[:, 0].astype(np.float64)
+    for left in range(knots.shape[1] - 1):
+        rise = levels[:, left + 1] - levels[:, left]
+        part = np.divide(level - levels[:, left], rise, out=np.zeros_like(rise), where=rise > 0)
+        reached += np.clip(part, 0.0, 1.0) * (knots[:, left + 1] - knots[:, left])
+    return reached
+
+
+def _level_at(knots: Ints, levels: Floats, row: npt.NDArray[np.intp], number: Ints) -> Floats:
+    """The level of a job with so many data workers."""
+    level: Floats = levels[row, 0].copy()
+    for left in range(knots.shape[1] - 1):
+        width = (knots[:, left + 1] - knots[:, left]).astype(np.float64)
+        rise = levels[:, left + 1] - levels[:, left]
+        slope = np.divide(rise, width, out=np.zeros_like(rise), where=width > 0)
+        level += slope[row] * np.clip(number - knots[row, left], 0.0, width[row])
+    return level

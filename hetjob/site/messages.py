@@ -21,7 +21,7 @@ from hetstream.hetjob.errors import SiteError
 VERSION = 1
 # A question has less than 1 kB of JSON; a credential is a third longer.
 MAX_QUESTION_BYTES = 16 << 10
-# The status of 10,000 jobs.
+# The status of 10,000 jobs. A reading of the cluster has at most 2 MiB.
 MAX_ANSWER_BYTES = 8 << 20
 LENGTH = struct.Struct(">I")
 _MAC_BYTES = hashlib.sha256().digest_size
@@ -58,7 +58,11 @@ class AskStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="as
     """What does the daemon know? Root and the daemon's own user see all jobs, others their own."""
 
 
-Question = ReportDemand | AskStatus
+class AskReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ask_reading"):
+    """What has the daemon read of the cluster last? Everybody is told at sites where Slurm hides none of it."""
+
+
+Question = ReportDemand | AskStatus | AskReading
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -171,7 +175,23 @@ class ShowStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="s
     jobs: tuple[JobStatus, ...]
 
 
-Answer = GrantLimit | RefuseReport | ShowStatus
+class ShowReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="show_reading"):
+    """The answer to `AskReading`.
+
+    Attributes:
+        snapshot: the cluster, as `slurm_plugin/insight/last_reading.py` packs it.
+    """
+
+    snapshot: bytes
+
+
+class RefuseReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse_reading"):
+    """There is no reading, or it is not for this user."""
+
+    reason: str
+
+
+Answer = GrantLimit | RefuseReport | ShowStatus | ShowReading | RefuseReading
 
 
 def new_request(question: Question, sent_ns: int) -> Request:
@@ -202,8 +222,18 @@ def decode_request(data: bytes) -> Request:
 
 def encode_answer(answer: Answer, reply_key: str) -> bytes:
     """The answer as JSON behind its HMAC."""
-    data = msgspec.json.encode(answer)
-    return _mac(data, reply_key) + data
+    data = answer_text(answer)
+    return answer_mac(data, reply_key) + data
+
+
+def answer_text(answer: Answer) -> bytes:
+    """The answer as JSON, for one who sends the same to many."""
+    return msgspec.json.encode(answer)
+
+
+def answer_mac(text: bytes, reply_key: str) -> bytes:
+    """What goes before an answer: its HMAC under the key of the question."""
+    return hmac.digest(bytes.fromhex(reply_key), text, "sha256")
 
 
 def decode_answer(data: bytes, reply_key: str) -> Answer:
@@ -213,14 +243,10 @@ def decode_answer(data: bytes, reply_key: str) -> Answer:
         SiteError: it does not come from who read the request, or is none of this version.
     """
     mac, text = data[:_MAC_BYTES], data[_MAC_BYTES:]
-    if not hmac.compare_digest(mac, _mac(text, reply_key)):
+    if not hmac.compare_digest(mac, answer_mac(text, reply_key)):
         raise SiteError("the answer does not come from the daemon that was asked")
     answer: Answer = _decode(text, Answer)
     return answer
-
-
-def _mac(data: bytes, reply_key: str) -> bytes:
-    return hmac.digest(bytes.fromhex(reply_key), data, "sha256")
 
 
 def _decode(data: bytes, kind: Any) -> Any:

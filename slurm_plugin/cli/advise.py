@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.accounting import has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -42,16 +43,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster and print."""
-    slurm = CommandSlurm()
-    snapshot = slurm.snapshot()
+    snapshot = read_cluster(args)
     now_s = snapshot.taken_s
-    usages = slurm.usages(snapshot, now_s - RECENT_S, now_s) if has_accounting(snapshot) else ()
+    usages = CommandSlurm().usages(snapshot, now_s - RECENT_S, now_s) if has_accounting(snapshot) else ()
     submitted = [Path.cwd(), *(Path(job.work_dir) for job in snapshot.jobs if job.work_dir and is_own(job))]
     pattern = setting(JOBS_DIR, os.environ)
     places = [*(path / IN_SUBMIT_DIR for path in submitted), *([for_user(pattern)] if pattern else [])]

@@ -7,14 +7,14 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of
-from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of, watched_cluster
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.monitor import Monitor
 from hetstream.slurm_plugin.insight.wait_shares import SharesAside
 
 EPILOG = """\
-It reads the cluster once in each interval, however often it is scraped. When slurmctld does not answer, hetstream_up is
+It reads the cluster once in each interval, however often it is scraped; where the site has a daemon, it takes the daemon's
+last reading unless --fresh is given. When slurmctld does not answer, hetstream_up is
 0, hetstream_read_errors_total counts it by its kind, the reason is in the log, and the next interval tries again.
 Prometheus and OpenMetrics are served at /metrics. There is no password:
 give more than localhost only behind a firewall.
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
-        monitor = Monitor(CommandSlurm(), SharesAside(), history)
+        monitor = Monitor(watched_cluster(args), SharesAside(), history)
         collector = ClusterCollector()
         if args.print:
             collector.reading = monitor.read()

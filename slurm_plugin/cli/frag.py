@@ -15,9 +15,9 @@ from hetstream.slurm_plugin.cli.output import (
     emit,
     meta_of,
 )
+from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Snapshot
-from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.fragmentation import Fragmentation, NodeFragmentation, measure
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, gib, percent, signed
 from hetstream.slurm_plugin.render.table import RED, YELLOW
@@ -49,13 +49,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_node_arguments(parser)
+    add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once and print."""
-    snapshot = CommandSlurm().snapshot()
+    snapshot = read_cluster(args)
     partitions, names = chosen_partitions(args, snapshot), chosen_nodes(args, snapshot)
     nodes = [
         node

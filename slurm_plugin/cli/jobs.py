@@ -7,7 +7,8 @@ from collections.abc import Collection
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
-from hetstream.slurm_plugin.cli.why import named_jobs
+from hetstream.slurm_plugin.cli.reading import add_fresh_argument
+from hetstream.slurm_plugin.cli.why import named_jobs, read_jobs
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Gres, Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -50,15 +51,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "--details", action="store_true", help="also CPUs, memory and GPUs on each node; slow with thousands of jobs"
     )
+    add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once and print."""
-    snapshot = CommandSlurm().snapshot(details=args.details)
+    if args.details:  # what a job holds on each node is in no reading of the site daemon
+        snapshot = CommandSlurm().snapshot(details=True)
+        named = [job for name in args.jobs for job in named_jobs(name, snapshot)]
+    else:
+        named, snapshot = read_jobs(args, args.jobs)
+    jobs = named if args.jobs else list(snapshot.jobs)
     partitions = chosen_partitions(args, snapshot)
-    jobs = [job for name in args.jobs for job in named_jobs(name, snapshot)] if args.jobs else list(snapshot.jobs)
     users = None if args.user is None else chosen_users(args.user, {job.user for job in snapshot.jobs})
     states = None if args.state is None else chosen_states(args.state)
     chosen = [

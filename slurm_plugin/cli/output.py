@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
 from hetstream.slurm_plugin.client.hostlist import expand
 from hetstream.slurm_plugin.client.model import Snapshot
+from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.render.report import Report, as_csv, as_json, as_table
 
 EXIT_CODES = """\
@@ -52,8 +54,17 @@ def emit(args: argparse.Namespace, report: Report) -> None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print("\n".join(as_table(report, color)))
     sys.stdout.flush()
-    for note in report.notes:
+    for note in [*_source_notes(report.meta), *report.notes]:
         print(f"hetstream: {printable(note)}", file=sys.stderr)
+
+
+def _source_notes(meta: Mapping[str, object]) -> list[str]:
+    """How old the reading is, where it is not of this moment."""
+    taken_s = meta.get("taken_s")
+    if meta.get("source") != SOURCE or not isinstance(taken_s, float):
+        return []
+    age_s = max(0.0, time.time() - taken_s)
+    return [f"this is what the site daemon read {age_s:.0f} s ago; --fresh asks slurmctld now"]
 
 
 def meta_of(verb: str, snapshot: Snapshot) -> dict[str, object]:

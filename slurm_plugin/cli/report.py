@@ -12,8 +12,8 @@ from tempfile import NamedTemporaryFile
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_history_argument, add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.cli.util import parse_time
-from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.observation import Observation, Sample, observe
 from hetstream.slurm_plugin.insight.wait_shares import wait_shares
@@ -48,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin of the history (default %(default)s)"
     )
+    add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--html={args.html}: is a directory. Name a file, such as {Path(args.html, 'cluster.html')}")
     with ExitStack() as undo:
         history = undo.enter_context(History(Path(args.history))) if args.history else None
-        snapshot = CommandSlurm().snapshot()
+        snapshot = read_cluster(args)
         start_s = parse_time("--start", args.start, snapshot.taken_s)
         seen = observe(snapshot, wait_shares(snapshot.jobs))
         samples = [seen.sample]

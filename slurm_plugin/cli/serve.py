@@ -14,8 +14,7 @@ from pathlib import Path
 from hetstream.base.web import Document
 from hetstream.slurm_plugin.cli.report import DEFAULT_START, report_of
 from hetstream.slurm_plugin.cli.util import parse_time
-from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of
-from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.cli.watching import add_watch_arguments, address_of, interval_of, watched_cluster
 from hetstream.slurm_plugin.insight.history import KEEP_S, History
 from hetstream.slurm_plugin.insight.monitor import Monitor, Reading
 from hetstream.slurm_plugin.insight.observation import Sample
@@ -69,8 +68,10 @@ def run(args: argparse.Namespace) -> int:
         server = serve_documents(host, port, lambda: shown)
         undo.callback(server.close)
         print(f"the cluster at {server.url}", file=sys.stderr, flush=True)
-        for reading in Monitor(CommandSlurm(), SharesAside(), history).readings(interval_s):
+        for reading in Monitor(watched_cluster(args), SharesAside(), history).readings(interval_s):
             if reading.observation:
+                if samples and samples[-1].taken_s == reading.observation.sample.taken_s:
+                    samples.pop()  # the site daemon has not read the cluster anew since
                 samples.append(reading.observation.sample)
                 now_s = samples[-1].taken_s
                 start_s = max(now_s - KEEP_S, parse_time("--start", args.start, now_s))

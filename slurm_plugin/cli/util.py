@@ -10,9 +10,11 @@ from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, chosen_partitions, emit, meta_of
+from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.accounting import Usage, has_accounting
 from hetstream.slurm_plugin.client.model import Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.utilisation import BY, Utilisation, Window, capacity, share, together, utilisation
 from hetstream.slurm_plugin.insight.wait_shares import wait_shares
 from hetstream.slurm_plugin.render.report import Column, Report, Section, duration, percent
@@ -47,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument("-E", "--end", metavar="TIME", default="now", help="end (default %(default)s)")
     parser.add_argument("--by", choices=tuple(BY), default="partition", help="one line for each (default %(default)s)")
     parser.add_argument("-p", "--partition", metavar="NAMES", help="only these partitions")
+    add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -54,7 +57,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster and print."""
     slurm = CommandSlurm()
-    snapshot = slurm.snapshot()
+    snapshot = read_cluster(args)
+    if snapshot.source == SOURCE and not has_accounting(snapshot):
+        snapshot = slurm.snapshot()  # the jobs that slurmctld remembers are asked for now: nodes must be of now, too
     window = window_of(args, snapshot)
     partitions = chosen_partitions(args, snapshot)
     usages = with_wait_shares(slurm.usages(snapshot, window.start_s, window.end_s), wait_shares(snapshot.jobs))

@@ -7,15 +7,18 @@ import argparse
 from hetstream.base.errors import ConfigError, UsageError
 from hetstream.mpi_dataworkers.config import metrics_address
 from hetstream.slurm_plugin.cli.output import add_history_argument
+from hetstream.slurm_plugin.cli.reading import add_fresh_argument, cluster_of
+from hetstream.slurm_plugin.client.model import Cluster
 from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser, listen: str) -> None:
-    """Declare `--listen`, `--interval` and `--history`."""
+    """Declare `--listen`, `--interval`, `--fresh` and `--history`."""
     parser.add_argument("--listen", metavar="[HOST:]PORT", default=listen, help="where (default %(default)s)")
     parser.add_argument(
         "--interval", metavar="SECONDS", type=float, default=60.0, help="between readings (default %(default)g)"
     )
+    add_fresh_argument(parser)
     add_history_argument(parser)
 
 
@@ -41,3 +44,8 @@ def interval_of(args: argparse.Namespace) -> float:
     if not interval_s >= MIN_INTERVAL_S:
         raise UsageError(f"--interval={interval_s:g}: must be at least {MIN_INTERVAL_S:g} seconds")
     return interval_s
+
+
+def watched_cluster(args: argparse.Namespace) -> Cluster:
+    """What to read in each interval. A reading of the site daemon counts if it was made within the last two."""
+    return cluster_of(args, max_age_s=2 * interval_of(args))

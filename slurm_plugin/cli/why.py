@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from hetstream.base.errors import UsageError
 from hetstream.slurm_plugin.cli.output import EXIT_CODES, add_output_arguments, emit, meta_of
+from hetstream.slurm_plugin.cli.reading import add_fresh_argument, read_cluster
 from hetstream.slurm_plugin.client.hostlist import compress
 from hetstream.slurm_plugin.client.model import Job, Snapshot
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.errors import UnknownJob
+from hetstream.slurm_plugin.insight.last_reading import SOURCE
 from hetstream.slurm_plugin.insight.why import Explainer, Explanation, find_jobs
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
 
@@ -37,15 +40,33 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("job", metavar="JOBID", help="N, N+COMPONENT or N_TASK")
+    add_fresh_argument(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the cluster once and explain."""
-    snapshot = CommandSlurm().snapshot()
-    emit(args, report_of(args.job, named_jobs(args.job, snapshot), snapshot))
+    jobs, snapshot = read_jobs(args, [args.job])
+    emit(args, report_of(args.job, jobs, snapshot))
     return 0
+
+
+def read_jobs(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Job], Snapshot]:
+    """The records that job ids name, and the cluster. What the site daemon has not seen yet, slurmctld is asked for.
+
+    Raises:
+        UsageError: one is no job id.
+        UnknownJob: the queue has no such job, or hides it from this user.
+    """
+    snapshot = read_cluster(args)
+    try:
+        return [job for name in names for job in named_jobs(name, snapshot)], snapshot
+    except UnknownJob:
+        if snapshot.source != SOURCE:
+            raise
+    snapshot = CommandSlurm().snapshot()
+    return [job for name in names for job in named_jobs(name, snapshot)], snapshot
 
 
 def named_jobs(name: str, snapshot: Snapshot) -> list[Job]:

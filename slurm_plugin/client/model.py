@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 # Base states and flags in which a node runs nothing new. The words are Slurm's (node_state_string in its source).
 UNUSABLE = frozenset(
@@ -383,6 +384,13 @@ class Snapshot:
     partitions: tuple[Partition, ...]
     config: Mapping[str, str] = field(default_factory=dict)
     reservations: tuple[Reservation, ...] = ()
+
+
+class Cluster(Protocol):
+    """What a cluster is read from: `CommandSlurm`, the site daemon, or a fake."""
+
+    def snapshot(self) -> Snapshot:
+        """The cluster now, or a short time ago."""
 
 
 def is_resource_reason(reason: str) -> bool:

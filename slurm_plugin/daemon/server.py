@@ -27,23 +27,26 @@ from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_QUESTION_BYTES,
     Answer,
+    AskReading,
     AskStatus,
     ReportDemand,
     Request,
     ShowStatus,
+    answer_mac,
+    answer_text,
     decode_request,
-    encode_answer,
 )
 from hetstream.hetjob.site.munge import Munge
 from hetstream.mpi_dataworkers.faults import reach
-from hetstream.slurm_plugin.client.model import Job
+from hetstream.slurm_plugin.client.model import Cluster, Job
 from hetstream.slurm_plugin.client.users import names_of
+from hetstream.slurm_plugin.daemon.offer import Offer, offer
 from hetstream.slurm_plugin.daemon.options import DaemonOptions
 from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, Change, Registry
 from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, Store
 from hetstream.slurm_plugin.errors import ServeError
 from hetstream.slurm_plugin.insight.history import History
-from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S, Cluster, Monitor, Reading
+from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S, Monitor, Reading
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,8 @@ _LONGEST_TURN_S = 0.5
 _SAY_AGAIN_S = 60.0
 # unmunge takes 2 ms of one core.
 _NUM_DECODERS = 4
+# Of an answer, what is handed to the kernel at once: many who read a large one slowly cost no memory.
+_PIECE_BYTES = 64 << 10
 # struct ucred: pid, uid, gid (unix(7)).
 _UCRED = struct.Struct("3i")
 
@@ -84,6 +89,7 @@ class Daemon:
         self._decoders = ThreadPoolExecutor(_NUM_DECODERS, "hetstreamd-unmunge")
         self._since_s = time.time()
         self._reading = Reading()
+        self._offered = offer(self._reading)
         self._num_readings = 0
         self._num_errors = 0
         self._wait_shares = self._registry.wait_shares()
@@ -200,10 +206,13 @@ class Daemon:
         # A directory service may take its time over a name: not in the event loop.
         names = await asyncio.get_running_loop().run_in_executor(self._decoders, names_of, uid)
         reach("daemon.received")
-        answer = encode_answer(self._answer(uid, names, request), request.reply_key)
+        text = self._answer(uid, names, request)
+        mac = answer_mac(text, request.reply_key)
         writer.transport.set_write_buffer_limits(0)  # so that `drain` means that the kernel has all of it
-        writer.write(LENGTH.pack(len(answer)) + answer)
-        await writer.drain()
+        writer.write(LENGTH.pack(len(mac) + len(text)) + mac)
+        for begin in range(0, len(text), _PIECE_BYTES):
+            writer.write(text[begin : begin + _PIECE_BYTES])
+            await writer.drain()
 
     async def _authenticate(self, writer: asyncio.StreamWriter, data: bytes) -> tuple[int, bytes]:
         """Who asks, and what."""
@@ -213,11 +222,14 @@ class Daemon:
             return await asyncio.get_running_loop().run_in_executor(self._decoders, self._munge.decode, data)
         return _user_of(writer), data
 
-    def _answer(self, uid: int, names: set[str], request: Request) -> Answer:
+    def _answer(self, uid: int, names: set[str], request: Request) -> bytes:
         question, now_s = request.question, time.time()
+        sees_all = uid in (0, os.geteuid())
+        if isinstance(question, AskReading):
+            return self._offered.to_all if sees_all else self._offered.to_users
         if isinstance(question, AskStatus):
-            return self._status(None if uid in (0, os.geteuid()) else names, now_s)
-        return self._report(names, question, request.sent_ns, now_s)
+            return answer_text(self._status(None if sees_all else names, now_s))
+        return answer_text(self._report(names, question, request.sent_ns, now_s))
 
     def _report(self, names: set[str], report: ReportDemand, sent_ns: int, now_s: float) -> Answer:
         answer, changes = self._registry.report(names, report, sent_ns, now_s)
@@ -249,10 +261,10 @@ class Daemon:
         for change in changes:
             log.info("job=%s limit=%s before=%s: %s", change.job, change.after, change.before, change.reason)
 
-    def _take(self, reading: Reading) -> None:
+    def _take(self, reading: Reading, offered: Offer) -> None:
         """Take a reading, in the event loop."""
         reach("daemon.read")
-        self._reading = reading
+        self._reading, self._offered = reading, offered
         self._num_readings += 1
         self._num_errors += bool(reading.error)
         if reading.observation is None:
@@ -274,7 +286,7 @@ class Daemon:
                     monitor = Monitor(self._cluster, self._shares_of, history)
                     while not self._stopped.is_set():
                         reading = monitor.read()
-                        loop.call_soon_threadsafe(self._take, reading)
+                        loop.call_soon_threadsafe(self._take, reading, offer(reading))
                         self._rest(max(MIN_INTERVAL_S, self._options.interval_s - reading.read_s))
             except Exception as error:  # noqa: BLE001, the boundary of the thread: the daemon ends with it
                 self._failure = error

@@ -10,23 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hetstream.base.errors import HetstreamError
-from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.client.model import Cluster, Job
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.observation import Observation, observe
 
 logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 5.0
-
-
-class Cluster(Protocol):
-    """What is asked: `CommandSlurm`, or a fake."""
-
-    def snapshot(self) -> Snapshot:
-        """The cluster now."""
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,16 @@ from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_ANSWER_BYTES,
     Answer,
+    AskReading,
     AskStatus,
     CompanionSeen,
     GrantLimit,
     JobStatus,
+    RefuseReading,
     RefuseReport,
     ReportDemand,
     Request,
+    ShowReading,
     ShowStatus,
     decode_answer,
     decode_request,
@@ -97,12 +100,14 @@ ANSWERS: list[Answer] = [
     ShowStatus(
         "observe", 1.0, 2, 3, None, "", ("cpu",), 64, (JobStatus("1", "a", 0, 0, 1, 1, 1.0, None, 1, "r", 0.0),)
     ),
+    ShowReading(b"packed"),
+    RefuseReading("hidden"),
 ]
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
 def test_messages_round_trip(answer: Answer) -> None:
-    for question in (DEMAND, AskStatus()):
+    for question in (DEMAND, AskStatus(), AskReading()):
         request = new_request(question, 17)
         assert decode_request(encode_request(request)) == request
     data = encode_answer(answer, request.reply_key)

@@ -8,3 +8,7 @@ from pathlib import Path
 PROGRAMS = Path(__file__).with_name("programs")
 if str(PROGRAMS) not in sys.path:
     sys.path.append(str(PROGRAMS))
+
+from running_daemon import local, slurm  # noqa: E402
+
+__all__ = ["local", "slurm"]

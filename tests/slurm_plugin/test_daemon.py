@@ -13,34 +13,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import Recorded, job
+from recorded import Recorded
+from running_daemon import AS_USER, RunningDaemon, WaitUntil
 
 from hetstream.hetjob.errors import SiteError
-from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address
-from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.address import TcpAddress, UnixAddress
 from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_QUESTION_BYTES,
-    Answer,
     AskStatus,
     GrantLimit,
-    JobStatus,
     RefuseReport,
     ReportDemand,
-    ShowStatus,
     encode_request,
     new_request,
 )
 from hetstream.hetjob.site.munge import Munge
 from hetstream.mpi_dataworkers.faults import POINTS
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.daemon.store import remembered_jobs
 from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
 from hetstream.slurm_plugin.devcluster.record import ClusterRecord, read_daemons
 from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, choose_programs
@@ -48,116 +44,7 @@ from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterSh
 from hetstream.slurm_plugin.devcluster.teardown import tear_down
 from hetstream.slurm_plugin.insight.history import History
 
-AS_USER = Path(__file__).with_name("programs") / "as_user.py"
 NOBODY = 65534
-WaitUntil = Callable[..., None]
-
-
-@dataclass
-class RunningDaemon:
-    """A daemon process and its log.
-
-    Attributes:
-        directory: its state and its log.
-        address: where it is told to listen.
-        env: its environment.
-        words: more of its command line.
-        uid: whom it runs as.
-    """
-
-    directory: Path
-    address: str
-    env: Mapping[str, str]
-    words: Sequence[str] = ()
-    uid: int = os.geteuid()
-    munge_socket: Path | None = None
-    settings: SiteSettings | None = None
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def log(self) -> str:
-        path = self.directory / "log"
-        return path.read_text() if path.exists() else ""
-
-    def start(self, wait_until: WaitUntil, **environ: str) -> None:
-        argv = [sys.executable, str(AS_USER), str(self.uid), "daemon", "--state-dir", str(self.directory / "state")]
-        argv += ["--address", self.address, "--interval", "5", *self.words]
-        env = {**self.env, **environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        before = self.log.count("listening at")
-        with (self.directory / "log").open("a") as log:
-            self.process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        wait_until(lambda: self.log.count("listening at") > before or self.has_ended(), 60)
-        assert self.log.count("listening at") > before, self.log
-        address = parse_address(re.findall(r"listening at (\S+)", self.log)[-1])
-        self.settings = SiteSettings(address, self.munge_socket)
-
-    @property
-    def where(self) -> UnixAddress | TcpAddress:
-        assert self.settings
-        assert self.settings.address
-        return self.settings.address
-
-    @property
-    def pid(self) -> int:
-        assert self.process
-        return self.process.pid
-
-    def has_ended(self) -> bool:
-        assert self.process
-        return self.process.poll() is not None
-
-    def wishes_on_disk(self) -> dict[str, int]:
-        """What each job wants, as the next life of the daemon will know it."""
-        return {job.job: job.report.wanted for job in remembered_jobs(self.directory / "state")}
-
-    def ask(self, question: ReportDemand | AskStatus) -> Answer:
-        assert self.settings
-        return ask(self.settings, question, 30)
-
-    def status(self) -> ShowStatus:
-        status = self.ask(AskStatus())
-        assert isinstance(status, ShowStatus)
-        return status
-
-    def jobs(self) -> dict[str, JobStatus]:
-        return {job.job: job for job in self.status().jobs}
-
-    def wait_for_reading(self, wait_until: WaitUntil, after: int = 0) -> None:
-        wait_until(lambda: self.status().num_readings > after, 60, f"reading {after + 1}")
-
-    def kill(self) -> None:
-        if self.process:
-            self.process.kill()
-            self.process.wait(60)
-
-    def end(self) -> int:
-        """As systemd ends it."""
-        assert self.process
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-
-@pytest.fixture
-def slurm(tmp_path: Path) -> Recorded:
-    """A Slurm of texts: root's jobs 1 and 2 with 4 GPUs and 1 GPU run, and alice's job 3."""
-    directory = tmp_path / "bin"
-    directory.mkdir()
-    slurm = Recorded(directory)
-    jobs = [("1", "root", "gres:gpu:4"), ("2", "root", "gres:gpu:1"), ("3", "alice", "gres:gpu:1")]
-    slurm.write(
-        "queue",
-        "".join(job(name, "RUNNING", UserName=user, **{"tres-per-node": gres}) for name, user, gres in jobs),
-    )
-    return slurm
-
-
-@pytest.fixture
-def local(tmp_path: Path, slurm: Recorded) -> Iterator[RunningDaemon]:
-    """A daemon at a Unix socket, not started yet, on that Slurm."""
-    env = {**os.environ, "PATH": f"{slurm.directory}:{os.environ['PATH']}"}
-    daemon = RunningDaemon(tmp_path, f"unix:{tmp_path}/socket", env, ("--allocate",))
-    yield daemon
-    daemon.kill()
 
 
 def demand(job_id: int | str, wanted: int = 8, cpus: int = 8, minimum: int = 0) -> ReportDemand:

@@ -1,0 +1,117 @@
+"""The cluster for commands that only look: as the site daemon read it last, or as slurmctld says it now.
+
+The daemon is asked first where the site has one, so that a hundred users who look cost slurmctld nothing. Whatever
+keeps the daemon from answering, slurmctld is asked instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from hetstream.base.errors import HetstreamError
+from hetstream.base.text import printable
+from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.address import ADDRESS_VARIABLE, read_settings
+from hetstream.hetjob.site.client import ask
+from hetstream.hetjob.site.messages import AskReading, RefuseReading, ShowReading
+from hetstream.slurm_plugin.client.model import Cluster, Snapshot
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.insight.last_reading import unpack
+
+logger = logging.getLogger(__name__)
+
+# Older ones say little about who waits now. The daemon reads once a minute unless told otherwise.
+MAX_AGE_S = 300.0
+# A daemon that is there answers within milliseconds; slurmctld itself takes about a tenth of a second.
+_ANSWER_S = 2.0
+# Who sets one of these may mean another cluster than the daemon of this host reads.
+_OTHER_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
+
+
+def add_fresh_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare `--fresh`."""
+    parser.add_argument(
+        "--fresh", action="store_true", help="ask slurmctld, also where a site daemon has read the cluster of late"
+    )
+
+
+def read_cluster(args: argparse.Namespace) -> Snapshot:
+    """The cluster, as `--fresh` asks for it. What keeps a daemon from answering is said on stderr."""
+    return cluster_of(args, lambda text: print(f"hetstream: {printable(text)}", file=sys.stderr)).snapshot()
+
+
+def cluster_of(
+    args: argparse.Namespace, say: Callable[[str], object] = logger.warning, max_age_s: float = MAX_AGE_S
+) -> Cluster:
+    """What to read the cluster from, as `--fresh` asks for it.
+
+    Args:
+        args: parsed.
+        say: told why a daemon did not answer, once for each reason.
+        max_age_s: of a reading that counts.
+    """
+    slurm = CommandSlurm()
+    return slurm if args.fresh else DaemonFirst(slurm, say, max_age_s, os.environ)
+
+
+class DaemonFirst:
+    """Asks the site daemon, then slurmctld.
+
+    Args:
+        slurm: asked where the daemon does not answer.
+        say: told why it did not, once for each reason. What the daemon refuses is no news: it is a rule of the site.
+        max_age_s: of a reading that counts.
+        environ: says where the daemon is.
+    """
+
+    def __init__(
+        self, slurm: Cluster, say: Callable[[str], object], max_age_s: float, environ: Mapping[str, str]
+    ) -> None:
+        self._slurm = slurm
+        self._say = say
+        self._max_age_s = max_age_s
+        self._environ = environ
+        self._said = ""
+
+    def snapshot(self) -> Snapshot:
+        """The cluster.
+
+        Raises:
+            HetstreamError: slurmctld was asked, and could not be read.
+        """
+        try:
+            found = last_reading(self._environ)
+        except HetstreamError as error:
+            if str(error) != self._said:
+                self._said = str(error)
+                self._say(f"slurmctld is asked, as the site daemon has not answered: {error}")
+            return self._slurm.snapshot()
+        if found is None or time.time() - found.taken_s > self._max_age_s:
+            return self._slurm.snapshot()
+        return found
+
+
+def last_reading(environ: Mapping[str, str]) -> Snapshot | None:
+    """What the site daemon read last; None if there is no daemon for this cluster, or it keeps that to itself.
+
+    Raises:
+        ConfigError: its address is of another form, or names a user that is unknown here.
+        SiteError: it does not answer, or not to the question.
+    """
+    if ADDRESS_VARIABLE not in environ and any(name in environ for name in _OTHER_CLUSTER):
+        return None
+    settings = read_settings(environ)
+    if settings.address is None:
+        return None
+    answer = ask(settings, AskReading(), _ANSWER_S)
+    if isinstance(answer, RefuseReading):
+        logger.debug("the site daemon shows no reading: %s", answer.reason)
+        return None
+    if not isinstance(answer, ShowReading):
+        raise SiteError(f"the daemon at {settings.address} answers {answer!r} to a question for its last reading")
+    return unpack(answer.snapshot)

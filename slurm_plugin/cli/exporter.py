@@ -13,9 +13,9 @@ from hetstream.slurm_plugin.insight.monitor import Monitor
 from hetstream.slurm_plugin.insight.wait_shares import SharesAside
 
 EPILOG = """\
-It reads the cluster once in each interval, however often it is scraped; where the site has a daemon, it takes the daemon's
-last reading unless --fresh is given. When slurmctld does not answer, hetstream_up is
-0, hetstream_read_errors_total counts it by its kind, the reason is in the log, and the next interval tries again.
+It reads the cluster once in each interval, however often it is scraped. Where the site has a daemon, it takes the last
+reading of that, unless --fresh is given. When slurmctld does not answer, hetstream_up is 0, hetstream_read_errors_total
+counts it by its kind, the reason is in the log, and the next interval tries again.
 Prometheus and OpenMetrics are served at /metrics. There is no password:
 give more than localhost only behind a firewall.
 

@@ -15,6 +15,7 @@
     ├── UnknownJob               no such job in the queue
     ├── HistoryError             the file with a cluster's history cannot be used
     ├── DaemonStateError         the site daemon's directory is in use, damaged or another program's
+    ├── PolicyError              a policy gave out what it must not, or no policy has this name
     └── ServeError               an address cannot be listened on, or a package for it is missing
 
 Slurm commands that fail raise `hetstream.hetjob.errors.SlurmCommandError`.
@@ -35,6 +36,7 @@ __all__ = [
     "InstallFailed",
     "NetworkFailed",
     "NoCluster",
+    "PolicyError",
     "ServeError",
     "SlurmMissing",
     "TeardownFailed",
@@ -113,6 +115,10 @@ class HistoryError(HetstreamError):
 
 class DaemonStateError(HetstreamError):
     """The site daemon's directory is in use by another one, damaged or another program's."""
+
+
+class PolicyError(HetstreamError):
+    """A policy gave out what it must not, what it was told is impossible, or no policy has this name."""
 
 
 class ServeError(HetstreamError):

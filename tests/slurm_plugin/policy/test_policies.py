@@ -163,6 +163,11 @@ def test_known_orders() -> None:
     assert allocate("srtf", lines([10, 20, 40], remaining_s=[100.0, 10.0, 20.0]), 65) == [5, 20, 40]
     # DLRover-RM by (1 / knee) / remaining^2.5.
     assert allocate("dlrover", lines([10, 20, 40], remaining_s=[100.0, 10.0, 20.0]), 65) == [5, 20, 40]
+    # Stretch by remaining x knee^1.5: 100 x 32, 20 x 89, 20 x 253; and then the first has waited for long.
+    table = lines([10, 20, 40], remaining_s=[100.0, 20.0, 20.0], total_s=100.0)
+    assert allocate("stretch", table, 65) == [10, 20, 35]
+    assert allocate("stretch", table, 25) == [5, 20, 0]
+    assert allocate("stretch", replace(table, age_s=np.array([300.0, 0.0, 0.0])), 25) == [10, 15, 0]
     assert allocate("fair", lines([10, 20, 40]), 35) == [5, 10, 20]
     assert allocate("share", lines([10, 20, 40]), 35) == [10, 13, 12]
 

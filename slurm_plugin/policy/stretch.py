@@ -1,10 +1,10 @@
 """Hetstream's own: shortest remaining CPU work first, where narrow jobs count less and delayed ones more.
 
-SRTF orders jobs by remaining time x CPUs. Two things are better known than that. Of two jobs with equal CPU work the one
-that needs fewer CPUs for longer should be first: it takes little from the other meanwhile, and cannot make up for lost
-time by more CPUs later. So the CPUs count with an exponent above 1. And a job that is already late for its length (its
-stretch: the time from submission to where it could end, by the time that it needs alone) moves forward by as much, so
-that no job pays for the mean of the others without bound.
+SRTF orders jobs by remaining time x CPUs. Two things are better known than that. Of two jobs with equal CPU work the
+one that needs fewer CPUs for longer should be first: it takes little from the other meanwhile, and cannot make up for
+lost time by more CPUs later. So the CPUs count with an exponent above 1. And a job that is already late for its length
+(its stretch: the time from submission to where it could end, by the time that it needs alone) moves forward by as much,
+so that no job pays for the mean of the others without bound.
 """
 
 from __future__ import annotations

@@ -16,12 +16,16 @@
     ├── HistoryError             the file with a cluster's history cannot be used
     ├── DaemonStateError         the site daemon's directory is in use, damaged or another program's
     ├── PolicyError              a policy gave out what it must not, or no policy has this name
-    └── ServeError               an address cannot be listened on, or a package for it is missing
+    ├── ServeError               an address cannot be listened on, or a package for it is missing
+    ├── SimulationInputError     a trace, an export or a cluster to simulate cannot be read: all its problems at once
+    └── SimulationFault          a simulation broke a rule of its own: a policy gave more than there is, or a defect
 
 Slurm commands that fail raise `hetstream.hetjob.errors.SlurmCommandError`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hetstream.base.errors import HetstreamError
 from hetstream.base.text import shortened
@@ -38,6 +42,8 @@ __all__ = [
     "NoCluster",
     "PolicyError",
     "ServeError",
+    "SimulationFault",
+    "SimulationInputError",
     "SlurmMissing",
     "TeardownFailed",
     "UnknownJob",
@@ -123,3 +129,26 @@ class PolicyError(HetstreamError):
 
 class ServeError(HetstreamError):
     """An address cannot be listened on, or a package that serving needs is missing."""
+
+
+class SimulationInputError(HetstreamError):
+    """What was to be simulated cannot be read.
+
+    Args:
+        source: the file, or what it is.
+        problems: each with its line where there is one; the message has the first of them, and how many there are.
+    """
+
+    MOST_SHOWN = 20
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        shown = "".join(f"\n  {problem}" for problem in self.problems[: self.MOST_SHOWN])
+        left = len(self.problems) - self.MOST_SHOWN
+        more = f"\n  and {left:,} more" if left > 0 else ""
+        super().__init__(f"{source}: {len(self.problems):,} problem(s):{shown}{more}")
+
+
+class SimulationFault(HetstreamError):
+    """A simulation broke a rule of its own: more was given than there is, or time went back."""

@@ -1,0 +1,199 @@
+"""Data workers under a policy: asks the daemon's policy, lets data workers start and leave, and sets speeds. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetstream.slurm_plugin.errors import SimulationFault
+from hetstream.slurm_plugin.policy.table import NO_CAP, JobTable, Policy, Pool
+from hetstream.slurm_plugin.simulate.nodes import Nodes
+from hetstream.slurm_plugin.simulate.running import Running
+from hetstream.slurm_plugin.simulate.scenario import Scenario
+from hetstream.slurm_plugin.simulate.spread import Homes, local_cpus, within_network
+from hetstream.slurm_plugin.simulate.workload import Workload
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Starting:
+    """Data workers that start: CPUs of each row of the running jobs."""
+
+    ready_s: float
+    cpus: Floats
+
+
+class Division:
+    """Who has which CPUs of data workers.
+
+    Attributes:
+        num_moves: changes of a job's number of data workers.
+        cpus_started, cpus_taken_back: CPUs of data workers that were started, and that had to leave.
+    """
+
+    def __init__(self, workload: Workload, scenario: Scenario, policy: Policy, running: Running) -> None:
+        self._workload, self._options, self._running = workload, scenario.workers, running
+        self._policy, self._name = policy, scenario.name
+        self._starting: deque[_Starting] = deque()
+        budget = workload.network_gbps.max(initial=0.0) > 0
+        self._knows_places = self._options.fallback or bool(budget)
+        needs = workload.worker_memory_gib[workload.demand > 0]
+        self._memory_gib = float(needs.max(initial=0.0))
+        sigma = self._options.estimate_sigma
+        draw = np.random.default_rng([scenario.seed, 1])
+        self._guess = np.exp(sigma * draw.standard_normal(len(workload))) if sigma else np.ones(len(workload))
+        self.num_moves = 0
+        self.cpus_started = self.cpus_taken_back = 0.0
+
+    def pool_cpus(self, nodes: Nodes) -> Floats:
+        """CPUs of each node that data workers can have."""
+        return nodes.for_workers(self._options.cpus, self._memory_gib)
+
+    def next_ready_s(self) -> float:
+        """When data workers that start are ready."""
+        return self._starting[0].ready_s if self._starting else np.inf
+
+    def forget(self, row: int) -> None:
+        """The job of a row has ended, and its data workers with it."""
+        for batch in self._starting:
+            if row < len(batch.cpus):
+                batch.cpus[row] = 0.0
+
+    def ready(self, nodes: Nodes, now_s: float) -> int:
+        """Let data workers work that have started; how many speeds that changes."""
+        running = self._running
+        while self._starting and self._starting[0].ready_s <= now_s:
+            cpus = self._starting.popleft().cpus
+            running.active[: len(cpus)] += cpus
+        return self._set_speeds(nodes, now_s)
+
+    def divide(self, nodes: Nodes, now_s: float) -> int:
+        """Ask the policy; data workers that must leave do so at once, others start. How many speeds that changes.
+
+        Raises:
+            SimulationFault: the policy gave more than there is, or less than nothing.
+        """
+        running, size = self._running, self._options.cpus
+        rows = running.rows()
+        rows = rows[running.demand[rows] > 0]
+        pool = Pool(int(self.pool_cpus(nodes).sum()))
+        if not len(rows):
+            return 0
+        table = self._table(rows, now_s)
+        workers = self._policy(table, pool, now_s).workers
+        self._check(workers, len(rows), pool)
+        target = (workers * size).astype(float)
+        before = running.target[rows]
+        more = np.maximum(0.0, target - before)
+        less = np.maximum(0.0, before - target)
+        running.target[rows] = target
+        moved = (more > 0) | (less > 0)
+        running.changed_s[rows[moved]] = now_s
+        self.num_moves += int(moved.sum())
+        self.cpus_started += float(more.sum())
+        self.cpus_taken_back += float(less.sum())
+        if less.any():
+            self._cancel(rows, target)
+        if more.any():
+            wait_s = self._options.start_s + (self._options.take_back_s if less.any() else 0.0)
+            if wait_s:
+                cpus = np.zeros(len(running.job))
+                cpus[rows] = more
+                batch = _Starting(now_s + wait_s, cpus)
+                # Those that wait for nobody to leave are ready before an earlier batch that does.
+                place = len(self._starting)
+                while place and self._starting[place - 1].ready_s > batch.ready_s:
+                    place -= 1
+                self._starting.insert(place, batch)
+            else:
+                running.active[rows] += more
+        return self._set_speeds(nodes, now_s)
+
+    def _cancel(self, rows: Ints, target: Floats) -> None:
+        """Data workers that have not started yet are the first to leave."""
+        running = self._running
+        starting = np.zeros(len(running.job))
+        for batch in self._starting:
+            starting[: len(batch.cpus)] += batch.cpus
+        excess = np.zeros(len(running.job))
+        excess[rows] = np.maximum(0.0, running.active[rows] + starting[rows] - target)
+        for batch in reversed(self._starting):
+            part = np.minimum(batch.cpus, excess[: len(batch.cpus)])
+            batch.cpus -= part
+            excess[: len(part)] -= part
+        running.active[rows] = np.minimum(running.active[rows], target)
+
+    def _check(self, workers: Ints, num_rows: int, pool: Pool) -> None:
+        given = int(workers.sum()) * self._options.cpus
+        if workers.shape != (num_rows,) or (num_rows and workers.min() < 0):
+            raise SimulationFault(f"policy {self._name} gave a job less than no data worker, or left one out")
+        if given > pool.cpus:
+            raise SimulationFault(f"policy {self._name} gave {given:,} CPUs and there are {pool.cpus:,}")
+
+    def _set_speeds(self, nodes: Nodes, now_s: float) -> int:
+        running = self._running
+        rows = np.flatnonzero(running.demand[: running.top] > 0)
+        demand = running.demand[rows]
+        speed = (1.0 - running.overhead[rows]) * np.minimum(1.0, running.active[rows] / demand)
+        if self._knows_places and len(rows):
+            speed = self._placed_speed(rows, speed, nodes)
+        changed = speed != running.speed[rows]
+        running.set_speed(rows[changed], speed[changed], now_s)
+        return int(changed.sum())
+
+    def _placed_speed(self, rows: Ints, speed: Floats, nodes: Nodes) -> Floats:
+        """What depends on where data workers are: the network, and working without them on the trainer's nodes."""
+        running = self._running
+        homes = self.homes(rows)
+        local, _ = local_cpus(homes, running.target[rows], self.pool_cpus(nodes))
+        local = np.minimum(local, running.active[rows])
+        if self._options.fallback:
+            alone = np.minimum(1.0, (running.held_cpus[rows] + local) / running.useful_cpus[rows])
+            speed = np.where(running.overhead[rows] > 0, np.maximum(speed, np.where(local > 0, alone, 0.0)), speed)
+        share = np.divide(local, running.active[rows], out=np.ones_like(local), where=running.active[rows] > 0)
+        budget_gbps = nodes.cluster.network_gbps * self._options.network_share
+        return within_network(homes, speed, share, budget_gbps)
+
+    def homes(self, rows: Ints) -> Homes:
+        """Where the trainers of these rows are."""
+        running = self._running
+        held = [running.placements[row] for row in rows.tolist()]
+        placed = [placement for _, placement in (one for one in held if one is not None)]
+        counts = [len(placement.nodes) for placement in placed]
+        row = np.repeat(np.arange(len(rows)), counts)
+        units = np.concatenate([placement.units for placement in placed]) if placed else np.zeros(0)
+        node = np.concatenate([placement.nodes for placement in placed]) if placed else np.zeros(0, dtype=np.int64)
+        jobs = running.job[rows][row]
+        return Homes(row, node, units / self._workload.units[jobs], units * self._workload.network_gbps[jobs])
+
+    def _table(self, rows: Ints, now_s: float) -> JobTable:
+        running, load, size = self._running, self._workload, self._options.cpus
+        job, demand = running.job[rows], running.demand[rows]
+        zeros, ones = np.zeros(len(rows)), np.ones(len(rows))
+        none = np.zeros(len(rows), dtype=np.int64)
+        return JobTable(
+            job_id=job,
+            minimum=none,
+            wanted=np.ceil(demand / size).astype(np.int64),
+            current=(running.target[rows] // size).astype(np.int64),
+            cpus=np.full(len(rows), size, dtype=np.int64),
+            cap=np.full(len(rows), NO_CAP, dtype=np.int64),
+            gpus=running.gpus[rows],
+            weight=ones,
+            curve_cpus=np.stack((zeros, demand), axis=1),
+            curve_speed=np.stack((zeros, 1.0 - running.overhead[rows]), axis=1),
+            remaining_s=running.left_now(rows, now_s) * self._guess[job],
+            remaining_sigma=np.full(len(rows), self._options.estimate_sigma),
+            total_s=load.work_s[job],
+            age_s=now_s - load.submit_s[job],
+            starved_s=np.maximum(0.0, now_s - running.slow_since_s[rows]),
+            held_s=now_s - running.changed_s[rows],
+            stale_s=zeros,
+            tenant=load.tenants[job],
+            user=load.users[job],
+        )

@@ -1,0 +1,422 @@
+"""The simulator: a workload, a cluster and a scenario give an outcome. Pure; the same input gives the same bytes.
+
+Time jumps from event to event: a submission, an end, a node that fails or comes back, data workers that are ready, a
+round of the policy, a cycle of backfill. Between two of them all speeds are constant, so nothing is approximated.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from hetstream.slurm_plugin.errors import SimulationFault
+from hetstream.slurm_plugin.simulate.cluster import Cluster
+from hetstream.slurm_plugin.simulate.division import Division
+from hetstream.slurm_plugin.simulate.failures import Failures
+from hetstream.slurm_plugin.simulate.nodes import CPUS, GPUS, MEMORY, Nodes, Placement, Shape
+from hetstream.slurm_plugin.simulate.outcome import FragmentationSamples, Outcome, Use
+from hetstream.slurm_plugin.simulate.reservation import Reservation
+from hetstream.slurm_plugin.simulate.running import LEAST_SPEED, Running
+from hetstream.slurm_plugin.simulate.scenario import Discipline, Scenario
+from hetstream.slurm_plugin.simulate.spread import used_cpus
+from hetstream.slurm_plugin.simulate.waiting import Cause, Waiting
+from hetstream.slurm_plugin.simulate.workload import Workload
+
+# (jobs that are done, jobs)
+Progress = Callable[[int, int], None]
+
+_CAUSES = {GPUS: Cause.GPUS, CPUS: Cause.CPUS, MEMORY: Cause.MEMORY}
+_USE_COLUMNS = 7
+_PROGRESS_EVENTS = 2000
+# The nodes that an event touches are checked at that event; the sums over all nodes so often, and at the end.
+_CHECK_EVENTS = 64
+# A job that nodes have failed under so often is given up: it makes no way between two failures.
+_MOST_RESTARTS = 1000
+# Relative error of the work that was done against the integral of speeds.
+_TOLERANCE = 1e-6
+
+
+def simulate(workload: Workload, cluster: Cluster, scenario: Scenario, progress: Progress | None = None) -> Outcome:
+    """Run one scenario to its end.
+
+    Args:
+        workload: the jobs.
+        cluster: where they run.
+        scenario: how.
+        progress: called now and then.
+
+    Raises:
+        SimulationFault: a policy gave more than there is, or the books do not balance.
+    """
+    return _Engine(workload, cluster, scenario).run(progress)
+
+
+class _Engine:
+    def __init__(self, workload: Workload, cluster: Cluster, scenario: Scenario) -> None:
+        self._workload, self._cluster, self._scenario = workload, cluster, scenario
+        size = len(workload)
+        self._nodes = Nodes(cluster)
+        self._running = Running()
+        self._waiting = Waiting(workload, scenario.queue)
+        self._failures = Failures(scenario.failures, cluster.num_nodes, scenario.seed)
+        self._division: Division | None = None
+        if scenario.policy is not None:
+            self._division = Division(workload, scenario, scenario.policy, self._running)
+        self._unit_cpus = scenario.unit_cpus(workload, cluster)
+        self._fixed_speed = scenario.fixed_speed(workload, cluster)
+        self._speed_of: list[float] = self._fixed_speed.tolist()
+        self._demand = workload.demand
+        self._shapes, self._shape_of = self._shapes_of()
+        self._rejected = self._too_large()
+        self._start_s = np.full(size, np.nan)
+        self._end_s = np.full(size, np.nan)
+        self._left_s = workload.work_s.copy()
+        self._lost_s = np.zeros(size)
+        self._restarts = np.zeros(size, dtype=np.int64)
+        self._node_of = np.full(size, -1, dtype=np.int64)
+        self._submit_s: list[float] = workload.submit_s.tolist()
+        self._next_job = 0
+        self._end_row = -1
+        self._now_s = 0.0
+        self._cycle_s = self._divide_s = self._sample_s = math.inf
+        # Why shapes do not fit, as far as that was tried since something came free.
+        self._no_room: dict[int, Cause] = {}
+        self._has_het = bool(workload.is_het.any())
+        self._has_backfill = self._has_het or scenario.discipline is not Discipline.FIFO
+        # In this event jobs started or left, or speeds changed; since the last cycle a job came or something came free.
+        self._is_changed = self._is_faster = self._is_due = False
+        self._use = array("d")
+        self._used = (0.0, 0.0, 0.0, 0.0)
+        self._samples: list[tuple[float, float, float, float]] = []
+        self._num_events = self._num_job_events = self._num_done = 0
+
+    def run(self, progress: Progress | None) -> Outcome:
+        """The loop."""
+        if self._scenario.sample_s:
+            self._sample_s = 0.0
+        while self._num_done + len(self._rejected) < len(self._workload):
+            then_s = self._next_s()
+            if then_s == math.inf:
+                break
+            if then_s < self._now_s:
+                raise SimulationFault(f"an event at {then_s} s lies in the past: it is {self._now_s} s")
+            self._now_s = then_s
+            self._step()
+            self._num_events += 1
+            if progress and self._num_events % _PROGRESS_EVENTS == 0:
+                progress(self._num_done + len(self._rejected), len(self._workload))
+        return self._outcome()
+
+    def _next_s(self) -> float:
+        """When something happens next; infinite if nothing can any more."""
+        submit_s = self._submit_s[self._next_job] if self._next_job < len(self._submit_s) else math.inf
+        ready_s = self._division.next_ready_s() if self._division else math.inf
+        end_s, self._end_row = self._running.next_end()
+        then_s = min(submit_s, end_s, ready_s, self._divide_s, self._cycle_s)
+        if then_s == math.inf and not self._failures.num_down:
+            return then_s
+        return min(then_s, self._failures.next_s(), self._sample_s)
+
+    def _step(self) -> None:
+        now_s = self._now_s
+        self._is_changed = self._is_faster = False
+        running = self._running
+        if self._end_row >= 0 and running.end_s[self._end_row] <= now_s:
+            end_s, row = float(running.end_s[self._end_row]), self._end_row
+            while end_s <= now_s:
+                self._end(row)
+                end_s, row = running.next_end()
+        for node, fails in self._failures.due(now_s):
+            self._fail(node) if fails else self._repair(node)
+        while self._next_job < len(self._submit_s) and self._submit_s[self._next_job] <= now_s:
+            self._submit(self._next_job)
+            self._next_job += 1
+        self._schedule()
+        if self._division is not None:
+            self._data_workers(self._division)
+        if self._num_events % _CHECK_EVENTS == 0:
+            self._check()
+        self._record()
+        if self._sample_s <= now_s:
+            self._sample()
+            self._sample_s = now_s + self._scenario.sample_s
+
+    # Jobs
+
+    def _submit(self, job: int) -> None:
+        self._num_job_events += 1
+        if job not in self._rejected:
+            at_once = self._scenario.discipline is Discipline.FIFO
+            self._waiting.add(job, Cause.QUEUE if at_once else Cause.CYCLE, self._now_s)
+            self._is_due = True
+
+    def _start(self, job: int, placement: Placement) -> None:
+        load, now_s = self._workload, self._now_s
+        shape = self._shapes[self._shape_of[job]]
+        self._nodes.take(shape, placement)
+        self._waiting.remove(job, now_s)
+        demand = float(self._demand[job]) if self._division else 0.0
+        units = shape.units
+        left_s, speed = float(self._left_s[job]), self._speed_of[job]
+        held_cpus = units * shape.cpus + shape.extra_cpus
+        self._running.add(
+            job,
+            shape,
+            placement,
+            {
+                "left_s": left_s,
+                "since_s": now_s,
+                "speed": speed,
+                "end_s": now_s + left_s / speed if speed > 0 else math.inf,
+                "start_s": now_s,
+                "gpus": units * shape.gpus,
+                "held_cpus": held_cpus,
+                "useful_cpus": units * load.ideal_cpus[job],
+                "demand": demand,
+                "overhead": load.overhead[job],
+                "changed_s": -math.inf,
+                "slow_since_s": now_s if speed < LEAST_SPEED else math.inf,
+            },
+        )
+        if math.isnan(self._start_s[job]):
+            self._start_s[job] = now_s
+            self._node_of[job] = placement.nodes[0]
+        self._num_job_events += 1
+        self._is_changed = True
+
+    def _end(self, row: int) -> None:
+        job = int(self._running.job[row])
+        self._end_s[job] = self._now_s
+        self._left_s[job] = 0.0
+        self._leave(row)
+        self._num_done += 1
+
+    def _leave(self, row: int) -> None:
+        """A job runs no more; its resources are free."""
+        self._nodes.give_back(*self._running.remove(row))
+        if self._division:
+            self._division.forget(row)
+        self._no_room.clear()
+        self._num_job_events += 1
+        self._is_changed = self._is_due = True
+
+    # Nodes
+
+    def _fail(self, node: int) -> None:
+        running, now_s = self._running, self._now_s
+        for row, held in enumerate(running.placements[: running.top]):
+            if held is None or not (node in held[1].nodes or node in held[1].extra_nodes):
+                continue
+            job = int(running.job[row])
+            left_s = float(running.left_now(np.array([row]), now_s)[0])
+            ran_s = now_s - float(running.start_s[row])
+            done_s = float(self._left_s[job]) - left_s
+            # Its speed may have changed; what it did since its last checkpoint is taken at its mean speed.
+            lost_s = done_s * (ran_s % self._scenario.failures.checkpoint_s) / ran_s if ran_s > 0 else 0.0
+            self._left_s[job] = left_s + lost_s
+            self._lost_s[job] += lost_s
+            self._restarts[job] += 1
+            self._leave(row)
+            if self._restarts[job] <= _MOST_RESTARTS:
+                self._waiting.add(job, Cause.QUEUE, now_s)
+            else:
+                self._rejected[job] = f"given up after {_MOST_RESTARTS:,} restarts: nodes fail under it too often"
+        self._nodes.fail(node)
+        self._no_room.clear()
+        self._is_changed = True
+
+    def _repair(self, node: int) -> None:
+        self._nodes.repair(node)
+        self._no_room.clear()
+        self._is_changed = self._is_due = True
+
+    # The queue
+
+    def _schedule(self) -> None:
+        waiting = self._waiting
+        if len(waiting):
+            self._main_pass()
+        if not len(waiting):
+            self._cycle_s = math.inf
+            return
+        if self._has_backfill and self._is_due and self._cycle_s == math.inf:
+            step_s = self._scenario.queue.interval_s
+            self._cycle_s = self._now_s if step_s == 0 else step_s * math.ceil(self._now_s / step_s)
+        if self._cycle_s <= self._now_s:
+            self._cycle_s = math.inf
+            self._backfill()
+
+    def _main_pass(self) -> None:
+        """Slurm's main scheduler: jobs in order, up to the first that does not fit; no heterogeneous jobs."""
+        waiting = self._waiting
+        if self._has_het:
+            for job in waiting.look(self._scenario.queue.max_job_test):
+                if not self._workload.is_het[job] and not self._try(job):
+                    return
+        else:
+            while len(waiting) and self._try(waiting.first()):
+                pass
+
+    def _try(self, job: int) -> bool:
+        """Start a job if it fits."""
+        placement = self._place(job)
+        if placement is not None:
+            self._start(job, placement)
+        return placement is not None
+
+    def _backfill(self) -> None:
+        """One cycle: the first that does not fit gets a reservation, or none if the discipline is greedy."""
+        waiting, queue, now_s = self._waiting, self._scenario.queue, self._now_s
+        self._is_due = False
+        discipline = self._scenario.discipline
+        reservation: Reservation | None = None
+        is_blocked = False
+        for job in waiting.look(queue.max_job_test):
+            placement = self._place(job)
+            if placement is None:
+                if discipline is Discipline.FIFO:
+                    return
+                if discipline is Discipline.EASY and not is_blocked:
+                    shape = self._shapes[self._shape_of[job]]
+                    reservation = Reservation(shape, self._nodes, self._running, now_s, queue.limit_factor)
+                is_blocked = True
+                continue
+            if reservation is None:
+                self._start(job, placement)
+                continue
+            shape, end_s = self._shapes[self._shape_of[job]], now_s + self._limit_s(job)
+            if reservation.allows(shape, placement, end_s):
+                self._start(job, placement)
+                reservation.started(shape, placement, end_s)
+            else:
+                waiting.waits_for(job, Cause.RESERVATION, now_s)
+
+    def _place(self, job: int) -> Placement | None:
+        """Where a job fits now; if nowhere, it is known what it waits for."""
+        number = self._shape_of[job]
+        cause = self._no_room.get(number)
+        if cause is None:
+            placement = self._nodes.find(self._shapes[number])
+            if placement is not None:
+                return placement
+            cause = self._no_room[number] = _CAUSES[self._nodes.why_not(self._shapes[number])]
+        self._waiting.waits_for(job, cause, self._now_s)
+        return None
+
+    def _limit_s(self, job: int) -> float:
+        """When a job that starts now is planned to have ended."""
+        limit_s = float(self._workload.limit_s[job])
+        if math.isfinite(limit_s):
+            return limit_s
+        speed = float(self._fixed_speed[job]) or 1.0
+        return self._scenario.queue.limit_factor * float(self._left_s[job]) / speed
+
+    # Data workers
+
+    def _data_workers(self, division: Division) -> None:
+        now_s, running = self._now_s, self._running
+        if division.next_ready_s() <= now_s:
+            self._num_job_events += division.ready(self._nodes, now_s)
+            self._is_faster = True
+        if self._is_changed:
+            held = float(running.target[: running.top].sum())
+            step_s = self._scenario.workers.round_s
+            if step_s == 0 or held > division.pool_cpus(self._nodes).sum():
+                self._divide_s = now_s
+            elif self._divide_s == math.inf:
+                self._divide_s = step_s * math.ceil(now_s / step_s)
+        if self._divide_s <= now_s:
+            self._divide_s = math.inf
+            self._num_job_events += division.divide(self._nodes, now_s)
+            self._is_faster = True
+
+    # Books
+
+    def _record(self) -> None:
+        running = self._running
+        if self._is_changed or self._is_faster:
+            top = running.top
+            gpus, speed = running.gpus[:top], running.speed[:top]
+            cpus = np.add.reduce(running.held_cpus[:top]) + np.add.reduce(running.target[:top])
+            useful = speed @ running.useful_cpus[:top]
+            self._used = (float(np.add.reduce(gpus)), float(gpus @ speed), float(cpus), float(useful))
+        self._use.extend((self._now_s, *self._used, len(self._waiting), running.count))
+
+    def _check(self) -> None:
+        running = self._running
+        top = running.top
+        self._nodes.check(float(running.gpus[:top].sum()), float(running.held_cpus[:top].sum()))
+
+    def _sample(self) -> None:
+        """Look at the nodes that have GPUs."""
+        own, nodes = self._cluster, self._nodes
+        free_cpus = np.maximum(0.0, nodes.cpus)
+        if self._division is not None and self._running.count:
+            rows = np.flatnonzero(self._running.target[: self._running.top] > 0)
+            pool = self._division.pool_cpus(nodes)
+            free_cpus = free_cpus - used_cpus(self._division.homes(rows), self._running.target[rows], pool)
+        seen = (own.gpus > 0) & (own.cpus > 0) & nodes.is_up
+        cpus, gpus = free_cpus[seen] / own.cpus[seen], nodes.gpus[seen] / own.gpus[seen]
+        if len(cpus):
+            cpus_gone = (cpus < 0.5 / own.cpus[seen]) & (gpus > 0.25)
+            gpus_gone = (gpus < 0.5 / own.gpus[seen]) & (cpus > 0.25)
+            found = (float(np.abs(cpus - gpus).mean()), float(cpus_gone.mean()), float(gpus_gone.mean()))
+            self._samples.append((self._now_s, *found))
+
+    def _outcome(self) -> Outcome:
+        columns = np.frombuffer(self._use, dtype=np.float64).reshape(-1, _USE_COLUMNS).T.copy()
+        use = Use(*columns)
+        self._check()
+        self._check_work(use)
+        samples = np.array(self._samples).reshape(-1, 4).T if self._samples else None
+        division = self._division
+        return Outcome(
+            workload=self._workload,
+            cluster=self._cluster,
+            scenario=self._scenario,
+            start_s=self._start_s,
+            end_s=self._end_s,
+            waited_s=self._waiting.waited_s,
+            node_of=self._node_of,
+            rejected=self._rejected,
+            restarts=self._restarts,
+            lost_s=self._lost_s,
+            use=use,
+            fragmentation=FragmentationSamples(*samples) if samples is not None else None,
+            num_events=self._num_events,
+            num_job_events=self._num_job_events,
+            num_moves=division.num_moves if division else 0,
+            cpus_started=division.cpus_started if division else 0.0,
+            cpus_taken_back=division.cpus_taken_back if division else 0.0,
+        )
+
+    def _check_work(self, use: Use) -> None:
+        """The work of all jobs, from their own records, is the integral of the speeds, from the cluster's."""
+        running = self._running
+        left_s = self._left_s.copy()
+        rows = running.rows()
+        left_s[running.job[rows]] = running.left_now(rows, self._now_s)
+        done = float(((self._workload.work_s - left_s + self._lost_s) * self._workload.num_gpus).sum())
+        seen = use.total(use.effective_gpus, 0.0, self._now_s)
+        if abs(done - seen) > _TOLERANCE * max(1.0, done):
+            raise SimulationFault(f"jobs did {done} GPU-seconds of work and their speeds say {seen}")
+
+    def _shapes_of(self) -> tuple[list[Shape], list[int]]:
+        """The different shapes, and the number of each job's."""
+        load = self._workload
+        columns = (load.units, load.gpus, self._unit_cpus, load.memory_gib, self._scenario.extra_cpus(load))
+        table = np.stack([np.asarray(column, dtype=float) for column in columns], axis=1)
+        unique, inverse = np.unique(table, axis=0, return_inverse=True)
+        shapes = [Shape(int(units), *rest) for units, *rest in unique.tolist()]
+        return shapes, inverse.reshape(-1).tolist()
+
+    def _too_large(self) -> dict[int, str]:
+        """Jobs that do not fit the empty cluster: they are reported, and nobody waits for them."""
+        wrong: dict[int, str] = {}
+        for number, shape in enumerate(self._shapes):
+            if self._nodes.find(shape) is None:
+                wrong[number] = f"larger than the cluster: not enough {self._nodes.why_not(shape)}"
+        return {job: wrong[number] for job, number in enumerate(self._shape_of) if number in wrong}

@@ -1,0 +1,115 @@
+"""Tables in text, read whole: every problem with its line, all of them at once. Pure; used by the readers of traces."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hetstream.base.text import printable
+from hetstream.slurm_plugin.errors import SimulationInputError
+
+Convert = Callable[[str], float]
+_MOST_SHOWN = 60
+
+
+@dataclass
+class Lines:
+    """The records of a table, and what is wrong with them.
+
+    Attributes:
+        source: for messages.
+        records: (line number, values by column).
+        problems: (line number, text).
+        bad: numbers of lines with a problem.
+    """
+
+    source: str
+    records: list[tuple[int, Mapping[str, str]]]
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    bad: set[int] = field(default_factory=set)
+
+    def complain(self, line: int, problem: str) -> None:
+        """A line is wrong."""
+        self.problems.append((line, problem))
+        self.bad.add(line)
+
+    def number(self, line: int, record: Mapping[str, str], column: str, default: float = math.nan) -> float:
+        """A finite number of 0 or more; NaN, and a complaint, if it is none. An empty value gives the default."""
+        text = record.get(column, "").strip()
+        if not text and not math.isnan(default):
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            self.complain(line, f"{column} is {_shown(text)}: must be a number")
+            return math.nan
+        if not math.isfinite(value) or value < 0:
+            self.complain(line, f"{column} is {_shown(text)}: must be a finite number of 0 or more")
+            return math.nan
+        return value
+
+    def good(self, skip_bad: bool) -> list[tuple[int, Mapping[str, str]]]:
+        """The records without a problem.
+
+        Args:
+            skip_bad: leave out the others; otherwise any problem is an error.
+
+        Raises:
+            SimulationInputError: with all problems, by line.
+        """
+        if self.problems and not skip_bad:
+            raise SimulationInputError(self.source, [f"line {line}: {text}" for line, text in sorted(self.problems)])
+        kept = [(line, record) for line, record in self.records if line not in self.bad]
+        if not kept:
+            told = [f"line {line}: {text}" for line, text in sorted(self.problems)]
+            raise SimulationInputError(self.source, [*told, "there is no job in it"])
+        return kept
+
+
+def read(
+    source: str, text: Iterable[str], required: Collection[str], known: Collection[str] | None, delimiter: str = ","
+) -> Lines:
+    """Read a table with a head line.
+
+    Args:
+        source: for messages.
+        text: lines.
+        required: columns that must be there.
+        known: all columns that may be there; None: any.
+        delimiter: between values.
+
+    Raises:
+        SimulationInputError: the head line lacks columns or has unknown ones; there is none.
+    """
+    plain = (line.replace("\0", "") for line in text)
+    # Slurm quotes nothing.
+    quoted = delimiter == ","
+    rows = csv.reader(plain) if quoted else csv.reader(plain, delimiter=delimiter, quoting=csv.QUOTE_NONE)
+    head: Sequence[str] = next(rows, [])
+    names = [name.strip().lstrip("\ufeff") for name in head]
+    missing = [name for name in required if name not in names]
+    unknown = [] if known is None else [name for name in names if name not in known]
+    problems = [f"line 1: there is no column {name}" for name in missing]
+    problems += [f"line 1: column {_shown(name)} is not known; there are {', '.join(known or ())}" for name in unknown]
+    problems += [f"line 1: column {name} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+    if problems:
+        raise SimulationInputError(source, problems)
+    found = Lines(source, [])
+    try:
+        for row in rows:
+            if not row:
+                continue
+            if len(row) != len(names):
+                found.complain(rows.line_num, f"{len(row)} values and not {len(names)}")
+            else:
+                found.records.append((rows.line_num, dict(zip(names, row, strict=True))))
+    except csv.Error as error:
+        raise SimulationInputError(source, [f"line {rows.line_num}: {error}"]) from error
+    return found
+
+
+def _shown(text: str) -> str:
+    short = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+    return f'"{printable(short)}"' if short else "empty"

@@ -1,0 +1,194 @@
+"""Figures of a run: completion times, waiting by cause, use of GPUs and CPUs, fragmentation, cost. Pure.
+
+docs/simulate.md defines each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetstream.slurm_plugin.simulate.outcome import Outcome
+from hetstream.slurm_plugin.simulate.waiting import Cause
+
+Floats = npt.NDArray[np.float64]
+_HOUR_S = 3600.0
+_BOOTSTRAPS = 2000
+# Steps of a distribution that a page draws.
+_STEPS = 60
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What an hour costs.
+
+    Attributes:
+        gpu_hour, cpu_hour: of one GPU, and of one CPU.
+    """
+
+    gpu_hour: float
+    cpu_hour: float
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Figures of one run; times in seconds, shares from 0 to 1.
+
+    Attributes:
+        num_jobs: in the workload. num_finished: that ended. num_rejected: larger than the cluster, or given up.
+        num_unfinished: that waited or stood still when nothing more could happen.
+        mean_jct_s, median_jct_s, p95_jct_s, p99_jct_s: end - submission, of the jobs that ended.
+        mean_wait_s, p50_wait_s, p95_wait_s, p99_wait_s: first start - submission.
+        wait_by_cause_s: mean, by the name of the cause; a job that was restarted has waited again.
+        mean_stretch: (end - start) / work.
+        mean_slowdown, p99_slowdown, max_slowdown: (end - submission) / work.
+        makespan_s: last end - first submission.
+        window_s: over which shares are taken, from the first submission on.
+        gpu_allocated, gpu_effective: share of all GPUs that jobs held, and the same times their speeds.
+        cpu_allocated, cpu_productive: share of all CPUs that were held, and that the speeds needed.
+        fragmentation: mean of |freeCPU/CPU - freeGPU/GPU| over nodes and time; None if it was not sampled.
+        cpus_gone, gpus_gone: share of nodes without a free CPU but with more than a quarter of the GPUs free, and
+            without a free GPU but with more than a quarter of the CPUs free.
+        gpu_hours, cpu_hours: that jobs held. cost: of them; None without prices.
+        cost_per_work_hour: cost of an hour of work of one GPU at its ideal speed.
+        jain: fairness over the jobs' speeds (work / time that they ran), 1 if all are alike.
+        num_restarts, lost_hours: by failures of nodes.
+        moves_per_job_hour: changes of the number of data workers for each hour that jobs ran.
+    """
+
+    num_jobs: int
+    num_finished: int
+    num_rejected: int
+    num_unfinished: int
+    mean_jct_s: float
+    median_jct_s: float
+    p95_jct_s: float
+    p99_jct_s: float
+    mean_wait_s: float
+    p50_wait_s: float
+    p95_wait_s: float
+    p99_wait_s: float
+    wait_by_cause_s: dict[str, float]
+    mean_stretch: float
+    mean_slowdown: float
+    p99_slowdown: float
+    max_slowdown: float
+    makespan_s: float
+    window_s: float
+    gpu_allocated: float
+    gpu_effective: float
+    cpu_allocated: float
+    cpu_productive: float
+    fragmentation: float | None
+    cpus_gone: float | None
+    gpus_gone: float | None
+    gpu_hours: float
+    cpu_hours: float
+    cost: float | None
+    cost_per_work_hour: float | None
+    jain: float
+    num_restarts: int
+    lost_hours: float
+    moves_per_job_hour: float
+
+
+def measure(outcome: Outcome, window_s: float | None = None, prices: Prices | None = None) -> Metrics:
+    """The figures of a run.
+
+    Args:
+        outcome: of it.
+        window_s: for shares; the makespan if it is None.
+        prices: None if there are none.
+    """
+    load, done = outcome.workload, outcome.finished
+    jct_s = (outcome.end_s - load.submit_s)[done]
+    ran_s = (outcome.end_s - outcome.start_s)[done]
+    work_s = load.work_s[done]
+    started = np.isfinite(outcome.start_s)
+    wait_s = (outcome.start_s - load.submit_s)[started]
+    taken = np.ones(len(load), dtype=bool)
+    taken[list(outcome.rejected)] = False
+    by_cause = outcome.waited_s[taken].mean(axis=0) if taken.any() else np.zeros(len(Cause))
+    end_s = float(np.nanmax(outcome.end_s)) if done.any() else 0.0
+    window = window_s or end_s or 1.0
+    use, own = outcome.use, outcome.cluster
+    all_s = float(use.at_s[-1]) if len(use.at_s) else 0.0
+    gpu_hours = use.total(use.gpus, 0.0, all_s) / _HOUR_S
+    cpu_hours = use.total(use.cpus, 0.0, all_s) / _HOUR_S
+    work_hours = use.total(use.effective_gpus, 0.0, all_s) / _HOUR_S
+    cost = gpu_hours * prices.gpu_hour + cpu_hours * prices.cpu_hour if prices else None
+    seen = outcome.fragmentation
+    within = seen.at_s <= window if seen else None
+    slowdown = jct_s / work_s
+    speeds = work_s / np.maximum(ran_s, 1e-9)
+    job_hours = use.total(use.num_running, 0.0, all_s) / _HOUR_S
+    return Metrics(
+        num_jobs=len(load),
+        num_finished=int(done.sum()),
+        num_rejected=len(outcome.rejected),
+        num_unfinished=outcome.num_unfinished,
+        mean_jct_s=_mean(jct_s),
+        median_jct_s=_at(jct_s, 50),
+        p95_jct_s=_at(jct_s, 95),
+        p99_jct_s=_at(jct_s, 99),
+        mean_wait_s=_mean(wait_s),
+        p50_wait_s=_at(wait_s, 50),
+        p95_wait_s=_at(wait_s, 95),
+        p99_wait_s=_at(wait_s, 99),
+        wait_by_cause_s={cause.name.lower(): float(by_cause[cause]) for cause in Cause},
+        mean_stretch=_mean(ran_s / work_s),
+        mean_slowdown=_mean(slowdown),
+        p99_slowdown=_at(slowdown, 99),
+        max_slowdown=float(slowdown.max(initial=0.0)),
+        makespan_s=end_s,
+        window_s=window,
+        gpu_allocated=_share(use.total(use.gpus, 0.0, window), own.num_gpus * window),
+        gpu_effective=_share(use.total(use.effective_gpus, 0.0, window), own.num_gpus * window),
+        cpu_allocated=_share(use.total(use.cpus, 0.0, window), own.num_cpus * window),
+        cpu_productive=_share(use.total(use.productive_cpus, 0.0, window), own.num_cpus * window),
+        fragmentation=_mean(seen.indicator[within]) if seen else None,
+        cpus_gone=_mean(seen.cpus_gone[within]) if seen else None,
+        gpus_gone=_mean(seen.gpus_gone[within]) if seen else None,
+        gpu_hours=gpu_hours,
+        cpu_hours=cpu_hours,
+        cost=cost,
+        cost_per_work_hour=cost / work_hours if cost is not None and work_hours else None,
+        jain=float(speeds.sum() ** 2 / (len(speeds) * (speeds**2).sum())) if len(speeds) else 1.0,
+        num_restarts=int(outcome.restarts.sum()),
+        lost_hours=float(outcome.lost_s.sum()) / _HOUR_S,
+        moves_per_job_hour=outcome.num_moves / job_hours if job_hours else 0.0,
+    )
+
+
+def waits(outcome: Outcome) -> list[tuple[float, float]]:
+    """The distribution of waiting: (seconds, share of the jobs that waited no longer), for a page and for JSON."""
+    wait_s = np.sort((outcome.start_s - outcome.workload.submit_s)[np.isfinite(outcome.start_s)])
+    shares = np.linspace(0.0, 1.0, _STEPS + 1)
+    found_s = np.quantile(wait_s, shares) if len(wait_s) else np.zeros(0)
+    return list(zip(found_s.tolist(), shares.tolist(), strict=False))
+
+
+def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """A 95 % interval of the mean, by bootstrap over runs; the value itself, twice, if there is one run."""
+    sample = np.asarray(values, dtype=float)
+    if len(sample) < 2:
+        return float(sample[0]), float(sample[0])
+    draw = np.random.default_rng([seed, len(sample)])
+    means = sample[draw.integers(0, len(sample), (_BOOTSTRAPS, len(sample)))].mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _at(values: Floats, percent: float) -> float:
+    return float(np.percentile(values, percent)) if len(values) else 0.0
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

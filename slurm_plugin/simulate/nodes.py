@@ -1,0 +1,218 @@
+"""What is free on each node, and where a gang of units fits. Pure; the engine's book of resources.
+
+CPUs of data workers under a policy are not in it: they can be taken back at once, so that they are in nobody's way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hetstream.slurm_plugin.errors import SimulationFault
+from hetstream.slurm_plugin.simulate.cluster import Cluster
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+GPUS, CPUS, MEMORY = "GPUs", "CPUs", "memory"
+# CPUs and GiB: what sums of fractions leave.
+_ROUNDING = 1e-6
+_MORE = 1e6  # CPUs: more than a node has, so that GPUs decide and CPUs break ties
+
+
+class Shape(NamedTuple):
+    """What a job asks for: so many units, each with its own on one node, and CPUs anywhere."""
+
+    units: int
+    gpus: float
+    cpus: float
+    memory_gib: float
+    extra_cpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a job is.
+
+    Attributes:
+        nodes, units: how many units on which node.
+        extra_nodes, extra_cpus: CPUs anywhere.
+    """
+
+    nodes: Ints
+    units: Ints
+    extra_nodes: Ints
+    extra_cpus: Floats
+
+
+_NOWHERE: Ints = np.empty(0, dtype=np.int64)
+_NOTHING: Floats = np.empty(0)
+
+
+class Nodes:
+    """Free resources of every node.
+
+    Attributes:
+        gpus, cpus, memory_gib: free, by node.
+        is_up: nodes that have not failed.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.gpus = cluster.gpus.copy()
+        self.cpus = cluster.cpus.copy()
+        self.memory_gib = cluster.memory_gib.copy()
+        self.is_up = np.ones(cluster.num_nodes, dtype=bool)
+        self._has_memory = bool(np.isfinite(cluster.memory_gib).any())
+        # What is free of a node, GPUs first: least is best.
+        self._rank = self.gpus * _MORE + self.cpus
+
+    def copy(self) -> Nodes:
+        """The same state, for plans."""
+        other = Nodes.__new__(Nodes)
+        other.cluster, other._has_memory = self.cluster, self._has_memory
+        other.gpus, other.cpus, other.memory_gib = self.gpus.copy(), self.cpus.copy(), self.memory_gib.copy()
+        other.is_up, other._rank = self.is_up.copy(), self._rank.copy()
+        return other
+
+    def find(self, shape: Shape) -> Placement | None:
+        """Where a shape fits: on one node if any has the room, the one with least free; else on the fewest nodes."""
+        units, gpus, cpus, memory_gib, extra = shape
+        fits = self.cpus >= units * cpus
+        if gpus:
+            fits &= self.gpus >= units * gpus
+        if memory_gib and self._has_memory:
+            fits &= self.memory_gib >= units * memory_gib
+        rank = np.where(fits, self._rank, np.inf)
+        best = int(rank.argmin())
+        if rank[best] < np.inf:
+            nodes, counts = np.array([best]), np.array([units])
+        elif units == 1:
+            return None
+        else:
+            room = self.room(gpus, cpus, memory_gib)
+            if room.sum() < units:
+                return None
+            order = np.lexsort((self._rank, -room))
+            filled = np.cumsum(room[order])
+            num_nodes = int(np.searchsorted(filled, units)) + 1
+            nodes = order[:num_nodes]
+            counts = room[nodes]
+            counts[-1] -= int(filled[num_nodes - 1]) - units
+        if not extra:
+            return Placement(nodes, counts, _NOWHERE, _NOTHING)
+        return self._with_extra(nodes, counts, cpus, extra)
+
+    def _with_extra(self, nodes: Ints, counts: Ints, cpus: float, extra: float) -> Placement | None:
+        """CPUs anywhere come first from nodes that have the fewest free GPUs to strand."""
+        free = self.cpus.copy()
+        free[nodes] -= counts * cpus
+        if free.sum() < extra:
+            return None
+        order = np.lexsort((free, self.gpus))
+        given = np.diff(np.minimum(np.cumsum(free[order]), extra), prepend=0.0)
+        places = np.flatnonzero(given > 0)
+        return Placement(nodes, counts, order[places], given[places])
+
+    def room(self, gpus: float, cpus: float, memory_gib: float) -> Ints:
+        """How many units of a kind each node has room for."""
+        room = np.full(len(self.cpus), np.inf)
+        if gpus:
+            room = np.floor(self.gpus / gpus)
+        if cpus:
+            room = np.minimum(room, np.floor(self.cpus / cpus))
+        if memory_gib and self._has_memory:
+            room = np.minimum(room, np.floor(self.memory_gib / memory_gib))
+        room[~self.is_up] = 0
+        whole: Ints = np.minimum(room, 1e9).astype(np.int64)
+        return whole
+
+    def why_not(self, shape: Shape) -> str:
+        """Which resource a shape that fits nowhere waits for."""
+        units = shape.units
+        if shape.gpus and self.room(shape.gpus, 0.0, 0.0).sum() < units:
+            return GPUS
+        if shape.memory_gib and self.room(shape.gpus, 0.0, shape.memory_gib).sum() < units:
+            return MEMORY
+        return CPUS
+
+    def take(self, shape: Shape, placement: Placement) -> None:
+        """Give a job what it asks for.
+
+        Raises:
+            SimulationFault: a node does not have it.
+        """
+        self._change(shape, placement, -1.0)
+
+    def give_back(self, shape: Shape, placement: Placement) -> None:
+        """Take it from the job.
+
+        Raises:
+            SimulationFault: a node would have more than it has.
+        """
+        self._change(shape, placement, 1.0)
+
+    def _change(self, shape: Shape, placement: Placement, sign: float) -> None:
+        nodes: Any = placement.nodes
+        counts: Any = placement.units * sign
+        if len(nodes) == 1:  # far faster, and most jobs are on one node
+            nodes, counts = int(nodes[0]), float(counts[0])
+        self.gpus[nodes] += counts * shape.gpus
+        self.cpus[nodes] += counts * shape.cpus
+        if self._has_memory:
+            self.memory_gib[nodes] += counts * shape.memory_gib
+        if len(placement.extra_nodes):
+            self.cpus[placement.extra_nodes] += sign * placement.extra_cpus
+            nodes = np.concatenate((placement.nodes, placement.extra_nodes))
+        gpus, cpus, own = self.gpus[nodes], self.cpus[nodes], self.cluster
+        self._rank[nodes] = gpus * _MORE + cpus
+        within = (gpus >= 0) & (gpus <= own.gpus[nodes]) & (cpus >= -_ROUNDING) & (cpus <= own.cpus[nodes] + _ROUNDING)
+        if self._has_memory:
+            memory_gib = self.memory_gib[nodes]
+            within &= (memory_gib >= -_ROUNDING) & (memory_gib <= own.memory_gib[nodes] + _ROUNDING)
+        if not np.all(within):
+            raise SimulationFault(f"node {nodes} would have {gpus} free GPUs and {cpus} free CPUs")
+
+    def fail(self, node: int) -> None:
+        """A node without jobs is away."""
+        self.is_up[node] = False
+        self.gpus[node] = self.cpus[node] = self.memory_gib[node] = -1.0
+        self._rank[node] = np.inf
+
+    def repair(self, node: int) -> None:
+        """It is back, whole."""
+        own = self.cluster
+        self.is_up[node] = True
+        self.gpus[node], self.cpus[node], self.memory_gib[node] = own.gpus[node], own.cpus[node], own.memory_gib[node]
+        self._rank[node] = self.gpus[node] * _MORE + self.cpus[node]
+
+    def for_workers(self, cpus: int, memory_gib: float) -> Floats:
+        """CPUs of each node that data workers can have: whole data workers, within the memory that is free.
+
+        Args:
+            cpus: of one data worker.
+            memory_gib: of one of its CPUs.
+        """
+        free = self.cpus
+        if memory_gib > 0 and self._has_memory:
+            free = np.minimum(free, self.memory_gib / memory_gib)
+        usable: Floats = np.maximum(0.0, np.floor(free / cpus) * cpus)
+        return usable
+
+    def check(self, held_gpus: float, held_cpus: float) -> None:
+        """Free and used are together what there is.
+
+        Args:
+            held_gpus, held_cpus: by all running jobs, counted elsewhere.
+
+        Raises:
+            SimulationFault: they are not.
+        """
+        up, own = self.is_up, self.cluster
+        there = (float(own.gpus[up].sum()), float(own.cpus[up].sum()))
+        free = (float(self.gpus[up].sum()), float(self.cpus[up].sum()))
+        for name, had, left, held in zip((GPUS, CPUS), there, free, (held_gpus, held_cpus), strict=True):
+            if abs(left + held - had) > _ROUNDING * max(1.0, had):
+                raise SimulationFault(f"{left:g} free and {held:g} used {name} are not the {had:g} that there are")

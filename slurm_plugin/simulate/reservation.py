@@ -1,0 +1,58 @@
+"""EASY's reservation: when the first job of the queue can start, and which others may start before it. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hetstream.slurm_plugin.simulate.nodes import Nodes, Placement, Shape
+from hetstream.slurm_plugin.simulate.running import Running
+
+
+class Reservation:
+    """The earliest start of one job, if those that run end when they are planned to.
+
+    Attributes:
+        start_s: that; infinite if even the empty cluster has no room, with nodes that are away.
+    """
+
+    def __init__(self, shape: Shape, nodes: Nodes, running: Running, now_s: float, limit_factor: float) -> None:
+        self._shape = shape
+        self._now_s = now_s
+        ends_s = running.planned_ends_s(now_s, limit_factor)
+        rows = [row for row in np.argsort(ends_s, kind="stable").tolist() if running.placements[row] is not None]
+        # The fewest ends with which it fits: that it fits never becomes untrue with one end more.
+        low, high = 1, len(rows)
+        self.start_s = np.inf
+        self._then = nodes
+        while low <= high:
+            middle = (low + high) // 2
+            then = _after(nodes, running, rows[:middle])
+            if then.find(shape) is None:
+                low = middle + 1
+            else:
+                high = middle - 1
+                self.start_s, self._then = float(ends_s[rows[middle - 1]]), then
+
+    def allows(self, shape: Shape, placement: Placement, end_s: float) -> bool:
+        """Whether another job may start now there, which is planned to end then."""
+        if end_s <= self.start_s:
+            return True
+        self._then.take(shape, placement)
+        fits = self._then.find(self._shape) is not None
+        self._then.give_back(shape, placement)
+        return fits
+
+    def started(self, shape: Shape, placement: Placement, end_s: float) -> None:
+        """It has started: if it is still there at the reserved time, its resources are not."""
+        if end_s > self.start_s:
+            self._then.take(shape, placement)
+
+
+def _after(nodes: Nodes, running: Running, rows: list[int]) -> Nodes:
+    """The nodes after the end of these jobs."""
+    then = nodes.copy()
+    for row in rows:
+        held = running.placements[row]
+        if held is not None:
+            then.give_back(*held)
+    return then

@@ -1,0 +1,183 @@
+"""A site's own jobs, from an export of `sacct -P`: lines of text -> Workload, with what really happened. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetstream.slurm_plugin.client.accounting import SACCT_FIELDS, Usage, usages_of
+from hetstream.slurm_plugin.client.values import megabytes, moment, text_or_empty, tres
+from hetstream.slurm_plugin.errors import SimulationInputError, UnreadableAnswer
+from hetstream.slurm_plugin.simulate.lines import Lines, read
+from hetstream.slurm_plugin.simulate.workload import Recorded, Workload, build
+
+REQUIRED = ("Submit", "Start", "End", "State", "NNodes", "AllocCPUS", "AllocTRES")
+EXPORT = (
+    "sacct --allusers --parsable2 --starttime=now-30days --format="
+    "JobIDRaw,User,Account,Partition,State,Submit,Start,End,ElapsedRaw,NNodes,AllocCPUS,AllocTRES,TotalCPU,"
+    "TRESUsageInAve,TimelimitRaw,AdminComment"
+)
+# A clock may be set by so much between two entries without being said to jump.
+_CLOCK_S = 2.0
+_MB_PER_GIB = 1024
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What an export does not say.
+
+    Attributes:
+        gpu_share: how busy the GPUs of a job were of which nobody measured it. 1: it gains nothing.
+        least_share: a measured share below this counts as this: who uses no GPU gains none from data workers.
+        trainer_cpus: that a trainer needs for each GPU while data workers make its batches.
+    """
+
+    gpu_share: float = 1.0
+    least_share: float = 0.1
+    trainer_cpus: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    usage: Usage
+    submit_s: float
+    start_s: float
+    end_s: float
+    num_nodes: int
+    limit_s: float
+    memory_gib: float
+
+
+def read_sacct(
+    source: str, text: Iterable[str], assumptions: Assumptions, skip_bad: bool
+) -> tuple[Workload, tuple[str, ...]]:
+    """The jobs that ran and ended, and notes of what was left out or assumed.
+
+    Raises:
+        SimulationInputError: with all that is wrong.
+    """
+    lines = read(source, text, REQUIRED, None, delimiter="|")
+    names = set(lines.records[0][1]) if lines.records else set()
+    if lines.records and not names & {"JobIDRaw", "JobID"}:
+        raise SimulationInputError(source, ["line 1: there is no column JobIDRaw. Export with: " + EXPORT])
+    steps: dict[str, list[Mapping[str, str]]] = {}
+    rows: dict[str, tuple[int, Mapping[str, str]]] = {}
+    for line, record in lines.records:
+        job, _, step = (record.get("JobIDRaw") or record.get("JobID", "")).partition(".")
+        if step:
+            steps.setdefault(job, []).append(record)
+        else:
+            # A job that was requeued has a line for each of its starts; the last one is what became of it.
+            rows[job] = (line, record)
+    left_out: Counter[str] = Counter()
+    jobs: list[_Job] = []
+    for job, (line, record) in rows.items():
+        found = _job(lines, line, job, record, steps.get(job, ()), left_out)
+        if found is not None:
+            jobs.append(found)
+    lines.good(skip_bad)
+    if not jobs:
+        raise SimulationInputError(source, ["no job in it has run and ended"])
+    notes = [f"{count:,} job(s) {what} and are left out" for what, count in sorted(left_out.items())]
+    notes += [f"{len(lines.bad):,} line(s) are wrong and left out"] if lines.bad else []
+    return _workload(jobs, assumptions), (*notes, *_said(jobs, assumptions))
+
+
+def _job(
+    lines: Lines, line: int, job: str, record: Mapping[str, str], steps: Iterable[Mapping[str, str]], out: Counter[str]
+) -> _Job | None:
+    """One job; None, with a complaint or a count, where it cannot be replayed."""
+    before = len(lines.problems)
+    if not job:
+        lines.complain(line, "there is no job id")
+        return None
+    times: list[float | None] = []
+    for name in ("Submit", "Start", "End"):
+        try:
+            times.append(moment(record[name]))
+        except ValueError:
+            lines.complain(line, f"{name} is {record[name]!r}: must be like 2026-11-20T16:00:15")
+            times.append(None)
+    num_nodes, cpus = lines.number(line, record, "NNodes"), lines.number(line, record, "AllocCPUS", 0.0)
+    if len(lines.problems) > before:
+        return None
+    submit_s, start_s, end_s = times
+    if submit_s is None:
+        lines.complain(line, "Submit is empty")
+        return None
+    if start_s is None or cpus == 0:
+        out["never started"] += 1
+        return None
+    if end_s is None:
+        out["still ran"] += 1
+        return None
+    if start_s < submit_s - _CLOCK_S:
+        lines.complain(line, f"it started {submit_s - start_s:.0f} s before it was submitted: a clock jumped")
+    if end_s < start_s - _CLOCK_S:
+        lines.complain(line, f"it ended {start_s - end_s:.0f} s before it started: a clock jumped")
+    limit = text_or_empty(record.get("TimelimitRaw", "").replace("Partition_Limit", ""))
+    limit_min = lines.number(line, {"TimelimitRaw": limit}, "TimelimitRaw", 0.0)
+    filled = {name: record.get(name, "") for name in SACCT_FIELDS} | {"JobIDRaw": job}
+    stepped = [{name: one.get(name, "") for name in SACCT_FIELDS} | {"JobIDRaw": f"{job}.0"} for one in steps]
+    try:
+        usage = usages_of([filled, *stepped])[0]
+        memory_gib = megabytes(tres(record["AllocTRES"]).get("mem", "")) / _MB_PER_GIB
+    except (UnreadableAnswer, ValueError) as error:
+        lines.complain(line, str(error).split(" Please report")[0])
+        return None
+    if len(lines.problems) > before:
+        return None
+    if end_s - start_s < 1:
+        out["ran for less than a second"] += 1
+        return None
+    limit_s = limit_min * 60 or np.inf
+    return _Job(usage, submit_s, max(start_s, submit_s), end_s, max(1, int(num_nodes)), limit_s, memory_gib)
+
+
+def _workload(jobs: list[_Job], assumptions: Assumptions) -> Workload:
+    gpus = np.array([np.ceil(job.usage.gpus) for job in jobs])
+    nodes = np.array([job.num_nodes for job in jobs], dtype=float)
+    cpus = np.array([job.usage.cpus for job in jobs], dtype=float)
+    # A unit is a node's share of the job; where its GPUs do not divide evenly, each GPU is one.
+    units = np.where((gpus > 0) & (gpus % nodes > 0), gpus, nodes)
+    unit_cpus, unit_gpus = cpus / units, gpus / units
+    share = np.array([_share(job.usage, assumptions) for job in jobs])
+    start_s, end_s = np.array([job.start_s for job in jobs]), np.array([job.end_s for job in jobs])
+    keeps = np.minimum(unit_cpus, np.maximum(1.0, assumptions.trainer_cpus * unit_gpus))
+    is_starved = (share < 1) & (gpus > 0)
+    return build(
+        [job.usage.job for job in jobs],
+        {
+            "submit_s": np.array([job.submit_s for job in jobs]),
+            "work_s": (end_s - start_s) * share,
+            "units": units,
+            "gpus": unit_gpus,
+            "ideal_cpus": unit_cpus / share,
+            "trainer_cpus": np.where(is_starved, keeps, unit_cpus),
+            "memory_gib": np.array([job.memory_gib for job in jobs]) / units,
+            "limit_s": np.array([job.limit_s for job in jobs]),
+        },
+        tenants=[job.usage.account for job in jobs],
+        users=[job.usage.user for job in jobs],
+        recorded=Recorded(start_s, end_s, unit_cpus),
+    )
+
+
+def _share(usage: Usage, assumptions: Assumptions) -> float:
+    if usage.gpus <= 0:
+        return 1.0
+    share = assumptions.gpu_share if usage.gpu_share is None else usage.gpu_share
+    return min(1.0, max(assumptions.least_share, share))
+
+
+def _said(jobs: list[_Job], assumptions: Assumptions) -> list[str]:
+    with_gpus = [job for job in jobs if job.usage.gpus > 0]
+    known = sum(job.usage.gpu_share is not None for job in with_gpus)
+    notes = [f"of {len(with_gpus):,} jobs with GPUs the use of the GPUs is known of {known:,}"]
+    if known < len(with_gpus):
+        notes.append(f"the others are taken to keep them {100 * assumptions.gpu_share:.0f} % busy (--gpu-busy)")
+    notes.append("what GPUs were idle is taken as waiting for data: the gain is the most that data workers can bring")
+    return notes

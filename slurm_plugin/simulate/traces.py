@@ -1,0 +1,275 @@
+"""Public traces and a table of our own, as workloads: lines of text -> Workload. Pure; the command opens the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hetstream.slurm_plugin.errors import SimulationInputError
+from hetstream.slurm_plugin.simulate.cluster import Cluster, of_groups
+from hetstream.slurm_plugin.simulate.lines import Lines, read
+from hetstream.slurm_plugin.simulate.models import with_models
+from hetstream.slurm_plugin.simulate.sacct import REQUIRED as SACCT_COLUMNS
+from hetstream.slurm_plugin.simulate.sacct import Assumptions, read_sacct
+from hetstream.slurm_plugin.simulate.workload import Workload, build
+
+_MIB_PER_GIB = 1024
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A workload that was read.
+
+    Attributes:
+        form: which reader it was.
+        notes: what was assumed, and what was left out.
+    """
+
+    form: str
+    workload: Workload
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to read.
+
+    Attributes:
+        seed: of what a trace does not say, such as models.
+        skip_bad: leave out lines that are wrong, instead of refusing the file.
+        workload: which of the lists of a file that has several.
+        assumptions: of an export of sacct.
+    """
+
+    seed: int = 0
+    skip_bad: bool = False
+    workload: int = 0
+    assumptions: Assumptions = field(default_factory=Assumptions)
+
+
+Rows = list[tuple[int, Mapping[str, str]]]
+Reader = Callable[[str, Iterable[str], ReadOptions], Trace]
+
+# Columns of our own table: docs/simulate.md.
+OWN_REQUIRED = ("submit_s", "run_s", "num_gpus")
+OWN_OPTIONAL = (
+    "job", "cpus_per_gpu", "trainer_cpus_per_gpu", "overhead", "memory_gib_per_gpu", "worker_memory_gib_per_cpu",
+    "network_gbps_per_gpu", "time_limit_s", "tenant", "user", "heterogeneous",
+)  # fmt: skip
+_PHILLY = ("job_id", "submit_s", "duration_s", "num_gpus")
+_POLLUX = ("workload", "name", "submit_s", "application", "num_replicas")
+_GOLDMINER = ("seed", "job", "submit_min", "num_gpus", "ideal_min", "cpus_per_gpu_ideal", "trainer_cpus_per_gpu")
+_OPENB = ("name", "cpu_milli", "memory_mib", "num_gpu", "gpu_milli", "creation_time", "deletion_time", "scheduled_time")
+
+# Pollux names applications and no run times. GPU-hours are those of the classes of its paper (small, medium, large,
+# extra large); CPUs per GPU where Synergy's profiles of the same networks stop to grow.
+_APPLICATIONS: Mapping[str, tuple[float, float, float]] = {
+    "cifar10": (0.1, 1, 9), "ncf": (0.1, 1, 1), "bert": (1, 10, 1), "deepspeech2": (1, 10, 3), "yolov3": (10, 100, 6),
+    "imagenet": (100, 1000, 4),
+}  # fmt: skip
+_YES, _NO = ("1", "yes", "true"), ("", "0", "no", "false")
+
+
+def read_trace(source: str, text: str, form: str = "auto", options: ReadOptions | None = None) -> Trace:
+    """Read a trace.
+
+    Args:
+        source: for messages.
+        text: the whole file.
+        form: a key of `READERS`, or `auto`: by its columns.
+        options: see there.
+
+    Raises:
+        SimulationInputError: with all that is wrong.
+    """
+    if form == "auto":
+        form = _form_of(source, text.split("\n", 1)[0])
+    # Lines end as csv means it, not at every character that Unicode calls a line end.
+    return READERS[form](source, text.split("\n"), options or ReadOptions())
+
+
+def _form_of(source: str, head: str) -> str:
+    names = {name.strip() for name in head.replace("|", ",").split(",")}
+    columns = {
+        "philly": _PHILLY, "pollux": _POLLUX, "goldminer": _GOLDMINER, "openb": _OPENB, "csv": OWN_REQUIRED,
+        "sacct": SACCT_COLUMNS,
+    }  # fmt: skip
+    for form, required in columns.items():
+        if set(required) <= names:
+            return form
+    nearest = max(columns, key=lambda form: len(names & set(columns[form])))
+    missing = ", ".join(sorted(set(columns[nearest]) - names))
+    raise SimulationInputError(
+        source, [f"line 1: the columns are of no known form. It is nearest to {nearest}, and lacks {missing}"]
+    )
+
+
+def _numbers(lines: Lines, names: Iterable[str], defaults: Mapping[str, float] | None = None) -> dict[int, list[float]]:
+    """The values of number columns of each line, with a complaint for each that is wrong."""
+    columns = list(names)
+    given = defaults or {}
+    return {
+        line: [lines.number(line, record, name, given.get(name, np.nan)) for name in columns]
+        for line, record in lines.records
+    }
+
+
+def _whole(lines: Lines, name: str, least: int = 0) -> None:
+    """Complain of numbers that are not whole, or too small."""
+    for line, record in lines.records:
+        if line not in lines.bad:
+            value = float(record[name])
+            if value != int(value) or value < least:
+                lines.complain(line, f"{name} is {record[name]}: must be a whole number of {least} or more")
+
+
+def _above_zero(lines: Lines, name: str) -> None:
+    for line, record in lines.records:
+        if line not in lines.bad and not float(record[name]) > 0:
+            lines.complain(line, f"{name} is {record[name]}: must be above 0")
+
+
+def _philly(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
+    lines = read(source, text, _PHILLY, None)
+    values = _numbers(lines, _PHILLY[1:])
+    _whole(lines, "num_gpus", 1)
+    _above_zero(lines, "duration_s")
+    rows = lines.good(options.skip_bad)
+    table = np.array([values[line] for line, _ in rows])
+    draw = np.random.default_rng([options.seed, 4])
+    workload = with_models(table[:, 0], table[:, 1], table[:, 2].astype(np.int64), draw)
+    note = f"the trace says nothing of CPUs: models are drawn with seed {options.seed}, half of them CPU-intensive"
+    return Trace("philly", workload, (note, *_left_out(lines)))
+
+
+def _pollux(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
+    lines = read(source, text, _POLLUX, None)
+    number = options.workload or 1
+    lines.records = [(line, record) for line, record in lines.records if record["workload"] == str(number)]
+    values = _numbers(lines, ("submit_s", "num_replicas"))
+    _whole(lines, "num_replicas", 1)
+    for line, record in lines.records:
+        if record["application"] not in _APPLICATIONS:
+            lines.complain(line, f"application {record['application']!r} is not one of {', '.join(_APPLICATIONS)}")
+    rows = lines.good(options.skip_bad)
+    table = np.array([values[line] for line, _ in rows])
+    low, high, cpus = np.array([_APPLICATIONS[row["application"]] for _, row in rows]).T
+    draw = np.random.default_rng([options.seed, 5])
+    gpu_hours = np.exp(draw.uniform(np.log(low), np.log(high)))
+    columns = {"submit_s": table[:, 0], "units": table[:, 1], "work_s": gpu_hours * 3600 / table[:, 1]}
+    columns |= {"ideal_cpus": cpus, "trainer_cpus": np.minimum(cpus, 2)}
+    workload = build([row["name"] for _, row in rows], columns)
+    note = f"workload {number}; it has no run times: GPU-hours are drawn from its paper's classes, seed {options.seed}"
+    return Trace("pollux", workload, (note, *_left_out(lines)))
+
+
+def _goldminer(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
+    lines = read(source, text, _GOLDMINER, None)
+    chosen = [(line, row) for line, row in lines.records if row["seed"] == str(options.workload)]
+    if lines.records and not chosen:
+        there = sorted({int(row["seed"]) for _, row in lines.records if row["seed"].isdigit()})
+        raise SimulationInputError(source, [f"it has no list {options.workload}; there are {there}"])
+    lines.records = chosen
+    values = _numbers(lines, (*_GOLDMINER[2:], "dw_overhead"), {"dw_overhead": 0.0})
+    _whole(lines, "num_gpus", 1)
+    _above_zero(lines, "ideal_min")
+    rows = lines.good(options.skip_bad)
+    submit, units, ideal, cpus, trainer, overhead = np.array([values[line] for line, _ in rows]).T
+    columns = {"submit_s": submit * 60, "work_s": ideal * 60, "units": units, "ideal_cpus": cpus}
+    columns |= {"trainer_cpus": trainer, "overhead": overhead}
+    names = [f"{row['job']}:{row.get('model', '')}" for _, row in rows]
+    return Trace("goldminer", build(names, columns), (f"list {options.workload} of the file", *_left_out(lines)))
+
+
+def _openb(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
+    lines = read(source, text, _OPENB, None)
+    values = _numbers(lines, _OPENB[1:], {"scheduled_time": 0.0, "deletion_time": 0.0})
+    _whole(lines, "num_gpu")
+    for line, _ in lines.records:
+        created, deleted, scheduled = values[line][4:]
+        if line not in lines.bad and scheduled and deleted <= max(created, scheduled):
+            lines.complain(line, f"its end at {deleted:.0f} is not after its start at {scheduled:.0f}")
+    rows = [(line, row) for line, row in lines.good(options.skip_bad) if values[line][6] > 0]
+    cpu, memory, gpus, milli, created, deleted, scheduled = np.array([values[line] for line, _ in rows]).T
+    columns = {
+        "submit_s": created, "work_s": deleted - scheduled, "gpus": gpus, "ideal_cpus": np.maximum(cpu / 1000, 1e-3),
+        "trainer_cpus": cpu / 1000, "memory_gib": memory / _MIB_PER_GIB,
+    }  # fmt: skip
+    parts = int(((milli < 1000) & (gpus > 0)).sum())
+    notes = [f"{len(lines.records) - len(rows) - len(lines.bad)} pod(s) never ran and are left out"]
+    notes += [f"{parts:,} pod(s) ask for a part of a GPU and get a whole one"] if parts else []
+    return Trace("openb", build([row["name"] for _, row in rows], columns), (*notes, *_left_out(lines)))
+
+
+def _own(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
+    lines = read(source, text, OWN_REQUIRED, (*OWN_REQUIRED, *OWN_OPTIONAL))
+    defaults = {
+        "cpus_per_gpu": 1.0, "trainer_cpus_per_gpu": -1.0, "overhead": 0.0, "memory_gib_per_gpu": 0.0,
+        "worker_memory_gib_per_cpu": 0.0, "network_gbps_per_gpu": 0.0, "time_limit_s": np.inf,
+    }  # fmt: skip
+    names = (*OWN_REQUIRED, *defaults)
+    values = _numbers(lines, names, defaults)
+    _whole(lines, "num_gpus")
+    _above_zero(lines, "run_s")
+    for line, record in lines.records:
+        number = dict(zip(names, values[line], strict=True))
+        if line in lines.bad:
+            continue
+        if number["overhead"] >= 1:
+            lines.complain(line, f"overhead is {number['overhead']:g}: must be below 1")
+        if number["trainer_cpus_per_gpu"] > number["cpus_per_gpu"]:
+            lines.complain(line, "trainer_cpus_per_gpu is more than cpus_per_gpu")
+        if record.get("heterogeneous", "").strip().lower() not in (*_YES, *_NO):
+            lines.complain(line, f"heterogeneous is {record['heterogeneous']!r}: must be yes or no")
+    rows = lines.good(options.skip_bad)
+    table = np.array([values[line] for line, _ in rows]).T
+    submit, run, gpus, cpus, trainer, overhead, memory, worker_memory, network, limit = table
+    columns = {
+        # A job without GPUs is one unit; of others each GPU is one.
+        "submit_s": submit, "work_s": run, "units": np.maximum(1, gpus), "gpus": np.minimum(1, gpus),
+        "ideal_cpus": cpus, "trainer_cpus": np.where(trainer < 0, cpus, trainer), "overhead": overhead,
+        "memory_gib": memory, "worker_memory_gib": worker_memory, "network_gbps": network, "limit_s": limit,
+    }  # fmt: skip
+    workload = build(
+        [row.get("job", "") or str(place) for place, (_, row) in enumerate(rows, start=1)],
+        columns,
+        tenants=[row.get("tenant", "") for _, row in rows],
+        users=[row.get("user", "") for _, row in rows],
+        is_het=[row.get("heterogeneous", "").strip().lower() in _YES for _, row in rows],
+    )
+    return Trace("csv", workload, _left_out(lines))
+
+
+def _sacct(source: str, text: Iterable[str], options: ReadOptions) -> Trace:
+    workload, notes = read_sacct(source, text, options.assumptions, options.skip_bad)
+    return Trace("sacct", workload, notes)
+
+
+def _left_out(lines: Lines) -> tuple[str, ...]:
+    return (f"{len(lines.bad):,} line(s) are wrong and left out",) if lines.bad else ()
+
+
+def read_openb_nodes(source: str, text: str) -> Cluster:
+    """The cluster of openb's list of nodes.
+
+    Raises:
+        SimulationInputError: with all that is wrong.
+    """
+    lines = read(source, text.split("\n"), ("sn", "cpu_milli", "memory_mib", "gpu"), None)
+    values = _numbers(lines, ("cpu_milli", "memory_mib", "gpu"))
+    return of_groups(
+        {"cpus": cpu // 1000, "memory_gib": memory / _MIB_PER_GIB, "gpus": gpu}
+        for cpu, memory, gpu in (values[line] for line, _ in lines.good(skip_bad=False))
+    )
+
+
+READERS: Mapping[str, Reader] = {
+    "csv": _own,
+    "philly": _philly,
+    "pollux": _pollux,
+    "goldminer": _goldminer,
+    "openb": _openb,
+    "sacct": _sacct,
+}

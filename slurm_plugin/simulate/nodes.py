@@ -172,7 +172,7 @@ class Nodes:
         if self._has_memory:
             memory_gib = self.memory_gib[nodes]
             within &= (memory_gib >= -_ROUNDING) & (memory_gib <= own.memory_gib[nodes] + _ROUNDING)
-        if not np.all(within):
+        if not within.all():
             raise SimulationFault(f"node {nodes} would have {gpus} free GPUs and {cpus} free CPUs")
 
     def fail(self, node: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from hetstream.base.files import Directory
 
 SUMMARY_FILE = "summary.json"
-_MAX_SUMMARY_BYTES = 64 << 20
+MAX_SUMMARY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def read_ended(directory: Path) -> EndedJob | None:
     """
     try:
         with Directory.open(directory) as opened:  # of a user who may have put anything there
-            text, status = opened.read(SUMMARY_FILE, _MAX_SUMMARY_BYTES), opened.status(SUMMARY_FILE)
+            text, status = opened.read(SUMMARY_FILE, MAX_SUMMARY_BYTES), opened.status(SUMMARY_FILE)
     except FileNotFoundError:
         return None
     try:

@@ -31,20 +31,30 @@ def is_directory_pattern(text: str) -> bool:
 
 
 def setting(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) -> str | None:
-    """What the environment or the site's file says of one of the two; None if neither does, or if it is empty.
+    """What the environment or the site's file says of a setting that is a directory; None if it is empty or not there.
 
     Raises:
         ConfigError: it has another form.
     """
     text, origin = environ.get(name), "environment variable "
     if text is None:
-        try:
-            text, origin = assignments(site_file.read_text(errors="replace")).get(name), f"{site_file}: "
-        except OSError:
-            return None
+        text, origin = _in_site_file(name, site_file), f"{site_file}: "
     if text and not is_directory_pattern(text):
         raise ConfigError(f"{origin}{name}={text!r}: must be {RULE}")
     return text or None
+
+
+def site_value(name: str, environ: Mapping[str, str], site_file: Path = SITE_FILE) -> str | None:
+    """What the environment or the site's file says of a setting that is one word; None if neither does."""
+    text = environ.get(name)
+    return _in_site_file(name, site_file) if text is None else text
+
+
+def _in_site_file(name: str, site_file: Path) -> str | None:
+    try:
+        return assignments(site_file.read_text(errors="replace")).get(name)
+    except OSError:
+        return None
 
 
 def for_user(pattern: str, user: str = "") -> Path:

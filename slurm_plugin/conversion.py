@@ -15,6 +15,7 @@ from pathlib import Path
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.convert import MissingPartition, check_cluster, convert, script_options
 from hetstream.hetjob.directives import (
+    Directive,
     from_command_line,
     is_own,
     late_directives,
@@ -55,6 +56,7 @@ def convert_script(
     environ: Mapping[str, str],
     client: SlurmClient,
     program: Sequence[str],
+    proposed: Sequence[Directive] = (),
 ) -> Conversion:
     """Convert one script, or leave it alone when nothing asks for data workers.
 
@@ -65,12 +67,13 @@ def convert_script(
         environ: the environment that sbatch will run in.
         client: asked for the cluster's partitions; a cluster that does not answer is left to sbatch.
         program: how the job calls hetstream.
+        proposed: directives that hold where neither the script nor the command line says otherwise.
 
     Raises:
         UsageError: directives, options or Slurm limits; see `hetstream.hetjob.errors`.
     """
     text = body.decode(errors="surrogateescape")
-    spec = read_spec([*read_directives(text, name), *from_command_line(command_line)], name)
+    spec = read_spec([*proposed, *read_directives(text, name), *from_command_line(command_line)], name)
     notes = (
         *(
             f"{name} line {number}: a comment, not a directive. A directive begins the line as: #HETSTREAM --"

@@ -13,7 +13,8 @@
     ├── UnreadableAnswer         a Slurm command printed what no known version prints
     ├── UnsupportedSlurm         the cluster's Slurm is older than hetstream reads
     ├── UnknownJob               no such job in the queue
-    ├── HistoryError             the file with a cluster's history cannot be used
+    ├── HistoryError             the file with a cluster's history, or with that of its jobs, cannot be used
+    ├── ModelError               the resource model has nothing to be fitted to, or lacks a library
     ├── DaemonStateError         the site daemon's directory is in use, damaged or another program's
     ├── PolicyError              a policy gave out what it must not, or no policy has this name
     ├── ServeError               an address cannot be listened on, or a package for it is missing
@@ -38,6 +39,7 @@ __all__ = [
     "DevclusterError",
     "HistoryError",
     "InstallFailed",
+    "ModelError",
     "NetworkFailed",
     "NoCluster",
     "PolicyError",
@@ -117,6 +119,10 @@ class UnknownJob(HetstreamError):
 
 class HistoryError(HetstreamError):
     """The file with a cluster's history cannot be read or written, or is another program's."""
+
+
+class ModelError(HetstreamError):
+    """The resource model has nothing to be fitted to, or needs a library that is not installed."""
 
 
 class DaemonStateError(HetstreamError):

@@ -39,6 +39,8 @@ HOMES = {
         "mpi_dataworkers/dispatcher/metrics.py",
         "slurm_plugin/render/metrics.py",
     ),
+    "scipy": ("slurm_plugin/model/fit.py",),
+    "pymoo": ("slurm_plugin/model/nsga2.py",),
     "pyslurm": ("slurm_plugin/client/pyslurm_backend.py",),
     "zstandard": ("mpi_dataworkers/transports/compression.py",),
     "xxhash": ("checkpoint/record/checksum.py", "mpi_dataworkers/ops/pickling.py"),
@@ -47,6 +49,7 @@ HOMES = {
         "slurm_plugin/database.py",
         "slurm_plugin/insight/history.py",
         "slurm_plugin/daemon/store.py",
+        "slurm_plugin/model/job_history.py",
     ),
 }
 FOLDERS = [ROOT / room for room in ROOMS[:-1]]

@@ -92,6 +92,7 @@ class Elastic:
         self._trainer = TrainerCpus()
         self._rates = WorkerRates()
         self._said = ""
+        self._last_read: Snapshot | None = None  # the newest in which a loader read
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic")
 
@@ -110,9 +111,12 @@ class Elastic:
 
     def summary(self) -> dict[str, Any]:
         """What it did and found out, for the job's summary."""
-        controller = self._controller
+        controller, last = self._controller, self._last_read
         return {
             "stage": controller.stage.value,
+            "data_workers": last.num_data_workers if last else None,
+            "steps_per_s": last.steps_per_s if last else None,
+            "wait_share": last.wait_share if last else None,
             "data_worker_cpus": controller.cpus,
             "trainer_cpus_recommended": controller.trainer_cpus,
             "local_wait_s": controller.local.wait_s if controller.local else None,
@@ -146,6 +150,8 @@ class Elastic:
         rates = self._rates.by_job(status.data_workers)
         self._take_in(rates, now)
         snapshot = self._snapshot(status, rates, now)
+        if snapshot.reading and snapshot.steps_per_s > 0:
+            self._last_read = snapshot
         decision = self._controller.decide(snapshot, now)
         if self._site is not None:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)

@@ -16,6 +16,13 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.client.users import is_own
 from hetstream.slurm_plugin.insight.advise import Advice, advise
 from hetstream.slurm_plugin.insight.ended_jobs import ended_jobs
+from hetstream.slurm_plugin.insight.proposals import (
+    NO_HISTORY,
+    NextSubmission,
+    Remembered,
+    next_submissions,
+    remember,
+)
 from hetstream.slurm_plugin.insight.wait_shares import wait_shares
 from hetstream.slurm_plugin.render.report import Column, Report, Section
 
@@ -25,6 +32,9 @@ job would start with its data loading elsewhere), shape (a running job holds CPU
 for want of CPUs; whether it loads data with them is for its user to say). GPU HOURS are those gained in a day, as an
 estimate. Of your jobs that ended in the last 24 hours, submitted from this directory or from where others of yours are
 pending or running, it says how many CPUs their trainers needed beside data workers.
+
+Of your scripts whose jobs ended in the last 30 days, NEXT SUBMISSIONS says what past jobs propose: the most data
+workers, their CPUs and memory, the trainer's CPUs. hetstream convert --auto writes it into a script.
 
 examples:
   hetstream advise
@@ -57,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
     pattern = setting(JOBS_DIR, os.environ)
     places = [*(path / IN_SUBMIT_DIR for path in submitted), *([for_user(pattern)] if pattern else [])]
     ended = ended_jobs(places, now_s - RECENT_S)
-    emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot))
+    history = remember(places, os.environ, now_s)
+    emit(args, report_of(advise(snapshot, wait_shares(snapshot.jobs), usages, ended), snapshot, history))
     return 0
 
 
-def report_of(found: tuple[Advice, ...], snapshot: Snapshot) -> Report:
-    """Put the advice into a table."""
+def report_of(found: tuple[Advice, ...], snapshot: Snapshot, history: Remembered | None = None) -> Report:
+    """Put the advice into a table, and beside it what the history of past jobs proposes."""
     hours = sum(one.gpu_hours_per_day or 0.0 for one in found)
     summary = {"num_jobs": len(found), "gpu_hours_per_day": round(hours, 1)}
     about = f", about {hours:,.0f} GPU hours a day" if hours else ""
@@ -80,7 +91,27 @@ def report_of(found: tuple[Advice, ...], snapshot: Snapshot) -> Report:
             "component or jobs beside the trainer, whose CPUs, jobs and submissions count for the same account. See: "
             "scontrol show assoc_mgr flags=assoc,qos"
         )
-    return Report(meta_of("advise", snapshot), summary, lines, (Section("advice", _COLUMNS, rows),), notes)
+    sections = [Section("advice", _COLUMNS, rows)]
+    if history is not None:
+        if history.problem or not history.jobs:
+            notes.append(history.problem or NO_HISTORY)
+        proposals = [_row(one) for one in next_submissions(history, snapshot.taken_s)]
+        sections.append(Section("next_submissions", _NEXT_COLUMNS, proposals, title="next submissions, from history:"))
+    return Report(meta_of("advise", snapshot), summary, lines, tuple(sections), notes)
+
+
+def _row(one: NextSubmission) -> dict[str, object]:
+    proposal = one.proposal
+    return {
+        "name": one.name,
+        "num_jobs": proposal.num_jobs,
+        "data_workers": proposal.data_workers,
+        "data_worker_cpus": proposal.data_worker_cpus,
+        "data_worker_mb": proposal.data_worker_mb,
+        "trainer_cpus": proposal.trainer_cpus,
+        "directive": proposal.directive or "none: data workers brought nothing",
+        "text": proposal.reason,
+    }
 
 
 def enforces_limits(snapshot: Snapshot) -> bool:
@@ -99,4 +130,10 @@ _COLUMNS = (
     Column("gpu_hours_per_day", "GPU HOURS", lambda hours: f"{hours:,.1f}"),
     Column("text", "BECAUSE", left=True),
     Column("step", "NEXT STEP", left=True),
+)
+_NEXT_COLUMNS = (
+    Column("name", "SCRIPT", left=True),
+    Column("num_jobs", "PAST JOBS"),
+    Column("directive", "NEXT TIME", left=True),
+    Column("text", "BECAUSE OF", left=True),
 )

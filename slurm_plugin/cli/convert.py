@@ -6,22 +6,29 @@ import argparse
 import json
 import os
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hetstream.base.errors import UsageError
 from hetstream.base.text import printable
-from hetstream.hetjob.sbatch_options import parse_words
+from hetstream.hetjob.convert import script_options
+from hetstream.hetjob.directives import Directive, from_command_line, is_own, read_directives
+from hetstream.hetjob.jobs_dir import IN_SUBMIT_DIR, JOBS_DIR, for_user, setting
+from hetstream.hetjob.sbatch_options import SbatchOption, SbatchOptions, parse_words
 from hetstream.hetjob.spec import OPTIONS
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.conversion import Conversion, convert_script, note_on_arguments
+from hetstream.slurm_plugin.insight.proposals import NO_HISTORY, as_directives, for_script, remember
 from hetstream.slurm_plugin.program import own_program
 
 HELP = """\
-usage: hetstream convert [--json] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [-- MORE OPTIONS]
+usage: hetstream convert [--json] [--auto] [OPTIONS OF SBATCH AND HETSTREAM] SCRIPT [-- MORE OPTIONS]
 
 Print the heterogeneous script that a script with #HETSTREAM lines becomes. --json prints components, changes and script
-as JSON. The other options are those of hetstream sbatch: hetstream sbatch --help
+as JSON. --auto takes from your past jobs what neither the script nor the command line says: the most data workers,
+their CPUs and memory, the trainer's CPUs. The other options are those of hetstream sbatch: hetstream sbatch --help
 
 The script goes to stdout, the explanation to stderr. Nothing is submitted and no file is changed.
 
@@ -30,6 +37,7 @@ examples:
   hetstream convert --data-workers=4 --time=2:00:00 train.sbatch
   hetstream convert train.sbatch -- --data-workers=4 --time=2:00:00
   hetstream convert --json train.sbatch
+  hetstream convert --auto train.sbatch > converted.sbatch
 """
 
 
@@ -57,13 +65,16 @@ def run(args: argparse.Namespace) -> int:
         options += more
         if arguments:
             raise UsageError(f"{arguments[0]!r} is not an option; script arguments do not change the conversion")
-    options = [option for option in options if option.name != "json"]
+    auto = "auto" in (option.name for option in options)
+    options = [option for option in options if option.name not in ("json", "auto")]
     try:
         body = script.read_bytes()
     except OSError as error:
         raise UsageError(f"{script} cannot be read: {error.strerror}") from error
-    conversion = convert_script(body, script.name, options, os.environ, CommandSlurm(), own_program())
-    conversion = replace(conversion, notes=(*conversion.notes, *note_on_arguments(script.name, arguments)))
+    proposed, why = _from_history(body, script.name, options) if auto else ([], [])
+    conversion = convert_script(body, script.name, options, os.environ, CommandSlurm(), own_program(), proposed)
+    notes = (*why, *conversion.notes, *note_on_arguments(script.name, arguments))
+    conversion = replace(conversion, notes=notes)
     if as_json:
         print(json.dumps(_as_json(conversion), indent=1))
     else:
@@ -72,6 +83,27 @@ def run(args: argparse.Namespace) -> int:
     for line in _explanation(conversion, script.name):
         print(printable(line), file=sys.stderr)
     return 0
+
+
+def _from_history(body: bytes, name: str, options: Sequence[SbatchOption]) -> tuple[list[Directive], list[str]]:
+    """Directives that past jobs propose for a script, and what to say about them."""
+    text = body.decode(errors="surrogateescape")
+    places = [Path.cwd() / IN_SUBMIT_DIR]
+    pattern = setting(JOBS_DIR, os.environ)
+    history = remember([*places, *([for_user(pattern)] if pattern else [])], os.environ, time.time())
+    if history.problem:
+        return [], [f"--auto: {history.problem}"]
+    if not history.jobs:
+        return [], [f"--auto: {NO_HISTORY}"]
+    asked = SbatchOptions((*script_options(text, name), *(one for one in options if not is_own(one.name))))
+    proposal = for_script(history, name, asked)
+    if proposal is None:
+        return [], [f"--auto: none of {len(history.jobs)} past job(s) is like {name}: nothing is proposed from history"]
+    if not proposal.options:
+        return [], [f"--auto: no data workers are proposed: {proposal.reason}"]
+    found = as_directives(proposal, [*read_directives(text, name), *from_command_line(options)])
+    words = " ".join(f"--{one.name}={one.value}" for one in found) or "nothing that the script does not say itself"
+    return found, [f"--auto: {words}", f"    because of {proposal.reason}"]
 
 
 def _explanation(conversion: Conversion, name: str) -> list[str]:

@@ -1,0 +1,108 @@
+"""What past jobs say of new submissions: reads the job history, and asks `model/alike.py`.
+
+Called by `hetstream advise` and `hetstream convert --auto`. First the records of this user's ended jobs come into the
+history; without a single past job no file is made. A history that cannot be used costs the proposals, not the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetstream.hetjob.directives import Directive
+from hetstream.hetjob.request import gpus_per_task, tasks_per_node
+from hetstream.hetjob.sbatch_options import SbatchOptions
+from hetstream.slurm_plugin.errors import HistoryError
+from hetstream.slurm_plugin.insight.past_jobs import own_name, past_jobs
+from hetstream.slurm_plugin.model.alike import Proposal, propose
+from hetstream.slurm_plugin.model.job_history import HISTORY_FILE, JobHistory, history_directory, keeps_plain_names
+from hetstream.slurm_plugin.model.past_job import Features, PastJob
+
+# Scripts of which no job has ended for so long are not listed.
+LISTED_S = 30 * 86400.0
+NO_HISTORY = "no past job with an elastic range of data workers is known yet: nothing is proposed from history"
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """The history as it was read.
+
+    Attributes:
+        jobs: the oldest first.
+        user: what stands in it for this user; "" if that is not known.
+        problem: why it could not be used; empty if it could.
+    """
+
+    jobs: tuple[PastJob, ...] = ()
+    user: str = ""
+    problem: str = ""
+
+
+def remember(places: Iterable[Path], environ: Mapping[str, str], now_s: float) -> Remembered:
+    """Add what the records in these places tell, and read all that is known."""
+    directory = history_directory(environ)
+    new = past_jobs(places)
+    try:
+        if not new and not (directory / HISTORY_FILE).exists():
+            return Remembered()
+        with JobHistory(directory, plain_names=keeps_plain_names(environ)) as history:
+            history.add(new, now_s)
+            return Remembered(tuple(history.jobs()), history.user(own_name()))
+    except HistoryError as error:
+        return Remembered(problem=str(error))
+    except OSError as error:
+        return Remembered(problem=f"job history in {directory} cannot be looked at: {error.strerror}")
+
+
+@dataclass(frozen=True)
+class NextSubmission:
+    """What one of this user's scripts may ask for the next time."""
+
+    name: str
+    proposal: Proposal
+
+
+def next_submissions(history: Remembered, now_s: float) -> list[NextSubmission]:
+    """For each script of this user of which a job has ended of late, by name."""
+    newest: dict[str, Features] = {}
+    for one in history.jobs:
+        if history.user and one.features.user == history.user and one.ended_s >= now_s - LISTED_S:
+            newest[one.features.name] = one.features
+    found = ((name, propose(features, history.jobs)) for name, features in sorted(newest.items()))
+    return [NextSubmission(name, proposal) for name, proposal in found if proposal is not None]
+
+
+def for_script(history: Remembered, name: str, options: SbatchOptions) -> Proposal | None:
+    """What a script may ask for that is about to be submitted; None where no past job is like it.
+
+    Args:
+        history: of past jobs.
+        name: of the script.
+        options: of sbatch, in force for it.
+    """
+    gpus = gpus_per_task(options) * _num_tasks(options)
+    job_name = options.value("job-name") or name
+    return propose(Features(job_name, round(gpus), history.user), history.jobs)
+
+
+def _num_tasks(options: SbatchOptions) -> int:
+    nodes = options.number("nodes") or 1
+    return options.number("ntasks") or nodes * tasks_per_node(options)
+
+
+def as_directives(proposal: Proposal, given: Sequence[Directive]) -> list[Directive]:
+    """The proposal as directives, without what the script or the command line says itself.
+
+    Args:
+        proposal: from history.
+        given: directives of the script and of the command line. Sizes that depend on one of them are left out.
+    """
+    names = {one.name for one in given}
+    if "data-worker-threads" in names:
+        names |= {"data-worker-cpus"}
+    if "data-worker-cpus" in names:
+        names |= {"data-worker-mem"}
+    return [
+        Directive(name, value, "history of past jobs") for name, value in proposal.options.items() if name not in names
+    ]

@@ -1,0 +1,153 @@
+"""The past jobs that are most like a new one, and what follows for it (DLRover-RM, algorithm 1). Pure.
+
+Jobs are alike by name, data, GPUs, batch and user, as far as these are known of both. The configurations of the most
+similar ones are smoothed exponentially, so that the most similar one counts most; data workers are counted by GPU, as a
+job with twice the GPUs takes twice the batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from hetstream.slurm_plugin.model.past_job import Features, PastJob
+
+# So many of the most similar jobs are looked at, and only those that are more like than this.
+TOP, LEAST_LIKENESS = 5, 0.7
+# Weight of the next more similar job over all before it.
+SMOOTHING = 0.5
+_NAME, _DATASET, _GPUS, _BATCH, _USER = 4.0, 2.0, 1.5, 1.0, 1.5
+# Scripts of other names are other programs, whatever else they share.
+_LEAST_OF_NAME = 0.5
+_SUFFIX = ".sbatch"
+# The controller may need a little more than jobs of before: what it does not need it gives back.
+_HEADROOM = 1.25
+
+
+def likeness(one: Features, other: Features) -> float:
+    """From 0 to 1, over what is known of both; 0 for names that have little in common."""
+    name = _same_text(one.name.removesuffix(_SUFFIX), other.name.removesuffix(_SUFFIX))
+    if name < _LEAST_OF_NAME:
+        return 0.0
+    parts = [(_NAME, name)]
+    if one.dataset and other.dataset:
+        parts.append((_DATASET, _same_text(one.dataset, other.dataset)))
+    if one.gpus and other.gpus:
+        parts.append((_GPUS, _near(one.gpus, other.gpus)))
+    if one.batch and other.batch:
+        parts.append((_BATCH, _near(one.batch, other.batch)))
+    if one.user and other.user:
+        parts.append((_USER, float(one.user == other.user)))
+    return sum(weight * like for weight, like in parts) / sum(weight for weight, _ in parts)
+
+
+def _same_text(one: str, other: str) -> float:
+    """Equal texts are 1; of others the square of the share that they have in common: `resnet50` is like `resnet18`."""
+    return 1.0 if one == other else float(SequenceMatcher(None, one, other, autojunk=False).ratio()) ** 2
+
+
+def _near(one: float, other: float) -> float:
+    """Half for twice as much."""
+    return 1 / (1 + abs(math.log2(one / other)))
+
+
+def most_alike(new: Features, past: Sequence[PastJob], top: int = TOP) -> list[PastJob]:
+    """The past jobs that are alike, the most similar one last; of equally similar ones the newest."""
+    # Texts are compared once for each name: a history has few names and many jobs.
+    known: dict[Features, float] = {}
+    for one in past:
+        if one.features not in known:
+            known[one.features] = likeness(new, one.features)
+    found = [one for one in past if known[one.features] >= LEAST_LIKENESS]
+    return sorted(found, key=lambda one: (known[one.features], one.ended_s, one.job))[-top:]
+
+
+def smoothed(values: Sequence[float], smoothing: float = SMOOTHING) -> float:
+    """Exponential smoothing (equation 10 of the paper), over values of which the last counts most.
+
+    Raises:
+        ValueError: there is no value.
+    """
+    if not values:
+        raise ValueError("there is nothing to smooth")
+    found = values[0]
+    for value in values[1:]:
+        found = smoothing * value + (1 - smoothing) * found
+    return found
+
+
+def accuracy(first: float, final: float) -> float:
+    """How near a first configuration came to the final one, from 0 to 1.
+
+    The paper gives 92 and 85 % without a formula; this is one minus the relative error, at least 0.
+    """
+    return max(0.0, 1 - abs(first - final) / final) if final > 0 else float(first == final)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a new submission may ask for.
+
+    Attributes:
+        data_workers: the most that it should be allowed; 0: none, past jobs did not gain by them.
+        data_worker_cpus: of each.
+        trainer_cpus: of each trainer task; None if past jobs did not measure it.
+        data_worker_mb: memory of each data worker in MB; None likewise.
+        num_jobs: how many past jobs it rests on.
+        reason: for people.
+    """
+
+    data_workers: int
+    data_worker_cpus: int
+    trainer_cpus: int | None
+    data_worker_mb: int | None
+    num_jobs: int
+    reason: str
+
+    @property
+    def options(self) -> dict[str, str]:
+        """As options of `#HETSTREAM` lines, by name; empty if it says that data workers bring nothing."""
+        if not self.data_workers:
+            return {}
+        found = {"data-workers": f"0-{self.data_workers}", "data-worker-cpus": str(self.data_worker_cpus)}
+        if self.data_worker_mb is not None:
+            found["data-worker-mem"] = f"{self.data_worker_mb}M"
+        if self.trainer_cpus is not None:
+            found["trainer-cpus"] = str(self.trainer_cpus)
+        return found
+
+    @property
+    def directive(self) -> str:
+        """As one line of a script; empty likewise."""
+        words = " ".join(f"--{name}={value}" for name, value in self.options.items())
+        return f"#HETSTREAM {words}" if words else ""
+
+
+def propose(new: Features, past: Sequence[PastJob]) -> Proposal | None:
+    """What follows from the most similar past jobs; None if there is none."""
+    alike = most_alike(new, past)
+    if not alike:
+        return None
+    gpus = new.gpus or alike[-1].features.gpus or 1
+    cpus = alike[-1].data_worker_cpus
+    per_gpu = smoothed([one.data_workers * one.data_worker_cpus / max(1, one.features.gpus) for one in alike])
+    usual = per_gpu * gpus / cpus
+    needed = [one.trainer_cpus for one in alike if one.trainer_cpus is not None]
+    memory = [one.data_worker_mb * cpus / one.data_worker_cpus for one in alike if one.data_worker_mb is not None]
+    names = sorted({one.features.name for one in alike})
+    last = alike[-1]
+    reason = (
+        f"{len(alike)} past job(s) like it ({', '.join(names)}); the most similar, job {last.job}, had "
+        f"{last.data_workers} data worker(s) of {last.data_worker_cpus} CPUs for {last.features.gpus} GPU(s) in the "
+        f"end, and waited {last.wait_share:.0%} of the time"
+    )
+    return Proposal(
+        data_workers=math.ceil(round(usual * _HEADROOM, 6)) if usual >= 0.5 else 0,
+        data_worker_cpus=cpus,
+        trainer_cpus=max(needed) if needed else None,
+        data_worker_mb=math.ceil(max(memory) * _HEADROOM) if memory else None,
+        num_jobs=len(alike),
+        reason=reason,
+    )

@@ -1,0 +1,169 @@
+"""Fit a step-time model to observations: scaled non-negative least squares. Pure; the home of scipy.
+
+DLRover-RM minimises the logarithmic error and names non-negative least squares, which minimises the absolute one. Each
+row divided by its measured time gives the relative error, which is what counts: it halves the error on configurations
+that were not seen (docs/measured/model.txt).
+
+A step that overlaps loading with computing shows only the slower side. Which one that was is known where the loader
+measured its waits; else it is found step by step: fit both sides, let each observation belong to the side that is slower by
+the fit, and again until nothing moves, from several beginnings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetstream.slurm_plugin.errors import ModelError
+from hetstream.slurm_plugin.model.identify import confused_terms
+from hetstream.slurm_plugin.model.step_time import Side, StepTimeModel
+from hetstream.slurm_plugin.model.terms import Array, Configurations, Family, Flags, Term, Workload
+
+# A loader that waits for less of its time than this is fed: a scheduler's hiccup is no lack of data.
+_FED = 0.02
+# Shares of the observations that are taken to be bound by data in the beginning.
+_BEGINNINGS = (0.2, 0.4, 0.6, 0.8)
+_MOST_ROUNDS = 25
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What was measured.
+
+    Attributes:
+        configurations: of length n.
+        step_s: seconds a step, shape (n,).
+        wait_share: share of the step in which trainers waited for data, shape (n,); NaN, or None for all, where that
+            was not measured.
+    """
+
+    configurations: Configurations
+    step_s: Array
+    wait_share: Array | None = None
+
+    def __post_init__(self) -> None:
+        num = len(self.configurations)
+        if self.step_s.shape != (num,) or (self.wait_share is not None and self.wait_share.shape != (num,)):
+            raise ValueError(f"{num} configurations need as many measured times and wait shares")
+        if not np.all(np.isfinite(self.step_s) & (self.step_s > 0)):
+            raise ValueError("a step's time must be positive")
+
+    def __len__(self) -> int:
+        return len(self.configurations)
+
+    def joined(self, other: Observations) -> Observations:
+        """These, then the others."""
+        waits = [np.full(len(one), np.nan) if one.wait_share is None else one.wait_share for one in (self, other)]
+        return Observations(
+            self.configurations.joined(other.configurations),
+            np.concatenate([self.step_s, other.step_s]),
+            np.concatenate(waits),
+        )
+
+
+def fit(family: Family, workload: Workload, seen: Observations) -> StepTimeModel:
+    """The model that fits best.
+
+    Args:
+        family: what the steps of the job are made of.
+        workload: of the job.
+        seen: at least one observation; a few more than terms, in different configurations, for a model that is known.
+
+    Raises:
+        ModelError: there is no observation, or scipy is not installed.
+    """
+    if not len(seen):
+        raise ModelError("there is nothing to fit: not one observation")
+    compute = family.columns(family.compute, seen.configurations, workload)
+    if not family.loading:
+        return StepTimeModel(family, workload, _side(family.compute, compute, seen.step_s), None)
+    loading = family.columns(family.loading, seen.configurations, workload)
+    if seen.wait_share is not None and np.all(np.isfinite(seen.wait_share)):
+        waits = np.clip(seen.wait_share, 0.0, 1.0)
+        starving = waits > _FED
+        # A starving step is as long as its data takes, and its computing is what is left without the wait.
+        computing = waits < 1.0
+        first = _side(family.compute, compute[computing], (seen.step_s * (1 - waits))[computing])
+        second = _side(family.loading, loading[starving], seen.step_s[starving]) if starving.any() else None
+        return StepTimeModel(family, workload, first, second)
+    bound = _bound_by_data(compute, loading, seen.step_s)
+    first = _side(family.compute, compute[~bound], seen.step_s[~bound])
+    second = _side(family.loading, loading[bound], seen.step_s[bound]) if bound.any() else None
+    return StepTimeModel(family, workload, first, second)
+
+
+def _bound_by_data(compute: Array, loading: Array, step_s: Array) -> Flags:
+    """Which observations are bound by data, of shape (n,)."""
+    order = np.argsort(-loading[:, 0], kind="stable")
+    best: Flags = np.zeros(len(step_s), dtype=np.bool_)
+    least = _loss(compute, loading, step_s, best)
+    for share in _BEGINNINGS:
+        bound: Flags = np.zeros(len(step_s), dtype=np.bool_)
+        bound[order[: max(1, round(share * len(step_s)))]] = True
+        for _ in range(_MOST_ROUNDS):
+            times = _sides(compute, loading, step_s, bound)
+            moved = times[1] > times[0]
+            if np.array_equal(moved, bound):
+                break
+            bound = moved
+        loss = _loss(compute, loading, step_s, bound)
+        if loss < least * (1 - 1e-9):
+            best, least = bound, loss
+    return best
+
+
+def _sides(compute: Array, loading: Array, step_s: Array, bound: Flags) -> tuple[Array, Array]:
+    free = ~bound
+    first = compute @ _slopes(compute[free], step_s[free]) if free.any() else np.zeros(len(step_s))
+    second = loading @ _slopes(loading[~free], step_s[~free]) if not free.all() else np.zeros(len(step_s))
+    return first, second
+
+
+def _loss(compute: Array, loading: Array, step_s: Array, bound: Flags) -> float:
+    """Sum of the squared relative errors of the maximum; a side of few observations must not hide behind the other."""
+    times = np.maximum(*_sides(compute, loading, step_s, bound))
+    return float((((times - step_s) / step_s) ** 2).sum())
+
+
+def _slopes(columns: Array, times: Array) -> Array:
+    """Non-negative slopes with the least relative error, shape (k,)."""
+    rows = columns / times[:, None]
+    norms = np.linalg.norm(rows, axis=0)
+    scale = np.where(norms > 0, norms, 1.0)
+    solution = _nnls(rows / scale, np.ones(len(rows)))
+    found: Array = np.where(norms > 0, solution / scale, 0.0)
+    return found
+
+
+def _side(terms: Sequence[Term], columns: Array, times: Array) -> Side:
+    num, num_terms = columns.shape
+    names = tuple(term.name for term in terms)
+    if not num:
+        return Side(tuple(terms), np.zeros(num_terms), np.zeros((num_terms, num_terms)), float("nan"), 0, float("inf"),
+                    (names,))  # fmt: skip
+    slopes = _slopes(columns, times)
+    rows = columns / times[:, None]
+    condition, confused = confused_terms(rows, names)
+    active = slopes > 0
+    covariance, noise = np.zeros((num_terms, num_terms)), float("nan")
+    free = num - int(active.sum())
+    if free > 0:
+        noise = float(np.sqrt((((rows @ slopes) - 1) ** 2).sum() / free))
+        part = rows[:, active]
+        # Of a confused group the pseudoinverse shares the uncertainty out; predictions where it was seen stay right.
+        covariance[np.ix_(active, active)] = noise**2 * np.linalg.pinv(part.T @ part)
+    return Side(tuple(terms), slopes, covariance, noise, num, condition, confused)
+
+
+def _nnls(rows: Array, target: Array) -> Array:
+    try:
+        from scipy.optimize import nnls
+    except ImportError as error:
+        raise ModelError(
+            "the resource model needs scipy, which is not installed here. Run: pip install 'hetstream[model]'"
+        ) from error
+    solution, _ = nnls(rows, target, maxiter=50 * rows.shape[1] + 100)
+    found: Array = np.asarray(solution, dtype=np.float64)
+    return found

@@ -1,0 +1,226 @@
+"""Jobs that have ended, in an SQLite file of their own: what new submissions are compared with.
+
+`hetstream advise` and `hetstream convert --auto` add what the records of this user's jobs tell, and read it. A user has
+one of his own, or the site names a directory (`HETSTREAM_JOB_HISTORY`, with %u for the user, or one for all). The file
+has mode 0600; an administrator who wants others to read it gives them that right. Where it cannot be written, it is
+only read. Names of users are kept as HMAC-SHA256 under a key that lies beside it, unless the site says
+`HETSTREAM_JOB_HISTORY_USERS=plain`.
+
+WAL mode with one process at a time (locking_mode=exclusive), so that no memory is shared between hosts: homes are on
+network file systems. A transaction takes milliseconds; others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import shlex
+import sqlite3
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from hetstream.base import typed_json
+from hetstream.hetjob.jobs_dir import for_user, setting, site_value
+from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new
+from hetstream.slurm_plugin.errors import HistoryError
+from hetstream.slurm_plugin.model.past_job import PastJob
+
+JOB_HISTORY, JOB_HISTORY_USERS = "HETSTREAM_JOB_HISTORY", "HETSTREAM_JOB_HISTORY_USERS"
+HISTORY_FILE, KEY_FILE = "job-history.sqlite", "job-history.key"
+# A job of a year ago says little of one of today, and the last ten thousand say all that more of them would.
+KEEP_S, KEEP_JOBS = 366 * 86400.0, 10_000
+# Marks the file as ours (pragma application_id): "hetj".
+_APPLICATION_ID = 0x6865746A
+_SCHEMA_VERSION = 1
+_BUSY_TIMEOUT_S = 10.0
+_KEY_BYTES = 32
+
+
+def history_directory(environ: Mapping[str, str]) -> Path:
+    """Where the job history of this user is: what the site or the user says, else in the user's state directory."""
+    pattern = setting(JOB_HISTORY, environ)
+    if pattern:
+        return for_user(pattern)
+    state = environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if state.startswith("/") else Path.home() / ".local" / "state") / "hetstream"
+
+
+def keeps_plain_names(environ: Mapping[str, str]) -> bool:
+    """Whether the site wants users' names as they are."""
+    return site_value(JOB_HISTORY_USERS, environ) == "plain"
+
+
+class JobHistory:
+    """The file, made where it does not exist.
+
+    Args:
+        directory: holds it and the key; made with mode 0700 where it does not exist.
+        plain_names: keep names of users as they are.
+        keep_s, keep_jobs: what is older, or more, goes when something is added.
+
+    Attributes:
+        is_read_only: nothing can be added: the file is somebody else's.
+
+    Raises:
+        HistoryError: it cannot be used, or is another program's.
+    """
+
+    def __init__(
+        self, directory: Path, *, plain_names: bool = False, keep_s: float = KEEP_S, keep_jobs: int = KEEP_JOBS
+    ) -> None:
+        self.path = directory / HISTORY_FILE
+        self._keep_s, self._keep_jobs = keep_s, keep_jobs
+        self._key: bytes | None = None
+        self._plain_names = plain_names
+        with self._named():
+            self.is_read_only = self.path.exists() and not os.access(self.path, os.W_OK, effective_ids=True)
+            if self.is_read_only:
+                # Without its log beside it, nobody is writing: the file is whole, and read as it is.
+                beside = "" if Path(f"{self.path}-wal").exists() else "&immutable=1"
+                address = f"{self.path.absolute().as_uri()}?mode=ro{beside}"
+                self._database = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+            else:
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                create_private(self.path)
+                self._database = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        try:
+            with self._named():
+                self._prepare()
+                if not plain_names:
+                    self._key = _key(directory / KEY_FILE, may_make=not self.is_read_only)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _prepare(self) -> None:
+        if not self.is_read_only:
+            self._database.execute("pragma locking_mode=exclusive")
+        try:
+            new = is_new(self._database, _APPLICATION_ID, _SCHEMA_VERSION)
+        except ForeignDatabase as exc:
+            raise HistoryError(f"job history {self.path} is another program's. Move it away") from exc
+        except OtherSchema as exc:
+            raise HistoryError(
+                f"job history {self.path} {exc}: use the release of hetstream that wrote it, or move it away "
+                "(docs/upgrade.md)"
+            ) from exc
+        if self.is_read_only:
+            return
+        self._database.execute("pragma journal_mode=wal")
+        if new:
+            self._database.executescript(
+                f"begin immediate; pragma application_id={_APPLICATION_ID}; pragma user_version={_SCHEMA_VERSION}; "
+                "create table if not exists jobs (job text not null, ended_s real not null, record text not null, "
+                "primary key (job, ended_s)); commit;"
+            )
+
+    def user(self, name: str) -> str:
+        """What is kept for a user's name; "" where the key cannot be read, so that nobody is taken for another."""
+        if self._plain_names:
+            return name
+        return hmac.new(self._key, name.encode(), hashlib.sha256).hexdigest()[:32] if self._key else ""
+
+    def add(self, jobs: Iterable[PastJob], now_s: float) -> int:
+        """Keep jobs, and drop those that are too old or too many; returns how many were new.
+
+        Args:
+            jobs: whose `features.user` is the user's name; it is replaced by what is kept for it.
+            now_s: in seconds since the epoch.
+
+        Raises:
+            HistoryError: it cannot be written.
+        """
+        if self.is_read_only:
+            return 0
+        rows = []
+        for one in jobs:
+            features = msgspec.structs.replace(one.features, user=self.user(one.features.user))
+            kept = msgspec.structs.replace(one, features=features)
+            rows.append((one.job, one.ended_s, msgspec.json.encode(kept).decode()))
+        with self._named():
+            before = self._count()
+            self._database.execute("begin immediate")
+            try:
+                self._database.executemany("insert or ignore into jobs values (?, ?, ?)", rows)
+                added = self._count() - before
+                self._database.execute("delete from jobs where ended_s < ?", (now_s - self._keep_s,))
+                self._database.execute(
+                    "delete from jobs where rowid not in (select rowid from jobs order by ended_s desc, job limit ?)",
+                    (self._keep_jobs,),
+                )
+                self._database.execute("commit")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._database.execute("rollback")
+                raise
+        return added
+
+    def jobs(self) -> list[PastJob]:
+        """All that are kept, the oldest first.
+
+        Raises:
+            HistoryError: it cannot be read.
+        """
+        with self._named():
+            rows = self._database.execute("select record from jobs order by ended_s, job").fetchall()
+            return [typed_json.decode(text, PastJob) for (text,) in rows]
+
+    def _count(self) -> int:
+        (num,) = self._database.execute("select count(*) from jobs").fetchone()
+        return int(num)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise HistoryError(
+                f"job history {self.path} cannot be opened: {exc.strerror}. Name another directory in {JOB_HISTORY}, "
+                f"or check: namei -l {shlex.quote(str(self.path))}"
+            ) from exc
+        except (sqlite3.Error, msgspec.MsgspecError) as exc:
+            raise HistoryError(
+                f"job history {self.path} cannot be used: {exc}. If it is damaged, move it away: a new one is begun"
+            ) from exc
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._database.close()
+
+    def __enter__(self) -> JobHistory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _key(path: Path, *, may_make: bool) -> bytes | None:
+    """The key for names; None if this user may not read it.
+
+    Raises:
+        OSError: it cannot be made, or others could have written it.
+    """
+    if may_make:
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (PermissionError, FileNotFoundError):
+        return None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if stat.S_IMODE(status.st_mode) & 0o022 or status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(1, f"others can write to {path}, which holds the key for names", str(path))
+        found = file.read(_KEY_BYTES)
+    return found if len(found) == _KEY_BYTES else None

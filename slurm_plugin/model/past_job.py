@@ -1,0 +1,92 @@
+"""What is kept of a job that has ended, and what a new one is compared by. Made from a job's record; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+# A job that took fewer steps has not found its number of data workers, or was only a try.
+LEAST_STEPS = 50
+
+
+class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of a job before it runs, as far as it is.
+
+    Attributes:
+        name: the job's name in Slurm, which is the script's unless somebody chose one.
+        gpus: of the job; 0: not known.
+        user: the user's name, hashed or plain; "": not known.
+        dataset: titles of its loaders; "": not known.
+        batch: samples of one rank in a step; 0: not known.
+    """
+
+    name: str
+    gpus: int = 0
+    user: str = ""
+    dataset: str = ""
+    batch: int = 0
+
+
+class PastJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A job that ended.
+
+    Attributes:
+        job: its id in Slurm.
+        ended_s: when, in seconds since the epoch.
+        features: see there.
+        data_workers: that it had in the end, while it read data; 0: local loading was as fast.
+        data_worker_cpus: CPUs of each.
+        trainer_cpus: CPUs that its busiest trainer task needed besides; None if that was not measured.
+        steps_per_s: of all ranks together, then.
+        wait_share: of the time in which trainers waited for data, then.
+        data_worker_mb: the most memory that one data worker had, in MB; None if that was not measured.
+    """
+
+    job: str
+    ended_s: float
+    features: Features
+    data_workers: int
+    data_worker_cpus: int
+    trainer_cpus: int | None
+    steps_per_s: float
+    wait_share: float
+    data_worker_mb: int | None = None
+
+
+def past_job_of(summary: Mapping[str, Any], job: str, user: str, ended_s: float) -> PastJob | None:
+    """What a job's record tells; None if it had no elastic controller, or took too few steps.
+
+    Args:
+        summary: `summary.json`, of any version: it may have any form.
+        job, user, ended_s: of whose record it is, and when it was written.
+    """
+    try:
+        elastic, loaders = summary.get("elastic") or {}, summary.get("loaders") or []
+        data_workers, cpus = elastic.get("data_workers"), elastic.get("data_worker_cpus")
+        steps = sum(int(one["steps"]) for one in loaders)
+        if data_workers is None or cpus is None or steps < LEAST_STEPS:
+            return None
+        largest = max(loaders, key=lambda one: int(one["steps"]))
+        features = Features(
+            name=str(summary.get("job_name", "")),
+            gpus=len({int(one["rank"]) for one in loaders}),
+            user=user,
+            dataset=", ".join(sorted({str(one["title"]) for one in loaders if one.get("title")})),
+            batch=round(int(largest["samples"]) / max(1, int(largest["steps"]))),
+        )
+        needed, memory = elastic.get("trainer_cpus_recommended"), elastic.get("data_worker_mb")
+        return PastJob(
+            job=job,
+            ended_s=ended_s,
+            features=features,
+            data_workers=max(0, int(data_workers)),
+            data_worker_cpus=max(1, int(cpus)),
+            trainer_cpus=None if needed is None else max(1, int(needed)),
+            steps_per_s=max(0.0, float(elastic.get("steps_per_s") or 0.0)),
+            wait_share=min(1.0, max(0.0, float(elastic.get("wait_share") or 0.0))),
+            data_worker_mb=None if memory is None else max(1, int(memory)),
+        )
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError):
+        return None  # no record of ours

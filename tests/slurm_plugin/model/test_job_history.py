@@ -1,0 +1,148 @@
+"""The job history: what is kept, of whom, for how long, and who may read it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetstream.slurm_plugin.errors import HistoryError
+from hetstream.slurm_plugin.model.job_history import HISTORY_FILE, KEY_FILE, JobHistory, history_directory
+from hetstream.slurm_plugin.model.past_job import Features, PastJob, past_job_of
+
+
+def past(job: str, ended_s: float = 1000.0, user: str = "alice", **more: Any) -> PastJob:
+    values: dict[str, Any] = {"data_workers": 4, "data_worker_cpus": 2, "trainer_cpus": 3, "steps_per_s": 9.0,
+                              "wait_share": 0.01} | more  # fmt: skip
+    return PastJob(job, ended_s, Features("train", 2, user, "ImageFolder train.py:3", 64), **values)
+
+
+def test_jobs_come_back_and_none_comes_twice(tmp_path: Path) -> None:
+    with JobHistory(tmp_path / "new", plain_names=True) as history:
+        assert history.add([past("1"), past("2", 2000.0)], 3000.0) == 2
+        assert history.add([past("1"), past("3", 500.0)], 3000.0) == 1
+    with JobHistory(tmp_path / "new", plain_names=True) as history:
+        assert [one.job for one in history.jobs()] == ["3", "1", "2"]
+        assert history.jobs()[1] == past("1")
+
+
+def test_names_are_hashed_with_a_key_of_the_place(tmp_path: Path) -> None:
+    with JobHistory(tmp_path / "one") as one, JobHistory(tmp_path / "two") as two:
+        one.add([past("1", user="alice"), past("2", user="bob"), past("3", user="alice")], 1000.0)
+        alice, bob, again = (job.features.user for job in one.jobs())
+        assert alice == again == one.user("alice") != bob
+        assert two.user("alice") != alice
+    for name in (HISTORY_FILE, KEY_FILE):
+        path = tmp_path / "one" / name
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert b"alice" not in (tmp_path / "one" / HISTORY_FILE).read_bytes()
+    assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o700
+
+
+def test_what_is_old_or_too_much_goes(tmp_path: Path) -> None:
+    with JobHistory(tmp_path, keep_s=100.0, keep_jobs=3) as history:
+        history.add([past(str(number), 1000.0 + number) for number in range(5)], 1000.0)
+        assert [one.job for one in history.jobs()] == ["2", "3", "4"]
+        history.add([past("9", 1200.0)], 1200.0)
+        assert [one.job for one in history.jobs()] == ["9"]
+
+
+def test_it_is_in_wal_mode_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    with JobHistory(tmp_path) as history:
+        history.add([past("1")], 1000.0)
+    with sqlite3.connect(tmp_path / HISTORY_FILE) as database:
+        assert database.execute("pragma journal_mode").fetchone() == ("wal",)
+    database.close()
+    assert {path.name for path in tmp_path.iterdir()} <= {HISTORY_FILE, KEY_FILE, *(f"{HISTORY_FILE}-{end}" for end in ("wal", "shm"))}  # fmt: skip # noqa: E501
+
+
+def test_a_killed_writer_leaves_what_was_committed(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from hetstream.slurm_plugin.model.job_history import JobHistory
+from hetstream.slurm_plugin.model.past_job import Features, PastJob
+history = JobHistory(Path({str(tmp_path)!r}))
+history.add([PastJob("1", 1.0, Features("train"), 1, 1, None, 0.0, 0.0)], 1.0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    with JobHistory(tmp_path) as history:
+        assert [one.job for one in history.jobs()] == ["1"]
+
+
+@pytest.mark.parametrize("content", [b"no database at all, but long enough to look like one" * 40, "tables"])
+def test_another_programs_file_is_left_alone(tmp_path: Path, content: bytes | str) -> None:
+    path = tmp_path / HISTORY_FILE
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        with sqlite3.connect(path) as database:
+            database.execute("create table notes (text)")
+        database.close()
+    path.chmod(0o600)
+    before = path.read_bytes()
+    with pytest.raises(HistoryError, match="job history"):
+        JobHistory(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / HISTORY_FILE).touch()
+    (tmp_path / HISTORY_FILE).chmod(0o666)
+    with pytest.raises(HistoryError, match="not used"):
+        JobHistory(tmp_path)
+
+
+def test_who_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with JobHistory(tmp_path) as history:
+        history.add([past("1")], 1000.0)
+    real = os.access
+    # Root may write everything, and tests may run as root.
+    monkeypatch.setattr(os, "access", lambda path, mode, **more: mode != os.W_OK and real(path, mode, **more))
+    with JobHistory(tmp_path) as history:
+        assert history.is_read_only
+        assert history.add([past("2")], 1000.0) == 0
+        assert [one.job for one in history.jobs()] == ["1"]
+
+
+def test_where_it_is(tmp_path: Path) -> None:
+    assert history_directory({"XDG_STATE_HOME": str(tmp_path)}) == tmp_path / "hetstream"
+    assert history_directory({"HETSTREAM_JOB_HISTORY": "/srv/history"}) == Path("/srv/history")
+    assert "%u" not in str(history_directory({"HETSTREAM_JOB_HISTORY": "/srv/%u"}))
+
+
+SUMMARY: dict[str, Any] = {
+    "job_name": "train",
+    "loaders": [
+        {"rank": rank, "title": "ImageFolder train.py:3", "steps": 100, "samples": 6400} for rank in (0, 1)
+    ],
+    "elastic": {"data_workers": 4, "data_worker_cpus": 2, "trainer_cpus_recommended": 3, "steps_per_s": 9.0,
+                "wait_share": 0.01},
+}  # fmt: skip
+
+
+def test_a_record_becomes_a_past_job() -> None:
+    assert past_job_of(SUMMARY, "1", "alice", 1000.0) == past("1")
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        {},
+        {"elastic": 3},
+        {**SUMMARY, "loaders": []},
+        {**SUMMARY, "loaders": [{"rank": 0, "steps": 3, "samples": 3}]},
+        {**SUMMARY, "loaders": [{"rank": 0, "steps": "many"}]},
+        {**SUMMARY, "elastic": {"data_workers": None, "data_worker_cpus": 2}},
+        {**SUMMARY, "elastic": {"data_workers": 1e400, "data_worker_cpus": 2}},
+    ],
+)
+def test_what_is_no_record_is_no_past_job(summary: dict[str, Any]) -> None:
+    assert past_job_of(summary, "1", "alice", 1000.0) is None

@@ -5,8 +5,8 @@ row divided by its measured time gives the relative error, which is what counts:
 that were not seen (docs/measured/model.txt).
 
 A step that overlaps loading with computing shows only the slower side. Which one that was is known where the loader
-measured its waits; else it is found step by step: fit both sides, let each observation belong to the side that is slower by
-the fit, and again until nothing moves, from several beginnings.
+measured its waits. Else both sides are fitted, each observation goes to the side that is slower by the fit, and so on
+until nothing moves, from several beginnings.
 """
 
 from __future__ import annotations

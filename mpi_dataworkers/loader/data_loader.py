@@ -18,13 +18,15 @@ from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
 from hetstream.mpi_dataworkers.loader.division import Division, own_position
-from hetstream.mpi_dataworkers.loader.indexed import LocalIterator, RemoteIterator
+from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator, StepSource
+from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
+from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
 from hetstream.mpi_dataworkers.loader.order import ListedSteps, Order, PlannedSteps
-from hetstream.mpi_dataworkers.loader.position import EpochIterator, Position, PositionTracker
+from hetstream.mpi_dataworkers.loader.position import LoaderPosition, Position, PositionTracker
+from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.sampler_state import SamplerEpochs, beginning_again, beginning_of
-from hetstream.mpi_dataworkers.loader.shards import LocalShardedIterator, ShardedIterator
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream, SharingMode
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
 from hetstream.mpi_dataworkers.loader.torch_loader import (
@@ -210,8 +212,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         self._sampler_epochs = SamplerEpochs(self.sampler, self.batch_sampler)
         self._shuffle = bool(options.shuffle)
         self._rank, self._world_size = (0, 1) if listed else (identity.rank, identity.world_size)
-        self._next = Position(0)  # where the next iteration begins
-        self._taken = Position(0)  # what the training loop has taken
+        self._position = LoaderPosition()
         self._repeat: int | None = options.repeat
         self._global_batch_size = options.global_batch_size
         guarantee = options.guarantee(self._world_size)
@@ -293,7 +294,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
             TypeError: nobody knows: an IterableDataset without `__len__` or for several ranks, sharding OFF, or an
                 endless stream. What an IterableDataset's `__len__` says is believed, as by torch.
         """
-        num_steps = self._num_steps(self._next.epoch)
+        num_steps = self._num_steps(self._position.next.epoch)
         if num_steps is None and self._is_as_long_as_it_says:
             num_steps = int(super().__len__())
         if num_steps is None or self._repeat is None:
@@ -303,40 +304,35 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass over the current epoch; the next call begins the next epoch."""
-        at, self._next = self._next, Position(self._next.epoch + 1)
+        epochs = _Epochs(self)
         if self._device.type == "cpu":
-            return PositionTracker(self, at)
-        counting = PositionTracker(self, at, is_ahead=True)
-        return OnDevice(counting, self._device, lambda: counting.taken, self._take)
-
-    def _begin_after(self, epoch: int) -> None:
-        """An iteration that was to continue an epoch has begun the one after it."""
-        if self._next == Position(epoch + 1):
-            self._next = Position(epoch + 2)
-
-    def _take(self, at: Position) -> None:
-        self._taken = at
+            return PositionTracker(epochs, self._position)
+        return OnDevice(PositionTracker(epochs, self._position, is_ahead=True), self._device, self._position)
 
     def _data_epoch(self, at: Position) -> int:
         """The epoch whose order and augmentation a pass has: no two passes have the same."""
         return at.epoch * (self._repeat or 1) + at.turn
 
-    def _begin_pass(self, at: Position) -> tuple[EpochIterator, Order | None]:
-        """One pass over the data, from a position on, and its order; `repeat` makes several of an iteration."""
-        self._connection.pipeline = pipeline_now(self, self._connection.pipeline, self._other_length(at))
-        if self._division is not None:
-            self._division = replace(self._division, num_samples=self._connection.pipeline.num_samples)
-        epoch = self._data_epoch(at)
-        streamed = self._connection.client is not None
-        if self._division is not None:
-            if streamed:
-                return ShardedIterator(self._connection, self._division, self.seed, epoch, at.shards, self), None
-            options = torch_options(self)
-            return LocalShardedIterator(self._connection, self._division, self.seed, epoch, at.shards, options), None
-        order = self._new_order(epoch, at)
-        if streamed:
-            return RemoteIterator(self._connection, order, self.seed, epoch, at.step, self), order
-        return LocalIterator(self._connection, order, self.seed, epoch, at.step, torch_options(self)), order
+    def _begin_pass(self, at: Position) -> EpochIterator:
+        """One pass over the data, from a position on; `repeat` makes several of an iteration."""
+        connection = self._connection
+        connection.pipeline = pipeline_now(self, connection.pipeline, self._other_length(at))
+        shards, client = self._shards(at), connection.client
+        source: StepSource
+        if client is not None:
+            source = RemoteSource(connection, shards)
+        else:
+            source = LocalSource(connection, shards, torch_options(self))
+        return EpochIterator(connection, source, owner=self)
+
+    def _shards(self, at: Position) -> EpochShards:
+        """The steps of a pass."""
+        epoch, client = self._data_epoch(at), self._connection.client
+        if self._division is None:
+            return EpochShards.undivided(self._new_order(epoch, at), self.seed, epoch, at.step)
+        self._division = replace(self._division, num_samples=self._connection.pipeline.num_samples)
+        num_copies = max(1, client.num_data_workers) if client is not None else 1
+        return EpochShards.divided(self._division, self.seed, epoch, num_copies, at.shards)
 
     def _other_length(self, at: Position) -> str:
         """Why a pass cannot begin with a dataset of another length; "" when it can."""
@@ -369,8 +365,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         """
         if not isinstance(epoch, numbers.Integral) or isinstance(epoch, bool) or not 0 <= epoch <= MAX_EPOCH:
             raise OptionsError(f"set_epoch({epoch!r}): must be a whole number from 0 to {MAX_EPOCH}")
-        epoch = int(epoch)
-        self._next = replace(self._next, is_loaded=False) if epoch == self._next.epoch else Position(epoch)
+        self._position.set_epoch(int(epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data: plain values, of the batches that the training loop has taken.
@@ -379,7 +374,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         epoch; unless `set_epoch` names the epoch that has ended, of which nothing is left. Without a sampler of the
         program's own, an IterableDataset or `sharding` it is the same in every rank.
         """
-        state = self._state_at(self._taken)
+        state = self._state_at(self._position.taken)
         reach("loader.state_taken")
         return state.as_dict()
 
@@ -422,7 +417,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         elif loaded.shards is not None or (self._division is not None and loaded.step > 0):
             raise StateError("the state and this loader divide the data in different ways")
         self._connection.skipped.load_state(loaded.quarantined)
-        self._next = self._taken = Position(loaded.epoch, loaded.turn, loaded.step, shards, loaded, is_loaded=True)
+        self._position.load(Position(loaded.epoch, loaded.turn, loaded.step, shards, loaded, is_loaded=True))
 
     def stats(self) -> dict[str, Any]:
         """How the loader does: counts since it was made, and rates over the last seconds.
@@ -446,7 +441,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         return values
 
     def _costs_by_length(self) -> dict[str, float]:
-        epoch, stop = self._data_epoch(self._taken), self._taken.step
+        epoch, stop = self._data_epoch(self._position.taken), self._position.taken.step
         if stop == 0 and epoch > 0:
             epoch, stop = epoch - 1, self._plan(epoch - 1).num_steps
         plan = self._plan(epoch)
@@ -471,3 +466,24 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Epochs:
+    """What a `PositionTracker` asks of its loader, which lives as long as it is iterated."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    @property
+    def repeat(self) -> int | None:
+        return self._loader._repeat
+
+    @property
+    def dataset_name(self) -> str:
+        return type(self._loader.dataset).__name__
+
+    def begin(self, at: Position) -> EpochIterator:
+        return self._loader._begin_pass(at)
+
+    def __len__(self) -> int:
+        return len(self._loader)

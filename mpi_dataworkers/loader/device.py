@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-Position = TypeVar("Position")
+if TYPE_CHECKING:
+    from hetstream.mpi_dataworkers.loader.position import LoaderPosition, Position, PositionTracker
 
 
 def check_device(device: Any) -> str:
@@ -55,38 +56,29 @@ def move(value: Any, to: Callable[[Any], Any]) -> Any:
     return value
 
 
-class OnDevice(Iterator[Any], Generic[Position]):
+class OnDevice(Iterator[Any]):
     """The batches of an iterator on a device, one of them ahead.
 
     Args:
-        batches: the batches, in host memory.
+        batches: the batches, in host memory, read ahead of the training loop.
         device: where to.
-        position: where `batches` is; asked after each of its batches.
-        taken: told the position of the batch that the training loop gets, when it gets it; an exception, or the end,
-            comes at its place in the same way.
+        position: the loader's; what was taken moves on when the training loop gets a batch, an exception or the end.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        device: torch.device,
-        position: Callable[[], Position],
-        taken: Callable[[Position], None],
-    ) -> None:
+    def __init__(self, batches: PositionTracker, device: torch.device, position: LoaderPosition) -> None:
         self._batches = batches
         self._device = device
         self._position = position
-        self._taken = taken
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ahead: tuple[Any, Any, Position] | None = None
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self._batches)
 
     def __next__(self) -> Any:
         batch, copied, position = self._ahead or self._fetch()
         self._ahead = None
-        self._taken(position)
+        self._position.taken = position
         if isinstance(batch, _Raised):
             raise batch.error
         if copied is not None:
@@ -102,13 +94,13 @@ class OnDevice(Iterator[Any], Generic[Position]):
         try:
             batch = next(self._batches)
         except Exception as error:  # noqa: BLE001, raised when the training loop comes to it
-            return _Raised(error), None, self._position()
+            return _Raised(error), None, self._batches.taken
         if self._side is None:
-            return move(batch, self._copy), None, self._position()
+            return move(batch, self._copy), None, self._batches.taken
         with torch.cuda.stream(self._side):
             moved = move(batch, self._copy)
             copied = self._side.record_event()
-        return moved, copied, self._position()
+        return moved, copied, self._batches.taken
 
     def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -1,7 +1,14 @@
-"""The pipeline in process: torch's own DataLoader over steps, with the worker processes that the program asks for."""
+"""The pipeline in process: torch's own DataLoader, with the worker processes that the program asks for.
+
+Used by `local_source.py`. Indexed data that is not divided has as many processes as the program asks for, each of which
+makes whole steps. Divided data has one at most: the order of its steps is that of the shards, whoever makes them.
+
+Both give for each step the `MadeStep` and a snapshot of the shard's reader, or a `FailedStep`.
+"""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +19,13 @@ import torch.utils.data
 from torch import _utils as torch_utils
 from torch.utils.data import dataloader as torch_dataloader
 
+from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.ops.entered import enter_worker
-from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, generators_kept, make_step
+from hetstream.mpi_dataworkers.ops.iterable import ShardReader
+from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
+from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
+from hetstream.mpi_dataworkers.order.interleave import Place
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, ShardOrder
 
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 _TorchLoader: Any = torch.utils.data.DataLoader
@@ -41,6 +53,10 @@ class FailedStep:
         self._error.reraise()
 
 
+class ShardEnd:
+    """In the place of a step: the shard whose turn it was has no more."""
+
+
 class _StepDataset(torch.utils.data.Dataset[Any]):
     """Steps as elements: lets torch's own worker processes run the pipeline, a batch an element."""
 
@@ -61,7 +77,7 @@ class _StepDataset(torch.utils.data.Dataset[Any]):
                 made = make_step(self._pipeline, indices, seeds, policy, form)
         except SampleError as error:
             return FailedStep(error.user_error(), in_trainer)
-        return made
+        return made, b""
 
 
 def no_collate(batch: Any) -> Any:
@@ -139,6 +155,84 @@ class LocalWorkers:
     def is_current(self, owner: object) -> bool:
         """Whether the worker processes still work for this owner."""
         return self._current is not None and self._current() is owner
+
+
+class _ShardDataset(torch.utils.data.IterableDataset[Any]):
+    """The steps of divided data in their order, and a `ShardEnd` where a shard ends."""
+
+    def __init__(self, pipeline: Pipeline, shards: EpochShards, policy: ErrorPolicy) -> None:
+        self._pipeline, self._shards, self._policy = pipeline, shards, policy
+
+    def __iter__(self) -> Iterator[Any]:
+        in_trainer = torch.utils.data.get_worker_info() is None
+        shards = self._shards
+        readers: dict[int, ShardReader | RankReader] = {}
+        while shards.slots:
+            shards.pass_over_ahead()
+            slot = shards.next_slot
+            place = shards.slots[slot]
+            try:
+                if in_trainer:
+                    with generators_kept(self._pipeline.own_generators):
+                        made = self._make(place, readers)
+                else:
+                    made = self._make(place, readers)
+            except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
+                yield FailedStep(error.user_error() if isinstance(error, SampleError) else error, in_trainer)
+                shards.took(slot, place.step + 1)
+                continue
+            if made is None:
+                yield ShardEnd()
+                readers.pop(place.shard, None)
+                shards.ended(slot)
+            else:
+                yield made
+                shards.took(slot, place.step + 1)
+
+    def _make(self, place: Place, readers: dict[int, ShardReader | RankReader]) -> tuple[MadeStep, bytes] | None:
+        shards, steps = self._shards, self._shards.steps_of(place.shard)
+        if not isinstance(steps, ShardOrder):
+            indices = steps.indices(place.step)
+            if indices is None:
+                return None
+            seeds = steps.seeds(place.step, indices, shards.seed, shards.epoch)
+            return make_step(self._pipeline, indices, seeds, self._policy), b""
+        if place.shard not in readers:
+            skips = self._policy.on_error != "raise"
+            readers[place.shard] = open_shard(self._pipeline, steps, shards.seed, shards.epoch, skips=skips)
+        reader = readers[place.shard]
+        made = read_step(reader, place.step, shards.snapshots.get(place.shard, b""), self._policy)
+        return None if made is None else (made, reader.snapshot)
+
+
+def read_shards(
+    pipeline: Pipeline, shards: EpochShards, policy: ErrorPolicy, torch_options: dict[str, Any]
+) -> Iterator[Any]:
+    """The steps of divided data, made in the training thread, or with `num_workers` in one process beside it.
+
+    Args:
+        pipeline: what makes a step.
+        shards: the data, as far as it was read; stays as it is.
+        policy: what becomes of samples that fail.
+        torch_options: keywords of torch's DataLoader.
+    """
+    indexed = pipeline.num_samples >= 0
+    if indexed:
+        pipeline = pipeline.with_own_generators()
+    loader = PlainLoader(
+        _ShardDataset(pipeline, copy.deepcopy(shards), policy),
+        batch_size=None,
+        collate_fn=no_collate,
+        generator=torch.Generator(),  # its own, so that the program's generators are not advanced
+        **torch_options
+        | {
+            "num_workers": min(1, torch_options["num_workers"]),
+            # Of an IterableDataset each shard calls it, as a data worker of torch would.
+            "worker_init_fn": BeginWorker(pipeline, shards.seed) if indexed else None,
+        },
+    )
+    iterator: Iterator[Any] = iter(loader)
+    return iterator
 
 
 def early_end(step: int) -> RuntimeError:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.indexed import LocalIterator, RemoteIterator
-from hetstream.mpi_dataworkers.loader.order import ListedSteps, Order
-from hetstream.mpi_dataworkers.loader.shards import LocalShardedIterator, ShardedIterator
+from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator
+from hetstream.mpi_dataworkers.loader.order import Order
 from hetstream.mpi_dataworkers.order.data_state import DataState
-
-if TYPE_CHECKING:
-    from hetstream.mpi_dataworkers.loader.data_loader import DataLoader
-
-EpochIterator = RemoteIterator | LocalIterator | ShardedIterator | LocalShardedIterator
 
 
 @dataclass(frozen=True)
@@ -26,7 +20,7 @@ class Position:
         epoch: which iteration.
         turn: which of its passes, with `repeat`.
         step: steps taken of that pass.
-        shards: position in each of its streams, where it is divided.
+        shards: position in each of its shards, where it is divided.
         source: what knows how the program's sampler began: the pass's order, or the state that it continues.
         drawn: digest of what the program's sampler gave for the steps taken.
         is_loaded: it was loaded, and nobody has named its epoch: at the end of that epoch, the next one begins.
@@ -41,73 +35,127 @@ class Position:
     is_loaded: bool = False
 
 
-def _drawn_before(order: Order | None, step: int) -> str:
-    return order.drawn(step) if isinstance(order, ListedSteps) else ""
+class LoaderPosition:
+    """Where one loader is.
+
+    Attributes:
+        next: where the next iteration begins.
+        taken: what the training loop has taken.
+    """
+
+    def __init__(self) -> None:
+        self.next = self.taken = Position(0)
+
+    def begin_iteration(self) -> Position:
+        """Where the iteration begins that begins now; the one after it begins with the next epoch."""
+        begun, self.next = self.next, Position(self.next.epoch + 1)
+        return begun
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; keeps a loaded position inside that epoch."""
+        self.next = replace(self.next, is_loaded=False) if epoch == self.next.epoch else Position(epoch)
+
+    def load(self, loaded: Position) -> None:
+        """Continue from a saved position."""
+        self.next = self.taken = loaded
+
+    def began_after(self, epoch: int) -> None:
+        """An iteration that was to continue an epoch has begun the one after it."""
+        if self.next == Position(epoch + 1):
+            self.next = Position(epoch + 2)
+
+
+class LoaderEpochs(Protocol):
+    """What a `PositionTracker` asks of its loader."""
+
+    @property
+    def repeat(self) -> int | None:
+        """Passes over the data of one iteration; None for an endless stream."""
+
+    @property
+    def dataset_name(self) -> str:
+        """What an error calls the dataset."""
+
+    def begin(self, at: Position) -> EpochIterator:
+        """Begin one pass over the data, from a position on."""
+
+    def __len__(self) -> int:
+        """Steps of an iteration."""
 
 
 class PositionTracker(Iterator[Any]):
     """Goes over the data as often as `repeat` says, and keeps the loader's position: what the training loop has taken,
-    and the next epoch at the end. When it is read ahead of the training loop, the position is only in `taken`."""
+    and the next epoch at the end.
 
-    def __init__(self, loader: DataLoader[Any], at: Position, is_ahead: bool = False) -> None:
-        self._loader = loader
+    Args:
+        epochs: the loader's.
+        position: the loader's.
+        is_ahead: it is read ahead of the training loop: what was taken here is only in `taken`.
+
+    Attributes:
+        taken: position behind the batch that was given last.
+    """
+
+    def __init__(self, epochs: LoaderEpochs, position: LoaderPosition, is_ahead: bool = False) -> None:
+        self._epochs = epochs
+        self._position = position
         self._is_ahead = is_ahead
-        self._passing: EpochIterator | None = None
-        self._may_go_on = at.is_loaded  # with the next epoch, as long as this one gave nothing
-        self._begin(at)
-        loader._take(self.taken)
+        self._epoch: EpochIterator | None = None
+        begun = position.begin_iteration()
+        self._may_go_on = begun.is_loaded  # with the next epoch, as long as this one gave nothing
+        self._begin(begun)
+        position.taken = self.taken
 
     def _move_to(self, taken: Position) -> None:
         self.taken = taken
         if not self._is_ahead:
-            self._loader._take(taken)
+            self._position.taken = taken
 
     def _begin(self, at: Position) -> None:
-        self._passing, self._order = self._loader._begin_pass(at)
-        self._at = replace(at, source=self._order, drawn=_drawn_before(self._order, at.step))
+        self._epoch = epoch = self._epochs.begin(at)
+        self._at = replace(at, source=epoch.shards.order, drawn=epoch.shards.drawn())
         self._gave = at.step > 0 or at.shards is not None  # a pass that is continued may be at its end
         self._move_to(self._at)
 
     def __next__(self) -> Any:
-        while self._passing is not None:
+        while self._epoch is not None:
             try:
-                batch = next(self._passing)
+                batch = next(self._epoch)
             except StopIteration:
-                self._next_turn()
+                self._end_pass(self._epoch)
                 continue
             except Exception:
                 self._may_go_on = False
-                self._note(self._passing)
+                self._note(self._epoch)
                 raise
-            self._note(self._passing)
+            self._note(self._epoch)
             self._gave, self._may_go_on = True, False
             return batch
         raise StopIteration
 
-    def _next_turn(self) -> None:
-        assert self._passing is not None
-        repeat, ended = self._loader._repeat, self._passing
-        self._passing = None
-        if repeat is None and ended.position > 0 and not self._gave:
+    def _end_pass(self, ended: EpochIterator) -> None:
+        """Begin the next pass, if there is one."""
+        repeat, num_steps, at = self._epochs.repeat, ended.shards.position, self._at
+        self._epoch = None
+        if repeat is None and num_steps > 0 and not self._gave:
             raise PipelineError(
-                f"a whole pass over {type(self._loader.dataset).__name__} gave no batch, because every sample was left "
-                "out: an endless stream of it would never give one. stats() and the log say why samples were left out."
+                f"a whole pass over {self._epochs.dataset_name} gave no batch, because every sample was left out: an "
+                "endless stream of it would never give one. stats() and the log say why samples were left out."
             )
         # An endless stream of nothing ends.
-        last = self._at.turn + 1 == repeat or (repeat is None and ended.position == 0)
+        last = at.turn + 1 == repeat or (repeat is None and num_steps == 0)
         if last and self._may_go_on and self._gave:
             self._may_go_on = False
-            self._loader._begin_after(self._at.epoch)
-            self._begin(Position(self._at.epoch + 1))
+            self._position.began_after(at.epoch)
+            self._begin(Position(at.epoch + 1))
         elif last:
-            self._move_to(Position(self._at.epoch + 1))
+            self._move_to(Position(at.epoch + 1))
         else:
-            self._begin(Position(self._at.epoch, self._at.turn + 1))
+            self._begin(Position(at.epoch, at.turn + 1))
 
-    def _note(self, passing: EpochIterator) -> None:
-        shards = passing.shard_state() if isinstance(passing, ShardedIterator | LocalShardedIterator) else None
-        drawn = _drawn_before(self._order, passing.position)
-        self._move_to(Position(self._at.epoch, self._at.turn, passing.position, shards, self._order, drawn))
+    def _note(self, epoch: EpochIterator) -> None:
+        at, shards = self._at, epoch.shards
+        self._move_to(Position(at.epoch, at.turn, shards.position, epoch.shard_state(), shards.order, shards.drawn()))
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._epochs)

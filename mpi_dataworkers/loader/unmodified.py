@@ -21,10 +21,13 @@ from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.definitions import Sent
-from hetstream.mpi_dataworkers.loader.indexed import LocalIterator, RemoteIterator
+from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator, StepSource
+from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
+from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.local_workers import PlainLoader
 from hetstream.mpi_dataworkers.loader.order import PartlyListedSteps
+from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
     look_ahead_of,
@@ -174,7 +177,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
     def __init__(self, loader: Any, kept: _Kept, sent: Sent | None) -> None:
         self._kept = kept
         self._sent = sent
-        self._passing: RemoteIterator | LocalIterator | None = None
+        self._streamed: EpochIterator | None = None
         self._plain: Iterator[Any] | None = None
         generator = loader.generator or torch.default_generator
         self._before_base_seed = generator.get_state()
@@ -193,27 +196,29 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         self._begin(loader)
 
     def _begin(self, loader: Any) -> None:
-        if self._passing is not None:
-            self._passing.close()
+        if self._streamed is not None:
+            self._streamed.close()
         self._options = torch_options(loader)
-        self._passing = self._plain = None
+        self._streamed = self._plain = None
         self._order = PartlyListedSteps(self._sampler_iter, self._auto_collation)
         connection = self._kept.connection
         if connection is None:
             self._plain = self._made_by_torch(self._sampler_iter)
             return
-        plan = connection, self._order, self._base_seed, next(self._kept.passes), 0
+        shards = EpochShards.undivided(self._order, self._base_seed, next(self._kept.passes))
+        source: StepSource
         if connection.client is not None:
-            self._passing = RemoteIterator(*plan, self._kept, look_ahead_of(loader), self._sent)
+            source = RemoteSource(connection, shards, look_ahead_of(loader), self._sent)
         else:
-            self._passing = LocalIterator(*plan, self._options)
+            source = LocalSource(connection, shards, self._options)
+        self._streamed = EpochIterator(connection, source, owner=self._kept)
         if self._order.num_steps == 0 and self._order.unlisted is not None:
             self._go_on_locally(self._order.unlisted)
 
     def _next_data(self) -> Any:
-        if self._passing is not None:
+        if self._streamed is not None:
             try:
-                return next(self._passing)
+                return next(self._streamed)
             except StopIteration:
                 if self._order.unlisted is None:
                     raise
@@ -224,9 +229,9 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
 
     def _go_on_locally(self, unlisted: Iterator[Any]) -> None:
         """From here on torch makes the steps, in this pass and in those that follow."""
-        if self._passing is not None:
-            self._passing.close()
-            self._passing = None
+        if self._streamed is not None:
+            self._streamed.close()
+            self._streamed = None
         _say_local(self._dataset, self._order.reason)
         self._kept.stay_local()
         self._plain = self._made_by_torch(unlisted)

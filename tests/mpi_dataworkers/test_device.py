@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -79,18 +78,17 @@ def test_the_state_is_of_what_the_training_loop_took(options: dict[str, Any]) ->
 
 
 def test_an_error_comes_at_its_own_batch() -> None:
-    def batches() -> Iterator[int]:
-        yield 1
-        raise ValueError("of the second")
-
-    position, taken = iter(range(9)), []
-    ahead = OnDevice(batches(), torch.device("meta"), lambda: next(position), taken.append)
-    assert (next(ahead), taken) == (1, [0])
-    with pytest.raises(ValueError, match="of the second"):
+    loader = DataLoader(datasets.Poisoned(40), 20, device="meta")
+    ahead, steps = iter(loader), []
+    next(ahead)
+    steps.append(loader.state_dict()["step"])
+    with pytest.raises(datasets.UserError, match="sample 37"):
         next(ahead)
+    steps.append(loader.state_dict()["step"])
     with pytest.raises(StopIteration):
         next(ahead)
-    assert taken == [0, 1, 2]
+    assert steps == [1, 2]
+    assert loader.state_dict()["epoch"] == 1
 
 
 @pytest.mark.parametrize(

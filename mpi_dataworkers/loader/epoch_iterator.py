@@ -1,0 +1,122 @@
+"""One pass over an epoch, wherever its steps come from.
+
+A `StepSource` gives the steps: `remote_source.py` from data workers, `local_source.py` in process. `epoch_shards.py`
+says which they are. `position.py` goes over the passes and, for torch's own class, `unmodified.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from hetstream.mpi_dataworkers.loader.delivered import Delivered
+from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
+
+
+class StepSource(Protocol):
+    """Gives the steps of an epoch.
+
+    Attributes:
+        shards: which they are, and how far they were read.
+    """
+
+    shards: EpochShards
+
+    def begin(self) -> None:
+        """Begin to make steps. If it raises, `abandon` ends what has begun."""
+
+    def prepare(self) -> None:
+        """Draw what the next step needs from the program's own sampler, which is no wait for data."""
+
+    def take(self) -> Delivered | None:
+        """Wait for the next step.
+
+        Returns:
+            It, maybe without samples; None at the end of the epoch.
+
+        Raises:
+            Exception: of user code, in the place of its step, which counts as taken.
+            HetstreamError: of the service; so does the next call.
+        """
+
+    def shard_state(self) -> dict[str, Any] | None:
+        """Position in each shard that is being read, as plain values; None where the number of steps says all."""
+
+    def close(self) -> None:
+        """Make no more steps. Called once."""
+
+    def abandon(self) -> None:
+        """The same from a finaliser: takes no lock."""
+
+
+class EpochIterator(Iterator[Any]):
+    """One pass over an epoch; ends at the end of the epoch, or when it is dropped (by `break`, say).
+
+    An exception, of user code or of the service, is raised at its step and never looks like the end: user code's is
+    raised once and the next call gives the next step, as in torch; the service's is raised again by each call.
+
+    Args:
+        connection: the loader's.
+        source: what gives the steps.
+        owner: what the connection closes with, kept alive for as long as it is iterated.
+
+    Attributes:
+        shards: the steps, and how far they were read.
+    """
+
+    def __init__(self, connection: LoaderConnection, source: StepSource, owner: object) -> None:
+        self._owner = owner
+        self._connection = connection
+        self._source = source
+        self.shards = source.shards
+        self._started = time.monotonic()
+        self._is_open = True
+        source.begin()
+
+    def __next__(self) -> Any:
+        while self._is_open:
+            self._source.prepare()
+            started = time.monotonic()
+            step = self._source.take()
+            if step is None:
+                self._connection.count(epochs=1)
+                self.close()
+                break
+            if step.num_skipped:
+                epoch, number = self.shards.epoch, self.shards.position - 1
+                self._connection.leave_out(epoch, number, step.num_skipped, step.left_out)
+            if step.num_samples > 0:
+                self._count(step, time.monotonic() - started)
+                return step.payload
+        raise StopIteration
+
+    def _count(self, step: Delivered, wait_s: float) -> None:
+        connection, is_local = self._connection, step.origin == "local"
+        connection.count(steps=1, samples=step.num_samples, bytes=step.num_bytes, local_steps=is_local, wait_s=wait_s)
+        if connection.shared is not None and not is_local:
+            connection.count(
+                shared_steps=step.origin == "cache",
+                repeated_steps=step.origin == "again",
+                skipped_steps=connection.shared.skipped(step.shift),
+            )
+
+    def shard_state(self) -> dict[str, Any] | None:
+        """Position in each shard that is being read, as plain values; None where the number of steps says all."""
+        return self._source.shard_state()
+
+    def close(self) -> None:
+        """End the pass; safe to call twice."""
+        if self._is_open:
+            self._end()
+            self._source.close()
+
+    def _end(self) -> None:
+        self._is_open = False
+        self._connection.count(elapsed_s=time.monotonic() - self._started)
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            self._end()
+            self._source.abandon()

@@ -1,0 +1,159 @@
+"""The steps of one epoch by shard, and how far each shard was read. No I/O.
+
+A step source (`remote_source.py`, `local_source.py`) reads them. `division.py` says which shards there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetstream.mpi_dataworkers.loader.division import Division, interleave_of, snapshots_of
+from hetstream.mpi_dataworkers.loader.order import ListedSteps, Order
+from hetstream.mpi_dataworkers.order.interleave import Interleave, Place
+from hetstream.mpi_dataworkers.order.reorder import as_ranges
+from hetstream.mpi_dataworkers.order.visitation import Cut
+from hetstream.mpi_dataworkers.wire.messages import Ranges, ShardOrder
+
+
+class EpochShards:
+    """The shards of one epoch: whose step is next, and how far each was read.
+
+    Indexed data that is not divided is one shard, with the number 0. `undivided` and `divided` make either.
+
+    Args:
+        seed, epoch: of the order and of the random state of samples.
+        interleave: in which order the shards are read.
+        order: the one shard's steps, of data that is not divided.
+        division: what the shards are, of data that is.
+        num_copies: of divided data, where each data worker goes over all of it.
+
+    Attributes:
+        seed, epoch: as given.
+        order: as given; None for divided data.
+        position: steps of the epoch that were taken.
+        slots: shards that are being read.
+        snapshots: where the reader of a shard was at or before its position, by shard.
+        width: shards that are read at a time.
+        any_order: steps are given as they come: of several shards whichever has one, of a single one any step.
+        in_order: the steps of each shard are given in its order.
+        at_most_once: the epoch goes on without the steps of a data worker that is lost.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        epoch: int,
+        interleave: Interleave,
+        *,
+        order: Order | None = None,
+        division: Division | None = None,
+        num_copies: int = 1,
+    ) -> None:
+        self.seed, self.epoch = seed, epoch
+        self.order = order
+        self.position = 0
+        self.slots = interleave.slots
+        self.snapshots: dict[int, bytes] = {}
+        self.width = division.width(num_copies) if division is not None else 1
+        self.any_order = division is not None and division.any_order
+        self.in_order = division is None or not (division.any_order and division.guarantee.cut is Cut.STEPS)
+        self.at_most_once = division is not None and division.guarantee.visitation == "at_most_once"
+        self._interleave, self._division, self._num_copies = interleave, division, num_copies
+        # Steps of a single shard that were taken out of order before the epoch was continued.
+        self._ahead: set[int] = set()
+
+    @classmethod
+    def undivided(cls, order: Order, seed: int, epoch: int, first_step: int = 0) -> EpochShards:
+        """Indexed data in one order, from a step on."""
+        shards = cls(seed, epoch, Interleave(range(1), width=1), order=order)
+        shards.position = shards.slots[0].step = first_step
+        return shards
+
+    @classmethod
+    def divided(
+        cls, division: Division, seed: int, epoch: int, num_copies: int, state: dict[str, Any] | None
+    ) -> EpochShards:
+        """Data that is divided.
+
+        Args:
+            division: what the shards are.
+            seed, epoch: of the order and of the random state of samples.
+            num_copies: see the class; a state has its own.
+            state: position to continue from, of `state`; None for the beginning.
+        """
+        num_copies = int(state["copies"]) if state else num_copies
+        interleave = interleave_of(division, num_copies, state)
+        shards = cls(seed, epoch, interleave, division=division, num_copies=num_copies)
+        if state:
+            shards.position = int(state["step"])
+            shards.snapshots = dict(snapshots_of(state))
+            shards._ahead = {step for first, stop in state["ahead"] for step in range(first, stop)}
+        return shards
+
+    @property
+    def next_slot(self) -> int:
+        """Number of the slot whose step is next."""
+        return self._interleave.next_slot
+
+    def steps_of(self, shard: int) -> Order | ShardOrder:
+        """Which samples the steps of a shard have."""
+        if self._division is not None:
+            return self._division.steps_of(shard, self.epoch)
+        assert self.order is not None
+        return self.order
+
+    def took(self, slot: int, next_step: int, snapshot: bytes = b"") -> None:
+        """A step of the shard in this slot was taken.
+
+        Args:
+            slot: its number.
+            next_step: the shard's next step; those that were skipped over were lost.
+            snapshot: where the shard's reader is now; empty if it has not said so.
+        """
+        place = self.slots[slot]
+        self.position += 1
+        if self.order is not None:
+            self.order.forget(place.step)
+        if snapshot:
+            self.snapshots[place.shard] = snapshot
+        self._interleave.taken(slot, next_step - place.step)
+
+    def ended(self, slot: int) -> Place | None:
+        """The shard in this slot has no more steps: what begins in its place, or None when the slot is gone."""
+        self.snapshots.pop(self.slots[slot].shard, None)
+        return self._interleave.ended(slot)
+
+    def has_more(self) -> bool:
+        """Whether a step is left. Draws the program's sampler."""
+        return bool(self.slots) if self.order is None else self.order.indices(self.position) is not None
+
+    def ahead(self) -> Ranges:
+        """Steps of a single shard, beyond its position, that were taken before the epoch was continued."""
+        first = self.slots[0].step if self.slots else 0
+        return as_ranges(sorted(step for step in self._ahead if step >= first))
+
+    def pass_over_ahead(self) -> None:
+        """Move past steps that were taken before the epoch was continued."""
+        while self.slots[self.next_slot].step in self._ahead:
+            self._interleave.taken(self.next_slot)
+
+    def drawn(self) -> str:
+        """Digest of what the program's sampler gave for the steps that were taken; "" without one."""
+        return self.order.drawn(self.position) if isinstance(self.order, ListedSteps) else ""
+
+    def state(self, ahead: Ranges) -> dict[str, Any] | None:
+        """Position in each shard that is being read, as plain values; None where `position` says all.
+
+        Args:
+            ahead: steps of a single shard, beyond its position, that were taken.
+        """
+        if self._division is None:
+            return None
+        named = {str(shard): snapshot for shard, snapshot in self.snapshots.items()}
+        return {
+            "rank": self._division.dealt[0],
+            "step": self.position,
+            "copies": self._num_copies,
+            "ahead": [list(steps) for steps in ahead],
+            "snapshots": named,
+        } | self._interleave.state()

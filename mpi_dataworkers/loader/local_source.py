@@ -1,0 +1,96 @@
+"""Steps of an epoch made in process. Used by `data_loader.py` and, for torch's own class, by `unmodified.py`.
+
+Through torch's own DataLoader (`local_workers.py`) and the pipeline that data workers have: the same bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from hetstream.mpi_dataworkers.loader.delivered import Delivered
+from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
+from hetstream.mpi_dataworkers.loader.local_workers import FailedStep, LocalWorkers, ShardEnd, early_end, read_shards
+from hetstream.mpi_dataworkers.loader.order import Order
+
+
+class LocalSource:
+    """The steps of an epoch from torch's own DataLoader; a `StepSource`.
+
+    Args:
+        connection: the loader's.
+        shards: the steps.
+        torch_options: keywords of torch's DataLoader.
+
+    Attributes:
+        shards: as given.
+    """
+
+    def __init__(self, connection: LoaderConnection, shards: EpochShards, torch_options: dict[str, Any]) -> None:
+        self.shards = shards
+        self._connection = connection
+        self._torch_options = torch_options
+        self._workers: LocalWorkers | None = None
+        self._steps: Iterator[Any] = iter(())
+
+    def begin(self) -> None:
+        """Have torch's processes begin."""
+        connection, shards, options = self._connection, self.shards, self._torch_options
+        if shards.order is None:
+            self._steps = read_shards(connection.pipeline, shards, connection.skipped.policy, options)
+            return
+        self._workers = connection.local_workers or LocalWorkers(connection.pipeline, options, shards.seed)
+        if options.get("persistent_workers"):
+            connection.local_workers = self._workers
+        steps = _steps_to_make(connection, shards.order, shards.seed, shards.epoch, shards.position)
+        self._steps = self._workers.begin(self, steps)
+
+    def prepare(self) -> None:
+        """Nothing: torch's own loader draws the sampler when it makes a step."""
+
+    def take(self) -> Delivered | None:
+        """Wait for the next step; see `StepSource`."""
+        if self._workers is not None and not self._workers.is_current(self):
+            raise RuntimeError(
+                "another iteration of this DataLoader has begun; with persistent_workers=True there is one at a time"
+            )
+        shards = self.shards
+        for step in self._steps:
+            shards.pass_over_ahead()
+            slot = shards.next_slot
+            if isinstance(step, ShardEnd):
+                shards.ended(slot)
+                continue
+            next_step = shards.slots[slot].step + 1
+            if isinstance(step, FailedStep):
+                shards.took(slot, next_step)
+                step.reraise()
+            made, snapshot = step
+            shards.took(slot, next_step, snapshot)
+            return Delivered(made.batch, made.num_samples, 0, "local", 0, made.num_skipped, made.left_out)
+        self._steps = iter(())  # ends torch's processes
+        if shards.has_more():
+            raise early_end(shards.position)
+        return None
+
+    def shard_state(self) -> dict[str, Any] | None:
+        """Position in each shard; see `StepSource`."""
+        return self.shards.state(self.shards.ahead())
+
+    def close(self) -> None:
+        """Nothing: torch ends its processes with its iterator."""
+
+    def abandon(self) -> None:
+        """Nothing, as `close`."""
+
+
+# No method: torch's kept processes hold it, and must not hold the source, with which the iteration ends.
+def _steps_to_make(connection: LoaderConnection, order: Order, seed: int, epoch: int, first_step: int) -> Iterator[Any]:
+    """What torch's processes are given for each step."""
+    for step in itertools.count(first_step):
+        indices = order.indices(step)
+        if indices is None:
+            return
+        yield indices, order.seeds(step, indices, seed, epoch), connection.skipped.policy, order.form(step)

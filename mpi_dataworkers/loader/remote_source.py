@@ -1,0 +1,228 @@
+"""Steps of an epoch from data workers. Used by `data_loader.py` and, for torch's own class, by `unmodified.py`.
+
+Each shard that is being read is a session with the service. While no data worker delivers, steps are made in process,
+from the same pipeline: the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from hetstream.mpi_dataworkers.errors import ServiceUnavailable
+from hetstream.mpi_dataworkers.loader.definitions import Sent
+from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFallback
+from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
+from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
+from hetstream.mpi_dataworkers.loader.order import ListedSteps, LookAhead
+from hetstream.mpi_dataworkers.loader.sampler_ahead import SamplerAhead
+from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
+from hetstream.mpi_dataworkers.loader.sharing import SharedStream
+from hetstream.mpi_dataworkers.loader.user_errors import LocalFailure, rebuild_error, summary_of
+from hetstream.mpi_dataworkers.ops.iterable import ShardReader
+from hetstream.mpi_dataworkers.ops.pipeline import SampleError, generators_kept
+from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
+from hetstream.mpi_dataworkers.order.interleave import Place
+from hetstream.mpi_dataworkers.wire.messages import BatchFailed, ListedOrder, PlannedOrder, ShardOrder, Sharing
+
+
+class RemoteSource:
+    """The steps of an epoch from data workers; a `StepSource`.
+
+    Args:
+        connection: the loader's; it has a client.
+        shards: the steps.
+        look_ahead: how far a program's own sampler is drawn.
+        sent: what data workers run; default the pipeline as it is now.
+
+    Attributes:
+        shards: as given.
+    """
+
+    def __init__(
+        self,
+        connection: LoaderConnection,
+        shards: EpochShards,
+        look_ahead: LookAhead = LookAhead(),  # noqa: B008, it is frozen
+        sent: Sent | None = None,
+    ) -> None:
+        assert connection.client is not None
+        self.shards = shards
+        self._connection, self._client = connection, connection.client
+        self._sent = sent or connection.definition()
+        order = shards.order
+        self._sampler = SamplerAhead(order, shards.position, look_ahead) if isinstance(order, ListedSteps) else None
+        self._sessions: list[LoaderSession] = []  # of each slot
+        self._readers: dict[int, ShardReader | RankReader] = {}  # of shards whose steps are made here
+
+    def begin(self) -> None:
+        """Open the sessions; batches start to come at once."""
+        for slot in self.shards.slots:
+            self._sessions.append(self._open_session(slot))
+        self._draw(taking=False)
+
+    def _open_session(self, slot: Place) -> LoaderSession:
+        """Open a session at a shard's position."""
+        shards, shared = self.shards, self._connection.shared
+        steps = shards.steps_of(slot.shard)
+        order, num_steps = (steps, -1) if isinstance(steps, ShardOrder) else (steps.order, steps.num_steps)
+        request = SessionRequest(
+            definition=self._sent.message,
+            epoch=shards.epoch,
+            seed=shards.seed,
+            order=order,
+            first_step=slot.step,
+            num_steps=num_steps,
+            min_window=self._connection.min_window,
+            errors=self._connection.skipped.policy,
+            sharing=None if shared is None else self._shared_with(shared, order, num_steps),
+            shift=0 if shared is None else shared.shift or 0,
+            sharers=min(shards.width, len(shards.slots)),
+            at_most_once=shards.at_most_once,
+            in_order=shards.in_order,
+            ahead=shards.ahead(),
+            snapshot=shards.snapshots.get(slot.shard, b""),
+        )
+        return self._client.open_session(request)
+
+    def _shared_with(
+        self, shared: SharedStream, order: PlannedOrder | ListedOrder | ShardOrder, num_steps: int
+    ) -> Sharing:
+        assert not isinstance(order, ShardOrder)  # `options.py` refuses it
+        return shared.with_others(self._sent.message.definition_id, self.shards.seed, order, num_steps)
+
+    def prepare(self) -> None:
+        """Draw the program's sampler; in a process that was forked since, connect first."""
+        if self._client.is_inherited and self.shards.order is not None:
+            self._go_on_as_child()
+        self._draw(taking=True)
+
+    def _draw(self, taking: bool) -> None:
+        if self._sampler is not None:
+            self._sampler.draw(self._client, self._sessions[0], taking)
+
+    def _go_on_as_child(self) -> None:
+        """In a process that was forked in the middle of the epoch: go on from there with a session of its own."""
+        client = self._connection.client
+        if client is None:
+            raise ServiceUnavailable(
+                f"process {os.getpid()} was forked in the middle of an epoch and reaches no dispatcher to go on with it"
+            )
+        self._client = client
+        self._sessions = [self._open_session(slot) for slot in self.shards.slots]
+        if self._sampler is not None:  # what the parent drew is there
+            self._sampler.send_again(client, self._sessions[0])
+
+    def take(self) -> Delivered | None:
+        """Wait for the next step; see `StepSource`."""
+        shards = self.shards
+        while shards.slots:
+            slot, step = self._next_step()
+            if isinstance(step, Ended):
+                self._end_shard(slot, step)
+                continue
+            next_step = self._sessions[slot].buffer.position
+            if isinstance(step, BatchFailed):
+                shards.took(slot, next_step)
+                raise rebuild_error(step)
+            shards.took(slot, next_step, step.snapshot)
+            if isinstance(step.payload, LocalFailure):
+                raise step.payload.error
+            return step
+        return None
+
+    def _next_step(self) -> tuple[int, Delivered | BatchFailed | Ended]:
+        """The next step, or the end of a shard, and the number of its slot."""
+        first, sessions = self.shards.next_slot, self._sessions
+        # Where the order is to be kept, only the next shard's step will do.
+        asked = sessions[first:] + sessions[:first] if self.shards.any_order else sessions[first : first + 1]
+        timeout_s = self._connection.timeout_s
+        num_lost = sum(session.num_lost for session in asked) if self.shards.at_most_once else 0
+        try:
+            chosen, step = self._client.take(asked, time.monotonic() + timeout_s if timeout_s > 0 else None)
+        except TimeoutError:
+            raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds") from None
+        if self.shards.at_most_once:
+            self._connection.count(lost_steps=sum(session.num_lost for session in asked) - num_lost)
+        slot = (first + chosen) % len(sessions)
+        if isinstance(step, LocalFallback):
+            return slot, self._made_instead(slot, step)
+        if isinstance(step, BatchFailed) and step.failure.is_final and self._connection.makes_what_fails_there:
+            self._client.say_local(f"data workers cannot: {summary_of(step.failure)}")
+            return slot, self._made_here(self.shards.slots[slot].shard, step.step) or step
+        self._client.say_streaming()
+        return slot, step
+
+    def _made_instead(self, slot: int, fallback: LocalFallback) -> Delivered | BatchFailed | Ended:
+        """Make the step for which data workers are not waited for; one of theirs that has come meanwhile wins."""
+        self._client.say_local(fallback.reason)
+        session = self._sessions[slot]
+        made = self._made_here(self.shards.slots[slot].shard, fallback.step)
+        if made is None:
+            self._client.end_session_at(session, fallback.step)
+            return Ended.ENDED
+        return self._client.put_local(session, made)
+
+    def _made_here(self, shard: int, step: int) -> Delivered | None:
+        """Make a step in this process; None when the shard has no such step."""
+        shards, connection = self.shards, self._connection
+        try:
+            steps = shards.steps_of(shard)
+            if not isinstance(steps, ShardOrder):
+                return connection.make_locally(self._sent, steps, step, shards.seed, shards.epoch)
+            return self._read_here(steps, step)
+        except SampleError as error:
+            failure = error.user_error()
+            return Delivered(LocalFailure(failure if isinstance(failure, Exception) else error), -1, 0, "local")
+        except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
+            return Delivered(LocalFailure(error), -1, 0, "local")
+
+    def _read_here(self, steps: ShardOrder, step: int) -> Delivered | None:
+        """Read a step of an IterableDataset's shard in this process."""
+        connection, shards, policy = self._connection, self.shards, self._connection.skipped.policy
+        if steps.shard not in self._readers:
+            self._readers[steps.shard] = open_shard(
+                connection.pipeline, steps, shards.seed, shards.epoch, skips=policy.on_error != "raise"
+            )
+        reader = self._readers[steps.shard]
+        with generators_kept():
+            made = read_step(reader, step, shards.snapshots.get(steps.shard, b""), policy)
+        if made is None:
+            return None
+        return Delivered(
+            connection.pinned(made.batch),
+            made.num_samples,
+            0,
+            "local",
+            num_skipped=made.num_skipped,
+            left_out=made.left_out,
+            snapshot=reader.snapshot,
+        )
+
+    def _end_shard(self, slot: int, how: Ended) -> None:
+        if how is Ended.LOST:
+            self._connection.count(lost_shards=1)
+        self._client.close_session(self._sessions[slot])
+        self._readers.pop(self.shards.slots[slot].shard, None)
+        begun = self.shards.ended(slot)
+        if begun is None:
+            del self._sessions[slot]
+        else:
+            self._sessions[slot] = self._open_session(begun)
+
+    def shard_state(self) -> dict[str, Any] | None:
+        """Position in each shard; see `StepSource`."""
+        return self.shards.state(self._sessions[0].buffer.ahead() if self._sessions else [])
+
+    def close(self) -> None:
+        """Close the sessions."""
+        sessions, self._sessions = self._sessions, []
+        for session in sessions:
+            self._client.close_session(session)
+
+    def abandon(self) -> None:
+        """Have the connection's thread close the sessions."""
+        if not self._connection.closed:  # at the interpreter's end connections are closed first
+            for session in self._sessions:
+                self._client.abandon(session)

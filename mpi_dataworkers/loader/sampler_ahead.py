@@ -1,0 +1,61 @@
+"""A program's own sampler, drawn ahead of the training loop, and its steps on their way to the dispatcher.
+
+Used by `remote_source.py`. `order.LookAhead` says how far.
+"""
+
+from __future__ import annotations
+
+from hetstream.mpi_dataworkers.loader.client import ServiceClient
+from hetstream.mpi_dataworkers.loader.order import ListedSteps, LookAhead, steps_to_gather
+from hetstream.mpi_dataworkers.loader.session import LoaderSession
+from hetstream.mpi_dataworkers.ops.index_form import pack_indices
+
+
+class SamplerAhead:
+    """Draws a sampler's steps and sends them.
+
+    Args:
+        order: the steps.
+        first_step: where the epoch begins or is continued.
+        look_ahead: how far they may be drawn.
+    """
+
+    def __init__(self, order: ListedSteps, first_step: int, look_ahead: LookAhead) -> None:
+        self._order = order
+        self._look_ahead = look_ahead
+        self._first_step = self._next_step = first_step
+        self._unsent: list[bytes] = []
+        self._end_is_sent = order.num_steps >= 0
+
+    def draw(self, client: ServiceClient, session: LoaderSession, taking: bool) -> None:
+        """Draw as far as is due, and send what was drawn.
+
+        Args:
+            client, session: to whom.
+            taking: the training loop asks for the next step now.
+        """
+        if self._end_is_sent:
+            return
+        order, position = self._order, session.buffer.position
+        goal = self._look_ahead.goal(position, session.window, taking, self._next_step > self._first_step)
+        try:
+            while self._next_step < goal and (indices := order.indices(self._next_step)) is not None:
+                self._unsent.append(pack_indices(indices, order.form(self._next_step)))
+                self._next_step += 1
+        finally:  # also what it gave before it raised
+            self._end_is_sent = order.num_steps >= 0
+            is_needed = self._next_step - len(self._unsent) <= position < self._next_step
+            if self._end_is_sent or is_needed or len(self._unsent) >= steps_to_gather(goal, position):
+                steps, self._unsent = self._unsent, []
+                if steps or self._end_is_sent:
+                    client.extend(session, steps, self._end_is_sent)
+
+    def send_again(self, client: ServiceClient, session: LoaderSession) -> None:
+        """Send all that was drawn and not taken, to a new session."""
+        order, self._unsent = self._order, []
+        steps = [
+            pack_indices(indices, order.form(step))
+            for step in range(session.buffer.position, self._next_step)
+            if (indices := order.indices(step)) is not None
+        ]
+        client.extend(session, steps, self._end_is_sent)

@@ -117,6 +117,7 @@ class EpochIterator(Iterator[Any]):
         self._connection.count(elapsed_s=time.monotonic() - self._started)
 
     def __del__(self) -> None:
-        if getattr(self, "_is_open", False):
+        # At the interpreter's end connections are closed first, and then the modules go that this needs.
+        if getattr(self, "_is_open", False) and not self._connection.closed:
             self._end()
             self._source.abandon()

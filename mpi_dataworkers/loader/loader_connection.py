@@ -84,7 +84,7 @@ class LoaderConnection:
         pipeline: the program's own objects; steps that the fallback makes are made with a copy.
         definitions: what data workers were given; None without a service.
         local_workers: with persistent_workers, what is kept from pass to pass in process.
-        closed: it has left the service.
+        closed: it has left the service, or the interpreter ends.
         makes_what_fails_there: a step whose pipeline no data worker can use is made here; else it raises.
     """
 
@@ -119,7 +119,7 @@ class LoaderConnection:
                 compression_from_environment(),
             )
             self._client = ServiceClient(client_options, self.definition().message)
-            _open_connections.add(self)
+        _open_connections.add(self)
 
     @property
     def client(self) -> ServiceClient | None:

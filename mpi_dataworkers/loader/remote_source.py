@@ -223,6 +223,5 @@ class RemoteSource:
 
     def abandon(self) -> None:
         """Have the connection's thread close the sessions."""
-        if not self._connection.closed:  # at the interpreter's end connections are closed first
-            for session in self._sessions:
-                self._client.abandon(session)
+        for session in self._sessions:
+            self._client.abandon(session)

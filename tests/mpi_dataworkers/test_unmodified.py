@@ -566,15 +566,17 @@ def test_the_programs_set_epoch_wins_over_the_loaders_count() -> None:
         assert first(loader) == expected[1], "set before the loader was made"
 
 
+@pytest.mark.parametrize("kind", ["torch.utils.data", "hetstream"])
 def test_an_iterator_that_lives_to_the_interpreters_end_says_nothing(
-    three: Any, tmp_path: Path, run_program: Any
+    three: Any, tmp_path: Path, run_program: Any, kind: str
 ) -> None:
-    program = """
-import torch.utils.data
-loader = torch.utils.data.DataLoader(range(400), 4)
+    program = f"""
+import torch.utils.data, hetstream
+loader = {kind}.DataLoader(range(400), 4)
 iterator = iter(loader)
 next(iterator)
 torch.kept = iterator  # when it goes, the modules that it needs have gone
 """
-    result = run_program(program, tmp_path, **environment(three.name, {}))
+    variables = environment(three.name, {}) if kind == "torch.utils.data" else {}  # the second one in process
+    result = run_program(program, tmp_path, **variables)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -1,6 +1,6 @@
 """A loader's side of the service. Knows no torch.
 
-Used by `indexed.py` and `shards.py`. The training thread opens a session for an epoch and takes its steps in order;
+Used by `remote_source.py`. The training thread opens a session for an epoch and takes its steps in order;
 everything else (credits, heartbeats, registering again with a restarted dispatcher, dropping duplicates) happens in the
 thread of the process's connection (`connection.py`), which all loaders share. So nothing here waits, and batches whose
 rebuilding runs code of the program are rebuilt in a thread of the loader's own: if that hangs, other loaders go on.
@@ -28,8 +28,8 @@ from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S, Availability
 from hetstream.mpi_dataworkers.loader.connection import (
     CONNECT_TIMEOUT_S,
-    Connection,
     ConnectionOptions,
+    ProcessConnection,
     join_service,
     service_at,
 )
@@ -111,7 +111,7 @@ class ServiceClient:
         self.stats = LoaderStats()
         self.duplicates_dropped = 0
         self.batches_by_transport: collections.Counter[str] = collections.Counter()
-        self._connection: Connection
+        self._connection: ProcessConnection
         self._number: int
         join_service(ConnectionOptions(service, options.transports, options.compress), self, options.buffer_bytes)
         try:
@@ -317,7 +317,7 @@ class ServiceClient:
 
     # --- the connection's thread: see `connection.ConnectedLoader` --------------------------------------------------
 
-    def joined(self, connection: Connection, number: int) -> None:
+    def joined(self, connection: ProcessConnection, number: int) -> None:
         self._connection, self._number = connection, number
 
     def begin(self, now: float) -> None:

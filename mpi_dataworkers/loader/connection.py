@@ -69,7 +69,7 @@ def service_at(address_file: Path) -> ServiceAddress:
 class ConnectedLoader(Protocol):
     """What the connection's thread asks of a loader. It does not wait, and may raise."""
 
-    def joined(self, connection: Connection, number: int) -> None:
+    def joined(self, connection: ProcessConnection, number: int) -> None:
         """Told first, in the thread that joins: its connection, and its number there."""
 
     def begin(self, now: float) -> None:
@@ -95,7 +95,7 @@ class ConnectedLoader(Protocol):
         """It is not connected any more. Does not raise."""
 
 
-class Connection:
+class ProcessConnection:
     """One endpoint and its thread; `join_service` makes it.
 
     Args:
@@ -308,14 +308,14 @@ def _as_failure(error: Exception) -> HetstreamError:
 
 # --- the connections of this process --------------------------------------------------------------------------------
 
-_connections: dict[ConnectionOptions, Connection] = {}
+_connections: dict[ConnectionOptions, ProcessConnection] = {}
 # Those whose thread has not come to its end, also when nobody joins them any more.
-_running: set[Connection] = set()
+_running: set[ProcessConnection] = set()
 _registry_lock = threading.Lock()
 # Held for as long as it takes to connect: two loaders that begin at once share what the first one opens.
 _joining_lock = threading.Lock()
 # Connections of the process that this one was forked from. Kept, so that nothing of them is finalised here.
-_inherited: list[Connection] = []
+_inherited: list[ProcessConnection] = []
 
 
 def join_service(options: ConnectionOptions, loader: ConnectedLoader, buffer_bytes: int) -> None:
@@ -335,7 +335,7 @@ def join_service(options: ConnectionOptions, loader: ConnectedLoader, buffer_byt
             if known is not None:
                 number = known.add(loader)
         if known is None:
-            known = Connection(options, buffer_bytes)
+            known = ProcessConnection(options, buffer_bytes)
             with _registry_lock:
                 _connections[options] = known
                 number = known.add(loader)

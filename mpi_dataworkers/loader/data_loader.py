@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numbers
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -20,6 +19,7 @@ from hetstream.mpi_dataworkers.loader.device import OnDevice
 from hetstream.mpi_dataworkers.loader.division import Division, own_position
 from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator, StepSource
 from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
+from hetstream.mpi_dataworkers.loader.keyword import takes
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
 from hetstream.mpi_dataworkers.loader.local_source import LocalSource
 from hetstream.mpi_dataworkers.loader.options import LoaderOptions
@@ -27,7 +27,7 @@ from hetstream.mpi_dataworkers.loader.order import ListedSteps, Order, PlannedSt
 from hetstream.mpi_dataworkers.loader.position import LoaderPosition, Position, PositionTracker
 from hetstream.mpi_dataworkers.loader.remote_source import RemoteSource
 from hetstream.mpi_dataworkers.loader.sampler_state import SamplerEpochs, beginning_again, beginning_of
-from hetstream.mpi_dataworkers.loader.sharing import SharedStream, SharingMode
+from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSample, SkippedSamples
 from hetstream.mpi_dataworkers.loader.torch_loader import (
     distributed_identity,
@@ -41,7 +41,7 @@ from hetstream.mpi_dataworkers.order.bucketing import BucketPlan, padding_waste,
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH, DataState
 from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import EpochPlan
-from hetstream.mpi_dataworkers.order.visitation import Cut, ShardingPolicy, Visitation
+from hetstream.mpi_dataworkers.order.visitation import Cut
 
 # What reading by length saves is judged by so many steps of all ranks: a lookup of some 0.1 ms each.
 _STEPS_JUDGED = 16
@@ -60,48 +60,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     `batch_size * R` samples, and every rank has the same number of steps. With `sampler` or `batch_sampler` the
     program's own order is kept and each rank reads what its sampler says.
 
-    Args:
-        dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
-            worker_init_fn, multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device,
-            in_order: as in torch.utils.data.DataLoader. `num_workers` counts local processes when there is no service,
-            and with one only sizes the prefetch window; either way it is the shards of an IterableDataset that
-            divides itself.
-        snapshot_every_n_steps: as in torchdata's StatefulDataLoader; a state is always of the last batch taken here,
-            whatever the number.
-        global_batch_size: samples in a step of all ranks together, instead of `batch_size`: the order is then the same
-            at any world size, and a state can be loaded at another.
-        seed: base of the order and of all augmentation.
-        service: `file:PATH` of a dispatcher's address file; default from HETSTREAM_SERVICE; in process without either.
-        rank, world_size: who this trainer is; default from torch.distributed, Horovod, torchrun or Slurm.
-        job_name: name under which the ranks of one program meet; default from Slurm or torchrun.
-        buffer_bytes: bytes of finished batches to hold ahead of the training loop; default from
-            HETSTREAM_BUFFER_BYTES, else 512 MiB. A window of a few steps is held even if it is larger.
-        sharing: share the data workers' batches with other jobs that read the same pipeline in the same order:
-            `lossless` keeps this loader's own epochs, byte for byte; `window` follows the stream that the jobs have in
-            common and skips what is over, but never waits. Default None: do not share.
-        pipeline_name: what makes pipelines the same for `sharing`; default a digest of the dataset and collate_fn.
-        lengths: length of each sample, whole numbers; with `bucket_boundaries`, ascending lengths, all ranks read
-            samples of one bucket of length at each step (see `bucketing.BucketPlan`).
-        length_of: the same for an IterableDataset: a picklable function that gives an element's length. Every rank
-            then reads all shards, its slice of each round (see `rounds.RoundFormer`).
-        sharding: how the data is divided among data workers, a `ShardingPolicy`; default DYNAMIC, and HINT for an
-            IterableDataset.
-        visitation: `exactly_once` (default), `at_most_once`: go on without what a lost data worker held, or, under
-            sharding OFF, `zero_once_or_more`.
-        num_shards: shards of FILE, DATA and HINT, and files that DYNAMIC reads at a time; default under HINT
-            `num_workers` for each rank and at least one, as in torch, else 8, and more where there are more ranks. The
-            batches depend on it, but not on the number of data workers.
-        repeat: passes over the data of one iteration; None for an endless stream.
-        on_error: what becomes of a sample that raises, kills its process or hangs: `raise` it here at its step; `skip`
-            it, told and counted; `quarantine`: skip it in later epochs and in resumed runs too, without trying it.
-            An element of an IterableDataset that raises is skipped where it is met, and met again in each epoch.
-        max_attempts: how often a step is tried before that, on different hosts or data workers where there are several;
-            where there are two, on both in any case.
-        sample_timeout_s: a data worker that is at one sample for longer hangs: its process is replaced, and the attempt
-            counts.
-        quarantine_dir: folder where `quarantine` writes a JSON line for each sample; default from
-            HETSTREAM_QUARANTINE_DIR, else no file is written.
-        device: where batches come, copied one batch ahead of the training loop from pinned memory; default host memory.
+    Its keywords are torch's and those of `LoaderOptions`; `help(DataLoader.__init__)` says what each of them means.
 
     Raises:
         OptionsError: keywords break their rules, or are not supported; the message names every problem.
@@ -109,95 +68,12 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         ServiceUnavailable, AuthenticationError, JobNameConflict: the service cannot be used.
     """
 
-    # So many parameters because they are torch's and ours by name: editors and type checkers read them here.
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Sequence[Any]] | None = None,
-        num_workers: int = 0,
-        collate_fn: Callable[[Any], Any] | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
-        generator: torch.Generator | None = None,
-        *,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
-        snapshot_every_n_steps: int = 1,
-        global_batch_size: int | None = None,
-        seed: int | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        service: str | None = None,
-        job_name: str | None = None,
-        buffer_bytes: int | None = None,
-        sharing: SharingMode | None = None,
-        pipeline_name: str | None = None,
-        lengths: Sequence[int] | None = None,
-        bucket_boundaries: Sequence[int] | None = None,
-        length_of: Callable[[Any], int] | None = None,
-        sharding: ShardingPolicy | str | None = None,
-        visitation: Visitation | None = None,
-        num_shards: int | None = None,
-        repeat: int | None = 1,
-        on_error: Literal["raise", "skip", "quarantine"] = "raise",
-        max_attempts: int = 3,
-        sample_timeout_s: float = 300.0,
-        quarantine_dir: str | os.PathLike[str] | None = None,
-        device: torch.device | str | int | None = None,
-    ) -> None:
-        options = LoaderOptions(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            global_batch_size=global_batch_size,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            service=service,
-            job_name=job_name,
-            buffer_bytes=buffer_bytes,
-            sharing=sharing,
-            pipeline_name=pipeline_name,
-            lengths=lengths,
-            bucket_boundaries=bucket_boundaries,
-            length_of=length_of,
-            sharding=sharding,
-            visitation=visitation,
-            num_shards=num_shards,
-            repeat=repeat,
-            on_error=on_error,
-            max_attempts=max_attempts,
-            sample_timeout_s=sample_timeout_s,
-            quarantine_dir=quarantine_dir,
-            device=device,
-        )
+    @takes(LoaderOptions)
+    def __init__(self, options: LoaderOptions) -> None:
         identity = options.check(distributed_identity())
-        super().__init__(dataset, **options.torch_keywords(identity.world_size))
+        super().__init__(options.dataset, **options.torch_keywords(identity.world_size))
         self._set_up(options, identity)
-        found = service or service_from_environment()
+        found = options.service or service_from_environment()
         options.say_what_has_no_effect(found is not None)
         say_pinning_has_no_effect(self)
         self._connection = self._connect(options, found, identity)

@@ -1,6 +1,6 @@
 """Into which streams of steps the data of one loader is divided: shards, parts or copies; and a position in them.
 
-Used by `shards.py`, which reads them. No I/O.
+`epoch_shards.py` says how far they were read. No I/O.
 """
 
 from __future__ import annotations

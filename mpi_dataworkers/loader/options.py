@@ -1,40 +1,46 @@
-"""The keywords of `DataLoader` as one frozen value, checked in one place: every problem is named, all of them at once.
+"""The keywords of `DataLoader`: one typed declaration, from which its signature, its checks and its help come.
 
-To add a keyword: a field here with its default, a rule in one of the functions below, the keyword in
-`DataLoader.__init__`, and a line in the table of docs/user-guide.md.
+To add a keyword: a field here, with its check and its line in the docstring; a rule in `option_rules.py` if it needs or
+excludes another one; and a line in the table of docs/user-guide.md.
+
+They are flat, torch's and hetstream's: most programs give one of a group (`on_error="skip"`), and that reads best flat.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from threading import TIMEOUT_MAX
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils.data
 
 from hetstream.base.errors import HetstreamError, OptionsError
-from hetstream.mpi_dataworkers.config import (
-    Identity,
-    buffer_bytes_from_environment,
-    compression_from_environment,
-    identity_from_environment,
-    quarantine_dir_from_environment,
-    service_from_environment,
-    transports_from_environment,
-)
+from hetstream.mpi_dataworkers.config import Identity, identity_from_environment, quarantine_dir_from_environment
 from hetstream.mpi_dataworkers.loader.device import check_device
+from hetstream.mpi_dataworkers.loader.keyword import (
+    among,
+    folder,
+    function,
+    iterated,
+    limit_s,
+    must_be,
+    printable,
+    problem_of,
+    wait_s,
+    whole,
+)
+from hetstream.mpi_dataworkers.loader.option_rules import RULES
+from hetstream.mpi_dataworkers.loader.sharing import SharingMode
 from hetstream.mpi_dataworkers.loader.skipped import quarantine_file, writing_problem
-from hetstream.mpi_dataworkers.ops.iterable import files_of, generator_problem
-from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets, boundary_problems
+from hetstream.mpi_dataworkers.ops.iterable import files_of
+from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH
-from hetstream.mpi_dataworkers.order.visitation import Guarantee, Traits, decide
+from hetstream.mpi_dataworkers.order.visitation import Guarantee, ShardingPolicy, Traits, Visitation, decide
 from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
 
@@ -42,53 +48,129 @@ _log = logging.getLogger(__name__)
 
 # Seeds travel as signed 64-bit numbers.
 _MAX_SEED = 2**63 - 1
-SHARING_MODES = ("lossless", "window")
+OnError = Literal["raise", "skip", "quarantine"]
+
+
+def _address(name: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, str | None):
+        yield f"{name}={value!r}: must be the text file:PATH, the address file of a dispatcher, or None"
+    elif value is not None:
+        yield from problem_of(parse_service, value)
+
+
+def _device(_: str, value: Any) -> Iterator[str]:
+    if value is not None and (problem := check_device(value)):
+        yield problem
+
+
+def _generator(name: str, value: Any) -> Iterator[str]:
+    if value is not None and not isinstance(value, torch.Generator):
+        yield f"{name}={value!r}: must be a torch.Generator or None"
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """The keywords of one `DataLoader`, with its defaults; their meaning is told there."""
+    """The keywords of one `DataLoader`.
 
+    Attributes:
+        dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last, timeout,
+            worker_init_fn, multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device,
+            in_order: as in torch.utils.data.DataLoader. `num_workers` counts local processes when there is no service,
+            and with one only sizes the prefetch window; either way it is the shards of an IterableDataset that
+            divides itself.
+        snapshot_every_n_steps: as in torchdata's StatefulDataLoader; a state is always of the last batch taken here,
+            whatever the number.
+        global_batch_size: samples in a step of all ranks together, instead of `batch_size`: the order is then the same
+            at any world size, and a state can be loaded at another.
+        seed: base of the order and of all augmentation.
+        service: `file:PATH` of a dispatcher's address file; default from HETSTREAM_SERVICE; in process without either.
+        rank, world_size: who this trainer is; default from torch.distributed, Horovod, torchrun or Slurm.
+        job_name: name under which the ranks of one program meet; default from Slurm or torchrun.
+        buffer_bytes: bytes of finished batches to hold ahead of the training loop; default from
+            HETSTREAM_BUFFER_BYTES, else 512 MiB. A window of a few steps is held even if it is larger.
+        sharing: share the data workers' batches with other jobs that read the same pipeline in the same order:
+            `lossless` keeps this loader's own epochs, byte for byte; `window` follows the stream that the jobs have in
+            common and skips what is over, but never waits. Default None: do not share.
+        pipeline_name: what makes pipelines the same for `sharing`; default a digest of the dataset and collate_fn.
+        lengths: length of each sample, whole numbers; with `bucket_boundaries`, all ranks read samples of one bucket
+            of length at each step (see `bucketing.BucketPlan`).
+        bucket_boundaries: ascending lengths, at each of which a bucket begins.
+        length_of: the same for an IterableDataset: a picklable function that gives an element's length. Every rank
+            then reads all shards, its slice of each round (see `rounds.RoundFormer`).
+        sharding: how the data is divided among data workers, a `ShardingPolicy`; default DYNAMIC, and HINT for an
+            IterableDataset.
+        visitation: `exactly_once` (default), `at_most_once`: go on without what a lost data worker held, or, under
+            sharding OFF, `zero_once_or_more`.
+        num_shards: shards of FILE, DATA and HINT, and files that DYNAMIC reads at a time; default under HINT
+            `num_workers` for each rank and at least one, as in torch, else 8, and more where there are more ranks. The
+            batches depend on it, but not on the number of data workers.
+        repeat: passes over the data of one iteration; None for an endless stream.
+        on_error: what becomes of a sample that raises, kills its process or hangs: `raise` it here at its step; `skip`
+            it, told and counted; `quarantine`: skip it in later epochs and in resumed runs too, without trying it.
+            An element of an IterableDataset that raises is skipped where it is met, and met again in each epoch.
+        max_attempts: how often a step is tried before that, on different hosts or data workers where there are several;
+            where there are two, on both in any case.
+        sample_timeout_s: a data worker that is at one sample for longer hangs: its process is replaced, and the attempt
+            counts.
+        quarantine_dir: folder where `quarantine` writes a JSON line for each sample; default from
+            HETSTREAM_QUARANTINE_DIR, else no file is written.
+        device: where batches come, copied one batch ahead of the training loop from pinned memory; default host memory.
+    """
+
+    # torch's
     dataset: Any
-    batch_size: Any = 1
-    shuffle: Any = None
-    sampler: Any = None
-    batch_sampler: Any = None
-    num_workers: Any = 0
-    collate_fn: Any = None
-    pin_memory: Any = False
-    drop_last: Any = False
-    timeout: Any = 0
-    worker_init_fn: Any = None
+    batch_size: int | None = field(default=1, metadata=must_be(whole(1, or_none=True)))
+    shuffle: bool | None = field(default=None, metadata=must_be(among(True, False, None)))
+    sampler: Iterable[Any] | None = field(default=None, metadata=must_be(iterated))
+    batch_sampler: Iterable[Sequence[Any]] | None = field(default=None, metadata=must_be(iterated))
+    num_workers: int = field(default=0, metadata=must_be(whole(0)))
+    collate_fn: Callable[[Any], Any] | None = field(default=None, metadata=must_be(function))
+    pin_memory: bool = field(default=False, metadata=must_be(among(True, False)))
+    drop_last: bool = field(default=False, metadata=must_be(among(True, False)))
+    timeout: float = field(default=0, metadata=must_be(wait_s))
+    worker_init_fn: Callable[[int], None] | None = field(default=None, metadata=must_be(function))
     multiprocessing_context: Any = None
-    generator: Any = None
+    generator: torch.Generator | None = field(default=None, metadata=must_be(_generator))
     _: KW_ONLY
-    prefetch_factor: Any = None
-    persistent_workers: Any = False
-    pin_memory_device: Any = ""
-    in_order: Any = True
-    snapshot_every_n_steps: Any = 1
-    global_batch_size: Any = None
-    seed: Any = None
-    rank: Any = None
-    world_size: Any = None
-    service: Any = None
-    job_name: Any = None
-    buffer_bytes: Any = None
-    sharing: Any = None
-    pipeline_name: Any = None
-    lengths: Any = None
-    bucket_boundaries: Any = None
-    length_of: Any = None
-    sharding: Any = None
-    visitation: Any = None
-    num_shards: Any = None
-    repeat: Any = 1
-    on_error: Any = "raise"
-    max_attempts: Any = 3
-    sample_timeout_s: Any = 300.0
-    quarantine_dir: Any = None
-    device: Any = None
+    prefetch_factor: int | None = field(default=None, metadata=must_be(whole(1, or_none=True)))
+    persistent_workers: bool = field(default=False, metadata=must_be(among(True, False)))
+    pin_memory_device: str = ""
+    in_order: bool = field(default=True, metadata=must_be(among(True, False)))
+
+    # order, and who this trainer is
+    snapshot_every_n_steps: int = field(default=1, metadata=must_be(whole(0)))
+    global_batch_size: int | None = field(default=None, metadata=must_be(whole(1, or_none=True)))
+    seed: int | None = field(default=None, metadata=must_be(whole(0, _MAX_SEED, or_none=True)))
+    rank: int | None = field(default=None, metadata=must_be(whole(0, or_none=True)))
+    world_size: int | None = field(default=None, metadata=must_be(whole(1, or_none=True)))
+
+    # the service
+    service: str | None = field(default=None, metadata=must_be(_address))
+    job_name: str | None = field(default=None, metadata=must_be(printable))
+    buffer_bytes: int | None = field(default=None, metadata=must_be(whole(1, or_none=True)))
+
+    # sharing
+    sharing: SharingMode | None = field(default=None, metadata=must_be(among("lossless", "window", None)))
+    pipeline_name: str | None = field(default=None, metadata=must_be(printable))
+
+    # lengths
+    lengths: Sequence[int] | None = None
+    bucket_boundaries: Sequence[int] | None = None
+    length_of: Callable[[Any], int] | None = None
+
+    # how the data is divided
+    sharding: ShardingPolicy | str | None = None
+    visitation: Visitation | None = None
+    num_shards: int | None = None
+    repeat: int | None = field(default=1, metadata=must_be(whole(1, MAX_EPOCH, or_none=True)))
+
+    # errors
+    on_error: OnError = field(default="raise", metadata=must_be(among("raise", "skip", "quarantine")))
+    max_attempts: int = field(default=3, metadata=must_be(whole(1, 100)))
+    sample_timeout_s: float = field(default=300.0, metadata=must_be(limit_s))
+    quarantine_dir: str | os.PathLike[str] | None = field(default=None, metadata=must_be(folder))
+
+    device: torch.device | str | int | None = field(default=None, metadata=must_be(_device))
 
     @property
     def is_iterable(self) -> bool:
@@ -188,13 +270,14 @@ class LoaderOptions:
         Raises:
             OptionsError: with every problem.
         """
-        problems = [problem for rule in _RULES for problem in rule(self)]
+        problems = [problem for rule in RULES for problem in rule(self)]
         identity = None
         world_size = 1
         try:
-            both = isinstance(self.rank, int) and isinstance(self.world_size, int)  # else a rule has said what is wrong
-            given = (self.rank, self.world_size) if both else known
-            is_name = not [*_printable("job_name", self.job_name)]  # likewise
+            given = known
+            if isinstance(self.rank, int) and isinstance(self.world_size, int):  # else a rule has said what is wrong
+                given = self.rank, self.world_size
+            is_name = not [*printable("job_name", self.job_name)]  # likewise
             identity = identity_from_environment(given, self.job_name if is_name else None)
             world_size = identity.world_size
             if isinstance(self.quarantine_dir, str | os.PathLike | None):
@@ -203,7 +286,7 @@ class LoaderOptions:
                     problems.append(f"quarantine_dir={str(file.parent)!r}: {file} cannot be written: {problem}")
         except HetstreamError as error:
             problems.append(str(error))
-        problems += _said_by(self.guarantee, world_size)
+        problems += problem_of(self.guarantee, world_size)
         if isinstance(self.global_batch_size, int) and 0 < self.global_batch_size < world_size:
             problems.append(
                 f"global_batch_size={self.global_batch_size} with {world_size} ranks: each rank needs a sample"
@@ -213,233 +296,6 @@ class LoaderOptions:
         return identity
 
 
-def _value_rules(options: LoaderOptions) -> Iterator[str]:
-    """Each keyword by itself."""
-    yield from _whole("batch_size", options.batch_size, 1, or_none=True)
-    yield from _whole("num_workers", options.num_workers, 0)
-    yield from _whole("prefetch_factor", options.prefetch_factor, 1, or_none=True)
-    yield from _whole("global_batch_size", options.global_batch_size, 1, or_none=True)
-    yield from _whole("snapshot_every_n_steps", options.snapshot_every_n_steps, 0)
-    yield from _whole("seed", options.seed, 0, _MAX_SEED, or_none=True)
-    yield from _whole("repeat", options.repeat, 1, MAX_EPOCH, or_none=True)
-    yield from _whole("rank", options.rank, 0, or_none=True)
-    yield from _whole("world_size", options.world_size, 1, or_none=True)
-    yield from _whole("buffer_bytes", options.buffer_bytes, 1, or_none=True)
-    for name in ("pin_memory", "drop_last", "persistent_workers", "in_order"):
-        yield from _one_of(name, getattr(options, name), (True, False))
-    yield from _one_of("shuffle", options.shuffle, (True, False, None))
-    yield from _one_of("sharing", options.sharing, (*SHARING_MODES, None))
-    for name in ("collate_fn", "worker_init_fn"):
-        value = getattr(options, name)
-        if value is not None and not callable(value):
-            yield f"{name}={value!r}: must be a function or None"
-    for name in ("sampler", "batch_sampler"):
-        value = getattr(options, name)
-        if value is not None and not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
-            yield f"{name}={value!r}: must be something to iterate, or None"
-    for name in ("job_name", "pipeline_name"):
-        yield from _printable(name, getattr(options, name))
-    timeout_s = options.timeout
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= TIMEOUT_MAX:
-        yield f"timeout={timeout_s!r}: must be a number of seconds of at least 0; 0 waits for ever"
-    yield from _one_of("on_error", options.on_error, ("raise", "skip", "quarantine"))
-    yield from _whole("max_attempts", options.max_attempts, 1, 100)
-    limit_s = options.sample_timeout_s
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0.1 <= limit_s < float("inf"):
-        yield f"sample_timeout_s={limit_s!r}: must be a number of seconds of at least 0.1"
-    if options.quarantine_dir is not None:
-        if not isinstance(options.quarantine_dir, str | os.PathLike) or not os.fspath(options.quarantine_dir):
-            yield f"quarantine_dir={options.quarantine_dir!r}: must be the path of a folder, or None"
-        if options.on_error != "quarantine":
-            yield f"quarantine_dir={options.quarantine_dir!r} goes with on_error='quarantine'"
-    if options.device is not None and (problem := check_device(options.device)):
-        yield problem
-    if options.generator is not None and not isinstance(options.generator, torch.Generator):
-        yield f"generator={options.generator!r}: must be a torch.Generator or None"
-    if not isinstance(options.service, str | None):
-        yield f"service={options.service!r}: must be the text file:PATH, the address file of a dispatcher, or None"
-    elif options.service is not None:
-        yield from _said_by(parse_service, options.service)
-    elif (service := service_from_environment()) is not None:
-        for problem in _said_by(parse_service, service):
-            yield f"environment variable HETSTREAM_SERVICE: {problem}"
-    if options.buffer_bytes is None:
-        yield from _said_by(buffer_bytes_from_environment)
-    yield from _said_by(transports_from_environment)
-    yield from _said_by(compression_from_environment)
-
-
-def _combination_rules(options: LoaderOptions) -> Iterator[str]:
-    """Keywords that need or exclude one another."""
-    if options.sampler is not None and options.shuffle:
-        yield "sampler and shuffle=True: the sampler decides the order; leave one out"
-    if options.batch_sampler is not None:
-        others = {
-            "batch_size": options.batch_size != 1,
-            "shuffle": options.shuffle,
-            "sampler": options.sampler is not None,
-            "drop_last": options.drop_last,
-        }
-        if any(others.values()):
-            given = ", ".join(name for name, is_given in others.items() if is_given)
-            yield f"batch_sampler with {given}: the batch_sampler alone decides what a batch is"
-    elif options.batch_size is None and options.drop_last:
-        yield "drop_last=True with batch_size=None: without batches there is no last one to drop"
-    if options.global_batch_size is not None:
-        if options.batch_size != 1:
-            yield (
-                f"batch_size={options.batch_size!r} with global_batch_size={options.global_batch_size!r}: give one of "
-                "them; a rank's share of the global batch depends on the world size"
-            )
-        if options.sampler is not None or options.batch_sampler is not None or options.generator is not None:
-            yield (
-                "global_batch_size with a sampler, batch_sampler or generator: the order must be a function of the "
-                "seed. Use shuffle and seed instead"
-            )
-        if options.is_iterable or (options.sharding, options.visitation, options.in_order) != (None, None, True):
-            yield "global_batch_size with an IterableDataset, sharding, visitation or in_order: give batch_size instead"
-    if options.num_workers == 0:
-        if options.prefetch_factor is not None:
-            yield f"prefetch_factor={options.prefetch_factor!r} needs num_workers of at least 1"
-        if options.persistent_workers is True:
-            yield "persistent_workers=True needs num_workers of at least 1"
-    if (options.rank is None) != (options.world_size is None):
-        yield f"rank={options.rank!r} with world_size={options.world_size!r}: they must be given together"
-    if options.sharing is not None and options.is_listed:
-        yield (
-            f"sharing={options.sharing!r} with a sampler, batch_sampler, generator or batch_size=None: jobs can share "
-            "an order only if data workers compute it. Use shuffle and seed instead"
-        )
-    if options.sharing is not None and (options.sharding, options.visitation, options.in_order) != (None, None, True):
-        yield f"sharing={options.sharing!r} with sharding, visitation or in_order: jobs share one stream of steps"
-    if options.pipeline_name is not None and options.sharing is None:
-        yield f"pipeline_name={options.pipeline_name!r} goes with sharing="
-
-
-def _in_process_rules(options: LoaderOptions) -> Iterator[str]:
-    """What data workers take care of, and this process cannot do by itself."""
-    if options.service is not None or service_from_environment() is not None:
-        return
-    if options.num_workers == 0 and isinstance(options.timeout, int | float) and options.timeout > 0:
-        yield (
-            f"timeout={options.timeout!r} without a service needs num_workers of at least 1: "
-            "nobody but this process makes the batch"
-        )
-
-
-def _length_rules(options: LoaderOptions) -> Iterator[str]:
-    """Reading by length."""
-    if options.lengths is None and options.bucket_boundaries is None and options.length_of is None:
-        return
-    if options.length_of is not None:
-        yield from _length_of_rules(options)
-        return
-    if options.lengths is None or options.bucket_boundaries is None:
-        missing = "lengths" if options.lengths is None else "bucket_boundaries"
-        yield f"{missing} is missing: lengths and bucket_boundaries must be given together"
-        return
-    if options.is_listed:
-        yield (
-            "bucket_boundaries with a sampler, batch_sampler, generator or batch_size=None: the order by length is "
-            "hetstream's own. Use shuffle and seed instead"
-        )
-    if (options.sharding, options.visitation, options.in_order) != (None, None, True):
-        yield "bucket_boundaries with sharding, visitation or in_order: the order by length is one stream of steps"
-    if options.is_iterable:
-        yield "lengths: an IterableDataset has no sample numbers that they could belong to"
-    if not hasattr(options.lengths, "__len__") or not isinstance(options.bucket_boundaries, Sequence):
-        yield f"lengths={type(options.lengths).__name__}: must be an array, and bucket_boundaries a list"
-        return
-    if not options.is_iterable and hasattr(options.dataset, "__len__") and len(options.lengths) != len(options.dataset):
-        yield f"lengths has {len(options.lengths)} entries for a dataset of {len(options.dataset)} samples"
-    yield from _said_by(LengthBuckets, options.lengths, options.bucket_boundaries)
-
-
-def _length_of_rules(options: LoaderOptions) -> Iterator[str]:
-    """Reading a stream by length."""
-    if not callable(options.length_of):
-        yield f"length_of={options.length_of!r}: must be a function of an element"
-    if not options.is_iterable:
-        yield "length_of with a map-style dataset: give the lengths of all samples as lengths="
-    if options.lengths is not None:
-        yield "lengths and length_of: give lengths for a map-style dataset, length_of for an IterableDataset"
-    if options.batch_size is None:
-        yield "length_of with batch_size=None: a round is a batch for each rank"
-    if options.visitation not in (None, "exactly_once") or options.sharding == "off":
-        yield "length_of with sharding OFF, or a visitation that is not exactly_once: the ranks would not read alike"
-    if options.in_order is not True:
-        yield "length_of with in_order=False: the ranks would not read alike"
-    if not isinstance(options.bucket_boundaries, Sequence):
-        yield f"bucket_boundaries={options.bucket_boundaries!r} with length_of: must be a list of lengths"
-    else:
-        yield from boundary_problems(options.bucket_boundaries)
-
-
-def _refused_keywords(options: LoaderOptions) -> Iterator[str]:
-    """torch's keywords that are not supported: refused by name, never ignored."""
-    if options.pin_memory_device != "":
-        yield (
-            f"pin_memory_device={options.pin_memory_device!r}: torch pins memory for the current accelerator and has "
-            "deprecated this keyword; leave it out"
-        )
-
-
-def _dataset_rules(options: LoaderOptions) -> Iterator[str]:
-    if options.is_iterable:
-        if options.sampler is not None or options.batch_sampler is not None:
-            yield f"sampler or batch_sampler: {type(options.dataset).__name__} is an IterableDataset, in its own order"
-        if options.on_error != "raise" and inspect.isgeneratorfunction(type(options.dataset).__iter__):
-            yield f"on_error={options.on_error!r}: {generator_problem(options.dataset)}"
-        if options.on_error != "raise" and options.length_of is not None:
-            yield f"on_error={options.on_error!r} with length_of: all ranks must form the same rounds"
-        if options.sharing is not None:
-            yield f"sharing={options.sharing!r}: an IterableDataset is read by one job"
-    elif isinstance(options.dataset, type):
-        yield f"dataset={options.dataset!r} is a class: give an instance of it"
-    elif not hasattr(options.dataset, "__getitem__"):
-        yield f"dataset={options.dataset!r}: a map-style dataset has __getitem__"
-    elif not hasattr(options.dataset, "__len__") and (options.sampler, options.batch_sampler) == (None, None):
-        yield f"{type(options.dataset).__name__} has no length and there is no sampler"
-
-
 @functools.cache
 def _say_once(text: str) -> None:
     _log.warning("hetstream: %s", text)
-
-
-# The rules, in the order in which their problems are told.
-_RULES: tuple[Callable[[LoaderOptions], Iterator[str]], ...] = (
-    _dataset_rules,
-    _value_rules,
-    _combination_rules,
-    _in_process_rules,
-    _length_rules,
-    _refused_keywords,
-)
-
-
-def _whole(name: str, value: Any, least: int, most: int | None = None, or_none: bool = False) -> Iterator[str]:
-    if value is None and or_none:
-        return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        yield f"{name}={value!r}: must be a whole number {limits}{' or None' if or_none else ''}"
-
-
-def _printable(name: str, value: Any) -> Iterator[str]:
-    if value is not None and not (isinstance(value, str) and value and value.isprintable()):
-        yield f"{name}={value!r}: must be non-empty printable text or None"
-
-
-def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Iterator[str]:
-    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
-        *most, last = map(repr, allowed)
-        yield f"{name}={value!r}: must be {', '.join(most)} or {last}"
-
-
-def _said_by(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
-    try:
-        function(*arguments)
-    except HetstreamError as error:
-        yield str(error)

@@ -133,7 +133,7 @@ def pipeline_now(loader: Any, before: Pipeline, other_length: str) -> Pipeline:
 def say_pinning_has_no_effect(loader: Any) -> None:
     """Warn as torch does at each iteration, for a loader of ours."""
     if loader.pin_memory and not torch.cuda.is_available():
-        warnings.warn("pin_memory=True has no effect: this process has no GPU", UserWarning, stacklevel=3)
+        warnings.warn("pin_memory=True has no effect: this process has no GPU", UserWarning, stacklevel=4)
 
 
 def _min_window(loader: Any) -> int:

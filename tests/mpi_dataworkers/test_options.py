@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -110,12 +111,32 @@ def test_every_keyword_of_torch_is_a_keyword_here_in_the_same_place() -> None:
     assert {name: one.default for name, one in ours.items() if name in theirs} == {
         name: one.default for name, one in theirs.items()
     }
-    assert [one.name for one in fields(LoaderOptions)] == list(ours)[1:]
+    assert {declared.name for declared in fields(LoaderOptions)} == set(ours) - {"self"}
 
 
-def test_an_unknown_keyword_is_an_error() -> None:
-    with pytest.raises(TypeError, match="bach_size"):
-        DataLoader(DATA, bach_size=3)  # type: ignore[call-arg]
+def own_keywords() -> set[str]:
+    theirs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+    return {declared.name for declared in fields(LoaderOptions)} - set(theirs)
+
+
+def test_help_and_the_user_guide_say_what_each_keyword_means() -> None:
+    own = own_keywords()
+    meanings = inspect.getdoc(DataLoader.__init__) or ""
+    explained = re.findall(r"^    ([a-z_, ]+): \S", meanings, re.M)
+    assert {name for names in explained for name in names.split(", ")} >= own
+    guide = (Path(__file__).parents[2] / "docs" / "user-guide.md").read_text()
+    tables = re.findall(r"\| keyword \| meaning \| default \|\n\|[-|]+\|\n((?:\|.*\n)+)", guide)
+    named = [
+        name for table in tables for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    ]
+    assert sorted(named) == sorted(own), "each of hetstream's own keywords once"
+
+
+def test_an_unknown_keyword_or_a_missing_dataset_is_told_by_the_name_of_the_loader() -> None:
+    with pytest.raises(TypeError, match=r"^DataLoader: got an unexpected keyword argument 'lenghts'"):
+        DataLoader(DATA, lenghts=[1])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^DataLoader: missing a required argument: 'dataset'"):
+        DataLoader(batch_size=3)  # type: ignore[call-arg]
 
 
 def test_rank_and_world_size_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +204,9 @@ class WithPid(datasets.Augmented):
 def test_pin_memory_without_a_gpu_is_told() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: nothing to tell")
-    with pytest.warns(UserWarning, match="pin_memory=True has no effect: this process has no GPU"):
+    with pytest.warns(UserWarning, match="pin_memory=True has no effect: this process has no GPU") as warned:
         loader = DataLoader(DATA, pin_memory=True)
+    assert [warning.filename for warning in warned] == [__file__]
     assert not next(iter(loader))[0].is_pinned()
 
 

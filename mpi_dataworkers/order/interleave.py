@@ -1,9 +1,9 @@
 """In which order the steps of several shards come: round robin, a pure function of how long the shards are. Pure.
 
-Used by `loader/epoch_shards.py`. Some shards are read at a time, each in a slot of its own. The next step is that of the
-shard in the next slot; a shard that has ended leaves its slot to the next shard, or, when there is none, the slot goes.
-Who made the steps, and when they came, does not matter, so the order is the same for any number of data workers; and the
-state is the position in each shard that is being read, and which shards are left.
+Used by `loader/epoch_shards.py`. Some shards are read at a time, each in a slot of its own. The next step is that of
+the shard in the next slot; a shard that has ended leaves its slot to the next shard, or, when there is none, the slot
+goes. Who made the steps, and when they came, does not matter, so the order is the same for any number of data workers;
+and the state is the position in each shard that is being read, and which shards are left.
 
 The shards of a stream are dealt out among ranks. The positions of all ranks together (`gather`) can be dealt out anew
 among any number of them (`deal`), in the order in which their turns would have come.

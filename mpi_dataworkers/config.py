@@ -4,8 +4,8 @@ HETSTREAM_SERVICE        file:PATH of the dispatcher's address file
 HETSTREAM_JOB_NAME       name under which the ranks of one program meet (default: from Slurm or torchrun)
 HETSTREAM_BUFFER_BYTES   bytes of finished batches a loader holds ahead of the training loop (default 512 MiB)
 HETSTREAM_CACHE_BYTES    bytes of finished batches a data worker process keeps for loaders that share (default 256 MiB)
-HETSTREAM_TRANSPORT      transports on which batches may come, comma-separated: mpi, shm, ipc, tcp (default: all but
-mpi) HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus metrics (default: nowhere)
+HETSTREAM_TRANSPORT      transports on which batches may come, with commas: mpi, shm, ipc, tcp (default: all but mpi)
+HETSTREAM_METRICS_PORT   [HOST:]PORT at which a dispatcher serves Prometheus metrics (default: nowhere)
 HETSTREAM_QUARANTINE_DIR folder for the samples that on_error="quarantine" leaves out (default: none is written)
 HETSTREAM_COMPRESSION    zstd: data workers that deliver over TCP compress what shrinks well (default: none)
 HETSTREAM_HOOK           1 while the start-up hook is active
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from hetstream.base.errors import ConfigError
 from hetstream.base.installed import install_command
+from hetstream.mpi_dataworkers.transports.registry import ALL_NAMES, DEFAULT_NAMES
 
 DEFAULT_BUFFER_BYTES = 512 << 20
 DEFAULT_CACHE_BYTES = 256 << 20
@@ -63,8 +64,6 @@ _PYTHON_ENVIRONMENT = (
 _HASH_SEED = "PYTHONHASHSEED"
 # The start-up hook of some installation of hetstream, in PYTHONPATH.
 _HOOK_PLACE = os.path.join("mpi_dataworkers", "hook", "path")
-TRANSPORTS = ("shm", "ipc", "tcp")
-ALL_TRANSPORTS = ("mpi", *TRANSPORTS)
 
 
 @dataclass(frozen=True)
@@ -231,12 +230,12 @@ def quarantine_dir_from_environment(environ: Mapping[str, str] = os.environ) -> 
 
 def transports_from_environment(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
     """The transports on which a loader takes batches; each data worker uses the best that it can reach."""
-    value = environ.get("HETSTREAM_TRANSPORT") or ",".join(TRANSPORTS)
+    value = environ.get("HETSTREAM_TRANSPORT") or ",".join(DEFAULT_NAMES)
     names = [name.strip() for name in value.split(",")]
-    if unknown := [name for name in names if name not in ALL_TRANSPORTS]:
+    if unknown := [name for name in names if name not in ALL_NAMES]:
         raise ConfigError(
             f"environment variable HETSTREAM_TRANSPORT={value!r}: {', '.join(map(repr, unknown))} is no transport; "
-            f"the transports are {', '.join(ALL_TRANSPORTS)}, and several are separated by commas"
+            f"the transports are {', '.join(ALL_NAMES)}, and several are separated by commas"
         )
     return frozenset(names)
 

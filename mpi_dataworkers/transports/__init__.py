@@ -1,2 +1,2 @@
 """How messages and batches travel. `base.py` is the seam. `zmq.py` carries control messages; `shm.py`, `sockets.py` and
-`mpi.py` are transports for batches, and `choice.py` chooses."""
+`mpi.py` are transports for batches, `registry.py` lists them, and `choice.py` chooses."""

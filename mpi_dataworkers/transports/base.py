@@ -1,9 +1,10 @@
 """The seam between the data plane and a transport.
 
 Control messages have three endpoints (dispatcher, data worker, the loaders of a process), which `zmq.py` implements.
-Batches travel on transports: for each there is a `BatchReceiver` in the trainer and a `BatchSender` in the data worker,
-and `choice.py` chooses. The conformance suite (tests/mpi_dataworkers/test_transport_conformance.py) holds for every
-transport. An endpoint belongs to one thread, save `wake`, which any thread may call.
+Batches travel on transports: for each there is a `BatchReceiver` in the trainer and a `BatchSender` in the data worker.
+`registry.py` lists them, and `choice.py` chooses. The conformance suite
+(tests/mpi_dataworkers/test_transport_conformance.py) holds for every transport of the list. An endpoint belongs to one
+thread, save `wake`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class LoaderEndpoint(ControlEndpoint, Protocol):
 
 
 class BatchReceiver(Protocol):
-    """A loader's end of the transports of one transport."""
+    """A loader's end of one transport, or of several that share it."""
 
     @property
     def addresses(self) -> Sequence[str]:
@@ -161,7 +162,7 @@ class BatchReceiver(Protocol):
 
 
 class BatchSender(Protocol):
-    """A data worker's connections to loaders, by the transports of one transport."""
+    """A data worker's end of the same, with a connection to each loader."""
 
     def send(self, receiver: str, header: Delivery, frames: Sequence[Leaf]) -> float:
         """Queue one batch, without copying large frames.

@@ -1,18 +1,16 @@
 """Which way batches go: the transports that a loader offers, and the one that a data worker takes for it.
 
-A loader offers an address for each transport, best first: shared memory and Unix sockets reach data workers of its own
-host, TCP all of them, and MPI, if the user asked for it, those of its own MPI world. A data worker tries them in that
-order and stays with the first that works, so nobody has to know who shares a host with whom. A transport that fails
-later is left for the next one; a connection in doubt begins at the best.
+A loader offers an address for each transport of `registry.py`, best first: shared memory and Unix sockets reach data
+workers of its own host, TCP all of them, and MPI, if the user asked for it, those of its own MPI world. A data worker
+tries them in that order and stays with the first that works, so nobody has to know who shares a host with whom. A
+transport that fails later is left for the next one; a connection in doubt begins at the best.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Collection, Sequence
 
-from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.transports.base import (
     BatchReceiver,
     BatchSender,
@@ -20,8 +18,7 @@ from hetstream.mpi_dataworkers.transports.base import (
     PeerUnreachable,
     transport_of,
 )
-from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
-from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver, local_address_towards
+from hetstream.mpi_dataworkers.transports.registry import TRANSPORTS, LoaderSide
 from hetstream.mpi_dataworkers.transports.zmq import ZmqLoaderEndpoint
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.codec import Leaf
@@ -30,10 +27,6 @@ from hetstream.mpi_dataworkers.wire.messages import Delivery
 _log = logging.getLogger(__name__)
 
 Receivers = tuple[str, ...]
-
-# Loaders of one process that are read at the same time (validation within training) and find room in shared memory; of
-# what more there are, batches go in pieces while it is full.
-_POOL_LOADERS = 2
 
 
 def open_loader_endpoint(
@@ -45,7 +38,7 @@ def open_loader_endpoint(
         service: address and keys.
         peer: this process's id, 32 hexadecimal digits.
         timeout_s: how long to wait for the dispatcher.
-        transports: which of `config.ALL_TRANSPORTS` to open.
+        transports: which of `registry.ALL_NAMES` to open.
         buffer_bytes: finished batches that a loader holds ahead of the training loop.
         compress: ask data workers that come over TCP to compress.
 
@@ -58,29 +51,17 @@ def open_loader_endpoint(
 def open_receivers(
     service: ServiceAddress, transports: Collection[str], buffer_bytes: int, compress: bool
 ) -> list[BatchReceiver]:
-    """Open the transports, best first."""
+    """Open the transports, best first; if one cannot be opened, those before it are closed."""
+    side = LoaderSide(service.batch_key, service.address, buffer_bytes, compress, transports)
     receivers: list[BatchReceiver] = []
-    if "mpi" in transports:
-        # Imported here: the import calls MPI_Init, which only the ranks of an MPI step should do.
-        from hetstream.mpi_dataworkers.transports.mpi import MpiReceiver
-
-        receivers.append(MpiReceiver(service.batch_key))
-    if "shm" in transports:
-        # Larger than what the window lets through: it is full only while the training loop keeps old batches.
-        receivers.append(ShmReceiver(service.batch_key, _POOL_LOADERS * (buffer_bytes + buffer_bytes // 4)))
-    binds = []
-    if "ipc" in transports:
-        # A name in the abstract namespace: nothing is left in a directory, whatever ends this process.
-        binds.append(f"ipc://@hetstream-{secrets.token_hex(16)}")
-    if "tcp" in transports:
-        try:
-            binds.append(f"tcp://{local_address_towards(service.address)}:*")
-        except OSError as error:
-            for receiver in receivers:
-                receiver.close()
-            raise ServiceError(f"no address for batches on the route to {service.address}: {error}") from error
-    if binds:
-        receivers.append(SocketReceiver(service.batch_key, binds, compress))
+    try:
+        for transport in TRANSPORTS:
+            if not set(transport.names).isdisjoint(transports):
+                receivers.append(transport.receiver(side))
+    except BaseException:
+        for receiver in receivers:
+            receiver.close()
+        raise
     return receivers
 
 
@@ -94,16 +75,10 @@ class TransportSender:
     """
 
     def __init__(self, batch_key: str, worker_id: str, over_mpi: bool = False) -> None:
-        over_sockets = SocketBatchSender(batch_key, worker_id)
-        self._senders: dict[str, BatchSender] = {
-            "shm": ShmBatchSender(batch_key, worker_id),
-            "ipc": over_sockets,
-            "tcp": over_sockets,
-        }
-        if over_mpi:
-            from hetstream.mpi_dataworkers.transports.mpi import MpiBatchSender
-
-            self._senders["mpi"] = MpiBatchSender(batch_key, worker_id)
+        self._senders: dict[str, BatchSender] = {}
+        for transport in TRANSPORTS:
+            if over_mpi or not transport.mpi_world_only:
+                self._senders |= dict.fromkeys(transport.names, transport.sender(batch_key, worker_id))
         self._chosen: dict[Receivers, int] = {}
 
     def send(self, receivers: Receivers, header: Delivery, frames: Sequence[Leaf]) -> float:

@@ -1,4 +1,4 @@
-"""What every transport must do, whatever carries the bytes. A new transport adds itself to TRANSPORTS."""
+"""What every transport must do, whatever carries the bytes. It takes them from `transports/registry.py`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,22 @@ import zmq
 
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
+from hetstream.mpi_dataworkers.transports import registry
 from hetstream.mpi_dataworkers.transports import shm as shm_module
 from hetstream.mpi_dataworkers.transports.base import BatchReceiver, BatchSender, PeerUnreachable, ReceivedBatch
 from hetstream.mpi_dataworkers.transports.choice import TransportSender
 from hetstream.mpi_dataworkers.transports.compression import compress, decompress
-from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender, ShmReceiver
+from hetstream.mpi_dataworkers.transports.registry import LoaderSide
+from hetstream.mpi_dataworkers.transports.registry import Transport as Registered
+from hetstream.mpi_dataworkers.transports.shm import ShmBatchSender
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 from hetstream.mpi_dataworkers.wire.codec import Buffer, Scattered, fuse, split
 from hetstream.mpi_dataworkers.wire.messages import Batch, Batches, EndOfShard
 
 KEY = "5a" * 32
-POOL_BYTES = 4 << 20
+# So much that the pool of shared memory has 5 MiB.
+BUFFER_BYTES = 2 << 20
+POOL_BYTES = 5 << 20
 
 
 @dataclass(frozen=True)
@@ -43,16 +48,25 @@ class Transport:
     sender: Callable[[str], BatchSender]
 
 
-TRANSPORTS = [
-    Transport("tcp", lambda key: SocketReceiver(key, ["tcp://127.0.0.1:*"]), lambda key: SocketBatchSender(key, "w")),
-    Transport(
-        "ipc",
-        lambda key: SocketReceiver(key, [f"ipc://@hetstream-test-{os.urandom(8).hex()}"]),
-        lambda key: SocketBatchSender(key, "w"),
-    ),
-    Transport("shm", lambda key: ShmReceiver(key, POOL_BYTES), lambda key: ShmBatchSender(key, "w")),
-    Transport("mpi", lambda key: _mpi().MpiReceiver(key), lambda key: _mpi().MpiBatchSender(key, "w")),
-]
+def _registered(name: str, transport: Registered) -> Transport:
+    """Both ends as loaders and data workers open them, on this host."""
+
+    def skipping() -> None:
+        if transport.mpi_world_only:
+            _mpi()
+
+    def receiver(key: str) -> BatchReceiver:
+        skipping()
+        return transport.receiver(LoaderSide(key, "tcp://127.0.0.1:1", BUFFER_BYTES, False, (name,)))
+
+    def sender(key: str) -> BatchSender:
+        skipping()
+        return transport.sender(key, "w")
+
+    return Transport(name, receiver, sender)
+
+
+TRANSPORTS = {name: _registered(name, one) for one in registry.TRANSPORTS for name in one.names}
 
 
 def _mpi() -> Any:
@@ -113,9 +127,9 @@ def _mpi_world() -> None:
         _mpi()  # MPI_Init opens what MPI_Finalize closes
 
 
-@pytest.fixture(params=TRANSPORTS, ids=lambda transport: transport.name)
+@pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> Transport:
-    return request.param  # type: ignore[no-any-return]
+    return TRANSPORTS[request.param]
 
 
 @pytest.fixture
@@ -315,7 +329,7 @@ def test_a_batch_with_a_large_header_goes_from_lent_memory_too(loader: Loader, s
 
 def test_shared_memory_is_lent_and_given_back() -> None:
     """What is made there is not copied: the trainer's bytes lie where they were written."""
-    loader, sender = Loader(TRANSPORTS[2].receiver(KEY)), ShmBatchSender(KEY, "w")
+    loader, sender = Loader(TRANSPORTS["shm"].receiver(KEY)), ShmBatchSender(KEY, "w")
     try:
         assert sender.room(loader.address, 1 << 20) is None, "there is no connection yet"
         sender.send(loader.address, header(0), [])
@@ -462,7 +476,7 @@ def test_a_loader_with_too_many_files_open_goes_on_and_takes_connections_later(
 
 
 def test_a_data_worker_takes_the_best_transport_that_it_reaches(caplog: pytest.LogCaptureFixture) -> None:
-    over_shm, over_tcp = Loader(TRANSPORTS[2].receiver(KEY)), Loader(TRANSPORTS[0].receiver(KEY))
+    over_shm, over_tcp = Loader(TRANSPORTS["shm"].receiver(KEY)), Loader(TRANSPORTS["tcp"].receiver(KEY))
     elsewhere = ("shm:@hetstream-elsewhere", "ipc://@hetstream-elsewhere")
     sender = TransportSender(KEY, "w")
     try:
@@ -495,7 +509,7 @@ def test_a_loader_without_address_space_for_a_pool_gets_its_batches_another_way(
     def refused(*_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    over_shm, over_tcp = Loader(TRANSPORTS[2].receiver(KEY)), Loader(TRANSPORTS[0].receiver(KEY))
+    over_shm, over_tcp = Loader(TRANSPORTS["shm"].receiver(KEY)), Loader(TRANSPORTS["tcp"].receiver(KEY))
     sender = TransportSender(KEY, "w")
     monkeypatch.setattr(shm_module.mmap, "mmap", refused)
     try:
@@ -510,7 +524,7 @@ def test_a_loader_without_address_space_for_a_pool_gets_its_batches_another_way(
 
 
 def test_memory_that_cannot_be_had_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader, sender = Loader(TRANSPORTS[2].receiver(KEY)), ShmBatchSender(KEY, "w")
+    loader, sender = Loader(TRANSPORTS["shm"].receiver(KEY)), ShmBatchSender(KEY, "w")
     monkeypatch.setattr(shm_module, "available_bytes", lambda: 1 << 20)
     try:
         frames: list[Buffer] = [pattern(1, 600_000)]

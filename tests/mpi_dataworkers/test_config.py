@@ -6,13 +6,13 @@ import pytest
 
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.config import (
-    TRANSPORTS,
     buffer_bytes_from_environment,
     compression_from_environment,
     identity_from_environment,
     service_from_environment,
     transports_from_environment,
 )
+from hetstream.mpi_dataworkers.transports.registry import DEFAULT_NAMES
 
 STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
 
@@ -61,7 +61,9 @@ def test_buffer_and_service() -> None:
 
 def test_transports() -> None:
     assert (
-        transports_from_environment({}) == transports_from_environment({"HETSTREAM_TRANSPORT": ""}) == set(TRANSPORTS)
+        transports_from_environment({})
+        == transports_from_environment({"HETSTREAM_TRANSPORT": ""})
+        == set(DEFAULT_NAMES)
     )
     assert transports_from_environment({"HETSTREAM_TRANSPORT": "tcp"}) == {"tcp"}
     assert transports_from_environment({"HETSTREAM_TRANSPORT": "shm, tcp"}) == {"shm", "tcp"}

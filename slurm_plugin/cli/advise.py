@@ -27,11 +27,14 @@ from hetstream.slurm_plugin.insight.wait_shares import wait_shares
 from hetstream.slurm_plugin.render.report import Column, Report, Section
 
 EPILOG = f"""\
-BASIS says how firm a line is: measured (trainers waited for data, by hetstream's or Slurm's count), free now (a pending
-job would start with its data loading elsewhere), shape (a running job holds CPUs beside free GPUs that nobody can use
-for want of CPUs; whether it loads data with them is for its user to say). GPU HOURS are those gained in a day, as an
-estimate. Of your jobs that ended in the last 24 hours, submitted from this directory or from where others of yours are
-pending or running, it says how many CPUs their trainers needed beside data workers.
+BASIS says why a job is listed:
+  measured  its trainers waited for data, as hetstream or Slurm counted; or one of your jobs that ended in the last 24
+            hours held more CPUs than its trainers needed beside data workers. Jobs count that were submitted from this
+            directory, or from where others of yours are pending or running
+  free now  it is pending, and would start now if its data were loaded on other nodes
+  shape     it is running and holds CPUs, and beside it GPUs are free that nobody can use for want of CPUs. Its user
+            knows whether it loads data with these CPUs
+GPU HOURS are an estimate of what is gained in a day.
 
 Of your scripts whose jobs ended in the last 30 days, NEXT SUBMISSIONS says what past jobs propose: the most data
 workers, their CPUs and memory, the trainer's CPUs. hetstream convert --auto writes it into a script.

@@ -26,7 +26,7 @@ torch.distributed.checkpoint (dcp); a file of torch.save; a safetensors file.
   --to flash        one more checkpoint in the directory DST, newer than all there, as FlashCheckpointer restores it
   --to hdf5         metadata and the loader's state of all checkpoints, without weights, for analysis tools
 
-Sharded tensors become whole. What each rank has for itself is rank 0's. Nothing of SRC is ever run.
+Sharded tensors become whole. Of values that each rank has for itself, those of rank 0 are taken. No code in SRC is run.
 Exit codes: 0 done, 1 SRC is damaged, missing or cannot be held by DST, 2 the command line is wrong.
 
 examples:
@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser = subparsers.add_parser(
         "convert",
         help=summary,
-        description=summary,
+        description="Turn checkpoints into other formats, and others into checkpoints.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

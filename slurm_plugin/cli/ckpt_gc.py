@@ -20,12 +20,13 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 from hetstream.slurm_plugin.render.table import size_words
 
 EPILOG = """\
-Memory: a store of this user goes if no process holds it, its job is over (squeue is asked; a requeued job is not over)
-and its newest generation is on disk. What cannot be asked is kept. Nobody else's memory is looked at.
+Memory: the saved state of a job of this user is removed if no process holds it, the job is over and its newest state is
+on disk. squeue says whether a job is over; a requeued job is not. If Slurm does not answer, everything is kept. The
+memory of other users is not looked at.
 
-Disk: in each DIR, a checkpoint whose parts are all there is committed, and parts that are older than the newest
-checkpoint are removed. Newer ones stay: a job may still complete them. Checkpoints that were left behind when training
-went back to an earlier step are removed, once a newer one was saved since.
+Disk: in each DIR, a checkpoint whose parts are all there is committed. Parts that are older than the newest checkpoint
+are removed. Newer parts stay: a job may still complete them. Checkpoints that were left behind, because training went
+back to an earlier step, are removed when a newer one has been saved since.
 
 Exit code 1: a DIR is no directory or cannot be written to.
 
@@ -38,11 +39,15 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Declare the action."""
     parser = subparsers.add_parser(
-        "gc", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        "gc",
+        help=summary,
+        description="Remove what dead jobs left in memory, and unfinished checkpoints.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directories", nargs="*", type=Path, metavar="DIR", help="checkpoint directories")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, with the reason")
-    parser.add_argument("--discard-unsaved", action="store_true", help="give up what is in memory alone, too")
+    parser.add_argument("--discard-unsaved", action="store_true", help="remove from memory also what is not on disk")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.set_defaults(run=run)
 

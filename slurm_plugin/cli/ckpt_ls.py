@@ -25,11 +25,13 @@ from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.render.table import RED, YELLOW, Cell, duration_words, size_words, table
 
 EPILOG = """\
-States on disk: `committed` (the newest is `latest`), `damaged` with what is wrong, `partial` with the ranks that are
-missing, `left behind` where training went back to an earlier step. A damaged or partial checkpoint is never restored,
-one that was left behind only by its step.
+States on disk:
+  committed    whole; the newest of them is `latest`
+  damaged      with what is wrong; never restored
+  partial      parts of some ranks are missing, which are named; never restored
+  left behind  training went back to an earlier step; restored only if its step is named
 
-Without DIR, the memory of this host alone. Exit code 1: DIR is no directory.
+Without DIR only the memory of this host is shown. Exit code 1: DIR is no directory.
 
 examples:
   hetstream ckpt ls checkpoints
@@ -40,7 +42,11 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Declare the action."""
     parser = subparsers.add_parser(
-        "ls", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        "ls",
+        help=summary,
+        description="List checkpoints on disk, and what this host holds in memory.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="checkpoint directory")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")

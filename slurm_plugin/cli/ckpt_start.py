@@ -21,15 +21,19 @@ In a batch script, before the line that starts the trainers:
 
   eval "$(hetstream ckpt start --checkpoint=DIR)"
 
-What it prints tells the trainers that the job has writers. If they cannot start it prints nothing for that, says why on
-stderr and exits with 1, and each trainer starts a checkpoint writer of its own.
+What it prints tells the trainers that the job has checkpoint writers. If these cannot start, it does not print that,
+says why on stderr and exits with 1. Then each trainer starts a checkpoint writer of its own.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Declare the action."""
     parser = subparsers.add_parser(
-        "start", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        "start",
+        help=summary,
+        description="Start the checkpoint writers of this job.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="exported as HETSTREAM_CKPT_DIR, absolute")
     parser.add_argument("--jobs-dir", metavar="DIR", help=f"directories of jobs (default: ${JOBS_DIR}, or .hetstream)")

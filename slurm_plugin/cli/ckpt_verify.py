@@ -17,8 +17,8 @@ from hetstream.slurm_plugin.cli.ckpt_ls import as_fields, existing
 from hetstream.slurm_plugin.render.table import size_words
 
 EPILOG = """\
-A checkpoint that turns out to be damaged is marked (`damaged.txt` in its directory), so that no restore takes it; one
-that is whole again loses the mark.
+A damaged checkpoint is marked by a file `damaged.txt` in its directory, so that no restore takes it. If a marked one is
+whole again, the mark is removed.
 
 Exit codes: 0 all are good, 1 one is damaged or there is none.
 
@@ -31,10 +31,14 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Declare the action."""
     parser = subparsers.add_parser(
-        "verify", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        "verify",
+        help=summary,
+        description="Read checkpoints and compare their checksums.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="checkpoint directory")
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoints of this step alone")
+    parser.add_argument("--step", type=int, metavar="N", help="only checkpoints of this step")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.set_defaults(run=run)
 

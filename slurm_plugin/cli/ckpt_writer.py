@@ -24,28 +24,32 @@ from hetstream.slurm_plugin.client.slurm import CommandSlurm
 log = logging.getLogger(__name__)
 
 EPILOG = """\
-In a batch script, a checkpoint writer on each node, in a step of its own that outlives the trainers:
+In a batch script, start one on each node, in a step of its own that outlives the trainers:
 
   eval "$(hetstream ckpt start)"
 
-which does the same as these two lines do with Slurm before 23.11, and waits until all checkpoint writers are ready:
+This waits until all checkpoint writers are ready. With Slurm before 23.11 these two lines start them without waiting:
 
   srun --overlap --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --mem=0 --gres=none hetstream ckpt writer &
   export HETSTREAM_CKPT_WRITER=1
 
-SIGTERM, with which Slurm ends a step: trainers are asked to save and to end, and what is newest in memory goes to disk
-first; what did not is in the log, .hetstream/job-ID/writers/NODE.log. Before the job's time limit, and at SIGUSR1,
-trainers are asked, too.
+Slurm ends a step with SIGTERM. A checkpoint writer then asks the trainers to save and to end, and writes the newest
+state in memory first. What it could not write is named in its log, .hetstream/job-ID/writers/NODE.log. It also asks the
+trainers before the job's time limit, and at SIGUSR1.
 
-With --once: what dead trainers of any job of this user have left in this host's memory is written, then it ends.
-Exit code 1: something did not get to disk.
+With --once it writes what dead trainers of this user's jobs have left in this host's memory, and ends.
+Exit code 1: something was not written to disk.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Declare the action."""
     parser = subparsers.add_parser(
-        "writer", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        "writer",
+        help=summary,
+        description="Write what a job saves from memory to disk, until the job ends.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--once", action="store_true", help="write what dead trainers left, and end")
     parser.add_argument("--dry-run", action="store_true", help="with --once: say what would be written")

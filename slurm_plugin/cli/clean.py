@@ -20,12 +20,12 @@ from hetstream.slurm_plugin.render.table import duration_words, size_words
 _UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 EPILOG = """\
-A job's directory holds its logs, events and summary. It goes when nothing in it has changed for as long as
---older-than says and squeue does not list the job; other users' directories stay, and links are not followed. If Slurm
-does not answer, nothing is removed.
+A job's directory holds its logs, events and summary. It is old if nothing in it has changed for as long as --older-than
+says, and squeue does not list the job. Directories of other users stay, and links are not followed. If Slurm does not
+answer, nothing is removed.
 
 examples:
-  hetstream clean                             what would go from here, and from HETSTREAM_JOBS_DIR
+  hetstream clean                             what would be removed here, and in HETSTREAM_JOBS_DIR
   hetstream clean --older-than 30d ~/runs/*
   hetstream clean --remove
 
@@ -39,16 +39,22 @@ exit codes:
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Declare the verb."""
     parser = subparsers.add_parser(
-        "clean", help=summary, description=summary, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        "clean",
+        help=summary,
+        description="List the directories of old jobs in .hetstream, or remove them with --remove.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "directories", nargs="*", type=Path, metavar="DIR", help="that jobs were submitted from (default: this one)"
+        "directories", nargs="*", type=Path, metavar="DIR", help="where jobs were submitted (default: this directory)"
     )
     parser.add_argument(
-        "--jobs-dir", metavar="DIR", help=f"place of the directories of jobs, looked at, too (default: ${JOBS_DIR})"
+        "--jobs-dir", metavar="DIR", help=f"look in this place of jobs' directories, too (default: ${JOBS_DIR})"
     )
-    parser.add_argument("--older-than", default="14d", metavar="AGE", help="such as 12h, 30d or 8w (default 14d)")
-    parser.add_argument("--remove", action="store_true", help="do it")
+    parser.add_argument(
+        "--older-than", default="14d", metavar="AGE", help="how old, such as 12h, 30d or 8w (default 14d)"
+    )
+    parser.add_argument("--remove", action="store_true", help="remove it; without this option it is only listed")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.set_defaults(run=run)
 

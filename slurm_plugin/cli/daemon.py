@@ -34,13 +34,14 @@ from hetstream.slurm_plugin.render.table import duration_words
 DEFAULT_STATE_DIR = Path("/var/lib/hetstreamd")
 DEFAULT_ADDRESS = UnixAddress(Path("/run/hetstream/daemon.sock"))
 EPILOG = f"""\
-It observes unless told to --allocate. Then jobs with #HETSTREAM directives are told how many data workers they may
-have: weighted max-min fairness between the minimum and the maximum that each asks for, by CPUs, with the job's GPUs as
-its weight. Jobs act on it as their own users; the daemon changes nothing in Slurm, and needs no rights.
+Without --allocate it only observes. With --allocate it tells each job with #HETSTREAM directives how many data workers
+the job may have: between the minimum and the maximum that the job asks for, by weighted max-min fairness over CPUs; the
+weight of a job is its number of GPUs. The jobs themselves, as their own users, start and end data workers. The daemon
+changes nothing in Slurm, and needs no rights.
 
 Jobs and `hetstream daemon status` find it by {ADDRESS_VARIABLE} in the environment or in {SITE_FILE}:
-  unix:/run/hetstream/daemon.sock       jobs on this host alone; the kernel says who asks (the default)
-  tcp://USER@HOST:PORT                  jobs on any host; MUNGE says who asks. USER is whom the daemon runs as
+  unix:/run/hetstream/daemon.sock       for jobs on this host alone; the kernel says who asks (the default)
+  tcp://USER@HOST:PORT                  for jobs on any host; MUNGE says who asks. USER runs the daemon
 A job without a daemon, or whose daemon does not answer, runs as if there were none.
 
 examples:
@@ -50,7 +51,7 @@ examples:
 
 exit codes:
   0  ended by SIGTERM or SIGINT; --dry-run and status: done
-  1  the address or the directory cannot be used; status: the daemon did not answer; --dry-run: nor did Slurm
+  1  the address or the directory cannot be used; status: the daemon did not answer; --dry-run: Slurm did not answer
   2  the command line is wrong
 """
 

@@ -25,8 +25,8 @@ from hetstream.slurm_plugin.render.report import Column, Report, Row, Section
 from hetstream.slurm_plugin.render.table import RED, YELLOW
 
 EPILOG = """\
-A problem keeps something of hetstream from working, a warning makes it work badly, a note says which feature is off.
-gres.conf and cgroup.conf are looked at where they can be read, beside slurm.conf.
+A problem keeps a part of hetstream from working. With a warning it works badly. A note says which feature is off.
+gres.conf and cgroup.conf are read from the directory of slurm.conf, if this user may read them.
 
 examples:
   hetstream doctor

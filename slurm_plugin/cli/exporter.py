@@ -16,8 +16,8 @@ EPILOG = """\
 It reads the cluster once in each interval, however often it is scraped. Where the site has a daemon, it takes the last
 reading of that, unless --fresh is given. When slurmctld does not answer, hetstream_up is 0, hetstream_read_errors_total
 counts it by its kind, the reason is in the log, and the next interval tries again.
-Prometheus and OpenMetrics are served at /metrics. There is no password:
-give more than localhost only behind a firewall.
+The metrics are at /metrics, in Prometheus's format or OpenMetrics's. There is no password: listen at other addresses
+than localhost only behind a firewall.
 
 examples:
   hetstream exporter

@@ -23,10 +23,10 @@ from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, g
 from hetstream.slurm_plugin.render.table import RED, YELLOW
 
 EPILOG = f"""\
-FRAG is GoldMiner's indicator of a node, freeCPU/CPU - freeGPU/GPU: below zero its CPUs are gone before its GPUs, above
-zero the other way round. MEM is the same with memory in place of CPUs. Stranded is what is free and no job that is
-pending could take, and LACKS what keeps those jobs from it. Each pending job counts as what one of its nodes must give.
-Nodes shown alike share a line; JSON and CSV have a line for each.
+FRAG is the free share of a node's CPUs less the free share of its GPUs (GoldMiner's indicator). Below zero the CPUs are
+gone before the GPUs; above zero the GPUs are gone first. MEM is the same with memory in place of CPUs. STRANDED is what
+is free although jobs wait: no pending job fits there, and LACKS says what they would need. Of a pending job that wants
+several nodes, the share of one node is looked at. Nodes with equal figures share a line; JSON and CSV have a line each.
 
 examples:
   hetstream frag

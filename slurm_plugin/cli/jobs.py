@@ -17,9 +17,10 @@ from hetstream.slurm_plugin.insight.why import Explainer
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration, gib
 
 EPILOG = f"""\
-CPUS, GPUS and GIB are totals over all nodes of a job; of pending jobs what they ask for. WAITS FOR is made from what is
-free now (hetstream why JOBID says more), REASON is Slurm's own. A component of a heterogeneous job is N+COMPONENT, the
-data workers that joined a trainer later name it under COMPANION OF.
+CPUS, GPUS and GIB are totals over all nodes of a job: what a running job holds, and what a pending one asks for. WAITS
+FOR is worked out from what is free now; hetstream why JOBID says more. REASON is Slurm's own word. A component of a
+heterogeneous job is shown as N+COMPONENT. Data workers that joined a job later are jobs themselves, and COMPANION OF
+names the job that they work for.
 
 examples:
   hetstream jobs -u $USER

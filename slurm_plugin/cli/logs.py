@@ -39,15 +39,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser = subparsers.add_parser(
         "logs",
         help=summary,
-        description="Print the logs of a job's master, dispatcher, data workers and writers. The job may be named by "
-        "any of its numbers, from any directory, as long as Slurm knows it.",
+        description="Print the logs of a job's master, dispatcher, data workers and checkpoint writers. The job may be "
+        "named by any of its numbers, from any directory, as long as Slurm knows it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("job", metavar="JOB", help="job id, also of a component or companion; or a job's directory")
-    parser.add_argument("names", nargs="*", metavar="LOG", help="which; their whole text is printed")
-    parser.add_argument("-n", "--lines", type=int, metavar="N", help=f"last lines of each (default {_DEFAULT_LINES})")
-    parser.add_argument("--path", action="store_true", help="print where the logs are, and nothing of them")
+    parser.add_argument("names", nargs="*", metavar="LOG", help="print the whole text of these logs")
+    parser.add_argument(
+        "-n", "--lines", type=int, metavar="N", help=f"how many last lines of each log (default {_DEFAULT_LINES})"
+    )
+    parser.add_argument("--path", action="store_true", help="print only where the logs are")
     parser.set_defaults(run=run)
 
 

@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, text, run in (
         ("start", "start it in a job step and print the variables for the script to export", _start),
-        ("keep", "run `serve`, and again when it is killed", _keep),
+        ("keep", "run `serve`, and start it again when it is killed", _keep),
         ("serve", "run the dispatcher and the data workers until SIGTERM", _serve),
     ):
         p = actions.add_parser(action, help=text, description=text)
@@ -34,12 +34,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         if action != "start":
             p.add_argument("spec", type=Path, metavar="SPEC", help="what `start` has written: spec.json of the job")
             continue
-        p.add_argument("--data-workers", type=int, required=True, metavar="N", help="in component 1")
+        p.add_argument("--data-workers", type=int, required=True, metavar="N", help="data workers in component 1")
         p.add_argument("--data-worker-cpus", type=int, required=True, metavar="N", help="CPUs of each data worker")
         p.add_argument("--data-worker-threads", type=int, default=1, metavar="N", help="threads of each process")
         p.add_argument("--companions", type=int, default=0, metavar="N", help="data workers that may join as jobs")
         p.add_argument("--smallest-cpus", type=int, metavar="N", help="CPUs of the smallest of those that is tried")
-        p.add_argument("--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="between two changes")
+        p.add_argument(
+            "--cooldown", type=float, default=DEFAULT_COOLDOWN_S, metavar="S", help="seconds between two changes"
+        )
         p.add_argument("--data-worker-python", metavar="COMMAND", help="Python of the data workers")
         p.add_argument("--jobs-dir", metavar="DIR", help=f"directories of jobs (default: ${JOBS_DIR}, or .hetstream)")
         p.add_argument("--journal-dir", metavar="DIR", help=f"the dispatcher's journal (default: ${JOURNAL_DIR})")

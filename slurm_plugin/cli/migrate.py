@@ -50,7 +50,7 @@ example:
 
 exit codes:
   0  the new job has taken over, or was submitted (--no-wait)
-  1  Slurm could not be asked, the new job has ended without, or it takes longer than --timeout
+  1  Slurm could not be asked, the new job ended before it took over, or it takes longer than --timeout
   2  the command line is wrong
 """
 _OWN = ("dry-run", "json", "no-wait", "timeout", "help")

@@ -26,8 +26,10 @@ exit codes:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--json` and `--csv`."""
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON document, with the version of its form in meta")
-    form.add_argument("--csv", action="store_true", help="the first table as comma-separated values")
+    form.add_argument(
+        "--json", action="store_true", help="print one JSON document; meta.version says which keys to expect"
+    )
+    form.add_argument("--csv", action="store_true", help="print the first table as comma-separated values")
 
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:

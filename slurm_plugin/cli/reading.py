@@ -36,7 +36,7 @@ _OTHER_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
 def add_fresh_argument(parser: argparse.ArgumentParser) -> None:
     """Declare `--fresh`."""
     parser.add_argument(
-        "--fresh", action="store_true", help="ask slurmctld, also where a site daemon has read the cluster of late"
+        "--fresh", action="store_true", help="ask slurmctld, and not the site daemon for its last reading"
     )
 
 

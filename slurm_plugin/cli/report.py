@@ -21,9 +21,9 @@ from hetstream.slurm_plugin.render.page import page
 from hetstream.slurm_plugin.render.report import Column, Report, Section, duration
 
 EPILOG = f"""\
-The page holds everything that it shows: no script, no outside resource. It names users and jobs, so mind whom you send
-it to. With --history the reading is added to a SQLite file, and the page shows what is in it; hetstream exporter and
-hetstream serve add to the same file, which keeps 92 days.
+The page is one file: it has no script and loads nothing from elsewhere. It names users and jobs, so mind whom you send
+it to. With --history the reading is added to a SQLite file, and the page draws the curves of all readings in it. The
+file keeps 92 days. hetstream exporter and hetstream serve may add to the same file.
 
 examples:
   hetstream report --html cluster.html

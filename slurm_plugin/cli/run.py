@@ -37,10 +37,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         usage="%(prog)s --data-workers N [options] [--] PROGRAM [ARGUMENTS]",
     )
     parser.add_argument(
-        "--data-workers", type=int, required=True, metavar="N", help="0 makes the same batches in the program itself"
+        "--data-workers",
+        type=int,
+        required=True,
+        metavar="N",
+        help="how many; with 0 the program makes the same batches itself",
     )
-    parser.add_argument("--worker-processes", type=int, default=1, metavar="N", help="of each data worker (default 1)")
-    parser.add_argument("--worker-threads", type=int, default=1, metavar="N", help="of each process (default 1)")
+    parser.add_argument(
+        "--worker-processes", type=int, default=1, metavar="N", help="processes of each data worker (default 1)"
+    )
+    parser.add_argument(
+        "--worker-threads", type=int, default=1, metavar="N", help="threads of each process (default 1)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary of the run")
     parser.add_argument("-n", "--dry-run", action="store_true", help="print what would be started, and stop")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")

@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser = subparsers.add_parser(
         "serve",
         help=summary,
-        description="Serve the page of hetstream report, made anew from time to time.",
+        description="Serve the page of hetstream report, made anew at each --interval.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

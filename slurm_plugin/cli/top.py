@@ -18,9 +18,9 @@ from hetstream.hetjob.find_service import check_running, find_address_file
 from hetstream.slurm_plugin.render.top import render
 
 EPILOG = """\
-WAITED is the share of the last seconds in which the training loop waited for data; BUSY the share in which a data
-worker made steps. Waiting trainers with busy data workers want more data workers; waiting trainers with idle ones are
-held up elsewhere.
+WAITED is the share of the last seconds in which the training loop waited for data. BUSY is the share in which a data
+worker made steps. If trainers wait and data workers are busy, more data workers help. If trainers wait and data workers
+are idle, something else holds the job up, such as the network.
 
 examples:
   hetstream top                         the only service of this directory or host
@@ -50,7 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     add_service_arguments(parser)
     parser.add_argument("--once", action="store_true", help="show it once")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between two (default 2)")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, metavar="S", help="seconds between two tables (default 2)"
+    )
     parser.set_defaults(run=run)
 
 

@@ -18,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         "be gone: without it every sbatch and srun would fail.",
     )
     add_arguments(parser)
-    parser.add_argument("--force", action="store_true", help="remove hooks that slurm.conf still asks for, too")
+    parser.add_argument("--force", action="store_true", help="remove also hooks that slurm.conf still asks for")
     parser.set_defaults(run=run)
 
 

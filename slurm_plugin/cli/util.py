@@ -20,12 +20,13 @@ from hetstream.slurm_plugin.insight.wait_shares import wait_shares
 from hetstream.slurm_plugin.render.report import Column, Report, Section, duration, percent
 
 EPILOG = f"""\
-Times are Slurm's: 2026-11-20T16:00:00, now, now-1day, now-8hours, now-30minutes. Allocated hours are those that jobs
-held within the window; the shares are of the nodes in use now, taken as if they had been there all the time.
-EFFECTIVE is what the processes used of what they held: CPU time, and GPU use where Slurm gathers it. Of hetstream's own
-running jobs it is the time in which trainers did not wait for data. MEASURED says for how much of the allocated hours.
-With slurmdbd the figures come from sacct. Without, from what slurmctld remembers: running jobs, and those that ended in
-the last MinJobAge seconds; for a longer window they are less than the truth, and a note says so.
+Times are written as for sacct: 2026-11-20T16:00:00, now, now-1day, now-8hours, now-30minutes. HOURS are those that jobs
+held within the window. OF GPUS and OF CPUS compare them with the nodes that are in use now, as if these had been there
+all the time. EFFECTIVE is the share of the held hours that was used: CPU time, and GPU use where Slurm gathers it. For
+running jobs of hetstream it is the share in which trainers did not wait for data. MEASURED is the share of the held
+hours for which somebody measured that. With slurmdbd the figures come from sacct. Without slurmdbd, slurmctld knows
+running jobs and those that ended in the last MinJobAge seconds: for a longer window the figures are too small, and a
+note says so.
 
 examples:
   hetstream util
@@ -45,8 +46,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin (default %(default)s)")
-    parser.add_argument("-E", "--end", metavar="TIME", default="now", help="end (default %(default)s)")
+    parser.add_argument(
+        "-S", "--start", metavar="TIME", default=DEFAULT_START, help="begin of the window (default %(default)s)"
+    )
+    parser.add_argument("-E", "--end", metavar="TIME", default="now", help="end of the window (default %(default)s)")
     parser.add_argument("--by", choices=tuple(BY), default="partition", help="one line for each (default %(default)s)")
     parser.add_argument("-p", "--partition", metavar="NAMES", help="only these partitions")
     add_fresh_argument(parser)

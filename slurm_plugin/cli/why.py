@@ -18,8 +18,8 @@ from hetstream.slurm_plugin.insight.why import Explainer, Explanation, find_jobs
 from hetstream.slurm_plugin.render.report import Column, Report, Row, Section, duration
 
 EPILOG = f"""\
-The explanation is made from what is free now. Priorities in the making, licenses, topology, --exclusive and complex
-constraints are Slurm's to weigh; its own reason is always shown.
+The explanation is worked out from what is free now. It does not look at licenses, topology, --exclusive and constraints
+that are more than one feature, nor at priorities that still change. Slurm's own reason is always shown beside it.
 
 examples:
   hetstream why 8123

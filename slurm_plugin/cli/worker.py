@@ -29,14 +29,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
         type=int,
         default=1,
         metavar="N",
-        help="how many; best one for each CPU of the data worker (default 1)",
+        help="number of processes; best one for each CPU of the data worker (default 1)",
     )
     parser.add_argument(
         "--threads",
         type=int,
         default=1,
         metavar="N",
-        help="of each process, for datasets that are thread-safe (default 1)",
+        help="threads of each process, for datasets that are thread-safe (default 1)",
     )
     parser.add_argument(
         "--cache-bytes",
@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "--mpi",
         action="store_true",
-        help="this is a rank of an MPI world, which the trainers are in too: one process, batches by MPI",
+        help="send batches by MPI: this process and the trainers are ranks of one MPI world",
     )
     parser.add_argument(
         "--follow-program",

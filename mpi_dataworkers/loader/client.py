@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import os
 import threading
 import time
@@ -51,7 +52,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
     LeaveLoader,
     LoaderHeartbeat,
     LoaderRegistered,
-    LoaderStats,
     Membership,
     Message,
     NeedDefinition,
@@ -80,7 +80,6 @@ class ServiceClient:
         definition: the pipeline in pickled form.
 
     Attributes:
-        stats: what the dispatcher is told of the loader.
         duplicates_dropped: batches that came a second time, in sessions that are closed.
         batches_by_transport: batches that came by each transport, also those that were not wanted.
 
@@ -108,7 +107,6 @@ class ServiceClient:
         # Sessions whose iterator was dropped. Its finaliser may run in any thread, also inside one of our locks.
         self._abandoned: collections.deque[LoaderSession] = collections.deque()
         self._next_heartbeat = 0.0
-        self.stats = LoaderStats()
         self.duplicates_dropped = 0
         self.batches_by_transport: collections.Counter[str] = collections.Counter()
         self._connection: ProcessConnection
@@ -204,27 +202,23 @@ class ServiceClient:
                 f"process {os.getpid()} was forked from the one that began this iteration; only that one gets its "
                 "batches. Iterate the DataLoader anew in the forked process."
             )
-        started = time.monotonic()
+        waiting_since = math.inf
         while True:
             with self._lock:
                 for number, session in enumerate(sessions):
-                    found = self._next_of(session)
+                    found = session.next_or_end()
                     if found is not None:
-                        return number, found
+                        return number, found if isinstance(found, Ended) else self._pop(session)
                 if self._failure is not None:
                     raise self._failure
                 now = time.monotonic()
-                reason = self._reason_to_work_locally(now, started)
+                waiting_since = min(waiting_since, now)
+                reason = self._reason_to_work_locally(now, waiting_since)
                 if reason:
                     return 0, LocalFallback(sessions[0].buffer.position, reason)
             if deadline is not None and now >= deadline:
                 raise TimeoutError
             self._changed.wait(_LOOK_AGAIN_S if deadline is None else min(_LOOK_AGAIN_S, deadline - now))
-
-    def _next_of(self, session: LoaderSession) -> Delivered | BatchFailed | Ended | None:
-        """A session's next step or its end, if that is there. Call it with the lock."""
-        session.pass_over_lost()
-        return session.end() or (self._pop(session) if session.has_next() else None)
 
     def _reason_to_work_locally(self, now: float, waiting_since: float) -> str:
         if self._closing:
@@ -246,9 +240,7 @@ class ServiceClient:
     def _pop(self, session: LoaderSession) -> Delivered | BatchFailed:
         reach("loader.step_taken")
         item = session.pop()
-        if (
-            session.reaches_a_quarter()
-        ):  # of the window, not at each step: the connection's thread needs the GIL to wake
+        if session.reaches_a_quarter():  # of the window: the connection's thread needs the GIL to wake
             self._wake()
         return item
 
@@ -276,7 +268,7 @@ class ServiceClient:
             if not self._sessions:
                 self._rebuilder.end()
             if not self._closing:
-                self._registration.say(session.closing(self.stats))
+                self._registration.say(session.closing(self._options.stats()))
         if not self._closing:
             self._wake()
 
@@ -331,13 +323,13 @@ class ServiceClient:
             return False
         self._send_reports(now)
         if now >= self._next_heartbeat:
-            self._send(LoaderHeartbeat(self.stats))
+            self._send(LoaderHeartbeat(self._options.stats()))
             self._next_heartbeat = now + HEARTBEAT_S
         return True
 
     def leave(self) -> None:
         self._send_waiting()
-        self._send(LeaveLoader(self.stats))
+        self._send(LeaveLoader(self._options.stats()))
 
     def has_left(self, failure: HetstreamError | None) -> None:
         with self._lock:
@@ -366,7 +358,7 @@ class ServiceClient:
                 progress = session.progress()
                 if session.is_report_due(progress, now):
                     reach("loader.before_report")
-                    self._send(session.report(self.stats))
+                    self._send(session.report(self._options.stats()))
                     session.has_reported(progress, now)
                     reach("loader.after_report")
 

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import atexit
 import collections
-import contextlib
 import itertools
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hetstream.base.errors import HetstreamError
+from hetstream.base.forks import generation
 from hetstream.mpi_dataworkers.dispatcher.limits import HEARTBEAT_S
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.faults import reach
@@ -111,7 +111,7 @@ class ProcessConnection:
 
     def __init__(self, options: ConnectionOptions, buffer_bytes: int) -> None:
         self.options = options
-        self._pid = os.getpid()
+        self._generation = generation()
         self._endpoint: LoaderEndpoint = open_loader_endpoint(
             options.service,
             secrets.token_hex(16),
@@ -136,7 +136,7 @@ class ProcessConnection:
     @property
     def is_inherited(self) -> bool:
         """Whether it is that of the process which this one was forked from."""
-        return self._pid != os.getpid()
+        return self._generation != generation()
 
     @property
     def receivers(self) -> list[str]:
@@ -210,6 +210,7 @@ class ProcessConnection:
             while self._joining:
                 self._begin(self._joining.popleft(), now)
             concerned = self._pass_on(messages, batches, now)
+            del batches  # while it waits, the memory of the last one belongs to the training loop
             while self._calls:
                 concerned.add(self._calls.popleft())
             if now >= next_round:
@@ -260,29 +261,27 @@ class ProcessConnection:
 
     def _begin(self, number: int, now: float) -> None:
         if (loader := self._loaders.get(number)) is not None:
-            with self._ending_on_error(number):
-                loader.begin(now)
+            self._ending_on_error(number, loader.begin, now)
 
     def _pass_message(self, number: int, message: Message | Reconnected, now: float) -> None:
         if (loader := self._loaders.get(number)) is not None:
-            with self._ending_on_error(number):
-                loader.message_received(message, now)
+            self._ending_on_error(number, loader.message_received, message, now)
 
     def _pass_batches(self, number: int, received: ReceivedBatch) -> None:
         if (loader := self._loaders.get(number)) is not None:
-            with self._ending_on_error(number):
-                loader.batches_received(received)
+            self._ending_on_error(number, loader.batches_received, received)
 
     def _attend(self, number: int, now: float) -> None:
         if (loader := self._loaders.get(number)) is not None:
-            with self._ending_on_error(number):
-                if not loader.attend(now):
-                    self._part_with(number, None)
+            self._ending_on_error(number, self._attend_to, number, loader, now)
 
-    @contextlib.contextmanager
-    def _ending_on_error(self, number: int) -> Iterator[None]:
+    def _attend_to(self, number: int, loader: ConnectedLoader, now: float) -> None:
+        if not loader.attend(now):
+            self._part_with(number, None)
+
+    def _ending_on_error(self, number: int, call: Callable[..., None], *arguments: Any) -> None:
         try:
-            yield
+            call(*arguments)
         except Exception as error:  # noqa: BLE001, the boundary of a loader: its training thread raises it
             self._part_with(number, _as_failure(error))
 

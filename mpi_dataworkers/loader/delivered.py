@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from hetstream.mpi_dataworkers.wire.messages import Failure
 
 
-@dataclass(frozen=True)
-class Delivered:
+class Delivered(msgspec.Struct, frozen=True):
     """One step as the training loop gets it: a batch, or the failure to make it.
 
     The fields after the first are the batch's; `origin` is `local` when it was made in process. `num_bytes` are of its
@@ -29,8 +29,7 @@ class Delivered:
     held_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class LocalFallback:
+class LocalFallback(msgspec.Struct, frozen=True):
     """No batch will come for this step soon: the loader is to make it in process."""
 
     step: int

@@ -114,6 +114,7 @@ class LoaderConnection:
                 options.description,
                 functools.partial(_prepare, pin),  # not bound to this object, which would live as long as the client
                 _runs_program,
+                self.statistics.at_last_step,
                 options.buffer_bytes or buffer_bytes_from_environment(),
                 transports_from_environment(),
                 compression_from_environment(),
@@ -133,12 +134,10 @@ class LoaderConnection:
         return self._client
 
     def count(self, **changes: float) -> None:
-        """Add to the statistics, and have the dispatcher told."""
+        """Add to the statistics, which the dispatcher is told."""
         client, statistics = self._client, self.statistics
         dropped = client.duplicates_dropped if client is not None else statistics.counters.duplicates_dropped
         statistics.count(changes, dropped)
-        if client is not None:
-            client.stats = statistics.now()
 
     def definition(self) -> Sent:
         """The pipeline as it is now, for data workers; see `Definitions.now`.

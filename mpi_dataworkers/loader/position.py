@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator
@@ -12,8 +14,7 @@ from hetstream.mpi_dataworkers.loader.order import Order
 from hetstream.mpi_dataworkers.order.data_state import DataState
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """What the training loop has taken.
 
     Attributes:

@@ -99,15 +99,15 @@ def rebuild(
         text = f"the batch cannot be rebuilt in the trainer: {error}"
         kind = (RemoteError.__module__, RemoteError.__qualname__)
         return BatchFailed(header.session_id, header.step, Failure(-1, kind, text, traceback.format_exc()))
-    num_bytes = sum(length for _, _, length in header.buffers)
+    num_bytes = sum([length for _, _, length in header.buffers])
     return Delivered(
         payload,
         header.num_samples,
         num_bytes,
         header.origin,
         header.shift,
-        num_skipped=header.num_skipped,
-        left_out=header.left_out,
-        snapshot=header.snapshot,
-        held_bytes=num_bytes + len(header.spec) if header.num_samples > 0 else 0,
+        header.num_skipped,
+        header.left_out,
+        header.snapshot,
+        num_bytes + len(header.spec) if header.num_samples > 0 else 0,
     )

@@ -22,7 +22,14 @@ from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.loader.naming import LoaderName, title_of
 from hetstream.mpi_dataworkers.loader.session import LoaderSession
 from hetstream.mpi_dataworkers.wire.codec import Buffer
-from hetstream.mpi_dataworkers.wire.messages import Batch, CloseSession, Message, ProvideDefinition, RegisterLoader
+from hetstream.mpi_dataworkers.wire.messages import (
+    Batch,
+    CloseSession,
+    LoaderStats,
+    Message,
+    ProvideDefinition,
+    RegisterLoader,
+)
 
 _REGISTER_AGAIN_S = 1.0
 
@@ -38,6 +45,7 @@ class ClientOptions:
         description: the pipeline in words, compared between programs of one job name.
         prepare: builds the batch from its header and frames; runs in the connection's thread, or in the loader's own.
         runs_program: whether `prepare` runs code of the program for this batch, which may hang.
+        stats: what the dispatcher is told of the loader; asked in any thread.
         buffer_bytes: finished batches to hold ahead of the training loop.
         transports: the ways on which batches may come.
         compress: ask data workers that come over TCP to compress.
@@ -49,6 +57,7 @@ class ClientOptions:
     description: dict[str, str]
     prepare: Callable[[Batch, Sequence[Buffer]], Any]
     runs_program: Callable[[Batch], bool]
+    stats: Callable[[], LoaderStats]
     buffer_bytes: int
     transports: frozenset[str]
     compress: bool = False

@@ -197,17 +197,18 @@ class LoaderSession:
         """Whether a step that the training loop may take is there."""
         return self.buffer.has_next()
 
-    def pass_over_lost(self) -> None:
-        """Move past lost steps at the position."""
-        while self.buffer.has_next() and isinstance(self.buffer.peek(), LostStep):
-            self.buffer.pop()
+    def next_or_end(self) -> Delivered | BatchFailed | Ended | None:
+        """The next step, which stays, or how the session ended; None while neither is there. Passes over lost steps."""
+        buffer = self.buffer
+        item = buffer.peek()
+        while isinstance(item, LostStep):
+            buffer.pop()
             self.num_lost += 1
-
-    def end(self) -> Ended | None:
-        """How the session ended; None while it has, or may have, more steps."""
-        if not 0 <= self.num_steps <= self.buffer.position:
-            return None
-        return Ended.LOST if self.rest_lost else Ended.ENDED
+            item = buffer.peek()
+        if 0 <= self.num_steps <= buffer.position:
+            return Ended.LOST if self.rest_lost else Ended.ENDED
+        found: Delivered | BatchFailed | None = item
+        return found
 
     def pop(self) -> Delivered | BatchFailed:
         """Give out the next step, which is not lost."""
@@ -269,7 +270,7 @@ class LoaderSession:
 
     def reaches_a_quarter(self) -> bool:
         """Whether the steps that were taken since the last report have just become another quarter of the window."""
-        unreported, quarter = self._num_unreported(), self._quarter()
+        unreported, quarter = self.buffer.position - self._reported.position, self._quarter()
         return unreported >= quarter and unreported % quarter == 0
 
     def report(self, stats: LoaderStats) -> ReportProgress:
@@ -285,7 +286,7 @@ class LoaderSession:
         return self.buffer.position - self._reported.position
 
     def _quarter(self) -> int:
-        return max(1, self.window // 4)
+        return self._window.steps // 4 or 1
 
 
 def _pack_steps(first_step: int, steps: Sequence[bytes]) -> StepList:

@@ -11,39 +11,43 @@ from hetstream.mpi_dataworkers.wire.messages import LoaderStats
 
 
 class LoaderStatistics:
-    """Counters since the loader was made, and rates over the last seconds.
-
-    Attributes:
-        counters: their values; `elapsed_s` without the iteration that is open.
-    """
+    """Counters since the loader was made, and rates over the last seconds. One thread counts, any may read."""
 
     def __init__(self) -> None:
-        self.counters = LoaderStats()
+        # The counters, without the time of the iteration that is open, which is counted at its end; when that began,
+        # and when its last step was taken.
+        self._state: tuple[LoaderStats, float | None, float] = LoaderStats(), None, 0.0
         self._recent = RecentRates(time.monotonic(), 0, 0, 0)
-        # When the iteration that is open began; its time is counted at its end.
-        self._began: float | None = None
+
+    @property
+    def counters(self) -> LoaderStats:
+        """Their values; `elapsed_s` without the iteration that is open."""
+        return self._state[0]
 
     def count(self, changes: dict[str, float], duplicates_dropped: int) -> None:
         """Add to the counters; `duplicates_dropped` is a total."""
-        fields = {name: getattr(self.counters, name) + value for name, value in changes.items()}
-        fields["duplicates_dropped"] = duplicates_dropped
-        self.counters = msgspec.structs.replace(self.counters, **fields)
+        counters, began, last_step_at = self._state
+        totals: dict[str, float] = {"duplicates_dropped": duplicates_dropped}
+        for name, change in changes.items():
+            totals[name] = getattr(counters, name) + change
+        counters = msgspec.structs.replace(counters, **totals)
         if "steps" in changes:
-            now = time.monotonic()
-            if self._began is None:
-                self._began = now - changes.get("wait_s", 0.0)
-            self._recent.note(now, self.counters.steps, self.counters.bytes, self.counters.wait_s)
+            last_step_at = time.monotonic()
+            if began is None:
+                began = last_step_at - changes.get("wait_s", 0.0)
+            self._recent.note(last_step_at, counters.steps, counters.bytes, counters.wait_s)
         elif "elapsed_s" in changes:
-            self._began = None
+            began = None
+        self._state = counters, began, last_step_at
 
     def now(self) -> LoaderStats:
         """The counters, with the iteration that is open: it may be the only one, and take weeks."""
-        return msgspec.structs.replace(self.counters, elapsed_s=self.elapsed_s())
+        counters, began, _ = self._state
+        return _with_open(counters, began, time.monotonic())
 
-    def elapsed_s(self) -> float:
-        """Time inside iterations, with the one that is open."""
-        open_s = 0.0 if self._began is None else time.monotonic() - self._began
-        return self.counters.elapsed_s + open_s
+    def at_last_step(self) -> LoaderStats:
+        """The same when the last step was taken: of the wait that goes on, `wait_s` has nothing yet."""
+        return _with_open(*self._state)
 
     def rates(self) -> dict[str, float]:
         """Steps and bytes per second, the training loop's share of waiting and own time for a step lately."""
@@ -51,3 +55,8 @@ class LoaderStatistics:
         steps, num_bytes, waited = self._recent.per_s(time.monotonic(), counters.steps, counters.bytes, counters.wait_s)
         rates = {"steps_per_s": steps, "bytes_per_s": num_bytes, "recent_wait_share": min(1.0, waited)}
         return rates | {"step_s": step_time_s(steps, waited)}
+
+
+def _with_open(counters: LoaderStats, began: float | None, until: float) -> LoaderStats:
+    open_s = 0.0 if began is None else until - began
+    return msgspec.structs.replace(counters, elapsed_s=counters.elapsed_s + open_s)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch._utils
 
@@ -33,9 +34,9 @@ _IN_PIECES_FROM_BYTES = 64 << 10
 # What torch's own DistributedDataParallel parts gradients with, for parts of any shape.
 _part_by_template: Any = torch._utils._unflatten_dense_tensors
 _NUMPY_DTYPES = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
-    torch.float64,
-}  # fmt: skip
+    getattr(torch, name): np.dtype(name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,40 @@ class PackLayout:
                 parts += _part(some.view(-1, *self.rest) if self.rest else some, self.lengths[first:last])
             begin, first = stop, last
         return parts
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """A tensor with a buffer of its own.
+
+    Attributes:
+        number: which it is.
+    """
+
+    number: int
+    dtype: torch.dtype
+    shape: list[int]
+
+    @functools.cached_property
+    def _num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @functools.cached_property
+    def _array_of(self) -> Callable[[memoryview], Any] | None:
+        """An array of its shape; NumPy makes one in half the time that torch takes."""
+        dtype = _NUMPY_DTYPES.get(self.dtype)
+        return None if dtype is None else functools.partial(np.ndarray, tuple(self.shape), dtype)
+
+    def view(self, buffer: memoryview) -> torch.Tensor:
+        """It, as a view of its buffer."""
+        num_bytes = buffer.nbytes
+        if num_bytes != self._num_bytes:
+            raise ProtocolError(f"{self._num_bytes} bytes of a tensor were to come in a buffer that has {num_bytes}")
+        if num_bytes == 0:  # nothing is made of it but an empty tensor, whatever the shape says
+            return torch.empty(self.shape, dtype=self.dtype)
+        if self._array_of is not None:
+            return torch.from_numpy(self._array_of(buffer))
+        return torch.frombuffer(buffer, dtype=self.dtype).reshape(self.shape)
 
 
 def pack_layout(dtype: torch.dtype, numbers: list[int], shapes: list[list[int]]) -> PackLayout:

@@ -18,6 +18,7 @@ from functools import partial
 from operator import getitem
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 import torch.utils.data
@@ -240,11 +241,7 @@ class Pipeline:
 
 def is_its_own(value: object, name: str) -> bool:
     """Whether an attribute stands in an object or in its class: a wrapper may find those of what it wraps."""
-    # A loop, not `any` over a generator: it is asked for each batch.
-    for kind in type(value).__mro__:
-        if name in kind.__dict__:
-            return True
-    return name in getattr(value, "__dict__", ())
+    return hasattr(type(value), name) or name in getattr(value, "__dict__", ())
 
 
 def fingerprint_of(dataset: Any) -> str:
@@ -291,7 +288,7 @@ def _sendable(text: str) -> str:
 
 def without(policy: ErrorPolicy, left_out: Collection[Failure]) -> set[int]:
     """The samples that a step is to be made without; with -1 among them, all."""
-    return {*policy.quarantined, *(failure.sample_index for failure in left_out)}
+    return {*policy.quarantined, *[failure.sample_index for failure in left_out]}
 
 
 def leave_out(indices: Indices, seeds: Sequence[int], samples: Collection[int]) -> tuple[Indices, Sequence[int]]:
@@ -307,8 +304,7 @@ def leave_out(indices: Indices, seeds: Sequence[int], samples: Collection[int]) 
     return indices[kept], [seeds[place] for place in kept]
 
 
-@dataclass(frozen=True)
-class MadeStep:
+class MadeStep(msgspec.Struct, frozen=True):
     """A batch, and what it lacks.
 
     Attributes:
@@ -324,7 +320,7 @@ class MadeStep:
 
     def pin_memory(self) -> MadeStep:
         """The same with its batch in pinned memory; torch's own loader calls it, in process."""
-        return replace(self, batch=_pin_memory(self.batch))
+        return msgspec.structs.replace(self, batch=_pin_memory(self.batch))
 
 
 def make_step(

@@ -8,7 +8,6 @@ sparse tensor) is pickled as a leaf; both sides have proved that they hold the j
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import re
@@ -23,7 +22,7 @@ import torch._utils
 
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
 from hetstream.mpi_dataworkers.ops.leaves import load_leaf, pickle_leaf
-from hetstream.mpi_dataworkers.ops.packing import Pack, PackLayout, bytes_of_tensor, owned, pack_layout
+from hetstream.mpi_dataworkers.ops.packing import Pack, PackLayout, TensorLayout, bytes_of_tensor, owned, pack_layout
 from hetstream.mpi_dataworkers.wire.codec import FUSE_BELOW_BYTES, Leaf
 
 _encoder = msgspec.msgpack.Encoder()
@@ -56,10 +55,12 @@ def flatten(batch: object) -> tuple[bytes, list[Leaf]]:
     tensors: list[torch.Tensor] = []
     arrays: list[Leaf] = []
     known = None
-    if type(batch) is dict and set(map(type, batch.values())) == {_TENSOR} and set(map(type, batch)) == {str}:
-        tensors = list(batch.values())
-        with contextlib.suppress(RuntimeError):  # of nested tensors, which have no shape
-            known = _plan_of_features(tuple(batch), tuple(map(_look, tensors)))
+    names = _names_of_tensors(batch, tensors)
+    if names is not None:
+        try:
+            known = _plan_of_tensors(names, tuple(map(_look, tensors)))
+        except RuntimeError:
+            known = None  # of nested tensors, which have no shape
     if known is not None and all(tensors[number].is_contiguous() for number in known[0].may_turn):
         plan, spec = known
     else:
@@ -115,12 +116,35 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     return _Plan(packs, alone, may_turn, *raw)
 
 
-@functools.lru_cache(maxsize=64)
-def _plan_of_features(names: tuple[str, ...], looks: tuple[tuple[Any, ...], ...]) -> tuple[_Plan, bytes] | None:
-    """How a dict of tensors is written, and its spec: the same for all batches with the same features.
+def _names_of_tensors(batch: object, tensors: list[torch.Tensor]) -> type | tuple[str, ...] | None:
+    """What most batches are: a tensor, a list or a tuple of tensors, or a dict of them by name.
 
     Args:
-        names: of the tensors.
+        batch: the batch.
+        tensors: gets its tensors.
+
+    Returns:
+        The names of a dict's tensors, else the type of the batch; None if it is something else.
+    """
+    kind = type(batch)
+    if kind is _TENSOR:
+        tensors.append(batch)  # type: ignore[arg-type]
+        return _TENSOR
+    if kind is list or kind is tuple:
+        tensors += batch  # type: ignore[arg-type]
+        return kind if set(map(type, tensors)) == {_TENSOR} else None
+    if type(batch) is dict and set(map(type, batch.values())) == {_TENSOR} and set(map(type, batch)) == {str}:
+        tensors += batch.values()
+        return tuple(batch)
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_of_tensors(names: type | tuple[str, ...], looks: tuple[tuple[Any, ...], ...]) -> tuple[_Plan, bytes] | None:
+    """How a batch of tensors is written, and its spec: the same for all batches with the same ones.
+
+    Args:
+        names: as `_names_of_tensors` gives them.
         looks: `_look` of each.
 
     Returns:
@@ -128,10 +152,15 @@ def _plan_of_features(names: tuple[str, ...], looks: tuple[tuple[Any, ...], ...]
     """
     if any(dtype in _QUANTIZED or layout is not _STRIDED or not is_cpu for dtype, _, layout, is_cpu in looks):
         return None
-    if not all(map(_is_text, names)):
-        return None
     plan = _plan(tuple(look[0] for look in looks), tuple(look[1] for look in looks))
-    tree = ["d", [["v", name] for name in names], ["t"] * len(names)]
+    leaves = ["t"] * len(looks)
+    tree: Any
+    if isinstance(names, tuple):
+        if not all(map(_is_text, names)):
+            return None
+        tree = ["d", [["v", name] for name in names], leaves]
+    else:
+        tree = "t" if names is _TENSOR else ["l" if names is list else "u", leaves]
     return plan, _encoder.encode((plan.table, plan.numbers, tree))
 
 
@@ -172,19 +201,18 @@ class _Layout:
     """A spec as it was read.
 
     Attributes:
-        dtypes, shapes: of each tensor.
+        num_tensors: all of them.
         packs: the tensors that share a buffer.
-        alone: numbers of the tensors with a buffer of their own.
+        alone: the tensors with a buffer of their own.
         tree: the structure.
         names: of the tensors, if that is a dict of them and of nothing else.
         in_order: all of them share one buffer, in order.
         holds_objects: it has parts that are pickled.
     """
 
-    dtypes: list[torch.dtype]
-    shapes: list[list[int]]
+    num_tensors: int
     packs: list[PackLayout]
-    alone: list[int]
+    alone: list[TensorLayout]
     tree: Any
     names: list[str] | None
     in_order: bool
@@ -194,16 +222,14 @@ class _Layout:
         """All tensors, as views of the buffers."""
         if self.in_order:
             return self.packs[0].parts(next_buffer())
-        built: list[torch.Tensor | None] = [None] * len(self.dtypes)
+        if not self.packs:
+            return [layout.view(next_buffer()) for layout in self.alone]
+        built: list[torch.Tensor | None] = [None] * self.num_tensors
         for pack in self.packs:
             for number, part in zip(pack.numbers, pack.parts(next_buffer()), strict=True):
                 built[number] = part
-        for number in self.alone:
-            buffer, dtype, shape = next_buffer(), self.dtypes[number], self.shapes[number]
-            # Of no bytes is made no more than an empty tensor, whatever the shape says.
-            tensor = torch.frombuffer(buffer, dtype=dtype) if buffer.nbytes else torch.empty(0, dtype=dtype)
-            is_flat = len(shape) == 1 and len(tensor) == shape[0]
-            built[number] = tensor if is_flat else tensor.reshape(shape)
+        for layout in self.alone:
+            built[layout.number] = layout.view(next_buffer())
         return built
 
 
@@ -213,9 +239,11 @@ def _read(spec: bytes) -> _Layout:
     shapes = [shape for _, shape in table]
     packed = {number for pack in packs for number in pack}
     layouts = [pack_layout(dtypes[pack[0]], pack, [shapes[number] for number in pack]) for pack in packs]
-    alone = [number for number in range(len(table)) if number not in packed]
+    alone = [
+        TensorLayout(number, dtypes[number], shapes[number]) for number in range(len(table)) if number not in packed
+    ]
     in_order = packs == [list(range(len(table)))]
-    return _Layout(dtypes, shapes, layouts, alone, tree, _names_in(tree), in_order, _has_objects(tree))
+    return _Layout(len(table), layouts, alone, tree, _names_in(tree), in_order, _has_objects(tree))
 
 
 def _has_objects(node: Any) -> bool:

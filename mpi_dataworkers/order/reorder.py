@@ -76,14 +76,19 @@ class ReorderBuffer:
         """Whether a lease was revoked."""
         return token in self._revoked
 
-    def peek(self) -> Any:
-        """The next step, which stays."""
-        return self._items[self._next()]
+    def peek(self) -> Any | None:
+        """The next step, which stays; None while it is not there."""
+        if self._in_order:
+            return self._items.get(self.position)
+        return self._items[self._next()] if self._items else None
 
     def pop(self) -> Any:
         """Give out the next step and advance."""
         step = self._next()
         item = self._items.pop(step)
+        if step == self.position and not self._ahead:  # as with all steps in order
+            self.position += 1
+            return item
         self._ahead.add(step)
         while self.position in self._ahead:
             self._ahead.discard(self.position)

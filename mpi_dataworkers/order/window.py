@@ -25,7 +25,8 @@ class StepSize:
 
     def note(self, num_bytes: int) -> None:
         """A step has come."""
-        self.num_bytes = max(1, num_bytes, int(self.num_bytes * (1 - _FORGET_SHARE)))
+        faded = int(self.num_bytes * (1 - _FORGET_SHARE))
+        self.num_bytes = num_bytes if num_bytes > faded else faded or 1
 
 
 class Window:
@@ -60,12 +61,17 @@ class Window:
         """
         self._size.note(num_bytes)
         self._num_seen += 1
-        steps = min(self._fitting(num_held, held_bytes), max(self._min_steps, 2 * self._num_seen))
+        steps = self._fitting(num_held, held_bytes)
+        if steps > 2 * self._num_seen:
+            steps = max(self._min_steps, 2 * self._num_seen)
         # Batches of slightly different size must not cause a report each.
         if abs(steps - self.steps) * 10 > self.steps:
             self.steps = steps
 
     def _fitting(self, num_held: int, held_bytes: int) -> int:
         """Those that wait, and as many of the largest size as there is room for beside them."""
-        more = (self._buffer_bytes - held_bytes) // self._size.num_bytes
-        return max(self._min_steps, min(self._max_steps, num_held + more))
+        steps = num_held + (self._buffer_bytes - held_bytes) // self._size.num_bytes
+        # Written out: it is asked at each step.
+        if steps >= self._max_steps:
+            return self._max_steps
+        return steps if steps > self._min_steps else self._min_steps

@@ -16,6 +16,7 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
+from hetstream.base.forks import generation
 from hetstream.mpi_dataworkers.errors import ProtocolError
 
 # How an extent's offset goes back.
@@ -29,7 +30,7 @@ class Pool:
 
     def __init__(self, connection: socket.socket, capacity_bytes: int) -> None:
         self._connection = connection
-        self._pid = os.getpid()
+        self._generation = generation()
         self._unsent: collections.deque[int] = collections.deque()
         self.descriptor = os.memfd_create("hetstream-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -60,7 +61,7 @@ class Pool:
 
     def _give_back(self, offset: int) -> None:
         """Runs where the last view of a batch is dropped, in any thread: one system call, and no lock."""
-        if os.getpid() != self._pid:
+        if generation() != self._generation:
             return  # a forked child has dropped its copy of the program's objects
         self._unsent.append(offset)
         self.send_offsets()

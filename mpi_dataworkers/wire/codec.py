@@ -105,7 +105,7 @@ def fuse(buffers: Sequence[Leaf]) -> tuple[list[Buffer], list[tuple[int, int, in
 
 def size_of(buffer: Leaf) -> int:
     """Its bytes."""
-    return buffer.nbytes if isinstance(buffer, Scattered | memoryview) else len(buffer)
+    return buffer.nbytes if type(buffer) is memoryview or isinstance(buffer, Scattered) else len(buffer)
 
 
 def shared_bytes(buffers: Sequence[Leaf]) -> int:

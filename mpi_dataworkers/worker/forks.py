@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import traceback
 
+from hetstream.base.forks import generation
 from hetstream.mpi_dataworkers.worker.children import end_process
 
 
-class ForksEndHere(contextlib.AbstractContextManager[None]):
+class ForksEndHere:
     """A process that was forked inside, and comes out, ends: with the code of a `sys.exit`, with 1 after another
     exception. Torch's worker processes let such processes end in the same way."""
 
+    __slots__ = ("_generation",)
+
     def __enter__(self) -> None:
-        self._pid = os.getpid()
+        self._generation = generation()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if os.getpid() != self._pid:
+        if generation() != self._generation:
             _end(error)
 
 

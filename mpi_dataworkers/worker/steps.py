@@ -91,15 +91,15 @@ class StepMaker:
         """
         session = lease.session
         key = session.sharing.key if session.sharing is not None else ""
-        _, _, position = place_of(lease, step)
+        position = place_of(lease, step)[2] if key else 0
         names = session.session_id, step, lease.token
         lacking = without(session.errors, lease.left_out.get(step, []))
-        cached = None if lacking else self._cache.get(key, position)
+        cached = self._cache.get(key, position) if key and not lacking else None
         if cached is not None:
             again = Batch(*names, cached.num_samples, cached.spec, cached.buffers, "cache", lease.shift)
             gathered.add_alone(again, cached.frames)
             return True
-        result = self._run_user_code(lease, step)
+        result = self._run_user_code(lease, step, lacking)
         reader = self._readers.get(session.session_id)
         if result is None:
             assert reader is not None
@@ -134,7 +134,9 @@ class StepMaker:
             return FinishLease(lease.token, busy_s, dropped, waited_s=waited_s)
         return FinishLease(lease.token, busy_s, dropped, reader.snapshot, reader.snapshot_step, waited_s)
 
-    def _run_user_code(self, lease: GrantLease, step: int) -> tuple[MadeStep, bytes, list[Leaf]] | None:
+    def _run_user_code(
+        self, lease: GrantLease, step: int, lacking: set[int]
+    ) -> tuple[MadeStep, bytes, list[Leaf]] | None:
         """Make a step and take its batch apart; None where the shard has no such step."""
         session = lease.session
         with ForksEndHere():
@@ -147,7 +149,7 @@ class StepMaker:
                     if made is None:
                         return None
                 else:
-                    made = self._make_of_indices(lease, step, pipeline)
+                    made = self._make_of_indices(lease, step, lacking, pipeline)
                 return made, *flatten(made.batch)
             except PipelineError as error:
                 raise StepFailed(describe_failure(error, is_final=True)) from error
@@ -163,18 +165,17 @@ class StepMaker:
                 failed.__cause__ = error
                 raise StepFailed(describe_failure(failed)) from error
 
-    def _make_of_indices(self, lease: GrantLease, step: int, pipeline: Pipeline) -> MadeStep:
+    def _make_of_indices(self, lease: GrantLease, step: int, lacking: set[int], pipeline: Pipeline) -> MadeStep:
         session = lease.session
-        left_out = lease.left_out.get(step, [])
         epoch, epoch_step, _ = place_of(lease, step)
         indices, form = indices_of(lease, epoch, epoch_step, pipeline.buckets)
         seeds = SampleSeeds(indices, session.seed, epoch, None if isinstance(session.order, PlannedOrder) else step)
-        kept, their_seeds = leave_out(indices, seeds, without(session.errors, left_out))
+        kept, their_seeds = leave_out(indices, seeds, lacking) if lacking else (indices, seeds)
         # A step that has failed before is made sample by sample: what ends the process is then at fault.
         team = None if step in lease.left_out else self._team
         batch = pipeline.make_batch(kept, their_seeds, self._page, team, form) if len(kept) > 0 else None
         self._pipelines.check_writes(session.definition_id)
-        return MadeStep(batch, len(kept), len(indices) - len(kept), left_out)
+        return MadeStep(batch, len(kept), len(indices) - len(kept), lease.left_out.get(step, []))
 
     def _reader(self, session: SessionSpec, order: ShardOrder, pipeline: Pipeline) -> ShardReader | RankReader:
         """The shard's reader, which stays where the last lease left it."""

@@ -100,7 +100,7 @@ class WorkPage:
         """User code is about to run for a step."""
         self._steps += 1
         _PAGE.pack_into(self._page, 0, self._steps, limit_s, token, step, session_id.encode())
-        self.at_sample(-1)
+        _THREAD.pack_into(self._page, _PAGE.size, time.monotonic(), -1)
 
     def at_sample(self, sample_index: int, thread: int = 0) -> None:
         """A thread, below `MAX_THREADS`, comes to a sample, or with -1 to something else."""

@@ -28,6 +28,7 @@ from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.messages import (
     ErrorPolicy,
     LoaderRegistered,
+    LoaderStats,
     Message,
     NeedDefinition,
     OpenSession,
@@ -89,6 +90,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
         {},
         lambda *_: None,
         lambda _: False,
+        LoaderStats,
         1 << 20,
         frozenset(),
     )

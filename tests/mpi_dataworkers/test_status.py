@@ -23,6 +23,7 @@ from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
+from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.messages import (
     DrainWorker,
@@ -147,6 +148,25 @@ def test_rates_are_of_the_last_seconds() -> None:
         rates.note(second, 10 * second if second <= 90 else 900)
     assert rates.per_s(100.0, 900) == (0.0,)
     assert RecentRates(0.0, 0).per_s(0.0, 5) == (0.0,)
+
+
+def test_who_waits_for_a_step_reports_the_time_up_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    statistics = LoaderStatistics()
+    statistics.count({"steps": 1, "wait_s": 2.0}, 0)
+    clock[0] = 105.0
+    statistics.count({"steps": 1, "wait_s": 1.0}, 0)
+    clock[0] = 160.0
+    assert statistics.at_last_step().elapsed_s == 7.0, "else a loader that waits would seem to wait less and less"
+    assert statistics.now().elapsed_s == 62.0
+    statistics.count({"elapsed_s": 62.0}, 3)
+    assert statistics.at_last_step() == statistics.now() == statistics.counters
+    assert (statistics.counters.steps, statistics.counters.wait_s, statistics.counters.duplicates_dropped) == (
+        2,
+        3.0,
+        3,
+    )
 
 
 def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:

@@ -96,6 +96,14 @@ def test_many_large_tensors_whose_ends_are_on_no_boundary(
     assert calls == [len(shapes)], "each is copied by itself"
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_bytes", [0, 47, 49, 96])
+def test_a_tensor_takes_the_bytes_of_its_shape_and_no_others(dtype: torch.dtype, num_bytes: int) -> None:
+    spec, _ = flatten(torch.zeros(48 // dtype.itemsize, dtype=dtype).reshape(2, -1))
+    with pytest.raises(ProtocolError, match="48 bytes"):
+        unflatten(spec, [memoryview(bytearray(num_bytes))])
+
+
 def test_views_come_as_what_they_show() -> None:
     base = torch.arange(24).reshape(4, 6)
     for view in (base.t(), base[:, ::2], base[1:3, 2], base.expand(2, 4, 6), torch.rand(3, dtype=torch.cfloat).conj()):

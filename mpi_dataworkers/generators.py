@@ -17,12 +17,29 @@ from hetstream.mpi_dataworkers.errors import PipelineError
 _APART = 0x5EED_0F_5A_3B1E
 
 
+class making_sample:
+    """This thread makes a sample, or with one seed a step; the 64-bit seed is that of the global generators."""
+
+    # Written out: a generator as context takes four times as long, of the time for each sample.
+    __slots__ = ("_before", "numpy", "python", "seed")
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed ^ _APART
+        self.python: random.Random | None = None
+        self.numpy: np.random.Generator | None = None
+
+    def __enter__(self) -> None:
+        self._before = _current.sample
+        _current.sample = self
+
+    def __exit__(self, *_: object) -> None:
+        _current.sample = self._before
+
+
 class _Current(threading.local):
     """What this thread makes."""
 
-    seed: int | None = None
-    python: random.Random | None = None
-    numpy: np.random.Generator | None = None
+    sample: making_sample | None = None
 
 
 _current = _Current()
@@ -34,9 +51,10 @@ def sample_generator() -> random.Random:
     Raises:
         PipelineError: this thread makes no sample.
     """
-    if _current.python is None:
-        _current.python = random.Random(_seed("sample_generator"))
-    return _current.python
+    sample = _current_sample("sample_generator")
+    if sample.python is None:
+        sample.python = random.Random(sample.seed)
+    return sample.python
 
 
 def numpy_sample_generator() -> np.random.Generator:
@@ -45,38 +63,23 @@ def numpy_sample_generator() -> np.random.Generator:
     Raises:
         PipelineError: this thread makes no sample.
     """
-    if _current.numpy is None:
-        _current.numpy = np.random.default_rng(_seed("numpy_sample_generator"))
-    return _current.numpy
+    sample = _current_sample("numpy_sample_generator")
+    if sample.numpy is None:
+        sample.numpy = np.random.default_rng(sample.seed)
+    return sample.numpy
 
 
 def makes_sample() -> bool:
     """Whether this thread makes a sample for hetstream; not, say, when a program reads its dataset itself."""
-    return _current.seed is not None
+    return _current.sample is not None
 
 
-class making_sample:
-    """This thread makes a sample, or with one seed a step; the 64-bit seed is that of the global generators."""
-
-    # Written out: a generator as context takes four times as long, of the time for each sample.
-    __slots__ = ("_before", "_seed")
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._before = _current.seed, _current.python, _current.numpy
-        _current.seed, _current.python, _current.numpy = self._seed ^ _APART, None, None
-
-    def __exit__(self, *_: object) -> None:
-        _current.seed, _current.python, _current.numpy = self._before
-
-
-def _seed(name: str) -> int:
-    if _current.seed is None:
+def _current_sample(name: str) -> making_sample:
+    sample = _current.sample
+    if sample is None:
         raise PipelineError(
             f"{name}() outside of a sample: there is one only in the dataset's methods and its transform, called by "
             "hetstream's loader, in the thread that it calls them in. Draw from `random` elsewhere; hand the generator "
             "to threads of your own."
         )
-    return _current.seed
+    return sample

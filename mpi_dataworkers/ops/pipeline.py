@@ -288,6 +288,8 @@ def _sendable(text: str) -> str:
 
 def without(policy: ErrorPolicy, left_out: Collection[Failure]) -> set[int]:
     """The samples that a step is to be made without; with -1 among them, all."""
+    if not left_out and not policy.quarantined:  # as nearly all steps
+        return set()
     return {*policy.quarantined, *[failure.sample_index for failure in left_out]}
 
 

@@ -198,6 +198,11 @@ class EpochPlan:
         least = self.world_size if self.global_batch_size is None else (self.global_batch_size + 1) // 2
         return full > 0 and 0 < left_over < least and not self.drop_last
 
+    @functools.cached_property
+    def _num_plain_rounds(self) -> int:
+        """Full rounds, which are not divided together with the last one."""
+        return self.num_samples // self._round_samples - self._shares_tail
+
     @property
     def _smallest_round(self) -> int:
         left_over = self.num_samples % self._round_samples
@@ -213,6 +218,8 @@ class EpochPlan:
 
     def _round_bounds(self, step: int) -> tuple[int, int]:
         start = step * self._round_samples
+        if step < self._num_plain_rounds:
+            return start, start + self._round_samples
         full, left_over = divmod(self.num_samples, self._round_samples)
         if self._shares_tail and step >= full - 1:
             start = (full - 1) * self._round_samples

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import tempfile
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
 
 HETSTREAM, RAW, BUFFERED = "hetstream", "raw O_DIRECT", "raw buffered"
@@ -38,8 +38,8 @@ def main() -> int:
         )
     harness.by_system(results)
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("torch"),
+        "machine": machine.describe(),
+        "versions": machine.versions("torch"),
         "notes": [
             "hetstream: from the end of save() until the commit: with checksums, fsync of files and folders.",
             "raw: a new file of the same bytes in pieces of 64 MiB, then fsync; all in turns.",

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import tempfile
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
 
 NAMES = {
@@ -55,8 +55,8 @@ def main() -> int:
         Metric("segments", "segments more", (case,)),
     ]
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("torch"),
+        "machine": machine.describe(),
+        "versions": machine.versions("torch"),
         "notes": [
             f"Median of the last 9 saves less median of the first 9 after {warmup}; over the program and its helpers.",
             "Memory: anonymous and resident. Segments: mappings of shared memory, also of files that are gone.",

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, machine, running
 from benchmarks.harness import Row
 from hetstream.checkpoint.memory.store import SHARED_MEMORY
 from hetstream.checkpoint.memory.store_files import list_stores, stores_prefix
@@ -262,7 +262,7 @@ def run(folder: Path, args: argparse.Namespace) -> Tally:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            cwd=harness.ROOT,
+            cwd=running.ROOT,
         )
     chaos = Chaos(folder, zygote, args.seed)
     chaos.resume()
@@ -333,8 +333,8 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         tally = run(folder.absolute(), args)
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("torch"),
+        "machine": machine.describe(),
+        "versions": machine.versions("torch"),
         "notes": [
             f"A save every {INTERVAL} steps, as fast as the trainer can. Kills come at random moments, one in "
             f"{EARLY_ONE_IN} while the trainer starts or restores.",

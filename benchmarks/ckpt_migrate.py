@@ -6,23 +6,15 @@ the model, restore. docs/benchmarks.md explains the rows.
 
 from __future__ import annotations
 
-import os
 import shutil
-import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.clients.ckpt_job import CheckpointJob, differences, undisturbed
-from benchmarks.harness import Row
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.programs import missing_programs
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
+from benchmarks.cluster import throw_away_cluster, why_no_cluster
+from benchmarks.harness import Row, row_of
 
 CASE = "a training job moves to another node"
 MIGRATE, RESUBMIT = "hetstream migrate", "scancel and sbatch"
@@ -35,23 +27,15 @@ NUM_STEPS = 20
 def main() -> int:
     """Run the benchmark."""
     args = harness.parser("Move a training job on a throw-away Slurm cluster.", repeats=1).parse_args()
-    missing = missing_programs()
-    if os.geteuid() != 0 or missing:
-        print("needs root and Debian's Slurm: hetstream devcluster install", file=sys.stderr)
+    if reason := why_no_cluster():
+        harness.say(reason)
         return 2
     rounds = 1 if args.quick else ROUNDS
-    with ExitStack() as undo:
-        record = boot(
-            BootRequest(f"bench-{os.getpid()}", DEFAULT_STATE_ROOT / f"bench-{os.getpid()}", ClusterShape()),
-            choose_programs(HOST, DEFAULT_CACHE_DIR, _say),
-            _say,
-        )
-        undo.callback(tear_down, Path(record.state_dir))
-        directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="hetstream-bench-")))
-        rows, problems = measure(directory, record.environment(os.environ), [MIGRATE, RESUBMIT] * rounds)
+    with throw_away_cluster() as (directory, environ):
+        rows, problems = measure(directory, environ, [MIGRATE, RESUBMIT] * rounds)
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("torch"),
+        "machine": machine.describe(),
+        "versions": machine.versions("torch"),
         "notes": [
             f"Pause: from the end of the last step before the move to the moment when the first one behind it can "
             f"begin. A step takes {1000 * STEP_S:g} ms and a little; a small model; trainer, writer, data worker and "
@@ -82,7 +66,7 @@ def measure(directory: Path, environ: Mapping[str, str], moves: Sequence[str]) -
         for move in moves:
             jobs[-1].wait_for_steps(NUM_STEPS)
             jobs.append(_move(jobs[-1], move))
-            _say(f"{move}: job {jobs[-2].job_id} to {jobs[-1].job_id}, {jobs[-1].starts()[-1:]}")
+            harness.say(f"{move}: job {jobs[-2].job_id} to {jobs[-1].job_id}, {jobs[-1].starts()[-1:]}")
         jobs[-1].wait_for_steps(1)
         jobs[-1].end_soon(2 * NUM_STEPS)
         for one in jobs:
@@ -105,13 +89,13 @@ def measure(directory: Path, environ: Mapping[str, str], moves: Sequence[str]) -
     by_move = {
         name: [s for s, move in zip(pauses_s, moves, strict=False) if move == name] for name in dict.fromkeys(moves)
     }
-    rows = [_row(f"pause, {name}", values, "s") for name, values in by_move.items()]
+    rows = [row_of(CASE, f"pause, {name}", values, "s") for name, values in by_move.items()]
     if by_move.get(MIGRATE) and by_move.get(RESUBMIT):
         ratios = [other / own for own, other in zip(by_move[MIGRATE], by_move[RESUBMIT], strict=False)]
-        rows.append(_row(f"{RESUBMIT} / {MIGRATE}", ratios, "x"))
+        rows.append(row_of(CASE, f"{RESUBMIT} / {MIGRATE}", ratios, "x"))
     rows += [
-        _row("steps lost or made twice", [float(sum(lost))], "steps", 0.0),
-        _row("differences from the undisturbed run", [float(len(problems))], "", 0.0),
+        row_of(CASE, "steps lost or made twice", [float(sum(lost))], "steps", at_most=0),
+        row_of(CASE, "differences from the undisturbed run", [float(len(problems))], "", at_most=0),
     ]
     return rows, problems
 
@@ -131,19 +115,6 @@ def node_of(job: CheckpointJob) -> str:
     """Where the trainer runs."""
     lines = job.run("squeue", "--noheader", f"--jobs={job.job_id}", "--format=%i %N").splitlines()
     return next(line.split()[1] for line in lines if line.split()[0] == f"{job.job_id}+0")
-
-
-def _row(system: str, values: list[float], unit: str, goal: float | None = None) -> Row:
-    if not values:
-        return Row(CASE, system, None, unit, note="no such move")
-    met = None if goal is None else max(values) <= goal
-    target = None if goal is None else f"<= {goal:g}"
-    spread = (min(values), max(values))
-    return Row(CASE, system, statistics.median(values), unit, spread, target, met, samples=tuple(values))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

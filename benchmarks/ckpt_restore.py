@@ -9,7 +9,7 @@ import contextlib
 import sys
 import tempfile
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
 
 HETSTREAM, COPY, RAW = "hetstream", "memcpy", "raw read"
@@ -55,8 +55,8 @@ def main() -> int:
             *(Target(disk, HETSTREAM, name, "seconds", at_most=1.0) for name in PEERS),
         ]
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("torch", "safetensors"),
+        "machine": machine.describe(),
+        "versions": machine.versions("torch", "safetensors"),
         "notes": [
             "Into the program's own tensors, whose memory is there. Files were taken out of the page cache before.",
             "memcpy: the same tensors by one thread into private memory, in turns. hetstream copies with two threads.",

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
 
 HETSTREAM, FIRST, COPY, TORCH = "hetstream", "hetstream, first save", "memcpy", "torch.save + fsync"
@@ -72,8 +72,8 @@ def main() -> int:
     shown = [*taking_part, *(System(name) for name in (FIRST, COPY) if HETSTREAM in {one.name for one in taking_part})]
     metrics = [Metric("blocked_s", "s blocked", tuple(cases)), Metric("cpu_s", "CPU-s", tuple(cases))]
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("torch", "numpy"),
+        "machine": machine.describe(),
+        "versions": machine.versions("torch", "numpy"),
         "notes": [
             f"CPU tensors in a dict; each save is on disk before the next begins. Median of {args.saves} saves after "
             "the first. hetstream's first save comes after its memory was prepared, as restore() does.",

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
 
 RAW = "raw O_DIRECT"
@@ -38,7 +38,7 @@ def main() -> int:
     taking_part = harness.chosen(systems, args.systems)
     state = {"tensors": 100, "bytes": int(args.gigabytes * 1e9)}
     cases: dict[str, dict[str, Any]] = {ONE: {**state, "threads": 1}, TWO: {**state, "threads": 2}}
-    cores = sorted(set(harness.two_cores()))
+    cores = sorted(set(machine.two_cores()))
     with contextlib.ExitStack() as stack:
         folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
         results = harness.collect(
@@ -69,8 +69,8 @@ def main() -> int:
         if name not in ("hetstream", RAW)
     ]
     context = {
-        "machine": harness.machine(all=cores),
-        "versions": harness.versions("torch"),
+        "machine": machine.describe(all=cores),
+        "versions": machine.versions("torch"),
         "notes": [
             f"{args.gigabytes:g} GB in 100 tensors; program and checkpoint writer share the cores {cores}.",
             "In turns the loop runs 3 s with nothing to write, and until a checkpoint is on disk; saves do not count.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import harness, peers
+from benchmarks import harness, machine, peers
 from benchmarks.harness import Metric, System, Target
 
 LINEAR, QUADRATIC = "step time linear in the longest text", "step time quadratic in the longest text"
@@ -32,9 +32,9 @@ def main() -> int:
         System(TF_DATA, (str(found.python), "-m", "benchmarks.clients.tf_coordinated"), found.missing),
     ]
     taking_part = harness.chosen(systems, args.systems)
-    cores = list(harness.two_cores())
+    cores = list(machine.two_cores())
     request = {"cores": cores, "samples": 2_000 if args.quick else 10_000}
-    described = harness.machine(all=cores)
+    described = machine.describe(all=cores)
     harness.say(f"coordinated: {request['samples']} texts")
     results = harness.collect(
         taking_part,
@@ -46,7 +46,7 @@ def main() -> int:
     )
     context = {
         "machine": described,
-        "versions": harness.versions("torch", "numpy", "pyzmq") | found.versions,
+        "versions": machine.versions("torch", "numpy", "pyzmq") | found.versions,
         "notes": [
             "An emulation: no GPU takes part. A rank is a thread, a step is a sleep as long as its longest text asks "
             "for, and all ranks wait for the last.",

@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.clients.elastic_job import ElasticJob
 from benchmarks.clients.elastic_picture import Sample, picture
+from benchmarks.cluster import throw_away_cluster, why_no_cluster
 from benchmarks.harness import Row
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.wire.messages import Status
 from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.programs import missing_programs
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
 
 MAKE_S, STEP_S = 0.1, 0.025  # of a batch on one CPU, and of the trainer: four data workers make as much as it takes
 COOLDOWN_S = 5
@@ -56,7 +51,7 @@ class Bench:
 
     def job(self, name: str, directives: str, *arguments: str) -> ElasticJob:
         """Submit one."""
-        _say(f"{name}: {directives} {' '.join(arguments)}")
+        harness.say(f"{name}: {directives} {' '.join(arguments)}")
         return ElasticJob(self.directory / name, self.environ, directives, *arguments)
 
     @contextmanager
@@ -99,16 +94,15 @@ class Bench:
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"elastic-{name}.svg"
         path.write_text(picture(title, samples, changes, ideal_per_s))
-        _say(f"wrote {path}")
+        harness.say(f"wrote {path}")
 
 
 def main() -> int:
     """Run the benchmark."""
     own = harness.parser("Let jobs find their number of data workers on a throw-away Slurm cluster.", repeats=1)
     args = own.parse_args()
-    missing = missing_programs()
-    if os.geteuid() != 0 or missing:
-        print("needs root and Debian's Slurm: hetstream devcluster install", file=sys.stderr)
+    if reason := why_no_cluster():
+        harness.say(reason)
         return 2
     words = [word.strip() for word in args.systems.split(",") if word.strip()]
     parts = {name: part for name, part in PARTS.items() if not words or any(word in name for word in words)}
@@ -117,7 +111,7 @@ def main() -> int:
     for tuned in (True, False):
         chosen = {name: part for name, part in parts.items() if ("default" in name) != tuned}
         if chosen:
-            with _cluster(tuned) as (directory, environ):
+            with throw_away_cluster(tuned=tuned) as (directory, environ):
                 for name, part in chosen.items():
                     bench = Bench(directory, environ, args.out, args.quick)
                     try:
@@ -126,8 +120,8 @@ def main() -> int:
                         failures[name] = f"{type(error).__name__}: {error}"
                     rows += bench.rows
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("torch"),
+        "machine": machine.describe(),
+        "versions": machine.versions("torch"),
         "notes": [
             f"Emulated CPU cost: a batch is {MAKE_S:g} s of sleep on one CPU, a training step {STEP_S:g} s of sleep: so"
             " eight data workers work at once on any machine, and this measures the controller, not the data path.",
@@ -269,28 +263,12 @@ def _gone_for(samples: list[Sample], seconds: float) -> bool:
     return any(one.requested for one in samples) and all(not one.requested for one in recent)
 
 
-@contextmanager
-def _cluster(tuned: bool) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A throw-away cluster: a folder for jobs, and the environment that reaches it."""
-    name = f"bench-{os.getpid()}-{'tuned' if tuned else 'default'}"
-    with ExitStack() as undo:
-        request = BootRequest(name, DEFAULT_STATE_ROOT / name, ClusterShape(), tuned_scheduler=tuned)
-        record = boot(request, choose_programs(HOST, DEFAULT_CACHE_DIR, _say), _say)
-        undo.callback(tear_down, Path(record.state_dir))
-        directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="hetstream-bench-")))
-        yield directory, dict(record.environment(os.environ))
-
-
 def _wait(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not come within {_TIMEOUT_S:g} s")
         time.sleep(0.05)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

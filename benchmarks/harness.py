@@ -9,33 +9,21 @@ issue names (`Goal`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import platform
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-# A client that was told to stop gets this long to take its own children down before it counts as a leak.
-TEARDOWN_GRACE_S = 5.0
+from benchmarks.running import ROOT, ClientFailed, Sample, run_client
 
 # A window in which others used more of the pinned cores than this is measured again, so many times in all.
 QUIET_LOAD = 0.05
 MAX_TRIES = 2
-
-Sample = Mapping[str, float]
-"""What one client measured for one case in one repeat: metric name -> value."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +138,20 @@ class Row:
     samples: tuple[float, ...] = ()
 
 
-class ClientFailed(Exception):
-    """A client program ended with an error, ran past its deadline or printed something that is no sample."""
+def row_of(
+    case: str, system: str, values: Sequence[float], unit: str, *,
+    at_least: float | None = None, at_most: float | None = None,
+) -> Row:  # fmt: skip
+    """A row of values that were not collected from clients; with a goal, each of them must reach it."""
+    if not values:
+        return Row(case, system, None, unit, note="never happened")
+    spread = (min(values), max(values))
+    target, met = None, None
+    if at_least is not None:
+        target, met = f">= {at_least:g}", spread[0] >= at_least
+    elif at_most is not None:
+        target, met = f"<= {at_most:g}", spread[1] <= at_most
+    return Row(case, system, statistics.median(values), unit, spread, target, met, samples=tuple(values))
 
 
 @dataclass
@@ -176,86 +176,6 @@ class Results:
 
 
 # ---------------------------------------------------------------------------------------------------------- running
-
-
-def run_client(argv: Sequence[str], request: Mapping[str, Any], deadline_s: float) -> dict[str, Sample]:
-    """Run one client program to its end and return case -> sample. Whatever it started is gone afterwards.
-
-    Raises:
-        ClientFailed: with the last line of its stderr, or the processes it left behind.
-    """
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        process = subprocess.Popen(
-            [*argv, json.dumps(request)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            leaked = _end_group(process)
-        stdout.seek(0)
-        stderr.seek(0)
-        lines, complaints = stdout.read().splitlines(), stderr.read().strip().splitlines()
-    last = complaints[-1] if complaints else "nothing on stderr"
-    if code is None:
-        raise ClientFailed(f"no end after {deadline_s:.0f} s: {last}")
-    if code != 0:
-        raise ClientFailed(f"exit code {code}: {last}")
-    if leaked:
-        raise ClientFailed("left processes running after its end")
-    try:
-        parsed = [json.loads(line) for line in lines if line.startswith("{")]
-        return {entry.pop("case"): entry for entry in parsed}
-    except (ValueError, KeyError) as error:
-        raise ClientFailed(f"printed no sample: {error!r}: {lines[-1:]}") from error
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> bool:
-    """End every process of the client's group; say whether it left any after its own end."""
-    ended_itself = process.poll() is not None
-    # A child of an ended client may be on its way out: it counts as left behind only if it stays.
-    if not ended_itself:
-        _signal_group(process.pid, signal.SIGTERM)
-    leaked = not _group_gone(process.pid, TEARDOWN_GRACE_S)
-    if leaked:
-        _signal_group(process.pid, signal.SIGKILL)
-        _group_gone(process.pid, TEARDOWN_GRACE_S)
-    process.wait()
-    return leaked and ended_itself
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
-
-
-def _group_gone(group: int, within_s: float) -> bool:
-    """Wait until the process group has no member left; say whether that came true in time."""
-    deadline = time.monotonic() + within_s
-    while alive := _group_alive(group):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
-    return not alive
-
-
-def _group_alive(group: int) -> bool:
-    """Say whether the process group has a member that is not a zombie (nobody may be there to reap orphans)."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] not in "ZX":
-            return True
-    return False
 
 
 def collect(
@@ -436,51 +356,6 @@ def _figure(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
-
-
-def machine(**pinned: Sequence[int]) -> dict[str, Any]:
-    """Describe where the run took place; `pinned` names core sets (client=[0], producer=[1])."""
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    model = next((line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), "")
-    return {
-        "cpu": model or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(),
-        "load_average_at_start": round(os.getloadavg()[0], 2),
-        "pinned_cores": {name: list(cores) for name, cores in pinned.items()},
-    }
-
-
-def versions(*distributions: str) -> dict[str, str]:
-    """Python's version, the project's commit and the named distributions of this environment."""
-    found = {"python": platform.python_version()}
-    for name in ("hetstream", *distributions):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    found["commit"] = described.stdout.strip() or "not a git checkout"
-    return found
-
-
-def two_cores() -> tuple[int, int]:
-    """Pick a client and a producer core: not hardware threads of one core where that can be avoided.
-
-    With a single allowed core both are that one; the report says so through `pinned_cores`.
-    """
-    allowed = sorted(os.sched_getaffinity(0))
-    first = allowed[0]
-    try:
-        text = Path(f"/sys/devices/system/cpu/cpu{first}/topology/thread_siblings_list").read_text()
-        siblings = {int(word) for part in text.split(",") for word in part.split("-")}
-    except (OSError, ValueError):
-        siblings = {first}
-    others = [core for core in allowed if core != first]
-    return first, next((core for core in others if core not in siblings), others[0] if others else first)
 
 
 def parser(summary: str, repeats: int) -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import harness, peers
+from benchmarks import harness, machine, peers
 from benchmarks.harness import Goal, Metric, System, Target
 
 CASE = "SIGKILL of 1 of 2 data workers"
@@ -57,8 +57,8 @@ def main() -> int:
     for unit in ("batches lost", "batches twice"):
         rows = [Goal(CASE, HETSTREAM, unit, at_most=0).judge(row) for row in rows]
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("torch", "pyzmq") | found.versions,
+        "machine": machine.describe(),
+        "versions": machine.versions("torch", "pyzmq") | found.versions,
         "notes": [
             f"An epoch of {request['length']} batches, {SLEEP_S} s each to make; the kill comes after a quarter of it.",
             "torch's DataLoader raises an error and the epoch is over. tf.data service (DYNAMIC, not fault-tolerant) "

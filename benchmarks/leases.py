@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import harness, peers
+from benchmarks import harness, machine, peers
 from benchmarks.harness import Goal, Metric, System, Target
 
 SINGLE, MANY, CROWD = "1 step a lease", "64 steps a lease", "1 step a lease, 256 data workers"
@@ -57,7 +57,7 @@ def main() -> int:
     wanted = {system.name for system in harness.chosen(systems(peers.NONE), args.systems)}
     found = peers.environment(make=not args.quick) if TF in wanted else peers.NONE
     taking_part = [system for system in systems(found) if system.name in wanted]
-    client_core, server_core = harness.two_cores()
+    client_core, server_core = machine.two_cores()
     cases = {case: options for case, options in CASES.items() if not args.quick or case != CROWD}
     request = {
         "seconds": 0.1 if args.quick else 2.0,
@@ -74,8 +74,8 @@ def main() -> int:
         lambda _case, sample: f"{sample['leases_per_s']:,.0f} leases/s",
     )
     context = {
-        "machine": harness.machine(client=[client_core], dispatcher=[server_core]),
-        "versions": harness.versions("pyzmq", "msgspec") | found.versions,
+        "machine": machine.describe(client=[client_core], dispatcher=[server_core]),
+        "versions": machine.versions("pyzmq", "msgspec") | found.versions,
         "notes": [
             f"Every system: client on core {client_core}, dispatcher (and tf.data's worker) on core {server_core}.",
             "hetstream: each lease is granted, reported as finished, received and consumed. Batches of one sample.",

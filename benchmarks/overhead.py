@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from benchmarks import harness
+from benchmarks import harness, machine, running
 from benchmarks.harness import Metric, System, Target
 
 ONE, TWO = "1 core, 1 data worker", "2 cores, 2 data workers"
 HETSTREAM, LOOP, TORCH = "hetstream", "in-process loop", "torch DataLoader"
 # Real photographs where they are at hand: how much CPU a JPEG takes depends on what is in it.
-PHOTOGRAPHS = harness.ROOT.parent / "shared" / "data" / "jpeg"
-SYNTHETIC = harness.ROOT / "build" / "bench" / "synthetic-jpeg"
+PHOTOGRAPHS = running.ROOT.parent / "shared" / "data" / "jpeg"
+SYNTHETIC = running.ROOT / "build" / "bench" / "synthetic-jpeg"
 
 METRICS = (Metric("images_per_s", "images/s", (ONE, TWO)), Metric("cpu_ms_per_image", "CPU-ms/image", (ONE, TWO)))
 TARGETS = (
@@ -36,7 +36,7 @@ def photographs() -> tuple[Path, str]:
     if PHOTOGRAPHS.is_dir():
         return (
             PHOTOGRAPHS,
-            f"{len(list(PHOTOGRAPHS.iterdir()))} photographs from ../{PHOTOGRAPHS.relative_to(harness.ROOT.parent)}",
+            f"{len(list(PHOTOGRAPHS.iterdir()))} photographs from ../{PHOTOGRAPHS.relative_to(running.ROOT.parent)}",
         )
     write_synthetic(SYNTHETIC, 128)
     return SYNTHETIC, f"128 synthetic JPEG files ({PHOTOGRAPHS} is not there): not comparable with runs on photographs"
@@ -65,14 +65,14 @@ def main() -> int:
         System(TORCH, (*client, "torch")),
     ]
     taking_part = harness.chosen(systems, args.systems)
-    first, second = harness.two_cores()
+    first, second = machine.two_cores()
     cases: dict[str, dict[str, Any]] = {ONE: {"workers": 1, "cores": [first]}}
     if first != second:
         cases[TWO] = {"workers": 2, "cores": [first, second]}
     root, origin = photographs()
     # Two data workers have a batch in work each when a window begins and ends: a long one makes that a small error.
     request = {"root": str(root), "batches": 1 if args.quick else 48, "warmup": 1 if args.quick else 4}
-    described = harness.machine(**{case: options["cores"] for case, options in cases.items()})
+    described = machine.describe(**{case: options["cores"] for case, options in cases.items()})
     harness.say(f"overhead: {origin}; {request['batches']} batches of 64 a case")
     results = harness.collect(
         taking_part,
@@ -86,7 +86,7 @@ def main() -> int:
     metrics = [Metric(metric.key, metric.unit, tuple(cases)) for metric in METRICS]
     context = {
         "machine": described,
-        "versions": harness.versions("torch", "pillow", "numpy", "pyzmq"),
+        "versions": machine.versions("torch", "pillow", "numpy", "pyzmq"),
         "notes": [
             f"Images: {origin}. Decode, random resized crop to 224 px, flip, default_collate, batches of 64 (uint8).",
             f"All processes of a system share the same cores ({pinned}); the trainer does no training.",

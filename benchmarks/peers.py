@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import ROOT, say
+from benchmarks.harness import say
+from benchmarks.running import ROOT
 
 
 @dataclass(frozen=True)

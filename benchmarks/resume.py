@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import harness, peers
+from benchmarks import harness, machine, peers
 from benchmarks.harness import Metric, System, Target
 
 HETSTREAM, IN_PROCESS, STATEFUL = "hetstream, 1 then 2 data workers", "hetstream in process", "StatefulDataLoader"
@@ -37,7 +37,7 @@ def main() -> int:
     ]
     taking_part = harness.chosen(systems, args.systems)
     samples = 100_000 if args.quick else 10_000_000
-    first, second = harness.two_cores()
+    first, second = machine.two_cores()
     results = harness.collect(
         taking_part,
         CASES,
@@ -47,8 +47,8 @@ def main() -> int:
         lambda _case, sample: f"{sample['first_batch_ms']:.1f} ms, {sample['state_bytes']:.0f} bytes",
     )
     context = {
-        "machine": harness.machine(all=sorted({first, second})),
-        "versions": harness.versions("torch", "numpy", "pyzmq") | found.versions,
+        "machine": machine.describe(all=sorted({first, second})),
+        "versions": machine.versions("torch", "numpy", "pyzmq") | found.versions,
         "notes": [
             f"{samples:,} samples of one number each, batches of 1000; the state is of 90 % of the epoch, as JSON "
             "where it is plain and else as pickle.",

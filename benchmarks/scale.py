@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
 
 HETSTREAM, TORCH = "hetstream", "torch DataLoader"
@@ -41,7 +41,7 @@ def main() -> int:
         "batch_bytes": BATCH_BYTES,
         "sleeps": 4 if args.quick else 10,
     }
-    described = harness.machine()
+    described = machine.describe()
     harness.say(f"scale: a transform that sleeps {request['sleep_s']} s, batches of {BATCH_BYTES} bytes")
     results = harness.collect(
         taking_part,
@@ -67,7 +67,7 @@ def main() -> int:
     )
     context = {
         "machine": described,
-        "versions": harness.versions("torch", "pyzmq"),
+        "versions": machine.versions("torch", "pyzmq"),
         "notes": [
             f"Emulation: making a batch sleeps {request['sleep_s']} s and costs no CPU. All processes share all cores.",
             "linear: n data workers make n batches in the time of one.",

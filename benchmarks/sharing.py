@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import harness, peers
+from benchmarks import harness, machine, peers
 from benchmarks.harness import Metric, System, Target
 
 SPIN, SLEEP = "transform spins 5 ms", "transform sleeps 5 ms"
@@ -43,10 +43,10 @@ def main() -> int:
     found = peers.environment(make=not args.quick)
     systems.append(System(TF_DATA, (str(found.python), "-m", "benchmarks.clients.tf_shared_jobs", "8"), found.missing))
     taking_part = harness.chosen(systems, args.systems)
-    client_core, producer_core = harness.two_cores()
+    client_core, producer_core = machine.two_cores()
     samples = 64 if args.quick else 400
     request = {"client_core": client_core, "producer_core": producer_core}
-    described = harness.machine(client=[client_core], producer=[producer_core])
+    described = machine.describe(client=[client_core], producer=[producer_core])
     results = harness.collect(
         taking_part,
         {case: options | {"samples": samples} for case, options in CASES.items()},
@@ -57,7 +57,7 @@ def main() -> int:
     )
     context = {
         "machine": described,
-        "versions": harness.versions("torch", "numpy", "pyzmq") | found.versions,
+        "versions": machine.versions("torch", "numpy", "pyzmq") | found.versions,
         "notes": [
             f"Each job reads {samples} samples of 150 KB in the same shuffled order, batches of 16, in one epoch.",
             "CPU-s of hetstream are those of the data worker process and the dispatcher, with sending to all jobs; "

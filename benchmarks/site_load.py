@@ -16,29 +16,26 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks import harness
-from benchmarks.harness import ROOT, Row
+from benchmarks import harness, machine
+from benchmarks.cluster import throw_away_cluster, why_no_cluster
+from benchmarks.harness import Row
+from benchmarks.running import ROOT
 from hetstream.hetjob.errors import SiteError
 from hetstream.hetjob.site.address import SiteSettings, TcpAddress
 from hetstream.hetjob.site.client import ask
 from hetstream.hetjob.site.messages import AskStatus, ShowStatus
 from hetstream.slurm_plugin.client.run import run_slurm
-from hetstream.slurm_plugin.devcluster.boot import BootRequest, boot
-from hetstream.slurm_plugin.devcluster.programs import missing_programs
-from hetstream.slurm_plugin.devcluster.roots import DEFAULT_CACHE_DIR, HOST, choose_programs
-from hetstream.slurm_plugin.devcluster.spec import DEFAULT_STATE_ROOT, ClusterShape
-from hetstream.slurm_plugin.devcluster.teardown import tear_down
-from hetstream.slurm_plugin.errors import TeardownFailed
+from hetstream.slurm_plugin.devcluster.spec import ClusterShape
 
 NUM_JOBS, NUM_WAITING, MINUTE_S, NUM_QUESTIONS = 1000, 100, 60.0, 30
 QUICK = (20, 4, 5.0, 3)
+LARGE = ClusterShape(gpu_nodes=1, cpu_nodes=4, cpus_per_node=512)
 MOST_REQUESTS_PER_S = 5.0
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))
 _DEADLINE_S = 900.0
@@ -48,26 +45,25 @@ _COUNT = re.compile(r"^\s+([A-Z_]+)\s+\(\s*\d+\) count:(\d+)", re.MULTILINE)
 def main() -> int:
     """Run the benchmark."""
     args = harness.parser("Load slurmctld and the site daemon with a thousand jobs.", repeats=1).parse_args()
-    missing = missing_programs()
-    if os.geteuid() != 0 or missing:
-        print("needs root and Debian's Slurm: hetstream devcluster install", file=sys.stderr)
+    if reason := why_no_cluster():
+        harness.say(reason)
         return 2
     num_jobs, num_waiting, minute_s, num_questions = (
         QUICK if args.quick else (NUM_JOBS, NUM_WAITING, MINUTE_S, NUM_QUESTIONS)
     )
-    with _cluster() as environ, tempfile.TemporaryDirectory(prefix="hetstream-bench-") as directory:
+    with throw_away_cluster(LARGE) as (directory, environ):
         jobs = _submit(environ, ["--partition=cpu", "--wrap=exec sleep 7200"], num_jobs)
         _wait(lambda: len(_squeue(environ, "RUNNING")) >= num_jobs, f"the start of {num_jobs} jobs")
         waiting = jobs[:: max(1, num_jobs // num_waiting)][:num_waiting]
         for job in waiting:
             comment = f"--comment=hets:trainer={job} hets:start={job}.0"
             _submit(environ, ["--partition=cpu", "--hold", comment, "--wrap=exec sleep 1"], 1)
-        _say(f"{len(_squeue(environ, 'RUNNING'))} jobs run")
-        rows = _measure(Path(directory), environ, jobs, waiting, minute_s)
+        harness.say(f"{len(_squeue(environ, 'RUNNING'))} jobs run")
+        rows = _measure(directory, environ, jobs, waiting, minute_s)
         rows += _why(environ, _squeue(environ, "PENDING")[:num_questions])
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("torch"),
+        "machine": machine.describe(),
+        "versions": machine.versions("torch"),
         "notes": [
             f"{num_jobs} jobs with a slurmstepd and a sleep each; their job masters are stubs in one process: the link "
             "to the daemon and the rule when to ask Slurm are the real ones.",
@@ -196,36 +192,12 @@ def _process(argv: Sequence[str], environ: dict[str, str], log: Path) -> Iterato
                     process.kill()
 
 
-@contextmanager
-def _cluster() -> Iterator[dict[str, str]]:
-    name = f"bench-{os.getpid()}-load"
-    shape = ClusterShape(gpu_nodes=1, cpu_nodes=4, cpus_per_node=512)
-    record = boot(
-        BootRequest(name, DEFAULT_STATE_ROOT / name, shape), choose_programs(HOST, DEFAULT_CACHE_DIR, _say), _say
-    )
-    try:
-        munge = str(Path(record.state_dir) / "run" / "munge.sock")
-        yield dict(record.environment(os.environ)) | {"HETSTREAM_MUNGE_SOCKET": munge}
-    finally:
-        for tries_left in range(9, -1, -1):
-            try:
-                tear_down(Path(record.state_dir))
-                break
-            except TeardownFailed:  # a thousand processes do not end within its ten seconds on two cores
-                if not tries_left:
-                    raise
-
-
 def _wait(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + _DEADLINE_S
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not come within {_DEADLINE_S:g} s")
         time.sleep(0.5)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import running
 
 EPOCHS = 10
 SAMPLE_EVERY_S = 1.0
@@ -188,7 +188,7 @@ class Soak:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        deadline = time.monotonic() + harness.TEARDOWN_GRACE_S
+        deadline = time.monotonic() + running.TEARDOWN_GRACE_S
         while _of_run(self.folder) and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -285,7 +285,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=120.0, help="seconds without a batch that end the run")
     parser.add_argument("--folder", type=Path, help="for the logs and the ledger; a temporary one is removed")
-    parser.add_argument("--out", type=Path, default=harness.ROOT / "build" / "bench" / "soak.json")
+    parser.add_argument("--out", type=Path, default=running.ROOT / "build" / "bench" / "soak.json")
     parser.add_argument("--quick", action="store_true", help="shows that it runs; too short to judge memory")
     args = parser.parse_args()
     if args.quick:

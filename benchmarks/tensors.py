@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import harness, peers
+from benchmarks import harness, machine, peers
 from benchmarks.harness import Metric, Results, Row, System, Target
 
 CASES: Mapping[str, Mapping[str, Any]] = {
@@ -104,7 +104,7 @@ def main() -> int:
     least = (sys.executable, "-m", "benchmarks.clients.tensors", "least", MANY.partition(" ")[0])
     # Not chosen like others: each ratio has it beside it.
     taking_part = [System(LEAST, least), *(system for system in systems(*found) if system.name in wanted)]
-    client_core, producer_core = harness.two_cores()
+    client_core, producer_core = machine.two_cores()
     request = {
         "seconds": 0.1 if args.quick else 1.0,
         "warmup_s": 0.05 if args.quick else 0.4,
@@ -122,8 +122,8 @@ def main() -> int:
     harness.by_system(results)
     shown = [*(System(f"{LEAST}, {count}") for count in (ONE, MANY)), *taking_part[1:]]
     context = {
-        "machine": harness.machine(client=[client_core], producer=[producer_core]),
-        "versions": harness.versions("torch", "numpy", "pyzmq") | found[0].versions | found[1].versions,
+        "machine": machine.describe(client=[client_core], producer=[producer_core]),
+        "versions": machine.versions("torch", "numpy", "pyzmq") | found[0].versions | found[1].versions,
         "notes": [
             "A batch is a dict of float32 tensors of equal size, made once.",
             "CPU-ms counts the trainer's process and all below it: dispatcher, data worker, servers, Ray's daemons.",

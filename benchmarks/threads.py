@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
 from benchmarks.overhead import photographs
 
@@ -37,10 +37,10 @@ def main() -> int:
         System(TORCH, (*client, "torch", "2", "1")),
     ]
     taking_part = harness.chosen(systems, args.systems)
-    cores = sorted(set(harness.two_cores()))
+    cores = sorted(set(machine.two_cores()))
     root, origin = photographs()
     request = {"root": str(root), "batches": 1 if args.quick else 16, "warmup": 1 if args.quick else 4}
-    described = harness.machine(all=cores)
+    described = machine.describe(all=cores)
     harness.say(f"threads: {origin}; {request['batches']} batches of 64")
     results = harness.collect(
         taking_part,
@@ -52,7 +52,7 @@ def main() -> int:
     )
     context = {
         "machine": described,
-        "versions": harness.versions("torch", "pillow", "numpy", "pyzmq"),
+        "versions": machine.versions("torch", "pillow", "numpy", "pyzmq"),
         "notes": [
             f"Images: {origin}. Decode, random resized crop to 224 px, flip, default_collate, batches of 64 (uint8).",
             f"All processes of a system share the cores {cores}; the trainer does no training.",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from benchmarks import harness, peers
+from benchmarks import harness, machine, peers
 from benchmarks.harness import Metric, System, Target
 
 LARGE = ("38.5 MB", "9.6 MB")
@@ -96,8 +96,8 @@ def main() -> int:
     needed = wanted & {TORCHDATA, RAY, GRAIN, MOSAIC, RPC}
     torch_peers = peers.environment(peers.TORCH_PEERS, make=not args.quick) if needed else peers.NONE
     taking_part = [system for system in systems(tensorflow, torch_peers) if system.name in wanted]
-    client_core, producer_core = harness.two_cores()
-    described = harness.machine(client=[client_core], producer=[producer_core])
+    client_core, producer_core = machine.two_cores()
+    described = machine.describe(client=[client_core], producer=[producer_core])
     request = {
         "seconds": 0.1 if args.quick else 1.0,
         "warmup_s": 0.05 if args.quick else 0.4,
@@ -111,7 +111,7 @@ def main() -> int:
     metrics = [Metric(m.key, m.unit, tuple(case for case in m.cases if case in cases)) for m in METRICS]
     context = {
         "machine": described,
-        "versions": harness.versions("torch", "numpy", "pyzmq") | tensorflow.versions | torch_peers.versions,
+        "versions": machine.versions("torch", "numpy", "pyzmq") | tensorflow.versions | torch_peers.versions,
         "notes": [
             f"Every system: {where}.",
             "A batch counts when the client has read one byte of each of its pages; the bytes are checked.",

@@ -152,12 +152,7 @@ def convert(
     components: list[Component] = []
     master_options: tuple[str, ...] | None = None
     if spec.data_workers_max:
-        partition = spec.data_worker_partition or cluster.default_partition
-        if partition is None:
-            raise MissingPartition(
-                f"{name}: no directive names the data workers' partition and the cluster's default is not known here. "
-                "Add --data-worker-partition=NAME; see the names with: sinfo -s"
-            )
+        partition = _partition(spec, name, cluster)
         overrides, changes = trainer_overrides(spec, script, options, _max_mb_per_cpu(options, cluster))
         worker = _worker_options(spec, partition)
         worker_mb = _worker_mb(spec, options)
@@ -174,18 +169,40 @@ def convert(
         changes += added
         place = [f"--jobs-dir={spec.jobs_dir}"] if spec.jobs_dir else []
         writer_options = (f"--checkpoint={spec.checkpoint}", *place)
+    trainer, sbatch_options = _of_component_and_job(spec, outside, overrides)
+    return HetPlan(
+        components=(Component(0, "trainer", trainer), *components),
+        changes=tuple(changes),
+        master_options=master_options,
+        writer_options=writer_options,
+        sbatch_options=sbatch_options,
+    )
+
+
+def _of_component_and_job(
+    spec: JobSpec, outside: Sequence[SbatchOption], overrides: Sequence[SbatchOption]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The words for the trainer's component, and those of the command line that stay the whole job's."""
     overridden = {option.name for option in overrides}
     own = _of_trainer(spec)
     of_trainer = [option for option in outside if option.name in own - overridden]
     of_job = [option for option in outside if option.name not in own]
     names = {option.name for option in of_job}
-    return HetPlan(
-        components=(Component(0, "trainer", (*plain_words(of_trainer), *words_of(overrides))), *components),
-        changes=tuple(changes),
-        master_options=master_options,
-        writer_options=writer_options,
-        sbatch_options=(*plain_words(of_job), *words_of(item for item in overrides if item.name in names)),
+    return (
+        (*plain_words(of_trainer), *words_of(overrides)),
+        (*plain_words(of_job), *words_of(item for item in overrides if item.name in names)),
     )
+
+
+def _partition(spec: JobSpec, name: str, cluster: Cluster) -> str:
+    """Where the data workers are to run."""
+    partition = spec.data_worker_partition or cluster.default_partition
+    if partition is None:
+        raise MissingPartition(
+            f"{name}: no directive names the data workers' partition and the cluster's default is not known here. "
+            "Add --data-worker-partition=NAME; see the names with: sinfo -s"
+        )
+    return partition
 
 
 def check_cluster(spec: JobSpec, cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""The import rules of docs/architecture.md, checked over the syntax trees."""
+"""The import rules of docs/architecture.md, and what is too long to be read, checked over the syntax trees."""
 
 from __future__ import annotations
 
@@ -52,6 +52,14 @@ HOMES = {
         "slurm_plugin/model/job_history.py",
     ),
 }
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 500, 60, 8
+# What is longer, its limit, and why. A row that is needed no more is an error, too.
+LONGER = {
+    "mpi_dataworkers/transports/sockets.py": (560, "sender and receiver of one connection, read side by side"),
+    "mpi_dataworkers/transports/zmq.py": (530, "the endpoints of one kind of connection, read side by side"),
+    "mpi_dataworkers/loader/data_loader.py DataLoader.__init__ lines": (92, "its parameters alone have a line each"),
+    "mpi_dataworkers/loader/data_loader.py DataLoader.__init__ parameters": (39, "torch's keywords, and ours by name"),
+}
 FOLDERS = [ROOT / room for room in ROOMS[:-1]]
 FILES = sorted(path for folder in [*FOLDERS, ROOT / "hetstream" / "base"] for path in folder.rglob("*.py"))
 
@@ -89,3 +97,36 @@ def test_the_package_leads_to_the_four_folders() -> None:
         link = ROOT / "hetstream" / folder.name
         assert link.is_symlink()
         assert link.resolve() == folder
+
+
+def test_no_file_and_no_function_is_too_long_to_be_read() -> None:
+    found: dict[str, tuple[int, int]] = {}  # how long, and how long it may be without a reason
+    more = [path for place in ("hetstream", "benchmarks", "sbatch_templates") for path in (ROOT / place).rglob("*.py")]
+    for path in {*FILES, *more}:
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        found[name] = len(text.splitlines()), MOST_LINES_OF_A_FILE
+        for title, function in functions_in(ast.parse(text)):
+            lines = (function.end_lineno or 0) - function.lineno + 1
+            parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            count = sum(parameter.arg not in ("self", "cls") for parameter in parameters)
+            for measured, most, what in (
+                (lines, MOST_LINES_OF_A_FUNCTION, "lines"),
+                (count, MOST_PARAMETERS, "parameters"),
+            ):
+                key = f"{name} {title} {what}"
+                found[key] = max(measured, found.get(key, (0, 0))[0]), most
+    too_long = {key: size for key, (size, most) in found.items() if size > LONGER.get(key, (most, ""))[0]}
+    assert not too_long, "split it by nouns, or give a reason in LONGER"
+    unneeded = [key for key in LONGER if key not in found or found[key][0] <= found[key][1]]
+    assert not unneeded, "take it out of LONGER"
+
+
+def functions_in(node: ast.AST, title: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function below a node, with the names of what it is in."""
+    for child in ast.iter_child_nodes(node):
+        inner = title
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{title}.{child.name}".lstrip(".")
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield inner, child
+        yield from functions_in(child, inner)

@@ -59,33 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
     p = actions.add_parser("up", help="boot a cluster and wait until all its nodes are idle")
     _add_place(p)
-    shape = ClusterShape()
-    p.add_argument("--gpu-nodes", type=int, default=shape.gpu_nodes, metavar="N", help="GPU nodes (%(default)s)")
-    p.add_argument(
-        "--gpus-per-node", type=int, default=shape.gpus_per_node, metavar="N", help="fake GPUs of each (%(default)s)"
-    )
-    p.add_argument("--cpu-nodes", type=int, default=shape.cpu_nodes, metavar="N", help="CPU nodes (%(default)s)")
-    p.add_argument(
-        "--cpus-per-node", type=int, default=shape.cpus_per_node, metavar="N", help="of each node (%(default)s)"
-    )
-    p.add_argument(
-        "--default-scheduler",
-        action="store_true",
-        help="keep Slurm's own scheduler timing: heterogeneous jobs then wait up to half a minute",
-    )
-    p.add_argument(
-        "--lua-plugins", action="store_true", help="plain sbatch converts scripts with #HETSTREAM lines (cli_filter)"
-    )
-    p.add_argument(
-        "--network",
-        action="store_true",
-        help="give each host a network namespace, an address and a /dev/shm of its own, to cut and lose it (needs ip)",
-    )
-    p.add_argument(
-        "--cgroups",
-        action="store_true",
-        help="proctrack/cgroup and task/cgroup with constrained devices, as sites have them (needs cgroup v1)",
-    )
+    _add_cluster(p)
     _add_sites(p)
     _add_slurm(p)
     p.add_argument("--install", action="store_true", help="first do what `hetstream devcluster install` does")
@@ -122,6 +96,36 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default=DEFAULT_NAME, help="which cluster, when there are several (%(default)s)")
     parser.add_argument(
         "--state-dir", type=Path, metavar="DIR", help=f"where all its files are ({DEFAULT_STATE_ROOT}/NAME)"
+    )
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    shape = ClusterShape()
+    parser.add_argument("--gpu-nodes", type=int, default=shape.gpu_nodes, metavar="N", help="GPU nodes (%(default)s)")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=shape.gpus_per_node, metavar="N", help="fake GPUs of each (%(default)s)"
+    )
+    parser.add_argument("--cpu-nodes", type=int, default=shape.cpu_nodes, metavar="N", help="CPU nodes (%(default)s)")
+    parser.add_argument(
+        "--cpus-per-node", type=int, default=shape.cpus_per_node, metavar="N", help="of each node (%(default)s)"
+    )
+    parser.add_argument(
+        "--default-scheduler",
+        action="store_true",
+        help="keep Slurm's own scheduler timing: heterogeneous jobs then wait up to half a minute",
+    )
+    parser.add_argument(
+        "--lua-plugins", action="store_true", help="plain sbatch converts scripts with #HETSTREAM lines (cli_filter)"
+    )
+    parser.add_argument(
+        "--network",
+        action="store_true",
+        help="give each host a network namespace, an address and a /dev/shm of its own, to cut and lose it (needs ip)",
+    )
+    parser.add_argument(
+        "--cgroups",
+        action="store_true",
+        help="proctrack/cgroup and task/cgroup with constrained devices, as sites have them (needs cgroup v1)",
     )
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness, peers
-from benchmarks.harness import ClientFailed, Goal, Metric, Results, System, Target
+from benchmarks import harness, machine, peers, running
+from benchmarks.harness import Goal, Metric, Results, System, Target
+from benchmarks.running import ClientFailed, run_client
 
 ECHO = "import json, sys; [print(json.dumps({'case': c, **v})) for c, v in json.loads(sys.argv[-1])['cases'].items()]"
 SPEED = Metric("gb_per_s", "GB/s", ("large",))
@@ -39,12 +40,12 @@ def alive(process: int) -> bool:
 
 def test_a_client_gets_the_request_and_its_lines_become_samples() -> None:
     request = {"cases": {"large": {"gb_per_s": 1.5}, "small": {"gb_per_s": 0.5}}}
-    assert harness.run_client(client(ECHO), request, 30) == {"large": {"gb_per_s": 1.5}, "small": {"gb_per_s": 0.5}}
+    assert run_client(client(ECHO), request, 30) == {"large": {"gb_per_s": 1.5}, "small": {"gb_per_s": 0.5}}
 
 
 def test_a_failing_client_reports_its_last_line() -> None:
     with pytest.raises(ClientFailed, match="exit code 3: no such thing"):
-        harness.run_client(client("import sys; print('no such thing', file=sys.stderr); sys.exit(3)"), {}, 30)
+        run_client(client("import sys; print('no such thing', file=sys.stderr); sys.exit(3)"), {}, 30)
 
 
 def test_a_client_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -56,14 +57,14 @@ def test_a_client_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
         "signal.pause()\n"
     )
     with pytest.raises(ClientFailed, match="no end after 2 s"):
-        harness.run_client(client(code), {}, 2)
+        run_client(client(code), {}, 2)
     assert not alive(int(note.read_text()))
 
 
 def test_a_client_that_leaves_a_process_behind_fails_and_the_process_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(harness, "TEARDOWN_GRACE_S", 0.1)
+    monkeypatch.setattr(running, "TEARDOWN_GRACE_S", 0.1)
     note = tmp_path / "child"
     code = (
         "import pathlib, subprocess, sys\n"
@@ -71,7 +72,7 @@ def test_a_client_that_leaves_a_process_behind_fails_and_the_process_ends(
         f"pathlib.Path({str(note)!r}).write_text(str(child.pid))\n"
     )
     with pytest.raises(ClientFailed, match="left processes running"):
-        harness.run_client(client(code), {}, 30)
+        run_client(client(code), {}, 30)
     # It was sent SIGKILL; that takes longer than the short grace on a busy machine.
     wait_until(lambda: not alive(int(note.read_text())), what="the end of the process")
 
@@ -163,7 +164,7 @@ def test_systems_are_chosen_by_words() -> None:
 
 
 def test_two_cores_are_allowed_ones() -> None:
-    assert set(harness.two_cores()) <= os.sched_getaffinity(0)
+    assert set(machine.two_cores()) <= os.sched_getaffinity(0)
 
 
 # -- reporting
@@ -173,7 +174,7 @@ def test_the_file_holds_machine_command_versions_and_rows(tmp_path: Path, capsys
     results = results_of(hetstream=[1.0], raw=[2.0])
     targets = [Target("large", "hetstream", "raw", "gb_per_s", at_least=0.75)]
     rows = harness.rows_of(results, [System("hetstream"), System("raw")], [SPEED], targets)
-    context = {"machine": harness.machine(client=[0]), "versions": harness.versions("numpy"), "notes": ["pinned"]}
+    context = {"machine": machine.describe(client=[0]), "versions": machine.versions("numpy"), "notes": ["pinned"]}
     assert harness.finish("example", tmp_path, rows, {}, context) == 0  # a lost target is a result
     assert harness.finish("example", tmp_path, rows, {"peer": "failed"}, context) == 1
     written = json.loads((tmp_path / "example.json").read_text())

@@ -6,7 +6,8 @@ restore, and about once a second when they ask whether to save; never while they
 things; what each
 module does: `capture.py`, `tensors.py` and `copy_plan.py` take apart, `saving.py`, `slots.py` and `device.py` copy,
 `writer_link.py` has a checkpoint writer, `newest.py`, `restoring.py`, `source.py` and `apply.py` bring back,
-`timing.py` says when to save, `directory_ownership.py`, `acquisition.py` and `watch.py` let another job go on.
+`timing.py` says when to save, `ownership.py` and `stop_agreement.py` what all ranks go by. `assembly.py` plugs in what
+lets another job go on (`handover/`), and copies on other hosts (`replica/`).
 """
 
 from __future__ import annotations
@@ -24,18 +25,16 @@ from typing import Any
 import torch
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_writers, takes_over
+from hetstream.checkpoint.config import directory_of_job, job_and_component, job_has_writers
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.ownership import Identity as JobIdentity
 from hetstream.checkpoint.errors import UnsupportedState
 from hetstream.checkpoint.flash import collector
+from hetstream.checkpoint.flash.assembly import other_hosts_of, succession_of
 from hetstream.checkpoint.flash.background import Background
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
-from hetstream.checkpoint.flash.handover.acquisition import DirectoryAcquisition
-from hetstream.checkpoint.flash.handover.directory_ownership import DirectoryOwnership
-from hetstream.checkpoint.flash.handover.watch import Watch
 from hetstream.checkpoint.flash.host import find_host
 from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
+from hetstream.checkpoint.flash.ownership import DirectoryOwnership
 from hetstream.checkpoint.flash.restore.newest import Newest
 from hetstream.checkpoint.flash.restore.restoring import LoadedCheckpoint, Wish, load_from, restore_from
 from hetstream.checkpoint.flash.restore.source import Memory
@@ -44,6 +43,7 @@ from hetstream.checkpoint.flash.save.saving import Saving
 from hetstream.checkpoint.flash.slurm_task import warn_of_wrapper
 from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.flash.stop import StopRequest
+from hetstream.checkpoint.flash.stop_agreement import StopAgreement
 from hetstream.checkpoint.flash.tensors import Leaves
 from hetstream.checkpoint.flash.timing import Timing
 from hetstream.checkpoint.flash.writer_link import WriterLink
@@ -53,7 +53,6 @@ from hetstream.checkpoint.memory.store_files import FALLBACK, Identity, make_fal
 from hetstream.checkpoint.policy.interval import Adaptive, Every
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.replica.trainer import TrainerReplicas
 
 _log = logging.getLogger(__name__)
 
@@ -105,26 +104,26 @@ class FlashCheckpointer:
         self._is_open = True
         self._background = Background()
         self._guards: list[Any] = []
-        self._replicas: TrainerReplicas | None = None
         self._last_step_s = self._looked_s = 0.0
         self._last: Generation | None = None
         rule = Every(num_steps=interval) if isinstance(interval, int) else interval or Adaptive()
         self._timing = Timing(rule, self._directory, self._ranks)
         job, component = job_and_component()
-        self._directory_ownership = self._make_ownership(f"{job}+{component}" if component else job, keep)
-        self._watch = Watch(self._directory, self._ranks, self._asked_here)
+        named = f"{job}+{component}" if component else job
+        self._succession = succession_of(named, self._directory, keep or Retention(), options)
+        self._others = other_hosts_of(self._directory, self._ranks.rank, options)
+        self._ownership = DirectoryOwnership(self._directory, self._ranks, self._succession, self._others)
+        self._stop_agreement = StopAgreement(self._ranks, self._asked_here, self._succession.asked)
         whose = Identity(job, component, self._ranks.rank, self._directory.path)
         with contextlib.ExitStack() as undo:
-            self._directory_ownership.begin(newest_attempt(whose, (options.shared_memory.absolute(), self._fallback)))
+            self._ownership.begin(newest_attempt(whose, (options.shared_memory.absolute(), self._fallback)))
             undo.callback(self._directory.release)
-            lineage = self._directory_ownership.lineage
+            lineage = self._ownership.lineage
             self._store = self._open_store(dataclasses.replace(whose, lineage=lineage))
             undo.callback(self._store.close)
             self._store.on_renewed = self._on_renewed
-            self._directory_ownership.settle(self._store)
+            self._ownership.settle(self._store)
             self._host = find_host(self._ranks, self._store, self._directory.path)
-            if self._directory_ownership.attempt:
-                self._replicas = self._directory_ownership.arrange_replicas(self._store)
             self._writer = WriterLink(self._store, self._directory.path)
             self._writer.start(job_has_writer=job_has_writers())
             undo.pop_all()
@@ -144,18 +143,11 @@ class FlashCheckpointer:
             warn_of_wrapper()
         atexit.register(self._at_exit)
 
-    def _make_ownership(self, job: str, keep: Retention | None) -> DirectoryOwnership:
-        identity = JobIdentity.of_this_process(job)
-        timeout_s = self._options.hand_over_timeout_s
-        acquisition = DirectoryAcquisition(self._directory, identity, keep or Retention(), takes_over(), timeout_s)
-        return DirectoryOwnership(self._directory, self._ranks, acquisition, replica=self._options.replica)
-
     def _on_renewed(self) -> None:
-        """Somebody has deleted the store, and it has been made anew: its checkpoint writer and its peer are told."""
+        """Somebody has deleted the store, and it has been made anew: its checkpoint writer is told."""
         self._writer.renew()
-        if self._replicas:
-            with contextlib.suppress(OSError):  # there is no room: then there are no replicas
-                self._replicas.tell_writer()
+        if self._others:
+            self._others.on_renewed()
 
     def _look_ahead(self) -> None:
         """Map and read what an earlier start has left, while the program makes its model."""
@@ -230,7 +222,7 @@ class FlashCheckpointer:
         self._last_step_s = time.time()
         number = checked_step(step)
         self._writer.tell_errors()
-        generation = Generation(self._directory_ownership.attempt, number)
+        generation = Generation(self._ownership.attempt, number)
         if self._last and generation[:2] < self._last[:2]:
             # Before it is noted: what is saved behind it would be taken for what came before it.
             raise OptionsError(f"{generation} is older than {self._last}, which was saved: steps of an attempt grow")
@@ -294,7 +286,7 @@ class FlashCheckpointer:
         if restored.generation and (step is not None or self._is_behind(restored.generation)):
             self._go_back(restored.generation)
         self._timing.begin(restored.step or 0)
-        self._directory_ownership.note_restored(restored.step or 0)
+        self._succession.note_restored(restored.step or 0)
         with collector.held_off():
             # Last, as it goes on in a thread, and each look at a file would wait for that.
             try:
@@ -317,7 +309,7 @@ class FlashCheckpointer:
         step = None if step is None else checked_step(step)
         self.fence()
         loaded = load_from(self._newest(), Wish(step, allow_pickle=self._options.allow_pickle))
-        self._directory_ownership.note_restored(loaded.step if loaded else 0)
+        self._succession.note_restored(loaded.step if loaded else 0)
         return loaded
 
     def all_steps(self) -> list[int]:
@@ -329,15 +321,12 @@ class FlashCheckpointer:
 
     def _newest(self) -> Newest:
         self._store.renew_if_deleted()
-        if not self._directory_ownership.attempt:
-            self._directory_ownership.take_over(self._store)
-            self._replicas = self._directory_ownership.arrange_replicas(self._store)
-        self._directory_ownership.check_directory()
+        if not self._ownership.attempt:
+            self._ownership.take_over(self._store)
+        self._ownership.check_directory()
         # Other ranks of the host look into this rank's store, which may be another one than at the start.
         self._memory.host = self._host = find_host(self._ranks, self._store, self._directory.path)
-        return Newest(
-            self._ranks, self._directory, self._directory_ownership.lineage, self._memory, self._replicas, self._host
-        )
+        return Newest(self._ranks, self._directory, self._ownership.lineage, self._memory, self._others, self._host)
 
     def _is_behind(self, generation: Generation) -> bool:
         """Whether any rank has saved what is newer, in this attempt: not all have it, and steps are made once more."""
@@ -347,8 +336,7 @@ class FlashCheckpointer:
         """Saves come behind a generation from now on; all that is newer is left behind."""
         self._background.wait()
         has_saved = any(gather(self._ranks, self._last is not None))
-        if self._directory_ownership.go_back(start, self._store, has_saved=has_saved):
-            self._replicas = self._directory_ownership.arrange_replicas(self._store)
+        self._ownership.go_back(start, self._store, has_saved=has_saved)
         self._last = self._saving.stats.saved = None
 
     # When to save, when to stop
@@ -368,7 +356,7 @@ class FlashCheckpointer:
             self._store.renew_if_deleted()
             self._writer.tell_errors(between_saves=True)
         is_due = self._timing.is_due(step, self._saving.stats, self._store.status)
-        is_due = self._watch.is_asked(step) or is_due
+        is_due = self._stop_agreement.is_asked(step) or is_due
         if is_due:
             self._timing.note_due(step)
         return is_due
@@ -390,8 +378,8 @@ class FlashCheckpointer:
     @property
     def stop_reason(self) -> str:
         """Why `stopping` is true, in words; "" while it is not."""
-        is_agreed = self._ranks.world_size > 1 and (self._watch.has_looked or self._last is None)
-        return self._watch.reason or ("" if is_agreed else self._asked_here())
+        is_agreed = self._ranks.world_size > 1 and (self._stop_agreement.has_looked or self._last is None)
+        return self._stop_agreement.reason or ("" if is_agreed else self._asked_here())
 
     def _asked_here(self) -> str:
         """Why this rank was asked to end; "" if it was not."""
@@ -437,12 +425,12 @@ class FlashCheckpointer:
             self.fence()
         except Exception as error:  # noqa: BLE001, of the copy's thread: the store is closed all the same
             _log.error("the last save_async is given up: %s", error)
-        self._directory_ownership.withdraw()
-        is_owner = self._directory_ownership.attempt > 0 and not self._watch.hands_over
-        saved, successor = self._saving.stats.saved, self._watch.successor
+        self._succession.withdraw()
+        is_owner = self._ownership.attempt > 0 and not self._stop_agreement.hands_over
+        saved, successor = self._saving.stats.saved, self._succession.successor
         if successor and saved and not keep_memory:
             timeout_s = self._options.close_timeout_s or self._options.hand_over_timeout_s
-            self._directory_ownership.hand_over(successor, saved, self._last_step_s, timeout_s, self._writer.has_writer)
+            self._succession.hand_over(saved, self._last_step_s, timeout_s, self._writer.has_writer)
         self._is_open = False
         self._writer.end()
         atexit.unregister(self._at_exit)
@@ -458,7 +446,7 @@ class FlashCheckpointer:
             self._writer.await_job_writer(saved, self._options.close_timeout_s)
         self._store.close(keep=keep_memory, keep_unsaved=True)
         self._writer.await_end(self._options.close_timeout_s)
-        self._directory_ownership.end()
+        self._ownership.end()
         if is_owner:
             with contextlib.suppress(OSError):
                 self._fallback.rmdir()  # unless it is used, or the user's
@@ -474,7 +462,7 @@ class FlashCheckpointer:
                 self._store.mark_closed()
 
     def _check_owner(self) -> None:
-        if not self._directory_ownership.attempt:
+        if not self._ownership.attempt:
             raise OptionsError("restore() or load() comes first in a job that takes over from another")
 
     def _check_open(self) -> None:

@@ -38,7 +38,6 @@ from hetstream.checkpoint.memory.locks import FileLock, is_locked
 from hetstream.checkpoint.memory.segment import Header, Segment, State, read_header
 from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.replica.peers import Order
 
 _NAME = re.compile(r"\.?hetstream-ckpt-(\d+)-([\w.+]+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})", re.ASCII)
 _JOB = re.compile(r"[\w.+]{1,64}", re.ASCII)
@@ -359,12 +358,11 @@ class StoreFiles:
             file.write(start_id.encode())
             file.truncate()
 
-    def read_replica_order(self) -> Order | None:
-        """What the checkpoint writer is to do about replicas; None: nothing."""
-        try:
-            return typed_json.decode(self.replica_order.read_bytes(), Order)
-        except (OSError, msgspec.MsgspecError):
-            return None
+    def forget_others(self) -> None:
+        """Free what is kept of other ranks; the checkpoint writer stops to do so."""
+        self.replica_order.unlink(missing_ok=True)
+        for path in self.replicas():
+            path.unlink(missing_ok=True)
 
     def stop_reason(self) -> str:
         """Why a job's writer asks the trainer to save and to end; "" while it does not. Cheap: once for each step."""

@@ -1,9 +1,8 @@
-"""A checkpoint writer's work on one store: bring its generations to disk, and its replicas to and from other hosts.
+"""A checkpoint writer's work on one store: bring its generations to disk.
 
 Called by the loop of `writer.py`. What to write is decided by `persist_decision.py`; it is written and committed by
-`commit.py`, and the trainer is told in the store's `status.json`. With replicas generations are also sent to another
-host's checkpoint writer, and others' are kept (`replica/`). Never changes a generation, and never waits for another
-rank.
+`commit.py`, and the trainer is told in the store's `status.json`. What else is done for a store is its companion's.
+Never changes a generation, and never waits for another rank.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -29,13 +29,12 @@ from hetstream.checkpoint.formats.part import plan_part
 from hetstream.checkpoint.formats.plan import FilePlan
 from hetstream.checkpoint.memory.mapped_slots import MappedSlots
 from hetstream.checkpoint.memory.segment import Segment, split_metadata
-from hetstream.checkpoint.memory.store_files import SlotContent, WriterStatus
+from hetstream.checkpoint.memory.store_files import SlotContent, StoreFiles, WriterStatus
 from hetstream.checkpoint.memory.view import StoreView
 from hetstream.checkpoint.persist.persist_decision import decide_persist
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.layout import from_json
 from hetstream.checkpoint.record.structure import Record
-from hetstream.checkpoint.replica.service import ReplicaService
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +45,21 @@ _REPORT_S = 5.0
 _QUIET_S = 2.0
 
 
+class Companion(Protocol):
+    """What else a checkpoint writer does for a store, beside its way to disk."""
+
+    def advance(self) -> None:
+        """Do what there is to do, and wait for nobody."""
+
+    def close(self) -> None:
+        """End it, and let go of the store."""
+
+
+# Of the store's files and the checkpoint directory. What it is given last is told the generation that another host
+# keeps now, or why it does not.
+MakeCompanion = Callable[[StoreFiles, Path, Callable[[Generation | None, str], None]], Companion]
+
+
 class StoreWriter:
     """The checkpoint writer of one store.
 
@@ -53,13 +67,17 @@ class StoreWriter:
         view: the store; this is its only checkpoint writer.
         directory: of the checkpoints.
         is_ending: whether this process is about to end.
+        make_companion: what else is done for it.
 
     Attributes:
         is_waiting: something in memory is not committed: look again soon.
         since_s: when it last got on, or a living trainer could still help.
+        companion: what else is done for the store.
     """
 
-    def __init__(self, view: StoreView, directory: Path, is_ending: Callable[[], bool]) -> None:
+    def __init__(
+        self, view: StoreView, directory: Path, is_ending: Callable[[], bool], make_companion: MakeCompanion
+    ) -> None:
         self.view = view
         self.directory = directory
         self._is_ending = is_ending
@@ -78,12 +96,11 @@ class StoreWriter:
         self._slots = MappedSlots()
         self._reporting = threading.Lock()
         self._is_orphaned = False
-        self._replicas: ReplicaService | None = None
-        self._no_replicas_before_s = 0.0
         self._is_clean = True
         self._said_of_latest = ""
         self._said_s = 0.0
         self._report()
+        self.companion = make_companion(view.files, directory, self._report_replica)
 
     def __str__(self) -> str:
         return f"rank={self.rank} directory={self.directory}"
@@ -133,36 +150,14 @@ class StoreWriter:
         self.since_s = time.monotonic()
         return True
 
-    def serve_peers(self) -> None:
-        """Begin, go on or end to send and to keep replicas, as the trainer wants. It never waits for a peer."""
-        order = self.view.files.read_replica_order()
-        if self._replicas and self._replicas.order == order:
-            self._replicas.wake()
-            return
-        self.end_replicas()
-        if order is None or time.monotonic() < self._no_replicas_before_s:
-            return
-        try:
-            self._replicas = ReplicaService(self.view.files, self.directory, order, self._report_replica)
-        except (OSError, HetstreamError) as error:
-            self._no_replicas_before_s = time.monotonic() + _RETRY_S
-            _log.warning("%s: no replicas, next try in %g s: %s", self, _RETRY_S, error)
-            self._report(replica_error=str(error))
-
     def let_go(self) -> None:
         """The store is about to go, or to be left: end all transfers, and unmap it."""
-        self.end_replicas()
+        self.companion.close()
         self.unmap()
 
     def unmap(self) -> None:
         """Unmap the slots; the next generation is mapped anew."""
         self._slots.close()
-
-    def end_replicas(self) -> None:
-        """End all transfers."""
-        service, self._replicas = self._replicas, None
-        if service:
-            service.close()
 
     def _report_replica(self, replicated: Generation | None, error: str) -> None:
         if replicated:

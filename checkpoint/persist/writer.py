@@ -31,6 +31,7 @@ from hetstream.checkpoint.errors import StoreInUse, WriterError
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, list_stores, stores_prefix
 from hetstream.checkpoint.memory.view import StoreView
+from hetstream.checkpoint.persist.assembly import companion_of
 from hetstream.checkpoint.persist.store_writer import StoreWriter
 
 _log = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class Writer:
             if not directory.is_absolute():
                 raise WriterError(f"{path} does not say what its checkpoint directory is: --directory")
             view.fileno()
-            self._stores[path] = StoreWriter(view, directory, lambda: self._stopping)
+            self._stores[path] = StoreWriter(view, directory, lambda: self._stopping, companion_of)
         except BaseException:
             view.close()
             raise
@@ -198,7 +199,7 @@ class Writer:
         ended = view.closed or not view.trainer_alive()
         if not ended and not self._stopping:
             store.since_s = time.monotonic()
-        store.serve_peers()
+        store.companion.advance()
         while store.advance(last_chance=ended or self._stopping):
             pass
         if len(self._stores) > 1:

@@ -1,10 +1,14 @@
-"""Who keeps whose replica. Pure; every rank computes the same from the hosts of all ranks."""
+"""Who keeps whose replica: every rank computes the same from the hosts of all, and tells its checkpoint writer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
+
+from hetstream.base import typed_json
+from hetstream.checkpoint.disk.files import write_whole
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -48,3 +52,20 @@ def order_of(hosts: Sequence[str], rank: int, attempt: int) -> Order:
     """What one rank's checkpoint writer is told."""
     serves = [other for other in range(len(hosts)) if peer_of(hosts, other) == rank]
     return Order(attempt, rank, hosts[rank], peer_of(hosts, rank), serves)
+
+
+def write_order(path: Path, order: Order) -> None:
+    """Tell a checkpoint writer, in a file of its store.
+
+    Raises:
+        OSError: there is no room.
+    """
+    write_whole(path, msgspec.json.encode(order))
+
+
+def read_order(path: Path) -> Order | None:
+    """What a checkpoint writer is to do about replicas; None: nothing."""
+    try:
+        return typed_json.decode(path.read_bytes(), Order)
+    except (OSError, msgspec.MsgspecError):
+        return None

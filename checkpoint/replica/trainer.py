@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from hetstream.base.errors import HetstreamError
-from hetstream.checkpoint.disk.files import write_whole
+from hetstream.checkpoint.config import host_of_this_process
 from hetstream.checkpoint.errors import NoCheckpoint, ReplicaError
 from hetstream.checkpoint.memory.segment import MAX_METADATA_BYTES
 from hetstream.checkpoint.memory.store import Store
@@ -18,7 +17,7 @@ from hetstream.checkpoint.memory.store_files import StoreFiles
 from hetstream.checkpoint.record.agreement import Replica
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica import rendezvous
-from hetstream.checkpoint.replica.peers import order_of
+from hetstream.checkpoint.replica.peers import Order, order_of, write_order
 from hetstream.checkpoint.replica.rendezvous import Endpoint
 from hetstream.checkpoint.replica.stock import check_record, for_others
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request
@@ -31,45 +30,67 @@ _POLL_S = 0.05
 
 
 class TrainerReplicas:
-    """Of one rank and attempt.
+    """Of one rank; plugged into a checkpointer as its `OtherHosts`.
 
     Args:
-        store: of this rank.
         directory: of the checkpoints.
-        hosts: of all ranks, by rank, as `config.host_of_this_process` gives them.
         rank: of this trainer.
-        attempt: of the job; its key has been made.
 
-    Raises:
-        OSError: the store has no room for the order.
+    Attributes:
+        host: the name under which other hosts reach this one.
     """
 
-    def __init__(self, store: Store, directory: Path, hosts: Sequence[str], rank: int, attempt: int) -> None:
-        self._store = store
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.host = host_of_this_process()
         self._directory = directory
-        self._attempt = attempt
         self._rank = rank
-        self._order = order_of(hosts, rank, attempt)
-        if self._order.peer is None:
-            _log.warning("replica=True: all ranks run on host %s, so there is no other to keep replicas", hosts[rank])
-        self.tell_writer()
+        self._attempt = 0
+        self._store: Store | None = None
+        self._order: Order | None = None
 
-    def tell_writer(self) -> None:
-        """Say in the store what its checkpoint writer is to do; again when the store has been made anew.
+    def admit(self, attempt: int) -> None:
+        """Make the key of a new attempt. For rank 0, before any other rank knows of it.
 
         Raises:
-            OSError: there is no room.
+            OSError: the directory cannot be written to.
         """
-        write_whole(self._files.replica_order, msgspec.json.encode(self._order))
-        self._store.wake()
+        rendezvous.make_key(self._directory, attempt)
 
-    @property
-    def _files(self) -> StoreFiles:
-        return StoreFiles(self._store.path)
+    def dismiss(self, attempt: int) -> None:
+        """Remove the key of an attempt that has ended."""
+        rendezvous.remove_key(self._directory, attempt)
+
+    def arrange(self, store: Store, hosts: Sequence[str], attempt: int) -> None:
+        """Tell the checkpoint writer who its peer is.
+
+        Args:
+            store: of this rank.
+            hosts: of all ranks, by rank.
+            attempt: of the job; its key has been made.
+
+        Raises:
+            OSError: the store has no room for the order.
+        """
+        self._store, self._attempt = store, attempt
+        self._order = order_of(hosts, self._rank, attempt)
+        if self._order.peer is None:
+            host = hosts[self._rank]
+            _log.warning("replica=True: all ranks run on host %s, so there is no other to keep replicas", host)
+        self._tell_writer(store, self._order)
+
+    def on_renewed(self) -> None:
+        """Tell the checkpoint writer again, as the store has been made anew."""
+        if self._store and self._order:
+            with contextlib.suppress(OSError):  # there is no room: then there are no replicas
+                self._tell_writer(self._store, self._order)
+
+    def _tell_writer(self, store: Store, order: Order) -> None:
+        write_order(StoreFiles(store.path).replica_order, order)
+        store.wake()
 
     def offered(self) -> list[Replica]:
         """What this host could give to other ranks."""
-        return [*for_others(self._files)]
+        return [*for_others(StoreFiles(self._store.path))] if self._store else []
 
     def fetch(self, generation: Generation, holders: Sequence[int]) -> None:
         """Bring a generation of this rank into its store, from the first holder that gives it whole.
@@ -77,19 +98,20 @@ class TrainerReplicas:
         Raises:
             NoCheckpoint: none does.
         """
-        if any(one.header.generation == generation for one in self._store.held()):
+        store = self._store
+        if store is None or any(one.header.generation == generation for one in store.held()):
             return
         problems = []
         for holder in holders:
             try:
-                self._fetch(generation, holder)
+                self._fetch(store, generation, holder)
             except (HetstreamError, OSError) as error:
                 problems.append(f"the checkpoint writer of rank {holder}: {error}")
             else:
                 return
         raise NoCheckpoint("; ".join(problems) or "no rank keeps it")
 
-    def _fetch(self, generation: Generation, holder: int) -> None:
+    def _fetch(self, store: Store, generation: Generation, holder: int) -> None:
         endpoint = self._await_listed(holder)
         key = rendezvous.read_key(self._directory, self._attempt)
         began_s = time.monotonic()
@@ -100,7 +122,7 @@ class TrainerReplicas:
                 raise ReplicaError(reply.error)
             if not 0 <= reply.metadata_bytes <= MAX_METADATA_BYTES or reply.payload_bytes < 0:
                 raise ReplicaError(f"{reply.metadata_bytes} bytes of metadata and {reply.payload_bytes} of payload")
-            with self._store.begin(reply.payload_bytes, reply.metadata_bytes) as slot:
+            with store.begin(reply.payload_bytes, reply.metadata_bytes) as slot:
                 metadata = bytearray(reply.metadata_bytes)
                 channel.receive_record(memoryview(metadata), slot.payload)
                 check_record(bytes(metadata), self._rank, reply.layout_digest, reply.payload_bytes)
@@ -123,11 +145,3 @@ class TrainerReplicas:
             if time.monotonic() > deadline_s:
                 raise ReplicaError(f"it was not listed within {_LISTED_TIMEOUT_S:g} s")
             time.sleep(_POLL_S)
-
-
-def forget_replicas(store: Path) -> None:
-    """This attempt has no replicas: the checkpoint writer stops, and what was kept for others is freed."""
-    files = StoreFiles(store)
-    files.replica_order.unlink(missing_ok=True)
-    for path in files.replicas():
-        path.unlink(missing_ok=True)

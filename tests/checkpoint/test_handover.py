@@ -24,9 +24,11 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.handover_request import Claim, living_request, read_request
 from hetstream.checkpoint.disk.ownership import Identity, history
 from hetstream.checkpoint.errors import DirectoryInUse
-from hetstream.checkpoint.flash.handover.watch import Watch, steps_until_next
+from hetstream.checkpoint.flash.handover.handover import JobHandover
+from hetstream.checkpoint.flash.stop_agreement import StopAgreement, steps_until_next
 from hetstream.checkpoint.memory.view import find_stores
 from hetstream.checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
+from hetstream.checkpoint.policy.retention import Retention
 
 STEPS = 60
 STEP_S = 0.05
@@ -388,7 +390,8 @@ def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: Checkp
     asked = ["", "", ""]
 
     def train(rank: int) -> None:
-        watch = Watch(held, group.member(rank), lambda: asked[rank])
+        handover = JobHandover(held, Identity("41", "node1", rank), Retention(), "", 1.0)
+        watch = StopAgreement(group.member(rank), lambda: asked[rank], handover.asked)
         for step in range(1, 2000):
             if step == 500 and who == rank:
                 asked[rank] = "SIGTERM came"
@@ -399,7 +402,7 @@ def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: Checkp
                 stops[rank] = step
                 assert watch.is_asked(step + 1)
                 assert watch.hands_over == (who == "another job")
-                assert (watch.successor is not None) == (watch.hands_over and rank == 0)
+                assert (handover.successor is not None) == (watch.hands_over and rank == 0)
                 assert watch.reason == (
                     "hand-over to job 42 on node2, process 7" if claims else f"rank {who}: SIGTERM came"
                 )

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import socket
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from hetstream.checkpoint.disk import commit
-from hetstream.checkpoint.disk.files import write_whole
 from hetstream.checkpoint.errors import ForeignOwner, NoCheckpoint, ReplicaError
 from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.store import Store
@@ -28,14 +24,14 @@ from hetstream.checkpoint.record.agreement import Held, Offer, Replica, agree
 from hetstream.checkpoint.record.checksum import checksum
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica import rendezvous
-from hetstream.checkpoint.replica.peers import order_of, peer_of
+from hetstream.checkpoint.replica.peers import order_of, peer_of, read_order, write_order
 from hetstream.checkpoint.replica.service import ReplicaService
 from hetstream.checkpoint.replica.stock import for_others
-from hetstream.checkpoint.replica.trainer import TrainerReplicas, forget_replicas
+from hetstream.checkpoint.replica.trainer import TrainerReplicas
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request
 from tests.checkpoint import fake_trainer
+from tests.checkpoint.processes import FakeTrainer, begin_trainer, begin_writer
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 NUM_BYTES = 5 * MIB
 TIMEOUT_S = 60.0
@@ -338,7 +334,8 @@ def test_a_rank_without_memory_gets_its_generation_into_its_own_store(
     assert keeper.keep(source) == Reply()
     monkeypatch.setattr("hetstream.checkpoint.replica.trainer._LISTED_TIMEOUT_S", 0.2)
     with open_store(tmp_path / "host-2", 0) as store:
-        replicas = TrainerReplicas(store, keeper.directory, HOSTS, 0, 1)
+        replicas = TrainerReplicas(keeper.directory, 0)
+        replicas.arrange(store, HOSTS, 1)
         # The first holder has no checkpoint writer; the second one has another generation, or this one.
         with pytest.raises(NoCheckpoint, match=r"rank 0: it was not listed.*rank 1: there is no step 20"):
             replicas.fetch(Generation(1, 20), [0, 1])
@@ -380,10 +377,10 @@ def test_replicas_of_ranks_with_another_peer_now_stay_until_all_have_restored(ke
 def test_without_replicas_nothing_of_them_stays(keeper: Keeper, source: Store) -> None:
     save(source, 10)
     assert keeper.keep(source) == Reply()
-    write_whole(keeper.files.replica_order, msgspec.json.encode(order_of(HOSTS, 1, 1)))
-    assert keeper.files.read_replica_order() == order_of(HOSTS, 1, 1)
-    forget_replicas(keeper.store.path)
-    assert (keeper.files.read_replica_order(), keeper.files.replicas()) == (None, [])
+    write_order(keeper.files.replica_order, order_of(HOSTS, 1, 1))
+    assert read_order(keeper.files.replica_order) == order_of(HOSTS, 1, 1)
+    keeper.files.forget_others()
+    assert (read_order(keeper.files.replica_order), keeper.files.replicas()) == (None, [])
 
 
 def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
@@ -411,8 +408,7 @@ class Pair:
     path: Path
     wait_until: WaitUntil
     undo: contextlib.ExitStack
-    trainers: list[subprocess.Popen[str]] = field(default_factory=list)
-    stores: list[Path] = field(default_factory=list)
+    trainers: list[FakeTrainer] = field(default_factory=list)
 
     @property
     def directory(self) -> Path:
@@ -421,43 +417,15 @@ class Pair:
     def trainer(self, rank: int) -> None:
         memory = self.path / f"host-{rank}"
         memory.mkdir()
-        words = [memory, self.directory, "77", rank, 2, 1, NUM_BYTES]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.fake_trainer", *map(str, words)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        self.undo.callback(_end, process)
-        assert process.stdout
-        self.trainers.append(process)
-        self.stores.append(Path(process.stdout.readline().strip()))
-        write_whole(StoreFiles(self.stores[-1]).replica_order, msgspec.json.encode(order_of(HOSTS, rank, 1)))
+        self.trainers.append(begin_trainer(self.undo, memory, self.directory, "77", rank, 2, 1, NUM_BYTES))
+        write_order(StoreFiles(self.trainers[-1].store).replica_order, order_of(HOSTS, rank, 1))
 
     def writer(self, rank: int, fault: str = "") -> subprocess.Popen[bytes]:
-        request = {"HETSTREAM_CKPT_FAULT": f"{fault}:{self.path / 'marker'}"} if fault else {}
-        with open(self.path / "writer.log", "ab") as log:
-            words = [f"--store={self.stores[rank]}", f"--directory={self.directory}", "--linger=0.3"]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "hetstream.checkpoint.persist.writer", *words],
-                stderr=log,
-                env={**os.environ, **request},
-                cwd=ROOT,
-            )
-        self.undo.callback(_end, process)
-        return process
-
-    def say(self, rank: int, line: str) -> None:
-        process = self.trainers[rank]
-        assert process.stdin
-        assert process.stdout
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-        assert process.stdout.readline().strip() == line
+        request = f"{fault}:{self.path / 'marker'}" if fault else ""
+        return begin_writer(self.undo, self.trainers[rank].store, self.directory, self.path / "writer.log", request)
 
     def status(self, rank: int) -> WriterStatus:
-        return StoreView(self.stores[rank]).files.read_status() or WriterStatus(pid=0)
+        return StoreView(self.trainers[rank].store).files.read_status() or WriterStatus(pid=0)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         try:
@@ -468,15 +436,7 @@ class Pair:
 
     def until_replicated(self, rank: int, step: int) -> None:
         self.until(lambda: self.status(rank).replicated == Generation(1, step), f"the replica of step {step}")
-        assert check_kept(StoreFiles(self.stores[1 - rank]), rank)[0] == Generation(1, step)
-
-
-def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream:
-            stream.close()
+        assert check_kept(StoreFiles(self.trainers[1 - rank].store), rank)[0] == Generation(1, step)
 
 
 @pytest.fixture
@@ -494,14 +454,14 @@ def test_writers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
     writers = [pair.writer(rank) for rank in (0, 1)]
     for step in (10, 20, 30):
         for rank in (0, 1):
-            pair.say(rank, f"save {step}")
+            pair.trainers[rank].say(f"save {step}")
         for rank in (0, 1):
             pair.until_replicated(rank, step)
     assert [pair.status(rank).replica_error for rank in (0, 1)] == ["", ""]
     assert commit.committed(pair.directory)
     for rank in (0, 1):
-        pair.say(rank, "close")
-        stdin = pair.trainers[rank].stdin
+        pair.trainers[rank].say("close")
+        stdin = pair.trainers[rank].process.stdin
         assert stdin
         stdin.close()
     assert [writer.wait(TIMEOUT_S) for writer in writers] == [0, 0]
@@ -527,11 +487,11 @@ def test_writers_keep_each_others_newest_and_leave_nothing(pair: Pair) -> None:
 def test_a_writer_killed_at_any_point_leaves_the_old_or_the_new(pair: Pair, rank: int, point: str) -> None:
     writers = [pair.writer(one, f"{point}:kill" if one == rank else "") for one in (0, 1)]
     if point != "replica.listed:1":
-        pair.say(0, "save 10")
+        pair.trainers[0].say("save 10")
         pair.until_replicated(0, 10)
-    pair.say(0, "save 20")
+    pair.trainers[0].say("save 20")
     assert writers[rank].wait(TIMEOUT_S) == -signal.SIGKILL
-    kept = check_kept(StoreFiles(pair.stores[1]), 0)
+    kept = check_kept(StoreFiles(pair.trainers[1].store), 0)
     assert kept[:1] in ([Generation(1, 10)], [Generation(1, 20)]) or point == "replica.listed:1"
     pair.writer(rank)
     pair.until_replicated(0, 20)
@@ -542,13 +502,13 @@ def test_a_writer_killed_at_any_point_leaves_the_old_or_the_new(pair: Pair, rank
 def test_a_stopped_peer_holds_up_neither_the_disk_nor_the_trainer(pair: Pair, fault: str) -> None:
     writers = [pair.writer(0), pair.writer(1, fault)]
     for rank in (0, 1):
-        pair.say(rank, "save 10")
+        pair.trainers[rank].say("save 10")
     pair.until_replicated(0, 10)
     pair.until(lambda: commit.committed(pair.directory), "the checkpoint")
     if not fault:  # else it stops in the middle of the next transfer
         writers[1].send_signal(signal.SIGSTOP)
     for step in range(20, 30):
-        pair.say(0, f"save {step}")  # ten saves into three slots wait for nobody
+        pair.trainers[0].say(f"save {step}")  # ten saves into three slots wait for nobody
     pair.until(lambda: any(one.step >= 20 for one in commit.written_by(pair.directory, 0)), "a newer part on disk")
     pair.until(lambda: pair.status(0).replica_error, "the error in the status")
     writers[1].send_signal(signal.SIGCONT)
@@ -559,8 +519,8 @@ def test_a_stopped_peer_holds_up_neither_the_disk_nor_the_trainer(pair: Pair, fa
 def test_full_memory_of_the_peer_is_said_and_training_goes_on(pair: Pair) -> None:
     pair.writer(0)
     pair.writer(1, "replica.allocating:1:full")
-    pair.say(0, "save 10")
+    pair.trainers[0].say("save 10")
     pair.until(lambda: "No space left" in pair.status(0).replica_error, "the error in the status")
     pair.until(lambda: commit.written_by(pair.directory, 0), "the part on disk")
-    pair.say(0, "save 20")
+    pair.trainers[0].say("save 20")
     pair.until_replicated(0, 20)

@@ -19,6 +19,7 @@ import pytest
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores
 from hetstream.checkpoint.record.generation import Generation
+from tests.checkpoint.processes import end_process
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
@@ -58,7 +59,7 @@ class Job:
                     cwd=ROOT,
                     env={**os.environ, "HETSTREAM_CKPT_HOST": f"127.0.0.{host + 1}", "OMP_NUM_THREADS": "1"},
                 )
-            self.undo.callback(self._end, process)
+            self.undo.callback(end_process, process)
             self.trainers.append(process)
         return self._answers()
 
@@ -121,15 +122,6 @@ class Job:
             step, digest = json.loads(line)
             answers.append((step, digest))
         return answers
-
-    @staticmethod
-    def _end(process: subprocess.Popen[str]) -> None:
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.flash.slurm_task import task_that_sigterm_ends
+from tests.checkpoint.processes import end_process
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "programs" / "asked_trainer.py"
@@ -135,7 +136,7 @@ class Job:
     def start(self, *argv: str | Path, **options: object) -> subprocess.Popen[bytes]:
         with open(self.path / "said", "ab") as said:
             process = subprocess.Popen(argv, cwd=self.path, env=self.environ, stderr=said, **options)  # type: ignore[call-overload]
-        self.undo.callback(self._end, process)
+        self.undo.callback(end_process, process)
         return process  # type: ignore[no-any-return]
 
     def writer(self) -> subprocess.Popen[bytes]:
@@ -174,13 +175,6 @@ class Job:
         assert os.listdir(self.memory) == []
         return self.ledger()[-1][2]
 
-    @staticmethod
-    def _end(process: subprocess.Popen[bytes]) -> None:
-        process.kill()
-        process.wait()
-        if process.stdout:
-            process.stdout.close()
-
 
 @pytest.fixture
 def job(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Job]:
@@ -213,7 +207,8 @@ def test_below_a_wrapper_that_passes_nothing_on_the_jobs_writer_asks(job: Job) -
     assert job.check_saved_and_stopped_once(1) == "SIGTERM came to the job's checkpoint writer"
 
 
-def test_a_program_that_closes_waits_for_the_disk_of_a_jobs_writer(job: Job) -> None:
+def begin_to_close(job: Job) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
+    """A checkpoint writer that is stopped, and a trainer that waits for it at its end."""
     writer = job.writer()
     trainer = job.start(sys.executable, TRAINER, "checkpoints", "ledger", "memory")
     job.until_trained(1)
@@ -222,20 +217,18 @@ def test_a_program_that_closes_waits_for_the_disk_of_a_jobs_writer(job: Job) -> 
     job.wait_until(lambda: job.ledger()[-1][0] == "stopping", TIMEOUT_S, "the last step")
     with pytest.raises(subprocess.TimeoutExpired):
         trainer.wait(1)
+    return writer, trainer
+
+
+def test_a_program_that_closes_waits_for_the_disk_of_a_jobs_writer(job: Job) -> None:
+    writer, trainer = begin_to_close(job)
     writer.send_signal(signal.SIGCONT)
     assert trainer.wait(TIMEOUT_S) == 75
     assert commit.committed(job.directory)[0].step == int(job.ledger()[-1][1]), job.said()
 
 
 def test_a_program_that_closes_does_not_wait_for_a_jobs_writer_that_dies(job: Job) -> None:
-    writer = job.writer()
-    trainer = job.start(sys.executable, TRAINER, "checkpoints", "ledger", "memory")
-    job.until_trained(1)
-    writer.send_signal(signal.SIGSTOP)
-    trainer.send_signal(signal.SIGTERM)
-    job.wait_until(lambda: job.ledger()[-1][0] == "stopping", TIMEOUT_S, "the last step")
-    with pytest.raises(subprocess.TimeoutExpired):
-        trainer.wait(1)
+    writer, trainer = begin_to_close(job)
     writer.kill()
     assert trainer.wait(TIMEOUT_S / 3) == 75
 

@@ -24,37 +24,12 @@ from hetstream.checkpoint.persist.writer import spawn_writer
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint import fake_trainer
+from tests.checkpoint.processes import ROOT, FakeTrainer, begin_trainer, begin_writer, end_process
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 TIMEOUT_S = 60.0
 WaitUntil = Callable[..., None]
 _WRITER = [sys.executable, "-m", "hetstream.checkpoint.persist.writer"]
-
-
-@dataclass
-class Trainer:
-    """A trainer process and its store."""
-
-    process: subprocess.Popen[str]
-    store: Path
-
-    def say(self, line: str) -> None:
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline().strip() == line
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> None:
-        self.say("close")
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait()
 
 
 @dataclass
@@ -70,40 +45,23 @@ class Bench:
     def directory(self) -> Path:
         return self.path / "ckpt"
 
-    def trainer(self, rank: int = 0, world_size: int = 1, attempt: int = 1, num_bytes: int = 5 * MIB) -> Trainer:
-        words = [self.path / "stores", self.directory, "77", rank, world_size, attempt, num_bytes]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.fake_trainer", *map(str, words)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        self.undo.callback(self._end, process)
-        assert process.stdout
-        return Trainer(process, Path(process.stdout.readline().strip()))
+    def trainer(self, rank: int = 0, world_size: int = 1, attempt: int = 1, num_bytes: int = 5 * MIB) -> FakeTrainer:
+        words = self.path / "stores", self.directory, "77", rank, world_size, attempt, num_bytes
+        return begin_trainer(self.undo, *words)
 
     def writer(
         self, store: Path, fault: str = "", count: int = 1, action: str = "kill", linger_s: float = 0.3
     ) -> subprocess.Popen[bytes]:
         marker = self.path / f"marker-{len(self.writers)}"
-        request = {"HETSTREAM_CKPT_FAULT": f"{fault}:{count}:{action}:{marker}"} if fault else {}
-        with open(self.log, "ab") as log:
-            process = subprocess.Popen(
-                [*_WRITER, f"--store={store}", f"--directory={self.directory}", f"--linger={linger_s}"],
-                stderr=log,
-                env={**os.environ, **request},
-                cwd=ROOT,
-            )
-        self.undo.callback(self._end, process)
-        self.writers.append(process)
-        return process
+        request = f"{fault}:{count}:{action}:{marker}" if fault else ""
+        self.writers.append(begin_writer(self.undo, store, self.directory, self.log, request, linger_s))
+        return self.writers[-1]
 
     def job_writer(self) -> subprocess.Popen[bytes]:
         with open(self.log, "ab") as log:
             argv = [sys.executable, "-c", JOB_WRITER, str(self.path / "stores")]
             process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, start_new_session=True)
-        self.undo.callback(self._end, process)
+        self.undo.callback(end_process, process)
         assert process.stdout
         assert process.stdout.readline() == b"ready\n"
         return process
@@ -148,14 +106,6 @@ class Bench:
             for path in self.directory.rglob("*")
             if path.name.endswith((".tmp", ".partial", ".deleted"))
         ]
-
-    @staticmethod
-    def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream:
-                stream.close()
 
 
 @pytest.fixture
@@ -304,7 +254,7 @@ def test_the_second_writer_of_a_store_leaves(bench: Bench) -> None:
 def test_spawned_by_a_trainer_it_is_a_session_of_its_own(bench: Bench) -> None:
     trainer = bench.trainer()
     writer = spawn_writer(trainer.store, bench.directory)
-    bench.undo.callback(bench._end, writer)
+    bench.undo.callback(end_process, writer)
     bench.until(lambda: StoreView(trainer.store).writer_alive(), "the checkpoint writer")
     assert os.getsid(writer.pid) == writer.pid
     trainer.say("save 10")

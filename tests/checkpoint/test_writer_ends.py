@@ -17,6 +17,7 @@ from hetstream.checkpoint.flash import writer_link
 from hetstream.checkpoint.flash.writer_link import WriterLink
 from hetstream.checkpoint.memory.view import StoreView
 from hetstream.checkpoint.persist.writer import spawn_writer
+from tests.checkpoint.processes import end_process
 from tests.checkpoint.test_writer import TIMEOUT_S, Bench, bench
 
 __all__ = ["bench"]
@@ -27,7 +28,7 @@ def test_a_writer_that_is_told_to_end_while_it_starts_brings_to_disk_what_a_dead
     trainer = bench.trainer()
     trainer.say("save 10")
     writer = spawn_writer(trainer.store, bench.directory)
-    bench.undo.callback(bench._end, writer)
+    bench.undo.callback(end_process, writer)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         writer.send_signal(number)
     trainer.kill()
@@ -39,7 +40,7 @@ def test_the_signals_of_a_trainer_are_its_own_again_when_its_writer_is_started(b
     trainer = bench.trainer()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     writer = spawn_writer(trainer.store, bench.directory)
-    bench.undo.callback(bench._end, writer)
+    bench.undo.callback(end_process, writer)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 

@@ -7,8 +7,8 @@
     has the lock, restores what was handed over          ends
     trains
 
-`DirectoryAcquisition` is how the successor gets the directory, and how every start does; `watch.py` is
-the owner's look at who asks, `directory_ownership.py` what lies between. What they decide is in `policy/handover.py`,
+`DirectoryAcquisition` is how the successor gets the directory, and how every start does; `handover.py` is
+the owner's look at who asks, and its end. What they decide is in `policy/handover.py`,
 the files are those of `checkpoint/disk/handover_request.py`.
 """
 

@@ -20,12 +20,12 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OtherRelease
 from hetstream.checkpoint.flash.distributed import Communicator, gather, together
 from hetstream.checkpoint.flash.host import Host
+from hetstream.checkpoint.flash.ports import RecordsElsewhere
 from hetstream.checkpoint.flash.restore.source import Disk, Memory
 from hetstream.checkpoint.flash.restore.stored import Part
 from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.agreement import Choice, Held, Offer, Source, agree, steps_of, with_disk
 from hetstream.checkpoint.record.generation import Generation
-from hetstream.checkpoint.replica.trainer import TrainerReplicas
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Newest:
         directory: of the checkpoints.
         lineage: of the directory, the same on every rank.
         memory: of this rank; None: the disk alone counts.
-        replicas: that other hosts keep; None without.
+        elsewhere: records that other hosts keep; None without.
         host: of this rank; None: each rank is for itself.
     """
 
@@ -76,7 +76,7 @@ class Newest:
     directory: CheckpointDirectory
     lineage: Lineage
     memory: Memory | None = None
-    replicas: TrainerReplicas | None = None
+    elsewhere: RecordsElsewhere | None = None
     host: Host | None = None
 
     def all_steps(self) -> tuple[list[int], list[int]]:
@@ -160,8 +160,8 @@ class Newest:
             disk: Disk | None = None
 
             def fetch() -> None:
-                if choice.sources[rank] == "replica" and self.replicas:
-                    self.replicas.fetch(generation, choice.holders[rank])
+                if choice.sources[rank] == "replica" and self.elsewhere:
+                    self.elsewhere.fetch(generation, choice.holders[rank])
 
             def compare() -> None:
                 nonlocal disk
@@ -224,7 +224,7 @@ class Newest:
                     unread.append((checkpoint.generation, checkpoint.problem))
             else:
                 disk.append(Held(checkpoint.generation, checkpoint.world_size))
-        replicas = self.replicas.offered() if self.replicas else []
+        replicas = self.elsewhere.offered() if self.elsewhere else []
         return Offer(memory, disk, problems, replicas, host=self.host.name if self.host else "", unread=unread)
 
 

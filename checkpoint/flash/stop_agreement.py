@@ -12,12 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.handover_request import Request, living_request, read_request
-from hetstream.checkpoint.disk.ownership import Identity
-from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.flash.distributed import Communicator, gather
-from hetstream.checkpoint.policy.handover import Asked, answer
 
 _log = logging.getLogger(__name__)
 
@@ -40,36 +35,35 @@ class _Look(msgspec.Struct, frozen=True):
     num_steps: int = 1
 
 
-class Watch:
+class StopAgreement:
     """Whether to stop: looked at about once a second, the same answer on all ranks at each step.
 
     Several ranks look after the same steps, and the number of steps until the next look is part of the answer: one
     small exchange each time.
 
     Args:
-        directory: which another job may ask for.
         ranks: that have to agree.
         asked_here: why this rank was asked to end; "" if it was not.
+        asked_by_successor: why to end for a job that goes on in place of this one; "" while none asks. For rank 0.
 
     Attributes:
-        successor: to whom to hand over, on rank 0, once somebody asks.
         hands_over: whether another job goes on, on every rank.
         reason: why to stop, on every rank; "" to go on.
         has_looked: the program asks after its steps.
     """
 
-    def __init__(self, directory: CheckpointDirectory, ranks: Communicator, asked_here: Callable[[], str]) -> None:
-        self.successor: Identity | None = None
+    def __init__(
+        self, ranks: Communicator, asked_here: Callable[[], str], asked_by_successor: Callable[[], str]
+    ) -> None:
         self.hands_over = False
         self.reason = ""
         self.has_looked = False
-        self._directory = directory
         self._ranks = ranks
         self._asked_here = asked_here
+        self._asked_by_successor = asked_by_successor
         self._look_s: float | None = None
         self._step = 0
         self._num_steps = 0
-        self._said = ""
 
     def is_asked(self, step: int) -> bool:
         """Whether to stop after this step. Every rank calls it after each step."""
@@ -79,8 +73,8 @@ class Watch:
         now_s = time.monotonic()
         if self._ranks.world_size == 1:
             if self._look_s is None or now_s >= self._look_s + _LOOK_S:
-                self._look_s, self.reason = now_s, self._look_for_successor()
-                self.hands_over = self.successor is not None
+                self._look_s, self.reason = now_s, self._asked_by_successor()
+                self.hands_over = self.reason != ""
             self.reason = self.reason or self._asked_here()
         elif not self._step <= step < self._step + self._num_steps:
             self._agree(step, now_s)
@@ -90,32 +84,15 @@ class Watch:
         num_steps = 1
         if self._look_s is not None and step > self._step:
             num_steps = steps_until_next(step - self._step, now_s - self._look_s)
-        reason = self._look_for_successor() if self._ranks.rank == 0 else ""
+        reason = self._asked_by_successor() if self._ranks.rank == 0 else ""
         asked = self._asked_here()
         asked = asked and f"rank {self._ranks.rank}: {asked}"
-        looks = gather(self._ranks, _Look(reason or asked, self.successor is not None, num_steps))
+        looks = gather(self._ranks, _Look(reason or asked, reason != "", num_steps))
         self._look_s, self._step, self._num_steps = now_s, step, looks[0].num_steps
         self.hands_over = looks[0].hands_over
         self.reason = next((look.reason for look in looks if look.reason), "")
         if self.reason and not self.hands_over:
             _log.info("all ranks are asked to stop after step %d: %s", step, self.reason)
-
-    def _look_for_successor(self) -> str:
-        path = self._directory.path
-        request: Request | None = read_request(path)
-        if request is None:
-            return ""
-        is_live = living_request(path) is not None
-        found = answer(self._directory.attempt, Asked(request.attempt, str(request.successor), is_live))
-        if found.hands_over:
-            reach("handover.heard")
-            self.successor = request.successor
-            _log.info("%s: the next save is the last one here: %s", path, found.reason)
-            return found.reason
-        if found.reason != self._said:
-            self._said = found.reason
-            _log.info("%s is not handed over: %s", path, found.reason)
-        return ""
 
 
 def steps_until_next(num_steps: int, elapsed_s: float) -> int:

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from hetstream.base.web import Document
+
+Row = TypeVar("Row")
+# Name (a counter's ends in _total), help, value; None is left out.
+Column = tuple[str, str, Callable[[Row], float | None]]
+
+
+def families(
+    columns: Iterable[Column[Row]], labels: list[str], rows: Iterable[tuple[list[str], Row]]
+) -> Iterator[Metric]:
+    """A metric for each column.
+
+    Args:
+        columns: of a table.
+        labels: names of its rows' labels.
+        rows: of the table, each behind the values of its labels.
+    """
+    for name, text, value in columns:
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(name, text, labels=labels)
+        for label_values, row in rows:
+            number = value(row)
+            if number is not None:
+                family.add_metric(label_values, number)
+        yield family
 
 
 class Exposition:

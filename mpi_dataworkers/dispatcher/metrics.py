@@ -6,8 +6,7 @@ touches the dispatcher's state. Labels are bounded by what is there now: series 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 from hetstream.base.installed import install_command
 from hetstream.base.web import WebServer
@@ -15,18 +14,14 @@ from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status
 
 try:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.core import Metric
     from prometheus_client.registry import Collector
 
-    from hetstream.mpi_dataworkers.dispatcher.exposition import Exposition
+    from hetstream.mpi_dataworkers.dispatcher.exposition import Column, Exposition, families
 except ImportError as error:
     raise ServiceError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
-Row = TypeVar("Row")
-# Name (a counter's ends in _total), help, value.
-_Column = tuple[str, str, Callable[[Row], float]]
-
-_SERVICE: list[_Column[Status]] = [
+_SERVICE: list[Column[Status]] = [
     ("hetstream_dispatcher_starts_total", "Starts of the dispatcher on its directory.", lambda s: s.incarnation),
     ("hetstream_dispatcher_uptime_seconds", "Time since the last of them.", lambda s: s.uptime_s),
     ("hetstream_data_workers", "Data worker processes that are registered.", lambda s: len(s.data_workers)),
@@ -36,14 +31,14 @@ _SERVICE: list[_Column[Status]] = [
     ("hetstream_leases_granted_total", "Leases granted.", lambda s: s.leases_granted),
     ("hetstream_leases_revoked_total", "Leases taken back; their steps are leased again.", lambda s: s.leases_revoked),
 ]
-_DATA_WORKER: list[_Column[DataWorkerStatus]] = [
+_DATA_WORKER: list[Column[DataWorkerStatus]] = [
     ("hetstream_data_worker_steps_total", "Steps made.", lambda w: w.steps),
     ("hetstream_data_worker_leases", "Leases held.", lambda w: w.leases),
     ("hetstream_data_worker_leases_revoked_total", "Leases taken back from it.", lambda w: w.leases_revoked),
     ("hetstream_data_worker_busy_ratio", "Share of the last seconds in which it made steps.", lambda w: w.busy_share),
     ("hetstream_data_worker_silence_seconds", "Time since its last message.", lambda w: w.silent_s),
 ]
-_LOADER: list[_Column[LoaderStatus]] = [
+_LOADER: list[Column[LoaderStatus]] = [
     ("hetstream_loader_epochs_total", "Epochs completed.", lambda r: r.totals.epochs),
     ("hetstream_loader_steps_total", "Steps taken by the training loop.", lambda r: r.totals.steps),
     ("hetstream_loader_samples_total", "Samples in them.", lambda r: r.totals.samples),
@@ -94,23 +89,12 @@ class MetricsServer(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics of the newest status; called by prometheus_client for each scrape."""
         status = self._status
-        yield from _families(_SERVICE, [], [(status, [])])
-        workers = [(row, [str(row.number), row.host]) for row in status.data_workers]
-        yield from _families(_DATA_WORKER, ["data_worker", "host"], workers)
-        loaders = [(row, [row.job, str(row.rank), str(row.ordinal)]) for row in status.loaders]
-        yield from _families(_LOADER, ["job", "rank", "loader"], loaders)
+        yield from families(_SERVICE, [], [([], status)])
+        workers = [([str(row.number), row.host], row) for row in status.data_workers]
+        yield from families(_DATA_WORKER, ["data_worker", "host"], workers)
+        loaders = [([row.job, str(row.rank), str(row.ordinal)], row) for row in status.loaders]
+        yield from families(_LOADER, ["job", "rank", "loader"], loaders)
 
     def close(self) -> None:
         """Stop serving."""
         self._server.close()
-
-
-def _families(
-    columns: Iterable[_Column[Row]], labels: list[str], rows: list[tuple[Row, list[str]]]
-) -> Iterator[Metric]:
-    for name, text, value in columns:
-        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family = kind(name, text, labels=labels)
-        for row, label_values in rows:
-            family.add_metric(label_values, value(row))
-        yield family

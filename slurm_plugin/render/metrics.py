@@ -6,8 +6,7 @@ was seen before is not shown as if it were now. Units are Prometheus's: seconds,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 from hetstream.base.installed import install_command
 from hetstream.slurm_plugin.client.model import Node, Partition
@@ -19,25 +18,21 @@ from hetstream.slurm_plugin.render.web import listening
 
 try:
     import prometheus_client
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.core import CounterMetricFamily, Metric
     from prometheus_client.registry import Collector
 
-    from hetstream.mpi_dataworkers.dispatcher.exposition import Exposition
+    from hetstream.mpi_dataworkers.dispatcher.exposition import Column, Exposition, families
 except ImportError as error:
     raise ServeError(f"metrics need the package prometheus-client. Run: {install_command('metrics')}") from error
 
 MB_BYTES = 1024 * 1024
 
-Row = TypeVar("Row")
-# Name (a counter's ends in _total), help, value; None is left out.
-_Column = tuple[str, str, Callable[[Row], float | None]]
-
-_READING: list[_Column[Reading]] = [
+_READING: list[Column[Reading]] = [
     ("hetstream_up", "Whether slurmctld answered the last time (1) or not (0).", lambda r: float(bool(r.observation))),
     ("hetstream_read_duration_seconds", "Time that the last reading of the cluster took.", lambda r: r.read_s),
     ("hetstream_last_read_timestamp_seconds", "When a reading last succeeded.", lambda r: r.success_s),
 ]
-_CLUSTER: list[_Column[Observation]] = [
+_CLUSTER: list[Column[Observation]] = [
     ("hetstream_cluster_nodes", "Nodes on which jobs can start.", lambda o: len(o.fragmentation.nodes)),
     (
         "hetstream_cluster_nodes_out_of_use",
@@ -84,14 +79,14 @@ _CLUSTER: list[_Column[Observation]] = [
     ),
     ("hetstream_cluster_gpus_starved", "Of those, as many as wait for data.", lambda o: o.sample.gpus_starved),
 ]
-_WAITING: list[_Column[Waiting]] = [
+_WAITING: list[Column[Waiting]] = [
     ("hetstream_pending_jobs", "Pending jobs, by what they wait for first.", lambda w: w.num_jobs),
     ("hetstream_pending_cpus", "CPUs that they ask for.", lambda w: w.cpus),
     ("hetstream_pending_gpus", "GPUs that they ask for.", lambda w: w.gpus),
     ("hetstream_pending_wait_mean_seconds", "How long they have waited so far, on average.", lambda w: w.mean_s),
     ("hetstream_pending_wait_longest_seconds", "The longest of them.", lambda w: w.longest_s),
 ]
-_NODE: list[_Column[NodeFragmentation]] = [
+_NODE: list[Column[NodeFragmentation]] = [
     ("hetstream_node_cpus", "CPUs of the node.", lambda n: n.cpus),
     ("hetstream_node_cpus_free", "Of those, held by no job.", lambda n: n.cpus_free),
     ("hetstream_node_gpus", "GPUs of the node.", lambda n: n.gpus),
@@ -102,7 +97,7 @@ _NODE: list[_Column[NodeFragmentation]] = [
     ("hetstream_node_stranded_gpus", "Free GPUs that no pending job can use.", lambda n: n.stranded_gpus),
     ("hetstream_node_stranded_cpus", "Free CPUs that no pending job can use.", lambda n: n.stranded_cpus),
 ]
-_PARTITION: list[_Column[list[Node]]] = [
+_PARTITION: list[Column[list[Node]]] = [
     ("hetstream_partition_cpus", "CPUs of the nodes on which jobs can start.", lambda ns: sum(n.cpus for n in ns)),
     (
         "hetstream_partition_cpus_allocated",
@@ -127,7 +122,7 @@ class ClusterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics; called by prometheus_client for each scrape."""
         reading = self.reading
-        yield from _families(_READING, [], [([], reading)])
+        yield from families(_READING, [], [([], reading)])
         errors = CounterMetricFamily("hetstream_read_errors_total", "Readings that failed.", labels=["kind"])
         for kind, count in reading.num_errors.items():
             errors.add_metric([kind], count)
@@ -135,11 +130,11 @@ class ClusterCollector(Collector):
         seen = reading.observation
         if seen is None:
             return
-        yield from _families(_CLUSTER, [], [([], seen)])
-        yield from _families(_WAITING, ["cause"], [([cause], one) for cause, one in seen.sample.waiting.items()])
-        yield from _families(_NODE, ["node"], [([node.node], node) for node in seen.fragmentation.nodes])
+        yield from families(_CLUSTER, [], [([], seen)])
+        yield from families(_WAITING, ["cause"], [([cause], one) for cause, one in seen.sample.waiting.items()])
+        yield from families(_NODE, ["node"], [([node.node], node) for node in seen.fragmentation.nodes])
         partitions = [([one.name], _nodes_of(one, seen)) for one in seen.snapshot.partitions]
-        yield from _families(_PARTITION, ["partition"], partitions)
+        yield from families(_PARTITION, ["partition"], partitions)
 
     def text(self) -> str:
         """The metrics in Prometheus's text format."""
@@ -170,15 +165,3 @@ class MetricsServer:
 
 def _nodes_of(partition: Partition, seen: Observation) -> list[Node]:
     return [node for node in seen.snapshot.nodes if node.is_usable and partition.name in node.partitions]
-
-
-def _families(
-    columns: Iterable[_Column[Row]], labels: list[str], rows: list[tuple[list[str], Row]]
-) -> Iterator[Metric]:
-    for name, text, value in columns:
-        family = GaugeMetricFamily(name, text, labels=labels)
-        for label_values, row in rows:
-            number = value(row)
-            if number is not None:
-                family.add_metric(label_values, number)
-        yield family

@@ -90,6 +90,26 @@ class Site:
         summary = self.told("frag", **how)["summary"]
         return [summary[name] for name in names]
 
+    def tells_everything(self) -> None:
+        """Have a job wait that would start with data workers, and compare all that is told with what is so by hand.
+
+        gpu0 has 4 CPUs and 3 GPUs in use, gpu1 14 and 4. The job that waits needs 1 GPU and 14 CPUs: with 2 it would
+        start on gpu0, and 12 CPUs move to 3 data workers. Stranded are the GPU of gpu0 and the CPUs of both, 12 + 2.
+        """
+        small = ("--mem=1000", "--time=60")
+        jobs = [self.submit("-wgpu0", "--gpus=3", "-c4", *small), self.submit("-wgpu1", "--gpus=4", "-c14", *small)]
+        self.settle(**dict.fromkeys(jobs, "RUNNING"))
+        starved = self.submit("--gpus=1", "-c14", *small)
+        self.settle(**{starved: "PENDING Resources"})
+        names = ("cpus", "cpus_free", "gpus", "gpus_free", "stranded_gpus", "stranded_cpus")
+        assert self.totals(*names) == [96, 78, 8, 1, 1, 14]
+        assert self.blockers(starved) == [
+            ("CPUs", "it needs 14 CPUs on a node; of 1 node(s) with enough GPUs and memory the most free is 12 (gpu0)")
+        ]
+        (advice,) = self.told("advise")["advice"]
+        assert (advice["job"], advice["step"]) == (starved, "#HETSTREAM --data-workers=3 --data-worker-partition=cpu")
+        assert {one["partition"]: one["num_jobs"] for one in self.told("util")["groups"]} == {"gpu": 2}
+
     def streams(self) -> None:
         """Run an unmodified program with 2 data workers, and compare its batches with those of a run without Slurm."""
         directory = self.cluster.out_dir / "job"

@@ -8,7 +8,6 @@ in which each checkpoint writer brings the newest generation to disk. What a che
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from hetstream.base.private import make_private
 from hetstream.checkpoint.config import JOB_WRITER
 from hetstream.hetjob.errors import WritersError
 from hetstream.hetjob.job_environment import JobEnvironment
+from hetstream.hetjob.job_steps import await_ready, why_no_directory
 from hetstream.hetjob.ports import SlurmClient
 
 # A step starts in a fraction of a second; Python from a busy shared file system may take many.
 _START_LIMIT_S = 60.0
-_POLL_S = 0.05
 
 
 def ready_file(job: JobEnvironment) -> Path:
@@ -62,10 +61,7 @@ def start(
         make_private(job.directory, own_parents=1)
         make_private(job.writers, own_parents=2)
     except OSError as error:
-        raise WritersError(
-            f"the writers' directory {job.writers} cannot be made: {error.strerror or error}. Submit from a directory "
-            "that you can write to and that all hosts share, or name one with --jobs-dir"
-        ) from error
+        raise WritersError(why_no_directory("writers'", job.writers, error)) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += [f"--nodes={job.num_nodes}", f"--ntasks={job.num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     # One checkpoint writer that ends, or one node that fails, is no reason to end the others.
@@ -73,12 +69,10 @@ def start(
     output = job.writers / "step.log"
     place = [f"--jobs-dir={jobs_dir}"] if jobs_dir else []
     step = client.start_step(options, [*program, "ckpt", "writer", *place], output, in_background=True)
-    deadline = time.monotonic() + limit_s
-    while len(list(job.writers.glob("*.ready"))) < job.num_nodes:
-        ended = step.poll()
-        if ended is not None or time.monotonic() > deadline:
-            step.terminate()
-            how = f"their step ended with {ended}" if ended is not None else f"not all were ready in {limit_s:g} s"
-            raise WritersError(f"the checkpoint writers did not start: {how}. See the logs in {job.writers}")
-        time.sleep(_POLL_S)
+    if why := await_ready(step, lambda: _num_ready(job) >= job.num_nodes, limit_s, "not all were ready"):
+        raise WritersError(f"the checkpoint writers did not start: {why}. See the logs in {job.writers}")
     return {JOB_WRITER: "1"}
+
+
+def _num_ready(job: JobEnvironment) -> int:
+    return len(list(job.writers.glob("*.ready")))

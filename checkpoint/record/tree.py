@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from hetstream.base.text import is_unicode
 from hetstream.checkpoint.errors import DamagedCheckpoint, UnsupportedState, first_line
 
 # Larger arrays and byte strings are payload, not structure.
@@ -163,7 +164,7 @@ class Encoder:
         """A dict of any keys."""
         item, before = self.item, self._num_inline
         for key in value:
-            if type(key) is not str or key[:1] == "$" or not _is_text(key):
+            if type(key) is not str or key[:1] == "$" or not is_unicode(key):
                 return self._inline(path, {"$dict": self._pairs(path, value)}, before)
         if self._store and len(value) > MAX_INLINE_VALUES and _is_json({*map(type, value.values())}, value.values()):
             with contextlib.suppress(UnicodeEncodeError, OverflowError):
@@ -294,7 +295,7 @@ def _float(_path: str, value: float) -> Node:
 
 
 def _str(_path: str, value: str) -> Node:
-    return value if _is_text(value) else {"$str": _text(value.encode("utf-8", "surrogatepass"))}
+    return value if is_unicode(value) else {"$str": _text(value.encode("utf-8", "surrogatepass"))}
 
 
 def _complex(path: str, value: complex) -> Node:
@@ -312,17 +313,6 @@ def _bytearray(_path: str, value: bytearray) -> Node:
 
 def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode("ascii")
-
-
-def _is_text(value: str) -> bool:
-    """Whether JSON can hold a string: lone surrogates (from file names) it cannot."""
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _in_order(values: Iterable[Any]) -> list[Any]:

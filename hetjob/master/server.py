@@ -28,6 +28,7 @@ from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
 from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.job_environment import JobEnvironment, export_variables
+from hetstream.hetjob.job_steps import await_ready, why_no_directory
 from hetstream.hetjob.master import journal_place
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
@@ -45,7 +46,6 @@ log = logging.getLogger(__name__)
 
 # A step starts in a fraction of a second; Python from a busy shared file system may take many.
 _START_LIMIT_S = 60.0
-_POLL_S = 0.05
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -155,24 +155,15 @@ def start(
     except ServiceError as error:
         raise MasterError(f"the job master of job {job.job_id} runs already: {error}") from error
     except OSError as error:
-        raise MasterError(
-            f"the job's directory {job.directory} cannot be made: {error.strerror or error}. Submit from a directory "
-            "that you can write to and that all hosts share, or name one with --jobs-dir"
-        ) from error
+        raise MasterError(why_no_directory("job's", job.directory, error)) from error
     options = ["--het-group=0"] if job.het_size > 1 else []
     options += ["--nodes=1", "--ntasks=1", f"--nodelist={job.node}", "--cpus-per-task=1", "--mem=0"]
     options += ["--gres=none", "--job-name=hetstream"]
     step = client.start_step(
         options, [*config.program, "master", "keep", str(job.spec_file)], job.master_log, in_background=True
     )
-    deadline = time.monotonic() + limit_s
-    while not job.address_file.exists():
-        ended = step.poll()
-        if ended is not None or time.monotonic() > deadline:
-            step.terminate()
-            how = f"its step ended with {ended}" if ended is not None else f"no dispatcher within {limit_s:g} s"
-            raise MasterError(f"the job master did not start: {how}. See {job.master_log}")
-        time.sleep(_POLL_S)
+    if why := await_ready(step, job.address_file.exists, limit_s, "no dispatcher"):
+        raise MasterError(f"the job master did not start: {why}. See {job.master_log}")
     variables = dict(hook_environment(f"file:{job.address_file}"))
     return variables | export_variables(environ, variables)
 

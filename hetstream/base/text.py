@@ -17,6 +17,17 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text) - most:,} more characters)"
 
 
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold it: names of files may have surrogates in the place of bytes that are none (PEP 383)."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class PrintableFormatter(logging.Formatter):
     """Formats log records so that nothing in them is more to a terminal than text."""
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch._utils
 
+from hetstream.base.text import is_unicode
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
 from hetstream.mpi_dataworkers.ops.leaves import load_leaf, pickle_leaf
 from hetstream.mpi_dataworkers.ops.packing import Pack, PackLayout, TensorLayout, bytes_of_tensor, owned, pack_layout
@@ -156,7 +157,7 @@ def _plan_of_tensors(names: type | tuple[str, ...], looks: tuple[tuple[Any, ...]
     leaves = ["t"] * len(looks)
     tree: Any
     if isinstance(names, tuple):
-        if not all(map(_is_text, names)):
+        if not all(map(is_unicode, names)):
             return None
         tree = ["d", [["v", name] for name in names], leaves]
     else:
@@ -262,17 +263,6 @@ def _names_in(tree: Any) -> list[str] | None:
 _read_cached = functools.lru_cache(maxsize=64)(_read)
 
 
-def _is_text(value: str) -> bool:
-    """Whether UTF-8 can hold it: names of files may have surrogates in the place of bytes that are none (PEP 383)."""
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether type, shape and one piece of memory are all there is to a tensor."""
     return tensor.is_cpu and tensor.layout is _STRIDED and not tensor.is_quantized and not tensor.is_nested
@@ -305,7 +295,7 @@ def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> An
         arrays.append(array.reshape(-1).view(np.uint8).data if array.size else b"")
         return ["n", value.dtype.str, list(value.shape)]
     if kind is str:
-        return ["v", value] if _is_text(value) else ["p", pickle_leaf(value)]
+        return ["v", value] if is_unicode(value) else ["p", pickle_leaf(value)]
     if kind in _PLAIN and not (kind is int and abs(value) > _INT64_MAX):
         return ["v", value]
     if kind is list:
@@ -313,7 +303,7 @@ def _describe(value: Any, tensors: list[torch.Tensor], arrays: list[Leaf]) -> An
     if kind is tuple:
         return ["u", _describe_all(value, tensors, arrays)]
     if kind is dict:
-        are_names = all(type(key) is str and _is_text(key) for key in value)
+        are_names = all(type(key) is str and is_unicode(key) for key in value)
         keys = [["v", key] if are_names else _describe(key, tensors, arrays) for key in value]
         return ["d", keys, _describe_all(value.values(), tensors, arrays)]
     if isinstance(value, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None):

@@ -59,11 +59,17 @@ def make(tmp_path: Path, memory: Path) -> Callable[..., FlashCheckpointer]:
 
 
 @pytest.fixture
-def trainers(zygote: subprocess.Popen[str], tmp_path: Path, wait_until: Any) -> Iterator[Trainers]:
+def left_memory(wait_until: WaitUntil) -> Iterator[Path]:
+    """A directory in place of /dev/shm for trainers that may die; what they leave in it goes with the test."""
     memory = Path(tempfile.mkdtemp(prefix="hetstream-test-", dir="/dev/shm"))
-    yield Trainers(zygote, tmp_path, memory)
+    yield memory
     # Checkpoint writers of dead trainers end by themselves.
     wait_until(
         lambda: not any(one.writer_alive for one in find_stores([memory])), 60, "the end of all checkpoint writers"
     )
     shutil.rmtree(memory)
+
+
+@pytest.fixture
+def trainers(zygote: subprocess.Popen[str], tmp_path: Path, left_memory: Path) -> Trainers:
+    return Trainers(zygote, tmp_path, left_memory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -222,14 +221,8 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(zygote: subprocess.Popen[str], tmp_path: Path, wait_until: WaitUntil) -> Iterator[Jobs]:
-    memory = Path(tempfile.mkdtemp(prefix="hetstream-test-", dir="/dev/shm"))
-    yield Jobs(zygote, tmp_path, memory)
-    # Checkpoint writers of dead trainers end by themselves.
-    wait_until(
-        lambda: not any(one.writer_alive for one in find_stores([memory])), 60, "the end of all checkpoint writers"
-    )
-    shutil.rmtree(memory)
+def jobs(zygote: subprocess.Popen[str], tmp_path: Path, left_memory: Path) -> Jobs:
+    return Jobs(zygote, tmp_path, left_memory)
 
 
 @pytest.fixture(scope="module")

@@ -211,7 +211,7 @@ def test_a_data_worker_has_a_thread_for_each_of_its_cpus(job: Job, wait_until: W
 
 def test_a_master_that_cannot_start_is_an_error_and_leaves_nothing(job: Job) -> None:
     (job.submit_dir / "die-master").touch()
-    with pytest.raises(MasterError, match=r"its step ended with 9\. See .*master.log"):
+    with pytest.raises(MasterError, match=r"the step ended with 9\. See .*master.log"):
         job.start(1)
 
 

@@ -65,7 +65,7 @@ def test_writers_start_beside_everything_else(tmp_path: Path, wait_until: Callab
     assert not ready_file(job).exists()
 
 
-@pytest.mark.parametrize(("case", "text"), [("dies", "their step ended with 9"), ("is late", "not all were ready")])
+@pytest.mark.parametrize(("case", "text"), [("dies", "the step ended with 9"), ("is late", "not all were ready")])
 def test_writers_that_do_not_come(tmp_path: Path, case: str, text: str, wait_until: Callable[..., None]) -> None:
     more = {}
     if case == "dies":

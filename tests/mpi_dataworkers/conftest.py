@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +219,19 @@ def run_program(source: str, directory: Path, *arguments: str, **variables: str)
 def run_program_fixture() -> object:
     """See `run_program`."""
     return run_program
+
+
+@pytest.fixture
+def loaders(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Make loaders that are closed after the test, with the LOADER_OPTIONS of the test's module."""
+    from hetstream.mpi_dataworkers.loader.data_loader import DataLoader  # torch, which few tests need
+
+    made: list[DataLoader[Any]] = []
+
+    def make(dataset: Any, **options: Any) -> DataLoader[Any]:
+        made.append(DataLoader(dataset, **request.module.LOADER_OPTIONS | options))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        loader.close()

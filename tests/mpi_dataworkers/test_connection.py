@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import sample_datasets as datasets
 import torch
 
-from hetstream import DataLoader
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.dispatcher import server
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
@@ -38,6 +36,8 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Message,
     RegisterLoader,
 )
+
+LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5}
 
 DEADLINE_S = 10.0
 KEYS = "k" * 40, "k" * 40, "k" * 40, "00" * 32
@@ -219,20 +219,6 @@ def test_the_end_of_a_connection_is_the_end_of_all_its_loaders() -> None:
 
 
 # --- with a service -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def loaders() -> Iterator[Callable[..., DataLoader]]:
-    """Make loaders that are closed after the test."""
-    made: list[DataLoader] = []
-
-    def make(dataset: Any, **options: Any) -> DataLoader:
-        made.append(DataLoader(dataset, **{"batch_size": 8, "shuffle": True, "seed": 5} | options))
-        return made[-1]
-
-    yield make
-    for loader in made:
-        loader.close()
 
 
 def holdings() -> tuple[int, collections.Counter[str]]:

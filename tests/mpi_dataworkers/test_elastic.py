@@ -7,28 +7,13 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sample_datasets as datasets
 
-from hetstream import DataLoader
-
-
-@pytest.fixture
-def loaders() -> Iterator[Callable[..., DataLoader]]:
-    """Make loaders that are closed after the test."""
-    made: list[DataLoader] = []
-
-    def make(dataset: Any, **options: Any) -> DataLoader:
-        made.append(DataLoader(dataset, **{"batch_size": 4, "shuffle": True, "seed": 5} | options))
-        return made[-1]
-
-    yield make
-    for loader in made:
-        loader.close()
+LOADER_OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 5}
 
 
 def as_bytes(batch: Any) -> tuple[bytes, list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -16,19 +15,7 @@ from hetstream import DataLoader, mix
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.errors import StateError
 
-
-@pytest.fixture
-def loaders() -> Iterator[Callable[..., DataLoader]]:
-    """Make loaders that are closed after the test."""
-    made: list[DataLoader] = []
-
-    def make(dataset: Any, **options: Any) -> DataLoader:
-        made.append(DataLoader(dataset, **{"batch_size": 4} | options))
-        return made[-1]
-
-    yield make
-    for loader in made:
-        loader.close()
+LOADER_OPTIONS: dict[str, Any] = {"batch_size": 4}
 
 
 def batches_of(iterator: Any) -> list[tuple[float, list[int]]]:

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ from hetstream.mpi_dataworkers.worker import watch
 from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.worker.supervisor import FRESH_PROCESS
 
+LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8}
+
 LOADER = "loader"
 
 
@@ -50,20 +52,6 @@ def bad(sample_index: int = -1, is_final: bool = False) -> Failure:
 
 def ids_of(loader: Any) -> list[list[int]]:
     return [ids.tolist() for _, ids in loader]
-
-
-@pytest.fixture
-def loaders() -> Iterator[Callable[..., DataLoader]]:
-    """Make loaders that are closed after the test."""
-    made: list[DataLoader] = []
-
-    def make(dataset: Any, **options: Any) -> DataLoader:
-        made.append(DataLoader(dataset, **{"batch_size": 8} | options))
-        return made[-1]
-
-    yield make
-    for loader in made:
-        loader.close()
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------

@@ -21,14 +21,11 @@ from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.order.data_state import VERSION
+from tests.mpi_dataworkers.batches import as_bytes
 
 RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
 Make = Callable[..., DataLoader]
 LENGTH, BATCH, STEPS = 50, 8, 7
-
-
-def as_bytes(passing: Any) -> list[tuple[bytes, list[int]]]:
-    return [(values.numpy().tobytes(), ids.tolist()) for values, ids in passing]
 
 
 class Remembering(Sampler[int]):

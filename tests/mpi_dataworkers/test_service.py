@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +30,15 @@ from hetstream.mpi_dataworkers.errors import (
 )
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.mpi_dataworkers.transports.zmq import CONTROL_FRAME_BYTES, new_keys
+from tests.mpi_dataworkers.batches import as_bytes, check_that_a_lost_worker_costs_nothing
+
+LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5}
 
 RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def as_bytes(loader: Any) -> list[tuple[bytes, list[int]]]:
-    """One epoch as comparable values: the bytes and the sample ids of each batch."""
-    return [(values.numpy().tobytes(), ids.tolist()) for values, ids in loader]
-
-
 def ids_of(batches: list[tuple[bytes, list[int]]]) -> list[int]:
     return [index for _, ids in batches for index in ids]
-
-
-@pytest.fixture
-def loaders() -> Iterator[Callable[..., DataLoader]]:
-    """Make loaders that are closed after the test."""
-    made: list[DataLoader] = []
-
-    def make(dataset: Any, **options: Any) -> DataLoader:
-        made.append(DataLoader(dataset, **{"batch_size": 8, "shuffle": True, "seed": 5} | options))
-        return made[-1]
-
-    yield make
-    for loader in made:
-        loader.close()
 
 
 @pytest.mark.usefixtures("commands")
@@ -129,11 +113,7 @@ def test_a_data_worker_lost_in_mid_epoch_costs_nothing(
     service.start_workers(2)
     loader = loaders(datasets.Striking(400, 77, flag, number), service=service.name)
     reference = loaders(datasets.Augmented(400))
-    assert as_bytes(loader) == as_bytes(reference)
-    assert flag.exists(), "no data worker came to the sample"
-    if number == signal.SIGSTOP:
-        os.kill(int(flag.read_text()), signal.SIGCONT)
-    assert as_bytes(loader) == as_bytes(reference), "the next epoch, with the worker back or replaced"
+    check_that_a_lost_worker_costs_nothing(loader, reference, flag, number)
 
 
 def test_the_death_of_a_whole_data_worker_is_seen_at_once(service: Any, loaders: Any) -> None:

@@ -30,6 +30,18 @@ def ids_of(batches: Batches) -> list[int]:
     return [index for _, ids in batches for index in ids]
 
 
+def read_together(service: Any, loaders: list[Any]) -> list[Batches]:
+    """What loaders read in step with each other, while the dispatcher is killed and started again."""
+    seen: list[Batches] = [[] for _ in loaders]
+    for number, batches in enumerate(zip(*loaders, strict=True)):
+        for one, batch in zip(seen, batches, strict=True):
+            one.append(as_bytes(batch))
+        if number == 40:
+            service.kill_dispatcher()
+            service.start_dispatcher()
+    return seen
+
+
 def in_step(loaders: list[DataLoader]) -> list[Batches]:
     """One epoch of several jobs that take a batch each in turn."""
     seen: list[Batches] = [[] for _ in loaders]
@@ -152,13 +164,7 @@ def test_sharing_survives_the_death_of_a_data_worker_and_of_the_dispatcher(
     service.start_workers(2)
     flag = tmp_path / "struck"
     three = [jobs(datasets.Striking(800, 77, flag, signal.SIGKILL)) for _ in range(3)]
-    seen: list[Batches] = [[] for _ in three]
-    for number, batches in enumerate(zip(*three, strict=True)):
-        for one, batch in zip(seen, batches, strict=True):
-            one.append(as_bytes(batch))
-        if number == 40:
-            service.kill_dispatcher()
-            service.start_dispatcher()
+    seen = read_together(service, three)
     assert flag.exists()
     assert seen == [alone(datasets.Augmented(800))] * 3
     assert sum(loader.stats()["shared_steps"] for loader in three) > 100, "of 300; two thirds if nobody had died"
@@ -268,13 +274,7 @@ def test_in_window_mode_jobs_get_their_count_through_every_death(service: Any, j
     service.start_workers(2)
     flag = tmp_path / "struck"
     two = [jobs(datasets.Striking(800, 77, flag, signal.SIGKILL), sharing="window") for _ in range(2)]
-    seen: list[Batches] = [[] for _ in two]
-    for number, batches in enumerate(zip(*two, strict=True)):
-        for one, batch in zip(seen, batches, strict=True):
-            one.append(as_bytes(batch))
-        if number == 40:
-            service.kill_dispatcher()
-            service.start_dispatcher()
+    seen = read_together(service, two)
     assert flag.exists()
     assert [len(one) for one in seen] == [100, 100]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 import signal
 import threading
@@ -23,11 +22,7 @@ from torch.utils.data import IterableDataset
 from hetstream import DataLoader, ShardingPolicy, merge_states
 from hetstream.base.errors import ConfigError
 from hetstream.mpi_dataworkers.errors import JobNameConflict, PipelineError, StateError
-
-
-def as_bytes(loader: Any) -> list[tuple[bytes, list[int]]]:
-    """Comparable values: the bytes and the ids of each batch."""
-    return [(values.numpy().tobytes(), ids.tolist()) for values, ids in loader]
+from tests.mpi_dataworkers.batches import as_bytes, check_that_a_lost_worker_costs_nothing
 
 
 def ids_of(loader: Any) -> list[int]:
@@ -134,11 +129,7 @@ def test_a_data_worker_lost_in_mid_shard_costs_nothing(
     service.start_workers(2)
     loader = loaders(datasets.StrikingLog(400, 77, flag, number), service=service.name)
     reference = loaders(datasets.Log(400))
-    assert as_bytes(loader) == as_bytes(reference)
-    assert flag.exists(), "no data worker came to the element"
-    if number == signal.SIGSTOP:
-        os.kill(int(flag.read_text()), signal.SIGCONT)
-    assert as_bytes(loader) == as_bytes(reference), "the next epoch, with the worker back or replaced"
+    check_that_a_lost_worker_costs_nothing(loader, reference, flag, number)
 
 
 def test_a_dispatcher_killed_in_mid_shard_comes_back_where_it_was(service: Any, loaders: Any) -> None:

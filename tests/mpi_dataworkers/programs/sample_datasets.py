@@ -110,13 +110,17 @@ class NoText(Exception):
         raise RuntimeError("no text")
 
 
-class Surprising(Augmented):
-    """One sample raises what programs hardly expect."""
+class WithOneSample(Augmented):
+    """One sample is not like the others; how, a class below says."""
 
     def __init__(self, length: int, index: int, how: str) -> None:
         super().__init__(length)
         self.index = index
         self.how = how
+
+
+class Surprising(WithOneSample):
+    """One sample raises what programs hardly expect."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index == self.index:
@@ -738,13 +742,8 @@ class LedgerIterator:
         self.next = state["next"]
 
 
-class Hanging(Augmented):
+class Hanging(WithOneSample):
     """One sample takes for ever."""
-
-    def __init__(self, length: int, index: int, how: str) -> None:
-        super().__init__(length)
-        self.index = index
-        self.how = how
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index == self.index:

@@ -280,12 +280,6 @@ class CheckpointDirectory:
                 )
             return held.read(rank, num_threads=num_threads)
 
-    def mark_damaged(self, generation: Generation, problem: str) -> None:
-        """Write down that a checkpoint is damaged; where this is read-only, the directory cannot be written to, or is
-        not this user's alone, nothing."""
-        if not self.read_only:
-            mark(self.path, generation, problem)
-
     def verify(self, generation: Generation, progress: Callable[[int], None] | None = None) -> list[str]:
         """Compare every byte of a checkpoint; what is wrong, and nothing if all is well. Marks it accordingly, if it
         lies in a directory of this user's.

@@ -113,14 +113,12 @@ class WriterStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pid: of the checkpoint writer.
         persisted: newest generation of this store that is on disk.
-        persisting: generation that is being written.
         num_persisted: generations that this checkpoint writer has written.
         num_skipped: generations that were replaced in memory before the checkpoint writer came to them.
         num_failed: attempts to write that failed.
         error: why the last attempt failed; "" if it did not.
         is_lost: there is no directory to write to any more: who waits for the disk waits in vain.
         persist_s: how long the last one took, in seconds.
-        persist_bytes: how much it wrote.
         replicated: newest generation that another host keeps.
         num_replicated: generations that were sent there.
         replica_error: why the last one was not; "" if it was, or if there are no replicas.
@@ -128,14 +126,12 @@ class WriterStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     persisted: Generation | None = None
-    persisting: Generation | None = None
     num_persisted: int = 0
     num_skipped: int = 0
     num_failed: int = 0
     error: str = ""
     is_lost: bool = False
     persist_s: float = 0.0
-    persist_bytes: int = 0
     replicated: Generation | None = None
     num_replicated: int = 0
     replica_error: str = ""

@@ -277,7 +277,6 @@ class StoreWriter:
     def _persist(self, segment: Segment) -> None:
         began_s = time.monotonic()
         part, plan = _plan_part(segment)
-        self._report(persisting=part.generation)
         if self._is_ending():
             _log.info("%s generation=%s: the last %d bytes go to disk", self, part.generation, plan.num_bytes)
         start_id = self.view.files.read_start_id()
@@ -288,13 +287,11 @@ class StoreWriter:
         skipped = max(0, serial - self._serial - 1) if self._serial else 0
         self._serial = serial
         self._report(
-            persisting=None,
             num_persisted=self._status.num_persisted + 1,
             num_skipped=self._status.num_skipped + skipped,
             error="",
             is_lost=False,
             persist_s=persist_s,
-            persist_bytes=plan.num_bytes,
         )
         _log.info(
             "%s generation=%s written: %d bytes in %.2f s, %.2f GB/s",
@@ -342,7 +339,7 @@ class StoreWriter:
         _log.error("%s: nothing was written, next try in %g s: %s", self, self._retry_s, error)
         is_lost = self._is_orphaned or not self.directory.is_dir()
         num_failed = self._status.num_failed + 1
-        self._report(persisting=None, num_failed=num_failed, error=str(error), is_lost=is_lost)
+        self._report(num_failed=num_failed, error=str(error), is_lost=is_lost)
 
     def _report(self, **changes: object) -> None:
         with self._reporting:  # replicas report in threads

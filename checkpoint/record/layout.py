@@ -126,7 +126,7 @@ def lay_out(specs: Iterable[TensorSpec]) -> Layout:
     offsets = [0] * len(ordered)
     end = 0
     for number, size in enumerate(sizes):
-        if size % ALIGN_BYTES == 0:  # as in `_is_in_region_a`
+        if size % ALIGN_BYTES == 0:
             offsets[number] = end
             end += size
     region_a_bytes = end
@@ -165,10 +165,6 @@ def from_json(data: bytes | memoryview) -> Layout:
 class _Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     tensors: list[TensorSpec]
-
-
-def _is_in_region_a(num_bytes: int) -> bool:
-    return num_bytes % ALIGN_BYTES == 0
 
 
 def _num_bytes(spec: TensorSpec) -> int:

@@ -37,9 +37,6 @@ examples:
 """
 
 
-_FORMATTER = argparse.RawDescriptionHelpFormatter
-
-
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Declare the action."""
     parser = subparsers.add_parser(

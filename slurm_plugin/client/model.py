@@ -329,7 +329,6 @@ class Partition:
     Attributes:
         is_up: jobs in it start.
         priority_tier: jobs of a higher tier are looked at first, and may preempt.
-        preempt_mode: such as `REQUEUE` or `OFF`.
         max_time_s: the longest time limit; None if there is no limit.
         max_cpus_per_node: CPUs of one node that its jobs may have together; None if there is no limit.
         is_exclusive: each of its jobs takes whole nodes (OverSubscribe=EXCLUSIVE).
@@ -340,7 +339,6 @@ class Partition:
     is_default: bool = False
     is_up: bool = True
     priority_tier: int = 1
-    preempt_mode: str = "OFF"
     max_time_s: float | None = None
     max_cpus_per_node: int | None = None
     is_exclusive: bool = False

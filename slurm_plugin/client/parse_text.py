@@ -241,7 +241,6 @@ def _partition(row: Mapping[str, str]) -> Partition:
         is_default=row.get("Default") == "YES",
         is_up=row["State"] == "UP",
         priority_tier=whole(row.get("PriorityTier", ""), 1),
-        preempt_mode=row.get("PreemptMode", "OFF"),
         max_time_s=seconds(row.get("MaxTime", "")),
         max_cpus_per_node=whole(row.get("MaxCPUsPerNode", "")) or None,
         # 26.05 has a word of its own for it.

@@ -6,9 +6,11 @@ import contextlib
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,3 +86,16 @@ def end_process(process: subprocess.Popen[Any]) -> None:
         if stream:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+def be_and_end(be: Callable[[], object]) -> NoReturn:
+    """In a forked child: be something, and end with 0, or with 1 after an exception; nothing of the parent runs."""
+    code = 1
+    try:
+        be()
+        code = 0
+    except BaseException:  # noqa: BLE001, the end of a process: told by its code
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

@@ -128,7 +128,6 @@ def test_the_newest_generation_gets_to_disk_and_the_trainer_is_told(bench: Bench
     bench.check_whole((1, 20))
     status = bench.status(trainer.store)
     assert (status.num_persisted, status.num_failed, status.error) == (2, 0, "")
-    assert status.persist_bytes > 5 * MIB
     assert CheckpointDirectory(bench.directory).checkpoints()[0].metrics == {"loss": 1.5}
 
 

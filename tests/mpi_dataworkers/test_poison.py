@@ -133,6 +133,15 @@ BAD = {9, 10, 37}
 WHERE = ["data workers", "in process", "own processes", "fallback"]
 
 
+def place_of(where: str, service: Any) -> dict[str, Any]:
+    """Options of a loader whose samples are made there."""
+    if where == "data workers":
+        service.start_workers(2)
+    if where in ("data workers", "fallback"):
+        return {"service": service.name}
+    return {"num_workers": 1} if where == "own processes" else {}
+
+
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("policy", ["skip", "quarantine"])
 def test_bad_samples_are_left_out_in_order_counted_and_told(
@@ -141,12 +150,7 @@ def test_bad_samples_are_left_out_in_order_counted_and_told(
     options: dict[str, Any] = {"on_error": policy, "max_attempts": 2}
     if policy == "quarantine":
         options["quarantine_dir"] = tmp_path / "quarantine"
-    if where == "data workers":
-        service.start_workers(2)
-    if where in ("data workers", "fallback"):
-        options["service"] = service.name
-    if where == "own processes":
-        options["num_workers"] = 1
+    options |= place_of(where, service)
     whole = range(64, 72)
     loader = loaders(datasets.Spoiled(80, BAD | set(whole), tmp_path / "log"), **options)
     expected = [[i for i in range(first, first + 8) if i not in BAD] for first in range(0, 80, 8) if first != 64]
@@ -212,12 +216,7 @@ def test_bad_elements_of_a_stream_are_left_out_in_order_counted_and_told(
 ) -> None:
     options: dict[str, Any] = {"num_shards": 2, "batch_size": 4, "sharding": sharding}
     options |= {"on_error": "quarantine", "quarantine_dir": tmp_path / "quarantine"}
-    if where == "data workers":
-        service.start_workers(2)
-    if where in ("data workers", "fallback"):
-        options["service"] = service.name
-    if where == "own processes":
-        options["num_workers"] = 1
+    options |= place_of(where, service)
     bad = {0, 9, 10, 11, 32, 76, 78, 79}  # 76, 78: the end of a shard; 79: that of the other
     dataset = datasets.SpoiledLog(80, bad) if sharding == "hint" else datasets.SpoiledPlainLog(80, bad)
     loader = loaders(dataset, **options)

@@ -126,7 +126,7 @@ def test_partitions_and_configuration(version: str) -> None:
     assert set(partitions) == {"gpu", "opp", "cpu"}
     gpu = partitions["gpu"]
     assert (gpu.nodes, gpu.is_default, gpu.is_up) == (("g0", "g1", "g2", "g3"), True, True)
-    assert (gpu.priority_tier, partitions["opp"].priority_tier, gpu.preempt_mode) == (10, 1, "REQUEUE")
+    assert (gpu.priority_tier, partitions["opp"].priority_tier) == (10, 1)
     assert (gpu.max_time_s, gpu.max_cpus_per_node) == (None, None)
     config = parse_text.parse_config(recorded(version, "scontrol_show_config.txt"))
     assert config["SLURM_VERSION"].startswith(version)

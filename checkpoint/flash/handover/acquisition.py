@@ -61,14 +61,7 @@ class DirectoryAcquisition:
         self._asked_s = self._said_s = 0.0
 
     def acquire(self, above: int, *, is_ready: bool) -> int:
-        """Become the owner, or ask the one that this job takes over; waits for a moment.
-
-        Args:
-            above: the newest attempt that any rank's memory holds something of.
-            is_ready: the program is initialised: then its predecessor may stop.
-
-        Returns:
-            The attempt's number; 0: not yet, call again.
+        """Become the owner, or ask the one that this job takes over. See `Succession`.
 
         Raises:
             DirectoryInUse: it is another job's than that which is taken over, which also did not stop in time.

@@ -75,14 +75,7 @@ class JobHandover(DirectoryAcquisition):
     def hand_over(
         self, saved: Generation, last_step_s: float, timeout_s: float, has_writer: Callable[[], bool]
     ) -> None:
-        """Give the directory up as soon as the newest generation of all ranks is on disk; the rest can wait.
-
-        Args:
-            saved: the newest generation.
-            last_step_s: when training ended here, in seconds since 1970.
-            timeout_s: how long to wait for the disk.
-            has_writer: whether somebody brings it there.
-        """
+        """Give the directory up as soon as what the successor needs is on disk; the rest can wait. See `Succession`."""
         assert self.successor is not None
         deadline_s = time.monotonic() + timeout_s
         # What is committed: this rank's checkpoint writer hears of it later where another one comes last.

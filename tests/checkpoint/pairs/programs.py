@@ -7,13 +7,13 @@ import importlib.util
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hetstream.checkpoint import faults
 from tests.checkpoint.pairs import trainer
 from tests.checkpoint.pairs.trainer import Job
+from tests.checkpoint.processes import be_and_end
 
 _ROOT = Path(__file__).parents[3]
 # The program that a launcher starts.
@@ -98,17 +98,13 @@ def _fork(be: Callable[[], None], said: Path, environment: Mapping[str, str]) ->
     child = os.fork()
     if child:
         return child
-    code = 1
-    try:
+
+    def begin() -> None:
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for number in (1, 2):
             os.dup2(descriptor, number)
         os.environ |= environment
         faults.FAULTS.clear()
         be()
-        code = 0
-    except BaseException:  # noqa: BLE001, the end of a process
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+
+    be_and_end(begin)

@@ -13,7 +13,6 @@ import os
 import resource
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.hostile import state_of
+from tests.checkpoint.processes import be_and_end
 
 MAX_ACT_S = 100
 
@@ -119,8 +119,8 @@ def run(home: Path, directory: Path, kinds: Sequence[str], before: dict[str, tup
     receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:
-        code = 1
-        try:
+
+        def act_on() -> None:
             os.close(receiver)
             descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             for number in (1, 2):
@@ -138,12 +138,8 @@ def run(home: Path, directory: Path, kinds: Sequence[str], before: dict[str, tup
                 sys.stdout.flush()
                 told.append((name, came_to, time.monotonic() - began_s, begin, os.fstat(1).st_size))
             os.write(sender, json.dumps(told).encode())
-            code = 0
-        except BaseException:  # noqa: BLE001, the end of a process
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+
+        be_and_end(act_on)
     os.close(sender)
     with open(receiver) as pipe:
         text = pipe.read()

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import tempfile
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.checkpoint.disk import rank_file
 from hetstream.checkpoint.flash.restore import newest
 from hetstream.checkpoint.record.checksum import Checksum
+from tests.checkpoint.processes import be_and_end
 from tests.checkpoint.programs.flash_trainer import digest
 
 SIZE = 700
@@ -111,15 +112,7 @@ def start(directory: str, hosts: list[str], commands: list[str]) -> None:
         for rank in range(len(hosts)):
             child = os.fork()
             if child == 0:
-                code = 1
-                try:
-                    run(rank, directory, [*map(Path, hosts)], commands, f"{folder}/meeting")
-                    code = 0
-                except BaseException:  # noqa: BLE001, the child's end: told by its code
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
+                be_and_end(partial(run, rank, directory, [*map(Path, hosts)], commands, f"{folder}/meeting"))
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     print(json.dumps(codes), flush=True)

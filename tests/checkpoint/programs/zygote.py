@@ -13,11 +13,12 @@ import signal
 import sys
 import threading
 import time
-import traceback
+from functools import partial
 
 import torch._dynamo  # noqa: F401, what a trainer would import at its first optimizer, half a second each
 
 from hetstream.checkpoint import faults
+from tests.checkpoint.processes import be_and_end
 from tests.checkpoint.programs import flash_trainer
 
 
@@ -31,15 +32,7 @@ def run(argv: list[str], environ: dict[str, str]) -> None:
     while not os.path.exists(environ.get("HETSTREAM_TEST_AFTER", "/")):
         time.sleep(0.01)
     sys.argv = ["flash_trainer", *argv]
-    code = 1
-    try:
-        flash_trainer.main()
-        code = 0
-    except BaseException:  # noqa: BLE001, the child's end: told by its code
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    flash_trainer.main()
 
 
 def main() -> None:
@@ -49,7 +42,7 @@ def main() -> None:
         for argv, environ in json.loads(line):
             child = os.fork()
             if child == 0:
-                run(argv, environ)
+                be_and_end(partial(run, argv, environ))
             children.append(child)
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
 

@@ -110,7 +110,7 @@ def slurm_job_from_environment(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _is_named(name: str, names: tuple[str, ...]) -> bool:
-    return any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in names)
+    return any(name == pattern or (pattern.endswith("*") and name.startswith(pattern[:-1])) for pattern in names)
 
 
 def environment_at_start() -> dict[str, str]:

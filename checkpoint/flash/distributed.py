@@ -69,7 +69,7 @@ class TorchCommunicator:
         sizes = self._gather(torch.tensor([len(data)], dtype=torch.int64))
         longest = max(int(size) for size in sizes)
         padded = torch.frombuffer(bytearray(data.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
-        return [bytes(one[: int(size)].numpy()) for one, size in zip(self._gather(padded), sizes, strict=True)]
+        return [bytes(answer[: int(size)].numpy()) for answer, size in zip(self._gather(padded), sizes, strict=True)]
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         here = tensor.to(self._device)
@@ -131,9 +131,9 @@ def together(ranks: Communicator, act: Callable[[], int]) -> int:
     answers = gather(ranks, answer)
     if mine:
         raise mine
-    for rank, one in enumerate(answers):
-        if one.error:
+    for rank, answer in enumerate(answers):
+        if answer.error:
             kinds = {**vars(errors), OptionsError.__name__: OptionsError}
-            kind = kinds.get(one.error, errors.CheckpointError)
-            raise kind(f"rank {rank}: {one.message}")
+            kind = kinds.get(answer.error, errors.CheckpointError)
+            raise kind(f"rank {rank}: {answer.message}")
     return answers[0].number

@@ -55,7 +55,9 @@ def find_host(ranks: Communicator, store: Store, directory: Path) -> Host:
     mine = _Address(f"{kernel}-{os.geteuid()}-{places}", os.fsencode(store.path).hex())
     addresses = gather(ranks, mine)
     stores = {
-        rank: Path(os.fsdecode(bytes.fromhex(one.store))) for rank, one in enumerate(addresses) if one.host == mine.host
+        rank: Path(os.fsdecode(bytes.fromhex(address.store)))
+        for rank, address in enumerate(addresses)
+        if address.host == mine.host
     }
     return Host(mine.host, ranks.rank, stores)
 

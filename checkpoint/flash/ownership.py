@@ -66,7 +66,9 @@ class DirectoryOwnership:
 
     def take_over(self, store: Store) -> None:
         """Wait for the job whose training this one takes over, now that the program is initialised; then `settle`."""
-        above = max(gather(self._ranks, max((one.header.generation.attempt for one in store.held()), default=0)))
+        above = max(
+            gather(self._ranks, max((content.header.generation.attempt for content in store.held()), default=0))
+        )
         while self.attempt == 0:
             self.attempt = together(self._ranks, lambda: self._acquire(above, is_ready=True))
         self._agree_on(self._directory.lineage)
@@ -87,7 +89,7 @@ class DirectoryOwnership:
         """
         if self.attempt == 0:
             return
-        seen = [one.persisted for one in gather(self._ranks, _Seen(store.persisted)) if one.persisted]
+        seen = [answer.persisted for answer in gather(self._ranks, _Seen(store.persisted)) if answer.persisted]
         self._agree_on(lambda: self._directory.notice_removed(seen))
         store.forget(self.lineage.holds)
         self._arrange_others(store)

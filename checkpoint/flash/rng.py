@@ -61,7 +61,7 @@ def restore(states: Mapping[str, Any]) -> list[str]:
         np.random.RandomState().set_state(numpy_state)
         torch_state = states["torch"].clone()
         torch.Generator().set_state(torch_state)
-        cuda_states = [one.clone() for one in states.get("cuda", ())]
+        cuda_states = [state.clone() for state in states.get("cuda", ())]
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:
         raise StateMismatch(
             f"the states of the random number generators are not as this release stores them: {error}"

@@ -281,7 +281,7 @@ class Flattener:
         if self._finds_stepped and not self._leaves.shapeless:
             mine = range(begin, len(self._leaves.tensors))
             if isinstance(value, torch.nn.Module):
-                parameters = {one.data_ptr() for one in value.parameters()}
+                parameters = {parameter.data_ptr() for parameter in value.parameters()}
                 self._leaves.stepped.update(n for n in mine if self._leaves.tensors[n].data_ptr() in parameters)
             elif isinstance(value, torch.optim.Optimizer):
                 self._leaves.stepped.update(mine)

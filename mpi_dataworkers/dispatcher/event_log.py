@@ -98,19 +98,19 @@ def follow_events(path: Path) -> Iterator[bytes]:
         yield from _lines(older(path))
     stream = _opened(path)
     try:
-        rest = b""
+        begun_line = b""
         while True:
             while line := stream.readline():
-                rest += line
-                if rest.endswith(b"\n"):
-                    yield rest
-                    rest = b""
+                begun_line += line
+                if begun_line.endswith(b"\n"):
+                    yield begun_line
+                    begun_line = b""
             time.sleep(_FOLLOW_S)
             if not path.exists():
                 return
             if path.stat().st_ino != os.fstat(stream.fileno()).st_ino and not stream.peek(1):
                 stream.close()
-                stream, rest = _opened(path), b""
+                stream, begun_line = _opened(path), b""
     finally:
         stream.close()
 

@@ -28,9 +28,9 @@ def key_of(loader: RegisterLoader) -> Hashable:
     return description_of(loader), loader.occurrence
 
 
-def is_same_process(one: RegisterLoader, other: RegisterLoader) -> bool:
+def is_same_process(first: RegisterLoader, second: RegisterLoader) -> bool:
     """Whether one process made both loaders."""
-    return (one.host, one.pid) == (other.host, other.pid)
+    return (first.host, first.pid) == (second.host, second.pid)
 
 
 def cannot_be_one_job(ours: RegisterLoader, theirs: RegisterLoader, loaders: Collection[RegisterLoader]) -> bool:
@@ -48,7 +48,9 @@ def cannot_be_one_job(ours: RegisterLoader, theirs: RegisterLoader, loaders: Col
     if is_same_process(ours, theirs) or ours.ordinal != theirs.ordinal:
         return False
     # A process that is started again may leave out loaders that the old one has.
-    return not any(is_same_process(one, theirs) and description_of(one) == description_of(ours) for one in loaders)
+    return not any(
+        description_of(loader) == description_of(ours) and is_same_process(loader, theirs) for loader in loaders
+    )
 
 
 def conflict(ours: RegisterLoader, theirs: RegisterLoader) -> str:

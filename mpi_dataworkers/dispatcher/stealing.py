@@ -71,7 +71,7 @@ class Stealing:
         out: list[Instruction] = []
         for peer in list(tables.free[0]):
             worker = tables.workers[peer]
-            if worker.tokens or any(self._has_steps_for(peer, one, now) for one in tables.sessions.values()):
+            if worker.tokens or any(self._has_steps_for(peer, session, now) for session in tables.sessions.values()):
                 continue
             best = max(self._thefts(peer, now), key=lambda theft: theft.gain_s, default=None)
             if best is not None and best.gain_s >= STEAL_GAIN_S:

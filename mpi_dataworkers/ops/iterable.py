@@ -74,8 +74,8 @@ def may_use_its_number(worker_init_fn: Callable[[int], None]) -> bool:
     if number in code.co_cellvars or _SEES_ALL_VARIABLES & set(code.co_names):
         return True
     # One instruction may load two variables, and then has a tuple of names.
-    named = (one.argval if isinstance(one.argval, tuple) else (one.argval,) for one in dis.get_instructions(code))
-    return any(number in names for names in named)
+    loaded = (instruction.argval for instruction in dis.get_instructions(code))
+    return any(number in (value if isinstance(value, tuple) else (value,)) for value in loaded)
 
 
 class ShardReader:

@@ -46,14 +46,14 @@ class Pack:
     Attributes:
         numbers: which they are.
         dtype: of all of them.
-        rest: their dimensions after the first, if they have these in common; else None.
-        lengths: their first dimensions, if they have the `rest` in common; else how many numbers each has.
+        row_shape: their dimensions after the first, if they have these in common; else None.
+        lengths: their first dimensions, if they have the `row_shape` in common; else how many numbers each has.
     """
 
     numbers: list[int]
     num_bytes: int
     dtype: torch.dtype
-    rest: torch.Size | None
+    row_shape: torch.Size | None
     lengths: list[int]
 
     @functools.cached_property
@@ -70,11 +70,11 @@ class Pack:
 
     def _alike(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         # Without reshaping each where the first dimension is all in which they differ.
-        return tensors if self.rest is not None else [tensor.reshape(-1) for tensor in tensors]
+        return tensors if self.row_shape is not None else [tensor.reshape(-1) for tensor in tensors]
 
     @torch.no_grad()
     def _fill(self, tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
-        whole = flat.view(-1, *self.rest) if self.rest else flat
+        whole = flat.view(-1, *self.row_shape) if self.row_shape else flat
         if self._is_copied_singly:
             _copy_each(_part(whole, self.lengths), self._alike(tensors))
         else:
@@ -91,7 +91,7 @@ class PackLayout:
     Attributes:
         dtype: of all of them.
         numbers: which they are.
-        lengths: their first dimensions, if they have the `rest` in common; else none.
+        lengths: their first dimensions, if they have the `row_shape` in common; else none.
         templates: tensors of their shapes, if they have not.
         lasts, stops: how they are grouped to be copied: the number after each group's last one, and where it stops.
     """
@@ -99,7 +99,7 @@ class PackLayout:
     dtype: torch.dtype
     numbers: list[int]
     lengths: list[int]
-    rest: list[int]
+    row_shape: list[int]
     templates: list[torch.Tensor]
     lasts: list[int]
     stops: list[int]
@@ -119,7 +119,7 @@ class PackLayout:
             if self.templates:
                 parts += _part_by_template(some, self.templates[first:last])
             else:
-                parts += _part(some.view(-1, *self.rest) if self.rest else some, self.lengths[first:last])
+                parts += _part(some.view(-1, *self.row_shape) if self.row_shape else some, self.lengths[first:last])
             begin, first = stop, last
         return parts
 
@@ -160,12 +160,12 @@ class TensorLayout:
 
 def pack_layout(dtype: torch.dtype, numbers: list[int], shapes: list[list[int]]) -> PackLayout:
     """How tensors of these numbers and shapes lie in their buffer."""
-    rest = shapes[0][1:]
+    row_shape = shapes[0][1:]
     sizes = [math.prod(shape) for shape in shapes]
     are_small = sum(sizes) * dtype.itemsize < _SMALL_BYTES * len(sizes)
     groups = _in_company(sizes, _OWN_BELOW_BYTES // dtype.itemsize) if are_small else ([len(sizes)], [sum(sizes)])
-    if all(len(shape) > 0 and shape[1:] == rest for shape in shapes):
-        return PackLayout(dtype, numbers, [shape[0] for shape in shapes], rest, [], *groups)
+    if all(len(shape) > 0 and shape[1:] == row_shape for shape in shapes):
+        return PackLayout(dtype, numbers, [shape[0] for shape in shapes], row_shape, [], *groups)
     return PackLayout(dtype, numbers, [], [], [torch.empty(shape, device="meta") for shape in shapes], *groups)
 
 

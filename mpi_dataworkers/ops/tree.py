@@ -105,10 +105,10 @@ def _plan(dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...]) -> _P
     packs = []
     for dtype, numbers in by_dtype.items():
         if len(numbers) >= _PACK_FROM:
-            rests = {shapes[number][1:] if shapes[number] else None for number in numbers}
-            rest = rests.pop() if len(rests) == 1 else None
-            lengths = [shapes[number].numel() if rest is None else shapes[number][0] for number in numbers]
-            packs.append(Pack(numbers, sum(sizes[number] for number in numbers), dtype, rest, lengths))
+            row_shapes = {shapes[number][1:] if shapes[number] else None for number in numbers}
+            row_shape = row_shapes.pop() if len(row_shapes) == 1 else None
+            lengths = [shapes[number].numel() if row_shape is None else shapes[number][0] for number in numbers]
+            packs.append(Pack(numbers, sum(sizes[number] for number in numbers), dtype, row_shape, lengths))
     packed = {number for pack in packs for number in pack.numbers}
     alone = [number for number in range(len(dtypes)) if number not in packed]
     table = [(_DTYPE_NAMES[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True)]

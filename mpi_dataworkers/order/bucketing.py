@@ -112,7 +112,7 @@ class BucketPlan:
     global_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        _ = self._rest  # refuses a division that cannot work
+        _ = self._remainder_plan  # refuses a division that cannot work
 
     @property
     def num_samples(self) -> int:
@@ -138,7 +138,7 @@ class BucketPlan:
         return rounds
 
     @functools.cached_property
-    def _rest(self) -> EpochPlan:
+    def _remainder_plan(self) -> EpochPlan:
         """How the samples that fill no round are divided: positions in the buckets' remainders, joined."""
         left_over = 0 if self.drop_last else self.num_samples - int(self._full_rounds.sum()) * self._round_samples
         return EpochPlan(left_over, self.batch_size, self.world_size, global_batch_size=self.global_batch_size)
@@ -146,13 +146,13 @@ class BucketPlan:
     @functools.cached_property
     def _ends(self) -> tuple[Indices, Indices]:
         """Running totals over the buckets: of full rounds, and of samples in the remainders."""
-        rests = np.diff(self.buckets.starts) - self._full_rounds * self._round_samples
-        return np.cumsum(self._full_rounds), np.cumsum(rests)
+        remainders = np.diff(self.buckets.starts) - self._full_rounds * self._round_samples
+        return np.cumsum(self._full_rounds), np.cumsum(remainders)
 
     @property
     def num_steps(self) -> int:
         """Steps of each rank in this epoch."""
-        return int(self._full_rounds.sum()) + self._rest.num_steps
+        return int(self._full_rounds.sum()) + self._remainder_plan.num_steps
 
     def bucket(self, step: int) -> int | None:
         """The bucket of a step, the same for all ranks; None for a step of remainders."""
@@ -180,7 +180,7 @@ class BucketPlan:
             raise IndexError(f"step {step} of rank {rank} is outside {self.num_steps} steps, {self.world_size} ranks")
         number = self._round(step)
         if number is None:
-            return self._remainders(self._rest.indices(step - int(self._ends[0][-1]), rank))
+            return self._remainders(self._remainder_plan.indices(step - int(self._ends[0][-1]), rank))
         bucket = int(np.searchsorted(self._ends[0], number, side="right"))
         before = int(self._ends[0][bucket - 1]) if bucket else 0
         share, extra = divmod(self._round_samples, self.world_size)

@@ -99,10 +99,10 @@ def parse_service(service: str) -> Path:
     Raises:
         ConfigError: another form.
     """
-    scheme, _, rest = service.partition(":")
-    if scheme != "file" or not rest:
+    scheme, _, path = service.partition(":")
+    if scheme != "file" or not path:
         raise ConfigError(f"service {service!r}: the form is file:PATH, the address file of a dispatcher")
-    return Path(rest).absolute()
+    return Path(path).absolute()
 
 
 def read_address_file(path: Path) -> ServiceAddress:

@@ -71,7 +71,7 @@ class StepFailures:
         if self.attempts < policy.max_attempts or self._must_fail_elsewhere(failure, able or {}):
             return Verdict.TRY_AGAIN
         self.settle()
-        known = {one.sample_index for one in self.left_out}
+        known = {left_out.sample_index for left_out in self.left_out}
         if policy.on_error == "raise" or failure.is_final or -1 in known:
             return Verdict.RAISE
         # A sample that is left out and yet at fault: nobody knows which one it is.

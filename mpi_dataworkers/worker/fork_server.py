@@ -139,12 +139,12 @@ class ForkServers:
             return Answer.LOAD
         return Answer.LEAVE if server is not None and server.is_loaded else Answer.WAIT
 
-    def fork(self, definition_id: str, words: bytes, page: WorkPage, stacks: StackFile) -> int | None:
+    def fork(self, definition_id: str, start_bytes: bytes, page: WorkPage, stacks: StackFile) -> int | None:
         """Have a data worker process forked that has a pipeline.
 
         Args:
             definition_id: of the pipeline.
-            words: for `run`.
+            start_bytes: for `run`.
             page: of the process.
             stacks: of the process.
 
@@ -156,7 +156,7 @@ class ForkServers:
             return None
         deadline = time.monotonic() + max(_FORK_S, server.load_s)
         try:
-            socket.send_fds(server.channel, [words], [page.descriptor, stacks.descriptor])
+            socket.send_fds(server.channel, [start_bytes], [page.descriptor, stacks.descriptor])
             while not page.pid:
                 if time.monotonic() > deadline or is_signalled() or is_stopped(server.pid) or has_ended(server.pid):
                     raise TimeoutError("it does not answer")
@@ -276,10 +276,10 @@ class ForkServers:
             return 0
         gc.freeze()  # what is here is shared with the children until they write to it
         while True:
-            words, descriptors, _, _ = socket.recv_fds(channel, _MOST_REQUEST_BYTES, 2)
-            if not words:
+            start_bytes, descriptors, _, _ = socket.recv_fds(channel, _MOST_REQUEST_BYTES, 2)
+            if not start_bytes:
                 return 0
-            start = partial(self._start, channel, words, descriptors, loaded, supervisor)
+            start = partial(self._start, channel, start_bytes, descriptors, loaded, supervisor)
             between = fork_child(start)
             with contextlib.suppress(ChildProcessError):  # loading has taken SIGCHLD: who ends is waited for there
                 os.waitpid(between, 0)
@@ -306,7 +306,7 @@ class ForkServers:
     # --- in what it forks -------------------------------------------------------------------------------------------
 
     def _start(
-        self, channel: socket.socket, words: bytes, descriptors: list[int], loaded: LoadedProgram, supervisor: int
+        self, channel: socket.socket, start_bytes: bytes, descriptors: list[int], loaded: LoadedProgram, supervisor: int
     ) -> int:
         """Fork the process, which is the supervisor's child as soon as this one has ended."""
         channel.close()
@@ -323,7 +323,7 @@ class ForkServers:
                 if time.monotonic() > deadline:
                     return FRESH_PROCESS
                 time.sleep(_LOOK_AGAIN_S)
-            return self._run(words, page, stacks, loaded)
+            return self._run(start_bytes, page, stacks, loaded)
 
         fork_child(run)
         return 0

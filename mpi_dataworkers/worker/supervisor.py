@@ -332,8 +332,8 @@ class _Supervisor:
         with contextlib.ExitStack() as undo:
             page = undo.enter_context(contextlib.closing(WorkPage()))
             stacks = undo.enter_context(contextlib.closing(StackFile()))
-            words, page.shares = msgspec.msgpack.encode(start), definition_id
-            pid = self._fork_servers.fork(definition_id, words, page, stacks)
+            start_bytes, page.shares = msgspec.msgpack.encode(start), definition_id
+            pid = self._fork_servers.fork(definition_id, start_bytes, page, stacks)
             if pid is None:
                 page.shares = ""
                 supervisor = os.getpid()
@@ -342,7 +342,7 @@ class _Supervisor:
                     if not begin_child(supervisor):
                         return 1
                     self._leave()
-                    return self._be_data_worker(words, page, stacks, LoadedProgram())
+                    return self._be_data_worker(start_bytes, page, stacks, LoadedProgram())
 
                 pid = fork_child(run)
             self._children[pid] = _Child(start, page, stacks)
@@ -355,8 +355,8 @@ class _Supervisor:
         self._fork_servers.leave()
         resource.setrlimit(resource.RLIMIT_NOFILE, self._files_limit)
 
-    def _be_data_worker(self, words: bytes, page: WorkPage, stacks: StackFile, loaded: LoadedProgram) -> int:
-        start = msgspec.msgpack.decode(words, type=WorkerStart)
+    def _be_data_worker(self, start_bytes: bytes, page: WorkPage, stacks: StackFile, loaded: LoadedProgram) -> int:
+        start = msgspec.msgpack.decode(start_bytes, type=WorkerStart)
         faulthandler.register(_STACK_SIGNAL, file=stacks.descriptor, all_threads=True)
         if loaded.program is None:  # else what the program has set since then holds
             use_one_thread()

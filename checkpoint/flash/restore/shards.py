@@ -116,7 +116,7 @@ def overlap_of(left: Box, right: Box) -> Box | None:
     begin = tuple(map(max, left[0], right[0]))
     ends = (min(a + b, c + d) for a, b, c, d in zip(*left, *right, strict=True))
     size = tuple(end - start for start, end in zip(begin, ends, strict=True))
-    return (begin, size) if all(one > 0 for one in size) else None
+    return (begin, size) if all(length > 0 for length in size) else None
 
 
 def cut(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
@@ -264,14 +264,14 @@ def walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The leaves of a tree with their places, joined by dots."""
     prefix = f"{path}." if path else ""
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from walk(f"{prefix}{key}", one)
+        for key, item in value.items():
+            yield from walk(f"{prefix}{key}", item)
     elif isinstance(value, list | tuple | deque):
-        for index, one in enumerate(value):
-            yield from walk(f"{prefix}{index}", one)
+        for index, item in enumerate(value):
+            yield from walk(f"{prefix}{index}", item)
     elif hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor | _Number):
-        for key, one in vars(value).items():
-            yield from walk(f"{prefix}{key}", one)
+        for key, item in vars(value).items():
+            yield from walk(f"{prefix}{key}", item)
     else:
         yield path, value
 
@@ -316,12 +316,12 @@ def open_parts(
         if generation is None or held is None:
             raise NoCheckpoint(f"{path} is no committed checkpoint, such as DIR/step-0000000120.2 or DIR/latest")
         manifests = commit.read_parts(held, generation)
-        world_size = next((one.world_size for one in manifests.values()), 1)
+        world_size = next((manifest.world_size for manifest in manifests.values()), 1)
         missing = [rank for rank in range(world_size) if rank not in manifests]
         if missing:
             raise MissingRanks(f"{place} lacks the parts of {len(missing)} of {world_size} ranks, first {missing[0]}")
         compare: Compare = "nothing" if is_compared else "structure"
-        files = [open_file(held, one, compare=compare, copies=read_only) for one in manifests.values()]
+        files = [open_file(held, manifest, compare=compare, copies=read_only) for manifest in manifests.values()]
         parts = [
             part_of(file.manifest.rank, file.record, file.entries, data, str(file.path), file.check)
             for file, data in ((file, [file.bytes_of(entry) for entry in file.entries]) for file in files)
@@ -350,7 +350,7 @@ def part_of(
     Raises:
         DamagedCheckpoint: the structure does not fit the entries.
     """
-    views = [tensor_of(entry, one) for entry, one in zip(entries, data, strict=True)]
+    views = [tensor_of(entry, content) for entry, content in zip(entries, data, strict=True)]
     tensors = []
     for ref in record.tensors:
         if ref.entry >= len(views):

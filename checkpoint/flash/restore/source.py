@@ -80,7 +80,7 @@ class Memory:
             NoCheckpoint: it is not there.
             Damaged: it is not what was published.
         """
-        content = next((one for one in self._store.held() if one.header.generation == generation), None)
+        content = next((found for found in self._store.held() if found.header.generation == generation), None)
         if content is None:
             raise NoCheckpoint(f"{self._store.path} has no {generation} any more")
         with contextlib.ExitStack() as held:
@@ -101,7 +101,7 @@ def _open_shared(files: StoreFiles, generation: Generation) -> Iterator[Part]:
         files.check_owner()
     except HetstreamError as error:
         raise NoCheckpoint(f"{generation}: what is equal on all ranks is out of reach: {error}") from error
-    content = next((one for one in files.complete() if one.header.generation == generation), None)
+    content = next((found for found in files.complete() if found.header.generation == generation), None)
     if content is None:
         raise NoCheckpoint(f"{files.path} has no {generation} any more, which holds what is equal on all ranks")
     with content.open() as segment:

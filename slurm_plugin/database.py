@@ -1,15 +1,23 @@
-"""SQLite files of ours: made privately, and never taken for what they are not. Used by the history and the daemon."""
+"""SQLite files of ours: made privately, and never taken for what they are not. Used by the histories and the daemon."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import shlex
 import sqlite3
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from hetstream.base.files import others_can_write
+from hetstream.slurm_plugin.errors import HistoryError
+
+History = TypeVar("History", bound="HistoryFile")
 
 
 class ForeignDatabase(Exception):
@@ -67,3 +75,87 @@ def is_new(database: sqlite3.Connection, application_id: int, schema_version: in
     if version != schema_version:
         raise OtherSchema(f"has schema version {version}, this release reads {schema_version}")
     return False
+
+
+@contextlib.contextmanager
+def transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """Change a database, all or nothing."""
+    database.execute("begin immediate")
+    try:
+        yield
+        database.execute("commit")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            database.execute("rollback")
+        raise
+
+
+class HistoryFile:
+    """A file of what was: base of the histories. Its errors name it, and say what to do.
+
+    Args:
+        path: of the file.
+        what: it is, in words.
+        elsewhere: how the user names another, such as "Give another file".
+    """
+
+    _database: sqlite3.Connection
+
+    def __init__(self, path: Path, what: str, elsewhere: str) -> None:
+        self.path = path
+        self._what, self._elsewhere = what, elsewhere
+
+    def _open(self, connect: Callable[[], sqlite3.Connection], prepare: Callable[[], None]) -> None:
+        with self._named():
+            self._database = connect()
+        try:
+            with self._named():
+                prepare()
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _is_new(self, application_id: int, schema_version: int) -> bool:
+        """As `is_new`; what is not ours, or not of this release, is a `HistoryError`."""
+        try:
+            return is_new(self._database, application_id, schema_version)
+        except ForeignDatabase as exc:
+            raise HistoryError(f"{self} is another program's. {self._elsewhere}") from exc
+        except OtherSchema as exc:
+            otherwise = self._elsewhere[0].lower() + self._elsewhere[1:]
+            raise HistoryError(
+                f"{self} {exc}: use the release of hetstream that wrote it, or {otherwise} (docs/upgrade.md)"
+            ) from exc
+
+    def _make(self, tables: str, application_id: int, schema_version: int) -> None:
+        self._database.executescript(
+            f"begin immediate; pragma application_id={application_id}; pragma user_version={schema_version}; "
+            f"create table if not exists {tables}; commit;"
+        )
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise HistoryError(
+                f"{self} cannot be opened: {exc.strerror}. {self._elsewhere}, or check: namei -l "
+                f"{shlex.quote(str(self.path))}"
+            ) from exc
+        except (sqlite3.Error, msgspec.MsgspecError) as exc:
+            raise HistoryError(
+                f"{self} cannot be used: {exc}. If it is damaged, move it away: a new one is begun"
+            ) from exc
+
+    def __str__(self) -> str:
+        return f"{self._what} {self.path}"
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._database.close()
+
+    def __enter__(self: History) -> History:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

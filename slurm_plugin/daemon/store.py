@@ -12,7 +12,6 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -20,7 +19,7 @@ from hetstream.base import typed_json
 from hetstream.hetjob.site.messages import ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.slurm_plugin.daemon.registry import Registered
-from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new
+from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new, transaction
 from hetstream.slurm_plugin.errors import DaemonStateError
 
 STATE_FILE = "daemon.sqlite"
@@ -101,21 +100,14 @@ class Store:
         Raises:
             DaemonStateError: it cannot be written.
         """
-        with self._named():
-            self._database.execute("begin immediate")
-            try:
-                for name, job in jobs.items():
-                    self._database.execute("delete from jobs where job = ?", (name,))
-                    if job is not None:
-                        report = msgspec.json.encode(job.report).decode()
-                        row = (name, job.user, report, job.sent_ns, job.seen_s, job.weight, job.limit, job.reason)
-                        self._database.execute("insert into jobs values (?, ?, ?, ?, ?, ?, ?, ?)", row)
-                reach("daemon.before_commit")
-                self._database.execute("commit")
-            except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    self._database.execute("rollback")
-                raise
+        with self._named(), transaction(self._database):
+            for name, job in jobs.items():
+                self._database.execute("delete from jobs where job = ?", (name,))
+                if job is not None:
+                    report = msgspec.json.encode(job.report).decode()
+                    row = (name, job.user, report, job.sent_ns, job.seen_s, job.weight, job.limit, job.reason)
+                    self._database.execute("insert into jobs values (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            reach("daemon.before_commit")
         reach("daemon.after_commit")
 
     @contextlib.contextmanager
@@ -131,9 +123,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -6,18 +6,13 @@ use one file. It holds no names of users or jobs.
 
 from __future__ import annotations
 
-import contextlib
-import shlex
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new
-from hetstream.slurm_plugin.errors import HistoryError
+from hetstream.slurm_plugin.database import HistoryFile, create_private
 from hetstream.slurm_plugin.insight.observation import Sample
 
 KEEP_S = 92 * 86400.0
@@ -27,7 +22,7 @@ _SCHEMA_VERSION = 1
 _BUSY_TIMEOUT_S = 30.0
 
 
-class History:
+class History(HistoryFile):
     """The file, made with mode 0600 where it does not exist.
 
     Args:
@@ -38,32 +33,17 @@ class History:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        with self._named():
-            create_private(path)
-            self._database = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-        try:
-            with self._named():
-                self._prepare()
-        except BaseException:
-            self._database.close()
-            raise
+        super().__init__(path, "history", "Give another file")
+        self._open(self._connect, self._prepare)
+
+    def _connect(self) -> sqlite3.Connection:
+        create_private(self.path)
+        return sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
 
     def _prepare(self) -> None:
-        try:
-            new = is_new(self._database, _APPLICATION_ID, _SCHEMA_VERSION)
-        except ForeignDatabase as exc:
-            raise HistoryError(f"history {self.path} is another program's. Give another file.") from exc
-        except OtherSchema as exc:
-            raise HistoryError(
-                f"history {self.path} {exc}: use the release of hetstream that wrote it, or give another file "
-                "(docs/upgrade.md)"
-            ) from exc
-        if new:
-            self._database.executescript(
-                f"begin immediate; pragma application_id={_APPLICATION_ID}; pragma user_version={_SCHEMA_VERSION}; "
-                "create table if not exists samples (taken_s real primary key, sample text not null); commit;"
-            )
+        if self._is_new(_APPLICATION_ID, _SCHEMA_VERSION):
+            tables = "samples (taken_s real primary key, sample text not null)"
+            self._make(tables, _APPLICATION_ID, _SCHEMA_VERSION)
 
     def append(self, sample: Sample) -> None:
         """Keep a sample, and drop those that are too old.
@@ -88,29 +68,3 @@ class History:
                 "select sample from samples where taken_s >= ? order by taken_s", (start_s,)
             ).fetchall()
             return [typed_json.decode(text, Sample) for (text,) in rows]
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as exc:
-            raise HistoryError(
-                f"history {self.path} cannot be opened: {exc.strerror}. Give another file, or check: namei -l "
-                f"{shlex.quote(str(self.path))}"
-            ) from exc
-        except (sqlite3.Error, msgspec.MsgspecError) as exc:
-            raise HistoryError(
-                f"history {self.path} cannot be used: {exc}. If it is damaged, move it away: a new one is begun."
-            ) from exc
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._database.close()
-
-    def __enter__(self) -> History:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -17,19 +17,16 @@ import hashlib
 import hmac
 import os
 import secrets
-import shlex
 import sqlite3
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
 from hetstream.base import typed_json
 from hetstream.hetjob.jobs_dir import for_user, setting, site_value
-from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new
-from hetstream.slurm_plugin.errors import HistoryError
+from hetstream.slurm_plugin.database import HistoryFile, create_private, transaction
 from hetstream.slurm_plugin.model.past_job import PastJob
 
 JOB_HISTORY, JOB_HISTORY_USERS = "HETSTREAM_JOB_HISTORY", "HETSTREAM_JOB_HISTORY_USERS"
@@ -57,7 +54,7 @@ def keeps_plain_names(environ: Mapping[str, str]) -> bool:
     return site_value(JOB_HISTORY_USERS, environ) == "plain"
 
 
-class JobHistory:
+class JobHistory(HistoryFile):
     """The file, made where it does not exist.
 
     Args:
@@ -75,51 +72,35 @@ class JobHistory:
     def __init__(
         self, directory: Path, *, plain_names: bool = False, keep_s: float = KEEP_S, keep_jobs: int = KEEP_JOBS
     ) -> None:
-        self.path = directory / HISTORY_FILE
+        super().__init__(directory / HISTORY_FILE, "job history", f"Name another directory in {JOB_HISTORY}")
         self._keep_s, self._keep_jobs = keep_s, keep_jobs
         self._key: bytes | None = None
         self._plain_names = plain_names
-        with self._named():
-            self.is_read_only = self.path.exists() and not os.access(self.path, os.W_OK, effective_ids=True)
-            if self.is_read_only:
-                # Without its log beside it, nobody is writing: the file is whole, and read as it is.
-                beside = "" if Path(f"{self.path}-wal").exists() else "&immutable=1"
-                address = f"{self.path.absolute().as_uri()}?mode=ro{beside}"
-                self._database = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-            else:
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                create_private(self.path)
-                self._database = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-        try:
-            with self._named():
-                self._prepare()
-                if not plain_names:
-                    self._key = _key(directory / KEY_FILE, may_make=not self.is_read_only)
-        except BaseException:
-            self._database.close()
-            raise
+        self.is_read_only = False
+        self._open(self._connect, self._prepare)
+
+    def _connect(self) -> sqlite3.Connection:
+        self.is_read_only = self.path.exists() and not os.access(self.path, os.W_OK, effective_ids=True)
+        if self.is_read_only:
+            # Without its log beside it, nobody is writing: the file is whole, and read as it is.
+            beside = "" if Path(f"{self.path}-wal").exists() else "&immutable=1"
+            address = f"{self.path.absolute().as_uri()}?mode=ro{beside}"
+            return sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        create_private(self.path)
+        return sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
 
     def _prepare(self) -> None:
         if not self.is_read_only:
             self._database.execute("pragma locking_mode=exclusive")
-        try:
-            new = is_new(self._database, _APPLICATION_ID, _SCHEMA_VERSION)
-        except ForeignDatabase as exc:
-            raise HistoryError(f"job history {self.path} is another program's. Move it away") from exc
-        except OtherSchema as exc:
-            raise HistoryError(
-                f"job history {self.path} {exc}: use the release of hetstream that wrote it, or move it away "
-                "(docs/upgrade.md)"
-            ) from exc
-        if self.is_read_only:
-            return
-        self._database.execute("pragma journal_mode=wal")
-        if new:
-            self._database.executescript(
-                f"begin immediate; pragma application_id={_APPLICATION_ID}; pragma user_version={_SCHEMA_VERSION}; "
-                "create table if not exists jobs (job text not null, ended_s real not null, record text not null, "
-                "primary key (job, ended_s)); commit;"
-            )
+        new = self._is_new(_APPLICATION_ID, _SCHEMA_VERSION)
+        if not self.is_read_only:
+            self._database.execute("pragma journal_mode=wal")
+        if new and not self.is_read_only:
+            tables = "jobs (job text not null, ended_s real not null, record text not null, primary key (job, ended_s))"
+            self._make(tables, _APPLICATION_ID, _SCHEMA_VERSION)
+        if not self._plain_names:
+            self._key = _key(self.path.parent / KEY_FILE, may_make=not self.is_read_only)
 
     def user(self, name: str) -> str:
         """What is kept for a user's name; "" where the key cannot be read, so that nobody is taken for another."""
@@ -146,8 +127,7 @@ class JobHistory:
             rows.append((one.job, one.ended_s, msgspec.json.encode(kept).decode()))
         with self._named():
             before = self._count()
-            self._database.execute("begin immediate")
-            try:
+            with transaction(self._database):
                 self._database.executemany("insert or ignore into jobs values (?, ?, ?)", rows)
                 added = self._count() - before
                 self._database.execute("delete from jobs where ended_s < ?", (now_s - self._keep_s,))
@@ -155,11 +135,6 @@ class JobHistory:
                     "delete from jobs where rowid not in (select rowid from jobs order by ended_s desc, job limit ?)",
                     (self._keep_jobs,),
                 )
-                self._database.execute("commit")
-            except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    self._database.execute("rollback")
-                raise
         return added
 
     def jobs(self) -> list[PastJob]:
@@ -175,32 +150,6 @@ class JobHistory:
     def _count(self) -> int:
         (num,) = self._database.execute("select count(*) from jobs").fetchone()
         return int(num)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as exc:
-            raise HistoryError(
-                f"job history {self.path} cannot be opened: {exc.strerror}. Name another directory in {JOB_HISTORY}, "
-                f"or check: namei -l {shlex.quote(str(self.path))}"
-            ) from exc
-        except (sqlite3.Error, msgspec.MsgspecError) as exc:
-            raise HistoryError(
-                f"job history {self.path} cannot be used: {exc}. If it is damaged, move it away: a new one is begun"
-            ) from exc
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._database.close()
-
-    def __enter__(self) -> JobHistory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _key(path: Path, *, may_make: bool) -> bytes | None:

@@ -213,6 +213,8 @@ class RemoteSource:
 
     def shard_state(self) -> dict[str, Any] | None:
         """Position in each shard; see `StepSource`."""
+        if self.shards.order is not None:
+            return None
         return self.shards.state(self._sessions[0].buffer.ahead() if self._sessions else [])
 
     def close(self) -> None:

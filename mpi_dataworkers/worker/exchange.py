@@ -114,6 +114,18 @@ class Exchange:
                 os.close(own)
         return chosen if chosen >= 0 else _own_memory()
 
+    def give_back(self, definition_id: str) -> None:
+        """Free the memory of a definition, unless a process has it mapped."""
+        for slot in self._slots:
+            if _name_of(slot) != definition_id:
+                continue
+            own = _opened(slot)
+            try:
+                if _locked(own, fcntl.LOCK_EX) and _name_of(own) == definition_id:
+                    os.ftruncate(own, 0)
+            finally:
+                os.close(own)
+
     def close(self) -> None:
         """Give it all back; what is mapped stays for as long as it is used."""
         for descriptor in (self._turn, *self._slots):

@@ -58,11 +58,6 @@ _MOST_REQUEST_BYTES = 1 << 20
 _LOADED, _REFUSED = b"1", b"0"
 
 
-def objects_bytes(definition: Definition | None) -> int:
-    """Bytes of a pipeline's objects in pickled form; the arrays beside them are shared anyway."""
-    return 0 if definition is None else memoryview(definition.blob).nbytes
-
-
 def ask_to_be_forked(page: WorkPage, definition: Definition, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
     """Ask the supervisor to have a pipeline loaded once for all processes, and wait until it was, or will not be.
 
@@ -268,7 +263,7 @@ class ForkServers:
         if reason:
             _log.info("pipeline=%s is loaded in each process: loading it %s", definition_id[:8], reason)
         else:
-            of = definition_id[:8], os.getpid(), objects_bytes(loaded.kept)
+            of = definition_id[:8], os.getpid(), loaded.kept_bytes
             _log.info("pipeline=%s loaded once for this host, in process %d: %d bytes", *of)
         channel.send(_REFUSED if reason else _LOADED)
         os.kill(supervisor, signal.SIGCHLD)  # look here now
@@ -285,6 +280,8 @@ class ForkServers:
                 os.waitpid(between, 0)
             for descriptor in descriptors:
                 os.close(descriptor)
+            # Who was forked needs the bytes no more. Those that left for it had them mapped; the last one is gone now.
+            self._exchange.give_back(definition_id)
 
     def _load(self, definition_id: str) -> tuple[LoadedProgram, str]:
         """Load a pipeline, and say why processes cannot be forked with it."""

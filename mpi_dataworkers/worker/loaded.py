@@ -7,6 +7,7 @@ from it (`fork_server.py`): they go on with the object as it was left.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.definition import Definition, load_pipeline
@@ -18,6 +19,11 @@ from hetstream.mpi_dataworkers.worker.programs import joined, serves
 _log = logging.getLogger(__name__)
 
 
+def objects_bytes(definition: Definition) -> int:
+    """Bytes of a pipeline's objects in pickled form; the arrays beside them are shared anyway."""
+    return memoryview(definition.blob).nbytes
+
+
 class OtherProgram(Exception):
     """This process serves another program, or has loaded another version of its modules."""
 
@@ -27,12 +33,14 @@ class LoadedProgram:
 
     Attributes:
         program: that this process serves; None as long as it serves none. Other threads may read it.
+        kept_bytes: `objects_bytes` of the pipeline that was loaded before this process was forked; 0 for none.
     """
 
     def __init__(self) -> None:
         self.program: Program | None = None
         self._in_force = SettingsInForce()
         self._said_changed = False
+        self.kept_bytes = 0
         self._kept: tuple[Definition, Pipeline] | None = None
 
     def apply(self, settings: bytes) -> None:
@@ -73,12 +81,11 @@ class LoadedProgram:
 
     def keep(self, definition: Definition) -> None:
         """Load a pipeline for processes that are forked from this one."""
-        self._kept = definition, self.load(definition)
-
-    @property
-    def kept(self) -> Definition | None:
-        """Of the pipeline that was loaded before this process was forked; None when it was taken."""
-        return self._kept[0] if self._kept is not None else None
+        pipeline = self.load(definition)
+        self.kept_bytes = objects_bytes(definition)
+        if not definition.buffers:  # else arrays lie in the memory in which it came
+            definition = replace(definition, blob=b"")
+        self._kept = definition, pipeline
 
     def take(self, definition_id: str) -> tuple[Definition, Pipeline] | None:
         """The pipeline that was loaded before this process was forked: once, because samples may change it."""

@@ -13,9 +13,9 @@ from hetstream.mpi_dataworkers.ops.shared_memory import WriteWatch
 from hetstream.mpi_dataworkers.wire.messages import Failure, GrantLease
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import HandoverFailed
 from hetstream.mpi_dataworkers.worker.definitions import Definitions
-from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked, objects_bytes
+from hetstream.mpi_dataworkers.worker.fork_server import FORK_FROM_BYTES, ask_to_be_forked
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases, LeaseGone
-from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram, OtherProgram
+from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram, OtherProgram, objects_bytes
 from hetstream.mpi_dataworkers.worker.watch import WorkPage
 
 # A pipeline that could not be loaded is loaded anew after this: what was missing may be there now.
@@ -64,7 +64,7 @@ class Pipelines:
         self._failed_at: dict[str, float] = {}  # when those that are exceptions could not be loaded
         self._in_use: dict[str, Definition] = {}  # siblings find them while they are held
         # That a pipeline must exceed for which this process is forked anew: so never in turn for two of one size.
-        self._asked_bytes = objects_bytes(loaded.kept)
+        self._asked_bytes = loaded.kept_bytes
 
     def enter(self, lease: GrantLease) -> Pipeline:
         """Let user code see its part for a lease.

@@ -163,6 +163,19 @@ def test_a_slot_in_use_is_not_used_again(exchange: Exchange) -> None:
     assert bytes(held[0].buffers[0]) == large
 
 
+def test_memory_is_given_back_when_nobody_has_it_mapped(exchange: Exchange) -> None:
+    held = exchange.keep(message_of("d", b"a" * 5000), Path("/nowhere"))
+    other = exchange.keep(message_of("other", b"b" * 5000), Path("/nowhere"))
+    exchange.give_back("d")
+    assert exchange.find("d") is not None
+    assert bytes(held.buffers[0]) == b"a" * 5000
+    del held
+    exchange.give_back("d")
+    assert exchange.find("d") is None
+    assert exchange.find("other") is not None, "the others stay"
+    assert bytes(other.buffers[0]) == b"b" * 5000
+
+
 def test_a_process_that_ended_while_it_fetched_holds_up_nobody(exchange: Exchange) -> None:
     pid = os.fork()
     if pid == 0:

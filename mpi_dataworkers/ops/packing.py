@@ -142,7 +142,9 @@ class TensorLayout:
 
     @functools.cached_property
     def _array_of(self) -> Callable[[memoryview], Any] | None:
-        """An array of its shape; NumPy makes one in half the time that torch takes."""
+        """An array of its shape; NumPy makes one in half the time that torch takes. It may keep no more alive than the
+        owner of the memory, so not the view by whose end a transport knows that its memory is free: only for `owned`.
+        """
         dtype = _NUMPY_DTYPES.get(self.dtype)
         return None if dtype is None else functools.partial(np.ndarray, tuple(self.shape), dtype)
 
@@ -153,7 +155,7 @@ class TensorLayout:
             raise ProtocolError(f"{self._num_bytes} bytes of a tensor were to come in a buffer that has {num_bytes}")
         if num_bytes == 0:  # nothing is made of it but an empty tensor, whatever the shape says
             return torch.empty(self.shape, dtype=self.dtype)
-        if self._array_of is not None:
+        if self._array_of is not None and type(buffer.obj) is bytearray:
             return torch.from_numpy(self._array_of(buffer))
         return torch.frombuffer(buffer, dtype=self.dtype).reshape(self.shape)
 

@@ -15,7 +15,7 @@ import torch
 from hetstream.mpi_dataworkers.errors import ProtocolError
 from hetstream.mpi_dataworkers.ops import leaves, packing, tree
 from hetstream.mpi_dataworkers.ops.tree import flatten, unflatten
-from hetstream.mpi_dataworkers.wire.codec import fuse, split
+from hetstream.mpi_dataworkers.wire.codec import fuse, in_one_piece, split
 
 Pair = namedtuple("Pair", "left right")
 
@@ -102,6 +102,25 @@ def test_a_tensor_takes_the_bytes_of_its_shape_and_no_others(dtype: torch.dtype,
     spec, _ = flatten(torch.zeros(48 // dtype.itemsize, dtype=dtype).reshape(2, -1))
     with pytest.raises(ProtocolError, match="48 bytes"):
         unflatten(spec, [memoryview(bytearray(num_bytes))])
+
+
+@pytest.mark.parametrize("shape", [(1, 100_000), (100_000,), (5, 20_000, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["tensor", "list", "array"])
+def test_memory_is_not_free_while_a_batch_lies_in_it(shape: tuple[int, ...], kind: str) -> None:
+    tensor = torch.arange(100_000, dtype=torch.int32).reshape(shape)
+    spec, buffers = flatten({"tensor": tensor, "list": [tensor], "array": tensor.numpy()}[kind])
+    # As transports lend memory: a part of a larger piece, which is free when nobody sees the part any more.
+    pool = np.zeros(1 << 20, np.uint8)
+    part = pool[4096 : 4096 + tensor.nbytes]
+    part[:] = np.frombuffer(in_one_piece(buffers[0]), np.uint8)
+    freed: list[bool] = []
+    weakref.finalize(part, freed.append, True)
+    batch: Any = unflatten(spec, [part.data])
+    del part
+    assert not freed, "it would be written to while the program reads it"
+    assert torch.equal(torch.as_tensor(batch[0] if kind == "list" else batch), tensor)
+    del batch
+    assert freed
 
 
 def test_views_come_as_what_they_show() -> None:

@@ -12,13 +12,15 @@ OLDEST_VENV := .venv-oldest-torch
 DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads sharing coordinated resume soak
 # Needs root and Slurm.
 SLURM_BENCHMARKS := elastic site_load
+# Job lists come from ../shared/traces; where there are none they are made up.
+CLUSTER_BENCHMARKS := sched simulate
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
 # Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.
 PEERS ?= ../shared/peers
 PEERS_VENV := .venv-peers
 
-.PHONY: demo test test-all test-oldest-torch test-peers lint venv slurm packages record-release clean bench-data bench-ckpt bench-slurm
+.PHONY: demo test test-all test-oldest-torch test-peers lint venv slurm packages record-release clean bench-data bench-ckpt bench-slurm bench-cluster
 
 venv: $(VENV)/.ready
 
@@ -94,6 +96,9 @@ bench-%: venv
 	$(BIN)/python -m benchmarks.$*
 
 bench-data: $(addprefix bench-,$(DATA_BENCHMARKS))
+
+# Policies of the cluster, by simulation.
+bench-cluster: $(addprefix bench-,$(CLUSTER_BENCHMARKS))
 
 bench-slurm: slurm $(addprefix bench-,$(SLURM_BENCHMARKS))
 

@@ -328,9 +328,9 @@ def _ratio(results: Results, target: Target) -> Row:
 # ---------------------------------------------------------------------------------------------------------- reporting
 
 
-def table(rows: Iterable[Row]) -> str:
-    """Lay the rows out for a terminal; a lost target reads LOST."""
-    lines = [("case", "system", "median", "unit", "min .. max", "target", "")]
+def table(rows: Iterable[Row], titles: tuple[str, str] = ("median", "min .. max")) -> str:
+    """Lay the rows out for a terminal; a lost target reads LOST. The titles are those of value and spread."""
+    lines = [("case", "system", titles[0], "unit", titles[1], "target", "")]
     for row in rows:
         verdict = {None: "", True: "met", False: "LOST"}[row.met]
         spread = f"{_figure(row.spread[0])} .. {_figure(row.spread[1])}" if row.spread else ""
@@ -387,6 +387,7 @@ def finish(
     rows: Sequence[Row],
     failures: Mapping[str, str],
     context: Mapping[str, Any],
+    titles: tuple[str, str] = ("median", "min .. max"),
 ) -> int:
     """Print the report and write it as `NAME.txt`, and with every repeat as `NAME.json`.
 
@@ -396,12 +397,13 @@ def finish(
         rows: the table.
         failures: systems that failed while running, with the reason.
         context: `machine`, `versions` and `notes` of the file; the notes are printed too.
+        titles: of the columns with value and spread.
 
     Returns:
         1 when a system failed; a lost target or a missing peer is a result, not a failure.
     """
     command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
-    text = "\n".join([*provenance(command, context), table(rows), *_verdicts(rows, failures, context["notes"])])
+    text = "\n".join([*provenance(command, context), table(rows, titles), *_verdicts(rows, failures, context["notes"])])
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}.json"
     path.write_text(json.dumps({"command": command, **context, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

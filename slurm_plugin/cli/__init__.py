@@ -38,6 +38,7 @@ VERBS = {
     "advise": "list jobs that would gain from data workers",
     "doctor": "find problems in the cluster's configuration, with the fix",
     "migrate": "move a running training job to other nodes, without a step lost",
+    "simulate": "say what a policy would have done to a cluster and its jobs",
     "exporter": "serve the cluster's figures to Prometheus, with a dashboard for Grafana",
     "daemon": "run the site daemon: keep the cluster's history, divide data workers among jobs",
     "report": "draw fragmentation, queueing delay and utilisation as one HTML page",

@@ -273,20 +273,21 @@ class _Engine:
         self._is_due = False
         discipline = self._scenario.discipline
         reservation: Reservation | None = None
-        is_blocked = False
+        blocked: int | None = None
         for job in waiting.look(queue.max_job_test):
             placement = self._place(job)
             if placement is None:
                 if discipline is Discipline.FIFO:
                     return
-                if discipline is Discipline.EASY and not is_blocked:
-                    shape = self._shapes[self._shape_of[job]]
-                    reservation = Reservation(shape, self._nodes, self._running, now_s, queue.limit_factor)
-                is_blocked = True
+                if blocked is None:
+                    blocked = job
                 continue
-            if reservation is None:
+            if blocked is None or discipline is not Discipline.EASY:
                 self._start(job, placement)
                 continue
+            if reservation is None:
+                first = self._shapes[self._shape_of[blocked]]
+                reservation = Reservation(first, self._nodes, self._running, now_s, queue.limit_factor)
             shape, end_s = self._shapes[self._shape_of[job]], now_s + self._limit_s(job)
             if reservation.allows(shape, placement, end_s):
                 self._start(job, placement)

@@ -87,7 +87,10 @@ def read(
     # Slurm quotes nothing.
     quoted = delimiter == ","
     rows = csv.reader(plain) if quoted else csv.reader(plain, delimiter=delimiter, quoting=csv.QUOTE_NONE)
-    head: Sequence[str] = next(rows, [])
+    try:
+        head: Sequence[str] = next(rows, [])
+    except csv.Error as error:
+        raise SimulationInputError(source, [f"line 1: {error}"]) from error
     names = [name.strip().lstrip("\ufeff") for name in head]
     missing = [name for name in required if name not in names]
     unknown = [] if known is None else [name for name in names if name not in known]

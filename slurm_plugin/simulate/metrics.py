@@ -121,7 +121,7 @@ def measure(outcome: Outcome, window_s: float | None = None, prices: Prices | No
     work_hours = use.total(use.effective_gpus, 0.0, all_s) / _HOUR_S
     cost = gpu_hours * prices.gpu_hour + cpu_hours * prices.cpu_hour if prices else None
     seen = outcome.fragmentation
-    within = seen.at_s <= window if seen else None
+    within = seen.at_s < window if seen else None
     slowdown = jct_s / work_s
     speeds = work_s / np.maximum(ran_s, 1e-9)
     job_hours = use.total(use.num_running, 0.0, all_s) / _HOUR_S

@@ -20,13 +20,15 @@ class Reservation:
         self._now_s = now_s
         ends_s = running.planned_ends_s(now_s, limit_factor)
         rows = [row for row in np.argsort(ends_s, kind="stable").tolist() if running.placements[row] is not None]
+        held = [one for one in (running.placements[row] for row in rows) if one is not None]
         # The fewest ends with which it fits: that it fits never becomes untrue with one end more.
         low, high = 1, len(rows)
         self.start_s = np.inf
-        self._then = nodes
+        self._then = nodes.copy()
         while low <= high:
             middle = (low + high) // 2
-            then = _after(nodes, running, rows[:middle])
+            then = nodes.copy()
+            then.give_back_all(held[:middle])
             if then.find(shape) is None:
                 low = middle + 1
             else:
@@ -46,13 +48,3 @@ class Reservation:
         """It has started: if it is still there at the reserved time, its resources are not."""
         if end_s > self.start_s:
             self._then.take(shape, placement)
-
-
-def _after(nodes: Nodes, running: Running, rows: list[int]) -> Nodes:
-    """The nodes after the end of these jobs."""
-    then = nodes.copy()
-    for row in rows:
-        held = running.placements[row]
-        if held is not None:
-            then.give_back(*held)
-    return then

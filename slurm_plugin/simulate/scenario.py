@@ -49,7 +49,7 @@ class QueueOptions:
     """The GPU queue.
 
     Attributes:
-        shortest_first: jobs of less work come first; otherwise who was submitted first.
+        shortest_first: jobs of less CPU work come first (work x CPUs at the ideal speed); otherwise who came first.
         aging: seconds of work that a second of waiting weighs up, in a queue with the shortest first.
         interval_s: of backfill (Slurm's bf_interval); 0: at every event.
         max_job_test: jobs that one cycle looks at (bf_max_job_test).

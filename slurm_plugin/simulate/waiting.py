@@ -41,8 +41,10 @@ class Waiting:
     def __init__(self, workload: Workload, options: QueueOptions) -> None:
         keys = workload.submit_s
         if options.shortest_first:
-            # Both sides of the comparison age alike, so the order of two jobs is the same for ever.
-            keys = workload.work_s * np.maximum(1, workload.num_gpus) + options.aging * workload.submit_s
+            # CPUs are what jobs compete for: a job of average width counts its work, a wider one more. Both sides of a
+            # comparison age alike, so the order of two jobs is the same for ever.
+            cpus = workload.ideal_cpus * workload.units
+            keys = workload.work_s * cpus / max(float(cpus.mean()), 1e-9) + options.aging * workload.submit_s
         order = np.argsort(keys, kind="stable")
         self._rank: list[int] = np.argsort(order, kind="stable").tolist()
         self._job_of: list[int] = order.tolist()

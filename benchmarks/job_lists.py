@@ -1,0 +1,72 @@
+"""Job lists for the benchmarks of scheduling: from the traces beside the checkout, or made up where there are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import harness
+from hetstream.slurm_plugin.simulate.models import list_from, synthetic_trace, with_models
+from hetstream.slurm_plugin.simulate.traces import ReadOptions, read_trace
+from hetstream.slurm_plugin.simulate.workload import Workload
+
+TRACES = harness.ROOT.parent / "shared" / "traces"
+FROZEN, PHILLY = "goldminer_8h_ref_workloads.csv", "philly_jobs.csv"
+NUM_FROZEN, FROZEN_JOBS = 20, 88
+# What is made up has as many jobs in as many days as Philly's trace.
+MADE_UP_JOBS, MADE_UP_DAYS = 82_247, 109.0
+
+Trace = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.int64]]
+
+
+@dataclass
+class JobLists:
+    """Lists of 8 hours in the manner of GoldMiner's Table 5, and the whole trace.
+
+    Attributes:
+        folder: with the traces.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.is_real = (self.folder / FROZEN).is_file() and (self.folder / PHILLY).is_file()
+        self._trace: Trace | None = None
+        self._frozen_text = (self.folder / FROZEN).read_text() if self.is_real else ""
+
+    def note(self) -> str:
+        """Where they come from."""
+        if self.is_real:
+            return f"{FROZEN_JOBS} jobs: the lists of {FROZEN}; other numbers: drawn from {PHILLY} by the same rule."
+        return f"MADE UP: {self.folder} has no traces, so the jobs are drawn from a distribution like Philly's."
+
+    def lists(self, num_jobs: int, num_lists: int) -> list[Workload]:
+        """So many lists of so many jobs."""
+        if num_jobs == FROZEN_JOBS and self.is_real:
+            options = [ReadOptions(workload=place) for place in range(min(num_lists, NUM_FROZEN))]
+            return [read_trace(FROZEN, self._frozen_text, "goldminer", one).workload for one in options]
+        return [list_from(*self._jobs(), num_jobs, seed) for seed in range(num_lists)]
+
+    def whole(self, num_jobs: int) -> Workload:
+        """The first jobs of the whole trace, with models drawn for them."""
+        submit_s, run_s, num_gpus = (column[:num_jobs] for column in self._jobs())
+        return with_models(submit_s, run_s, num_gpus, np.random.default_rng([0, 4]))
+
+    def _jobs(self) -> Trace:
+        if self._trace is None:
+            if self.is_real:
+                text = (self.folder / PHILLY).read_text().splitlines()
+                place = {name: at for at, name in enumerate(text[0].split(","))}
+                rows = [line.split(",") for line in text[1:]]
+                submit, run, gpus = (
+                    np.array([float(row[place[name]]) for row in rows])
+                    for name in ("submit_s", "duration_s", "num_gpus")
+                )
+                order = np.argsort(submit, kind="stable")
+                self._trace = submit[order], run[order], gpus[order].astype(np.int64)
+            else:
+                self._trace = synthetic_trace(MADE_UP_JOBS, MADE_UP_DAYS, 0)
+        return self._trace

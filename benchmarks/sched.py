@@ -1,0 +1,268 @@
+"""`make bench-sched`: GoldMiner's Table 5, the same under Slurm's backfill, and how far from the best possible.
+
+docs/benchmarks.md explains the rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.bound import lower_bound_s
+from benchmarks.harness import Row
+from benchmarks.job_lists import TRACES, JobLists
+from hetstream.slurm_plugin.render.cards import STYLE
+from hetstream.slurm_plugin.render.charts import Axis, Series, count_axis, line_chart, patterns
+from hetstream.slurm_plugin.render.simulation import completion_bars, effective_points
+from hetstream.slurm_plugin.simulate.cluster import Cluster, parse
+from hetstream.slurm_plugin.simulate.comparison import Compared, compare
+from hetstream.slurm_plugin.simulate.metrics import interval
+from hetstream.slurm_plugin.simulate.scenario import Discipline, QueueOptions, Request, Scenario, WorkerOptions
+from hetstream.slurm_plugin.simulate.workload import Workload
+
+CLUSTER = "8*gpus=8,cpus=64,memory_gib=256,network_gbps=20"
+# GoldMiner's Table 5: mean completion time and queueing in minutes, in its order from the worst to the best.
+PAPER = {
+    "tuned": (540, 338),
+    "hardware": (495, 4),
+    "fixed": (356, 160),
+    "fair": (352, 14),
+    "maxtp": (231, 0),
+    "srtf": (213, 0),
+}
+OWN = "stretch"
+WINDOW_S = 500 * 60.0
+EASY_GOALS = {88: 1.25, 130: 1.5}
+GAP_GOALS = {88: (1.10, 3.0), 120: (1.18, 4.0), 150: (1.25, 7.0)}
+BASE = Scenario("", Request.TUNED, Discipline.FIFO)
+# What hetstream would run: its own policy, shorter jobs first in the queue of GPUs, and no data workers where they cost
+# more than they bring.
+BEST = Scenario(
+    "", Request.TUNED, Discipline.GREEDY, queue=QueueOptions(shortest_first=True), workers=WorkerOptions(fallback=True)
+)
+_MINUTE_S = 60.0
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = harness.parser("GoldMiner's Table 5, backfill, and the distance from a lower bound.", repeats=20)
+    parser.add_argument("--traces", type=Path, default=TRACES, help="folder with the traces (default: %(default)s)")
+    parser.add_argument("--bounds", type=int, default=10, help="lists for each load of the lower bound (default: 10)")
+    args = parser.parse_args()
+    num_lists, num_bounds = (2, 1) if args.quick else (args.repeats, args.bounds)
+    lists, cluster = JobLists(args.traces), parse(CLUSTER)
+    rows: list[Row] = []
+    table5 = _run(lists.lists(88, num_lists), cluster, [*PAPER, "dlrover", OWN], list(Discipline), BASE, "88 jobs")
+    rows += _table5(table5)
+    loaded = _run(lists.lists(130, num_lists), cluster, ["tuned", "srtf", OWN], list(Discipline), BASE, "130 jobs")
+    for num_jobs, found in ((88, table5), (130, loaded)):
+        best = _run(
+            lists.lists(num_jobs, num_lists), cluster, ["tuned", OWN], [Discipline.EASY], BEST, f"{num_jobs}, own"
+        )
+        rows += _easy(num_jobs, found, best)
+    rows += _effective(table5)
+    gaps = {load: _gap(lists.lists(load, num_bounds), cluster, load) for load in GAP_GOALS}
+    rows += [row for found, _ in gaps.values() for row in found]
+    context = {
+        "machine": harness.machine(),
+        "versions": harness.versions("numpy", "scipy"),
+        "notes": [
+            lists.note(),
+            f"{num_lists} lists ({num_bounds} for the lower bound); 8 nodes of 8 GPUs and 64 CPUs. Values are means "
+            "over the lists; the range is the 95 % interval by bootstrap; ratios are ratios of means.",
+            "Data workers start in 20 s and leave in 5; the policy is asked, and backfill acts, every 30 s.",
+            f"Utilisation: from 0 to 500 minutes. `own` is {OWN}, with shorter jobs first in the GPU queue and no data "
+            "workers for a job whose own node has all its CPUs.",
+            "The lower bound is a linear program that may stop, move and split jobs for free: no schedule is below it.",
+        ],
+    }
+    _plots(args.out, table5, gaps)
+    return harness.finish("sched", args.out, rows, {}, context, ("mean", "95 %"))
+
+
+def _run(
+    workloads: Sequence[Workload],
+    cluster: Cluster,
+    policies: Sequence[str],
+    disciplines: Sequence[Discipline],
+    base: Scenario,
+    label: str,
+) -> dict[tuple[str, str], Compared]:
+    harness.say(
+        f"  {label}: {len(workloads)} lists, {', '.join(policies)}; {', '.join(one.value for one in disciplines)}"
+    )
+    found = compare(workloads, cluster, policies, disciplines, base, WINDOW_S)
+    unfinished = [one.policy for one in found for run in one.runs if run.num_unfinished or run.num_rejected]
+    if unfinished:
+        raise SystemExit(f"jobs of these did not end: {unfinished}")
+    return {(one.policy, one.discipline): one for one in found}
+
+
+def _figure(case: str, name: str, one: Compared, metric: str, unit: str, per: float, note: str = "") -> Row:
+    values = tuple(float(getattr(run, metric)) / per for run in one.runs)
+    mean = sum(values) / len(values)
+    return Row(case, name, mean, unit, interval(values), note=note, samples=values)
+
+
+def _ratio(case: str, name: str, upper: Sequence[float], lower: Sequence[float], goal: float | None, most: bool) -> Row:
+    """The ratio of two means over the same lists, with its interval; `most`: the goal is an upper limit."""
+    value = sum(upper) / sum(lower)
+    pairs = list(zip(upper, lower, strict=True))
+    spread = _ratio_interval(pairs)
+    if goal is None:
+        return Row(case, name, value, "x", spread)
+    met = value <= goal if most else value >= goal
+    lost = "" if met else f"by {abs(value / goal - 1):.1%}"
+    return Row(case, name, value, "x", spread, f"{'<=' if most else '>='} {goal:g}", met, lost)
+
+
+def _ratio_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    sample = np.array(pairs)
+    draw = np.random.default_rng([0, len(pairs)])
+    drawn = sample[draw.integers(0, len(pairs), (2000, len(pairs)))].sum(axis=1)
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _jct(one: Compared) -> list[float]:
+    return [run.mean_jct_s / _MINUTE_S for run in one.runs]
+
+
+def _table5(found: dict[tuple[str, str], Compared]) -> list[Row]:
+    rows = []
+    for discipline in ("fifo", "easy", "greedy"):
+        case = f"88 jobs, {discipline}"
+        for policy in (*PAPER, "dlrover", OWN):
+            one = found[policy, discipline]
+            paper = f"paper {PAPER[policy][0]}" if policy in PAPER and discipline == "fifo" else ""
+            rows.append(_figure(case, policy, one, "mean_jct_s", "min to completion", _MINUTE_S, paper))
+        for policy in (*PAPER, OWN):
+            one = found[policy, discipline]
+            paper = f"paper {PAPER[policy][1]}" if policy in PAPER and discipline == "fifo" else ""
+            rows.append(_figure(case, policy, one, "mean_wait_s", "min waiting", _MINUTE_S, paper))
+        for policy in ("srtf", "dlrover", OWN):
+            rows.append(_figure(case, policy, found[policy, discipline], "max_slowdown", "x worst slowdown", 1.0))
+        rows.append(
+            _ratio(case, "tuned / srtf", *(_jct(found[name, discipline]) for name in ("tuned", "srtf")), None, False)
+        )
+    means = [found[policy, "fifo"].mean("mean_jct_s") or 0.0 for policy in PAPER]
+    in_order = sum(worse > better for worse, better in pairwise(means))
+    rows.append(Row("88 jobs, fifo", "the paper's order", in_order, "of 5 pairs", None, ">= 5", in_order == 5))
+    jct = [_jct(found[name, "fifo"]) for name in ("tuned", "srtf")]
+    rows.append(_ratio("88 jobs, fifo", "tuned / srtf, target", *jct, 2.3, False))
+    return rows
+
+
+def _easy(num_jobs: int, found: dict[tuple[str, str], Compared], best: dict[tuple[str, str], Compared]) -> list[Row]:
+    case, goal = f"{num_jobs} jobs, easy", EASY_GOALS[num_jobs]
+    tuned = _jct(found["tuned", "easy"])
+    rows = [
+        _figure(f"{num_jobs} jobs, {one.discipline}", one.policy, one, "mean_jct_s", "min to completion", _MINUTE_S)
+        for one in (found.values() if num_jobs != 88 else ())
+    ]
+    own = best[OWN, "easy"]
+    rows += [
+        _figure(case, "own", own, "mean_jct_s", "min to completion", _MINUTE_S),
+        _figure(case, "tuned, shorter first", best["tuned", "easy"], "mean_jct_s", "min to completion", _MINUTE_S),
+        _ratio(case, "tuned / srtf", tuned, _jct(found["srtf", "easy"]), goal, False),
+        _ratio(case, "tuned / own", tuned, _jct(own), goal, False),
+        _ratio(case, "tuned, shorter first / own", _jct(best["tuned", "easy"]), _jct(own), None, False),
+        _ratio(
+            f"{num_jobs} jobs, greedy",
+            "tuned / srtf",
+            *(_jct(found[name, "greedy"]) for name in ("tuned", "srtf")),
+            None,
+            False,
+        ),
+    ]
+    return rows
+
+
+def _effective(found: dict[tuple[str, str], Compared]) -> list[Row]:
+    rows = []
+    for metric, unit in (("gpu_allocated", "% of GPUs held"), ("gpu_effective", "% of GPUs effective")):
+        rows += [
+            _figure("88 jobs, fifo", policy, found[policy, "fifo"], metric, unit, 0.01) for policy in (*PAPER, OWN)
+        ]
+    for policy in ("maxtp", "srtf", OWN):
+        values = [[run.gpu_effective for run in found[name, "fifo"].runs] for name in (policy, "tuned")]
+        rows.append(_ratio("88 jobs, fifo", f"effective GPUs, {policy} / tuned", *values, 1.35, False))
+    return rows
+
+
+def _gap(workloads: Sequence[Workload], cluster: Cluster, num_jobs: int) -> tuple[list[Row], dict[str, float]]:
+    """How far the best schedule is from the bound; and the means, in minutes, for a plot."""
+    harness.say(f"  {num_jobs} jobs: lower bounds of {len(workloads)} lists")
+    bounds = [lower_bound_s(workload, cluster) / _MINUTE_S for workload in workloads]
+    own = _run(workloads, cluster, ["srtf", OWN], [Discipline.GREEDY], BEST, f"{num_jobs} jobs, own")
+    plain = _run(workloads, cluster, ["tuned", "srtf"], [Discipline.EASY], BASE, f"{num_jobs} jobs, EASY")
+    goal, slowdown_goal = GAP_GOALS[num_jobs]
+    case, best = f"{num_jobs} jobs, bound", own[OWN, "greedy"]
+    worst = _figure(case, "own", best, "max_slowdown", "x worst slowdown", 1.0)
+    is_met = (worst.value or 0.0) <= slowdown_goal
+    rows = [
+        Row(case, "lower bound", fmean(bounds), "min to completion", interval(bounds), samples=tuple(bounds)),
+        _figure(case, "own", best, "mean_jct_s", "min to completion", _MINUTE_S),
+        _figure(case, "srtf, same queue", own["srtf", "greedy"], "mean_jct_s", "min to completion", _MINUTE_S),
+        _ratio(case, "own / lower bound", _jct(best), bounds, goal, True),
+        _ratio(case, "srtf, same queue / lower bound", _jct(own["srtf", "greedy"]), bounds, None, True),
+        _ratio(case, "srtf, easy / lower bound", _jct(plain["srtf", "easy"]), bounds, None, True),
+        Row(
+            case, "own", worst.value, "x worst slowdown", worst.spread, f"<= {slowdown_goal:g}", is_met,
+            f"worst list {max(worst.samples):.1f}", worst.samples,
+        ),
+        _figure(case, "srtf, same queue", own["srtf", "greedy"], "max_slowdown", "x worst slowdown", 1.0),
+    ]  # fmt: skip
+    means = {
+        "bound": fmean(bounds),
+        "own": fmean(_jct(best)),
+        "srtf, easy": fmean(_jct(plain["srtf", "easy"])),
+        "tuned, easy": fmean(_jct(plain["tuned", "easy"])),
+    }
+    return rows, means
+
+
+def _plots(
+    out: Path, table5: dict[tuple[str, str], Compared], gaps: dict[int, tuple[list[Row], dict[str, float]]]
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for discipline in ("fifo", "easy", "greedy"):
+        own = [table5[policy, discipline] for policy in (*PAPER, OWN)]
+        bars = completion_bars(own, 640, 260, f"mean completion time in hours, 88 jobs, {discipline}")
+        (out / f"sched_{discipline}.svg").write_text(_standalone(bars))
+    curves = [
+        Series(policy, style, effective_points(table5[policy, "fifo"].first), steps=True)
+        for style, policy in enumerate(("tuned", "fair", "maxtp", "srtf", OWN))
+    ]
+    end_s = 24 * 3600.0
+    x = Axis(0.0, end_s, [(at * 3600.0, f"{at} h") for at in range(0, 25, 6)])
+    y = Axis(0.0, 0.6, [(share / 10, f"{share * 10} %") for share in range(0, 7, 2)])
+    chart = line_chart(curves, x, y, 640, 260, "effective GPUs over time, first list, strict FIFO")
+    (out / "sched_effective.svg").write_text(_standalone(chart))
+    names = list(next(iter(gaps.values()))[1])
+    lines = [
+        Series(name, style, [(float(load), means[name]) for load, (_, means) in gaps.items()])
+        for style, name in enumerate(names)
+    ]
+    highest = max(value for _, means in gaps.values() for value in means.values())
+    loads = Axis(80.0, 160.0, [(float(load), f"{load} jobs") for load in gaps])
+    chart = line_chart(lines, loads, count_axis(highest), 640, 260, "mean completion time in minutes, by load")
+    (out / "sched_bound.svg").write_text(_standalone(chart))
+
+
+def _standalone(svg: str) -> str:
+    """A chart of a page as a file of its own."""
+    defined = patterns()
+    pattern = defined[defined.index("<defs>") : defined.index("</defs>") + len("</defs>")]
+    head, rest = svg.split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{pattern}{rest}\n'
+
+
+if __name__ == "__main__":
+    sys.exit(main())

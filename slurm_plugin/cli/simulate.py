@@ -1,0 +1,324 @@
+"""`hetstream simulate`: what a policy would have done to a cluster and its jobs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from hetstream.base.errors import UsageError
+from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
+from hetstream.slurm_plugin.cli.report import write_whole
+from hetstream.slurm_plugin.client.slurm import CommandSlurm
+from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.render.report import Column, Report, Section, percent
+from hetstream.slurm_plugin.render.simulation import hours, simulation_page
+from hetstream.slurm_plugin.simulate.cluster import Cluster, of_nodes, parse
+from hetstream.slurm_plugin.simulate.comparison import BASELINES, Compared, as_plain, compare
+from hetstream.slurm_plugin.simulate.metrics import Prices
+from hetstream.slurm_plugin.simulate.replay import ReplayError, replay
+from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions
+from hetstream.slurm_plugin.simulate.scenario import (
+    Discipline,
+    FailureOptions,
+    QueueOptions,
+    Request,
+    Scenario,
+    WorkerOptions,
+)
+from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, Trace, read_openb_nodes, read_trace
+
+EPILOG = f"""\
+A site's own month, on its own nodes, under each policy; what really happened is replayed first, and the error of that
+is told:
+  {EXPORT} > month.txt
+  hetstream simulate month.txt --from-slurm --html month.html
+
+other examples:
+  hetstream simulate jobs.csv --cluster '8*gpus=8,cpus=64,memory_gib=256'
+  hetstream simulate jobs.csv --cluster cluster.json --policies fair,srtf --disciplines easy --json
+  hetstream simulate goldminer.csv --cluster '8*gpus=8,cpus=64' --seeds 20 --window 8.33
+
+exit codes:
+  0  done
+  1  Slurm could not be asked, or the simulator found an error of its own
+  2  the command line is wrong
+"""
+_HOUR_S = 3600.0
+_ELASTIC = ("fair", "maxtp", "srtf", "stretch")
+_FORMS = ("auto", *READERS)
+# How many times the fragmentation of nodes is looked at between the first submission and the last.
+_SAMPLES = 200
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help=summary,
+        description="Replay jobs on a cluster under each policy and each discipline of the queue, and compare.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", metavar="FILE", help="jobs: a trace, a table, or an export of sacct -P")
+    parser.add_argument("--form", choices=_FORMS, default="auto", help="what FILE is (default: by its columns)")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--cluster", metavar="FILE|TEXT", help="JSON, openb's list of nodes, or '8*gpus=8,cpus=64'")
+    where.add_argument("--from-slurm", action="store_true", help="the usable nodes of this site")
+    named = ", ".join((*BASELINES, *POLICIES))
+    parser.add_argument(
+        "--policies", metavar="A,B", help=f"of {named} (default: the baselines and {', '.join(_ELASTIC)})"
+    )
+    parser.add_argument(
+        "--disciplines",
+        metavar="A,B",
+        default=",".join(one.value for one in Discipline),
+        help="of the queue: fifo, easy, greedy (default: all three)",
+    )
+    _add_queue(parser.add_argument_group("queue"))
+    _add_workers(parser.add_argument_group("data workers"))
+    _add_rest(parser.add_argument_group("runs"))
+    parser.add_argument("--html", metavar="FILE", help="write a page with plots there")
+    add_output_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_queue(group: argparse._ArgumentGroup) -> None:
+    usual = QueueOptions()
+    group.add_argument("--shortest-first", action="store_true", help="jobs of less CPU work start first")
+    group.add_argument(
+        "--aging", type=float, default=usual.aging, help="seconds of work for a second of waiting (%(default)g)"
+    )
+    group.add_argument(
+        "--bf-interval", type=float, default=usual.interval_s, metavar="S", help="bf_interval (%(default)g s)"
+    )
+    group.add_argument(
+        "--limit-factor", type=float, default=1.0, help="time limits are so many times the run times (1)"
+    )
+
+
+def _add_workers(group: argparse._ArgumentGroup) -> None:
+    usual = WorkerOptions()
+    group.add_argument("--data-worker-cpus", type=int, default=usual.cpus, metavar="N", help="of one (%(default)d)")
+    group.add_argument("--round", type=float, default=usual.round_s, metavar="S", help="of the policy (%(default)g s)")
+    group.add_argument(
+        "--start-cost", type=float, default=usual.start_s, metavar="S", help="of a data worker (%(default)g s)"
+    )
+    group.add_argument(
+        "--take-back-cost",
+        type=float,
+        default=usual.take_back_s,
+        metavar="S",
+        help="of one that must leave (%(default)g s)",
+    )
+    group.add_argument("--fallback", action="store_true", help="jobs work without data workers where that is faster")
+    group.add_argument("--network-share", type=float, default=1.0, help="of each node's link for batches (1)")
+    group.add_argument(
+        "--estimate-sigma", type=float, default=0.0, help="error of the remaining times that policies know (0)"
+    )
+
+
+def _add_rest(group: argparse._ArgumentGroup) -> None:
+    usual, told = FailureOptions(), Assumptions()
+    group.add_argument("--seeds", type=int, default=1, metavar="N", help="so many runs, with intervals (1)")
+    group.add_argument("--seed", type=int, default=0, help="of the first run (0)")
+    group.add_argument(
+        "--list", type=int, default=0, metavar="N", help="which list of a file that has several; then the next"
+    )
+    group.add_argument(
+        "--window", type=float, metavar="HOURS", help="for shares of GPUs and CPUs (default: to the last end)"
+    )
+    group.add_argument(
+        "--node-mtbf", type=float, metavar="HOURS", help="mean time between failures of a node (no failures)"
+    )
+    group.add_argument(
+        "--repair", type=float, default=usual.repair_s / _HOUR_S, metavar="HOURS", help="of a node (%(default)g)"
+    )
+    group.add_argument(
+        "--checkpoint",
+        type=float,
+        default=usual.checkpoint_s / _HOUR_S,
+        metavar="HOURS",
+        help="between two (%(default)g)",
+    )
+    group.add_argument("--gpu-hour", type=float, metavar="PRICE", help="of one GPU")
+    group.add_argument("--cpu-hour", type=float, metavar="PRICE", help="of one CPU")
+    group.add_argument(
+        "--gpu-busy",
+        type=float,
+        default=told.gpu_share,
+        metavar="SHARE",
+        help="of jobs that nobody measured (%(default)g)",
+    )
+    group.add_argument("--skip-bad", action="store_true", help="leave out lines that are wrong, and say how many")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, simulate, and write."""
+    if args.html and not Path(args.html).parent.is_dir():
+        raise UsageError(f"--html={args.html}: there is no directory {Path(args.html).parent}")
+    if args.seeds < 1:
+        raise UsageError(f"--seeds={args.seeds}: must be at least 1")
+    traces = _traces(args)
+    cluster = _cluster(args)
+    disciplines = _disciplines(args.disciplines)
+    recorded = traces[0].workload.recorded is not None
+    usual = ("recorded", *_ELASTIC) if recorded else ("tuned", "hardware", "fixed", *_ELASTIC)
+    policies = [name for name in args.policies.split(",") if name] if args.policies else list(usual)
+    if "recorded" in policies and not recorded:
+        raise UsageError("--policies: recorded is for an export of sacct, which says what jobs really had")
+    base = _base(args, traces)
+    bar = _Bar(sys.stderr if sys.stderr.isatty() else None)
+    lines = [f"{len(traces[0].workload):,} jobs on {cluster.describe()}; data workers are {base.workers.cpus} CPU each"]
+    error: ReplayError | None = None
+    if recorded:
+        _, error = replay(traces[0].workload, cluster, base.queue, lambda done, whole: bar.show("replay", done, whole))
+        lines += _error_lines(error)
+    workloads = [trace.workload for trace in traces]
+    window_s = args.window * _HOUR_S if args.window else None
+    prices = _prices(args)
+    compared = compare(workloads, cluster, policies, disciplines, base, window_s, prices, bar.show)
+    bar.clear()
+    notes = [*traces[0].notes, *_odd_jobs(compared)]
+    if args.html:
+        write_whole(Path(args.html), simulation_page(Path(args.trace).name, compared, [*lines, *notes]))
+    meta = {"verb": "simulate", "source": args.trace, "form": traces[0].form, "seeds": args.seeds, "seed": args.seed}
+    summary = {
+        "num_jobs": len(workloads[0]), "num_nodes": cluster.num_nodes, "gpus": cluster.num_gpus,
+        "cpus": cluster.num_cpus, "prices": as_plain(prices), "replay": None if error is None else _plain_error(error),
+    }  # fmt: skip
+    section = Section("runs", _COLUMNS, [one.row() for one in compared])
+    emit(args, Report(meta, summary, lines, [section], notes))
+    return 0
+
+
+def _traces(args: argparse.Namespace) -> list[Trace]:
+    text = Path(args.trace).read_text(encoding="utf-8", errors="backslashreplace")
+    options = ReadOptions(args.seed, args.skip_bad, args.list, Assumptions(gpu_share=args.gpu_busy))
+    if not 0 < args.gpu_busy <= 1:
+        raise UsageError(f"--gpu-busy={args.gpu_busy}: must be above 0 and at most 1")
+    first = read_trace(args.trace, text, args.form, options)
+    if args.seeds > 1 and first.form in ("goldminer", "pollux"):
+        steps = [replace(options, seed=args.seed + place, workload=args.list + place) for place in range(1, args.seeds)]
+        return [first, *(read_trace(args.trace, text, first.form, step) for step in steps)]
+    if args.seeds > 1 and first.form == "philly":
+        steps = [replace(options, seed=args.seed + place) for place in range(1, args.seeds)]
+        return [first, *(read_trace(args.trace, text, first.form, step) for step in steps)]
+    return [first] * args.seeds
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    if args.from_slurm:
+        return of_nodes(CommandSlurm().snapshot().nodes)
+    is_text = "=" in args.cluster and not Path(args.cluster).exists()
+    text = args.cluster if is_text else Path(args.cluster).read_text(encoding="utf-8", errors="backslashreplace")
+    return read_openb_nodes(args.cluster, text) if text.startswith("sn,") else parse(text)
+
+
+def _disciplines(text: str) -> list[Discipline]:
+    known = {one.value: one for one in Discipline}
+    names = [name for name in text.split(",") if name]
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise UsageError(f"--disciplines={text}: must be one or more of {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def _base(args: argparse.Namespace, traces: Sequence[Trace]) -> Scenario:
+    mtbf_s = args.node_mtbf * _HOUR_S if args.node_mtbf else math.inf
+    last_s = float(traces[0].workload.submit_s[-1])
+    return Scenario(
+        name="",
+        request=Request.TUNED,
+        discipline=Discipline.FIFO,
+        queue=QueueOptions(args.shortest_first, args.aging, args.bf_interval, limit_factor=args.limit_factor),
+        workers=WorkerOptions(
+            args.data_worker_cpus, args.round, args.start_cost, args.take_back_cost, args.fallback, args.network_share,
+            args.estimate_sigma,
+        ),
+        failures=FailureOptions(mtbf_s, args.repair * _HOUR_S, args.checkpoint * _HOUR_S),
+        seed=args.seed,
+        sample_s=max(60.0, last_s / _SAMPLES),
+    )  # fmt: skip
+
+
+def _prices(args: argparse.Namespace) -> Prices | None:
+    if args.gpu_hour is None and args.cpu_hour is None:
+        return None
+    if (args.gpu_hour or 0.0) < 0 or (args.cpu_hour or 0.0) < 0:
+        raise UsageError("--gpu-hour and --cpu-hour must be 0 or more")
+    return Prices(args.gpu_hour or 0.0, args.cpu_hour or 0.0)
+
+
+def _error_lines(error: ReplayError) -> list[str]:
+    return [
+        f"what really happened, replayed ({error.num_jobs:,} jobs, EASY): mean completion time {error.mean_jct:+.1%}, "
+        f"makespan {error.makespan:+.1%}, starts in the right order {error.order:.1%} of pairs",
+        f"mean waiting {hours(error.mean_wait_s)}, really {hours(error.real_mean_wait_s)}; half of the starts are "
+        f"within {hours(error.median_start_s)}. What follows is no surer than this",
+    ]
+
+
+def _plain_error(error: ReplayError) -> dict[str, float]:
+    return {name: round(float(value), 6) for name, value in asdict(error).items()}
+
+
+def _odd_jobs(compared: Sequence[Compared]) -> list[str]:
+    """Jobs that some run could not run."""
+    notes = []
+    for one in compared:
+        rejected = one.first.rejected
+        if rejected:
+            name = one.first.workload.names[next(iter(rejected))]
+            why = next(iter(rejected.values()))
+            notes.append(f"{one.policy}, {one.discipline}: {len(rejected):,} job(s) left out; {name} is {why}")
+        if one.first.num_unfinished:
+            notes.append(
+                f"{one.policy}, {one.discipline}: {one.first.num_unfinished:,} job(s) never end: no CPU is left for "
+                "data workers"
+            )
+    return notes
+
+
+class _Bar:
+    """A progress bar on a terminal; nothing elsewhere."""
+
+    WIDTH, EVERY_S = 30, 0.2
+
+    def __init__(self, stream: object) -> None:
+        self._stream, self._shown_s = stream, 0.0
+
+    def show(self, name: str, done: int, whole: int) -> None:
+        """Draw it, a few times a second at most."""
+        now_s = time.monotonic()
+        if self._stream is None or now_s - self._shown_s < self.EVERY_S:
+            return
+        self._shown_s = now_s
+        full = self.WIDTH * done // max(1, whole)
+        bar = "#" * full + "." * (self.WIDTH - full)
+        print(f"\r\x1b[K[{bar}] {done:,} of {whole:,} jobs: {name}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take it away."""
+        if self._stream is not None:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+_COLUMNS = (
+    Column("policy", "POLICY", left=True),
+    Column("discipline", "QUEUE", left=True),
+    Column("mean_jct_s", "COMPLETION", hours),
+    Column("mean_wait_s", "WAITING", hours),
+    Column("p95_wait_s", "P95", hours),
+    Column("max_slowdown", "WORST SLOWDOWN", lambda value: f"{value:.1f}"),
+    Column("gpu_allocated", "GPUS", percent),
+    Column("gpu_effective", "EFFECTIVE", percent),
+    Column("cpu_allocated", "CPUS", percent),
+    Column("cpu_productive", "PRODUCTIVE", percent),
+    Column("fragmentation", "FRAGMENTED", lambda value: f"{value:.2f}"),
+    Column("cost", "COST", lambda value: f"{value:,.0f}"),
+)

@@ -1,0 +1,229 @@
+"""Traces, our own table, a site's export and clusters: what is read, and everything that is wrong, by line."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetstream.slurm_plugin.client.gres import parse_gres
+from hetstream.slurm_plugin.client.model import Node
+from hetstream.slurm_plugin.errors import SimulationInputError
+from hetstream.slurm_plugin.simulate import cluster
+from hetstream.slurm_plugin.simulate.models import HEAVY, LIGHT, list_from, synthetic_trace
+from hetstream.slurm_plugin.simulate.sacct import Assumptions
+from hetstream.slurm_plugin.simulate.traces import READERS, ReadOptions, read_openb_nodes, read_trace
+
+PHILLY = "job_id,submit_s,duration_s,num_gpus,vc\n7,100,60,1,a\n8,40,120,8,b\n"
+GOLDMINER = """\
+seed,job,submit_min,num_gpus,model,ideal_min,cpus_per_gpu_ideal,trainer_cpus_per_gpu,dw_overhead
+0,0,1.5,1,WDL,65.5,36.0,3,0
+1,0,2.0,2,ResNet18,30,27,3,0.063
+"""
+POLLUX = (
+    "workload,name,submit_s,application,num_replicas,batch_size\n1,cifar10-0,107,cifar10,2,128\n2,bert-0,1,bert,1,8\n"
+)
+OPENB = """\
+name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time
+pod-0,12000,16384,1,1000,,LS,Running,10,110,20
+pod-1,6000,2048,1,460,,LS,Running,20,120,30
+pod-2,6000,2048,1,460,,LS,Pending,20,0,0
+"""
+OWN = """\
+submit_s,run_s,num_gpus,cpus_per_gpu,trainer_cpus_per_gpu,user,heterogeneous,time_limit_s
+50,100,2,16,2,ann,yes,600
+0,10,0,4,,bob,no,
+"""
+SACCT = """\
+JobIDRaw|User|Account|State|Submit|Start|End|ElapsedRaw|NNodes|AllocCPUS|AllocTRES|TRESUsageInAve|TimelimitRaw
+1|ann|lab|COMPLETED|2026-11-20T16:00:00|2026-11-20T16:01:00|2026-11-20T17:01:00|3600|2|16|cpu=16,mem=16G,gres/gpu=2||90
+1.batch|||COMPLETED|2026-11-20T16:01:00|2026-11-20T16:01:00|2026-11-20T17:01:00|3600|2|16|cpu=16,gres/gpu=2|gres/gpuutil=80|
+2|bob|lab|CANCELLED by 5|2026-11-20T16:00:00|None|2026-11-20T17:01:00|0|1|0|||60
+3|bob|lab|RUNNING|2026-11-20T16:00:00|2026-11-20T16:30:00|Unknown|600|1|4|cpu=4||60
+4|bob|lab|FAILED|2026-11-20T16:05:00|2026-11-20T16:05:00|2026-11-20T16:15:00|600|1|4|cpu=4||Partition_Limit
+"""
+
+
+def problems_of(text: str, form: str = "auto") -> tuple[str, ...]:
+    with pytest.raises(SimulationInputError) as caught:
+        read_trace("jobs.csv", text, form)
+    return caught.value.problems
+
+
+def test_philly_is_sorted_from_zero_and_gets_models() -> None:
+    trace = read_trace("p", PHILLY)
+    assert trace.form == "philly"
+    assert trace.workload.submit_s.tolist() == [0, 60]
+    assert trace.workload.work_s.tolist() == [120, 60]
+    assert trace.workload.num_gpus.tolist() == [8, 1]
+    assert set(trace.workload.ideal_cpus) <= {model.ideal_cpus for model in (*HEAVY, *LIGHT)}
+    again = read_trace("p", PHILLY, options=ReadOptions(seed=0))
+    assert again.workload.ideal_cpus.tolist() == trace.workload.ideal_cpus.tolist()
+
+
+def test_a_list_of_goldminer_is_chosen_by_its_number() -> None:
+    load = read_trace("g", GOLDMINER, options=ReadOptions(workload=1)).workload
+    assert (load.work_s[0], load.demand[0], load.overhead[0]) == (1800, 48, 0.063)
+    with pytest.raises(SimulationInputError, match=r"no list 7; there are \[0, 1\]"):
+        read_trace("g", GOLDMINER, options=ReadOptions(workload=7))
+
+
+def test_pollux_has_run_times_of_its_classes() -> None:
+    load = read_trace("x", POLLUX).workload
+    assert 0.1 <= load.work_s[0] * 2 / 3600 <= 1
+    bert = read_trace("x", POLLUX, options=ReadOptions(workload=2)).workload
+    assert 1 <= bert.work_s[0] / 3600 <= 10
+
+
+def test_openb_leaves_out_pods_that_never_ran() -> None:
+    trace = read_trace("o", OPENB)
+    assert trace.workload.work_s.tolist() == [90, 90]
+    assert trace.workload.memory_gib.tolist() == [16, 2]
+    assert [note.split()[0] for note in trace.notes] == ["1", "1"]
+    nodes = read_openb_nodes("n", "sn,cpu_milli,memory_mib,gpu,model\na,96000,786432,8,V100\nb,64000,1024,0,\n")
+    assert nodes.describe() == "2 nodes, 8 GPUs, 160 CPUs"
+
+
+def test_our_own_table() -> None:
+    load = read_trace("t", OWN).workload
+    assert load.names == ("2", "1")
+    assert (load.units.tolist(), load.gpus.tolist()) == ([1, 2], [0, 1])
+    assert (load.ideal_cpus.tolist(), load.trainer_cpus.tolist()) == ([4, 16], [4, 2])
+    assert load.limit_s.tolist() == [np.inf, 600]
+    assert load.is_het.tolist() == [False, True]
+    assert load.user_names[load.users[1]] == "ann"
+
+
+def test_a_sites_export_has_what_really_happened() -> None:
+    trace = read_trace("month.txt", SACCT)
+    load = trace.workload
+    assert load.names == ("1", "4")
+    assert load.recorded is not None
+    assert load.recorded.start_s.tolist() == [60, 300]
+    assert load.recorded.end_s.tolist() == [3660, 900]
+    # 2 nodes with 8 CPUs and a GPU each, 80 % busy: at full speed it would take 80 % of the time, with 10 CPUs a GPU.
+    assert (load.units[0], load.gpus[0], load.ideal_cpus[0], load.trainer_cpus[0]) == (2, 1, 10, 3)
+    assert load.work_s.tolist() == [2880, 600]
+    assert load.memory_gib.tolist() == [8, 0]
+    assert load.limit_s.tolist() == [5400, np.inf]
+    assert "1 job(s) never started and are left out" in trace.notes
+    assert "1 job(s) still ran and are left out" in trace.notes
+
+
+def test_an_export_without_use_of_gpus_is_told_apart() -> None:
+    plain = SACCT.replace("gres/gpuutil=80", "")
+    options = ReadOptions(assumptions=Assumptions(gpu_share=0.5))
+    assert read_trace("m", plain).workload.ideal_cpus[0] == 8
+    assert read_trace("m", plain, options=options).workload.ideal_cpus[0] == 16
+    assert any("known of 0" in note for note in read_trace("m", plain).notes)
+
+
+def test_all_problems_come_at_once_with_their_lines() -> None:
+    text = "job_id,submit_s,duration_s,num_gpus\n1,-5,60,1\n2,0,0,1\n3,0,x,1\n4,0,60,1.5\n5,0,60\n6,nan,60,1\n7,1,1,0\n"
+    assert problems_of(text) == (
+        'line 2: submit_s is "-5": must be a finite number of 0 or more',
+        "line 3: duration_s is 0: must be above 0",
+        'line 4: duration_s is "x": must be a number',
+        "line 5: num_gpus is 1.5: must be a whole number of 1 or more",
+        "line 6: 3 values and not 4",
+        'line 7: submit_s is "nan": must be a finite number of 0 or more',
+        "line 8: num_gpus is 0: must be a whole number of 1 or more",
+    )
+
+
+def test_bad_lines_can_be_left_out_and_are_counted() -> None:
+    trace = read_trace("p", PHILLY + "9,1,-1,1,a\n", options=ReadOptions(skip_bad=True))
+    assert len(trace.workload) == 2
+    assert "1 line(s) are wrong and left out" in trace.notes
+
+
+def test_clocks_that_jump_in_an_export_are_problems() -> None:
+    jumps = SACCT.replace(
+        "2026-11-20T16:01:00|2026-11-20T17:01:00|3600|2|16|cpu=16,mem",
+        "2026-11-20T15:00:00|2026-11-20T14:00:00|3600|2|16|cpu=16,mem",
+    )
+    assert problems_of(jumps) == (
+        "line 2: it ended 3600 s before it started: a clock jumped",
+        "line 2: it started 3600 s before it was submitted: a clock jumped",
+    )
+    wrong = SACCT.replace("|16|cpu=16,mem=16G", "|many|cpu=16,mem=16G").replace("2026-11-20T16:05:00|F", "x|F")
+    assert problems_of(wrong)[0].startswith('line 2: AllocCPUS is "many"')
+    assert problems_of("JobIDRaw|Submit|Start\n1|a|b\n", "sacct")[0] == "line 1: there is no column End"
+    assert problems_of(SACCT.split("\n1|")[0] + "\n") == ("there is no job in it",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "nearest to"),
+        ("a,b\n1,2\n", "of no known form"),
+        ("job_id,submit_s,duration_s\n1,2,3\n", "nearest to philly, and lacks num_gpus"),
+        ("submit_s,run_s,num_gpus,gpu\n1,2,3,4\n", 'column "gpu" is not known'),
+        ("submit_s,run_s,num_gpus,num_gpus\n1,2,3,4\n", "num_gpus is there twice"),
+        ("submit_s,run_s,num_gpus\n", "there is no job in it"),
+        ("submit_s,run_s,num_gpus,overhead\n0,1,1,1\n", "overhead is 1: must be below 1"),
+        ("submit_s,run_s,num_gpus,heterogeneous\n0,1,1,maybe\n", "must be yes or no"),
+    ],
+)
+def test_tables_of_another_form_are_refused(text: str, said: str) -> None:
+    with pytest.raises(SimulationInputError, match=said):
+        read_trace("t", text)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from([PHILLY, GOLDMINER, POLLUX, OPENB, OWN, SACCT]), st.data())
+def test_damaged_tables_are_read_or_refused(text: str, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(start, min(len(text), start + 30)))
+    damaged = text[:start] + data.draw(st.text(max_size=10)) + text[end:]
+    for form in ("auto", data.draw(st.sampled_from(sorted(READERS)))):
+        try:
+            load = read_trace("t", damaged, form).workload
+        except SimulationInputError:
+            continue
+        assert np.isfinite(load.submit_s).all()
+        assert (load.work_s > 0).all()
+        assert (load.trainer_cpus <= load.ideal_cpus).all()
+
+
+def test_clusters_of_text_json_and_a_sites_nodes() -> None:
+    text = cluster.parse("2*gpus=8,cpus=64,memory_gib=256;cpus=32")
+    assert (text.gpus.tolist(), text.cpus.tolist()) == ([8, 8, 0], [64, 64, 32])
+    assert text.memory_gib.tolist() == [256, 256, np.inf]
+    json = cluster.parse('{"nodes": [{"count": 2, "gpus": 8, "cpus": 64, "memory_gib": 256}, {"cpus": 32}]}')
+    assert json.describe() == text.describe()
+    gres = parse_gres("gpu:h100:4")
+    nodes = [
+        Node("g1", frozenset({"IDLE"}), ("gpu",), 64, 0, 262144, 0, gres),
+        Node("g2", frozenset({"DOWN"}), ("gpu",), 64, 0, 262144, 0, gres),
+    ]
+    assert cluster.of_nodes(nodes).describe() == "1 nodes, 4 GPUs, 64 CPUs"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no node"),
+        ("8 gpus", "must look like"),
+        ("gpus=8,cores=4", "no key cores"),
+        ("gpus=1.5,cpus=4", "gpus is 1.5: must be whole"),
+        ("{", "no JSON"),
+        ('{"nodes": 3}', 'no list "nodes"'),
+        ('{"nodes": [{"gpus": -1, "cpus": true}]}', "gpus is -1: must be a number of 0 or more"),
+    ],
+)
+def test_clusters_that_are_none_are_refused(text: str, said: str) -> None:
+    with pytest.raises(SimulationInputError, match=said):
+        cluster.parse(text)
+
+
+def test_lists_are_drawn_by_the_rule_and_from_their_seed() -> None:
+    trace = synthetic_trace(20_000, 30.0, 0)
+    load = list_from(*trace, 120, 5)
+    assert len(load) == 120
+    assert load.work_s.mean() == pytest.approx(12_000)
+    assert load.submit_s.max() <= 8 * 3600
+    assert load.num_gpus.max() <= 8
+    assert load.work_s.tolist() == list_from(*trace, 120, 5).work_s.tolist()
+    assert load.work_s.tolist() != list_from(*trace, 120, 6).work_s.tolist()

@@ -1,0 +1,126 @@
+"""`hetstream simulate`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetstream.slurm_plugin.cli import main
+
+JOBS = "job,submit_s,run_s,num_gpus,cpus_per_gpu,trainer_cpus_per_gpu\n" + "".join(
+    f"j{at},{at * 300},{1200 + 700 * (at % 5)},{1 + at % 2},{(16, 2)[at % 3 == 0]},2\n" for at in range(24)
+)
+HEAD = "JobIDRaw|User|State|Submit|Start|End|NNodes|AllocCPUS|AllocTRES|TimelimitRaw\n"
+DAY = "2026-11-20T"
+SACCT = HEAD + "".join(
+    f"{at}|ann|COMPLETED|{DAY}16:{at:02}:00|{DAY}{16 + at}:00:00|{DAY}{16 + at}:59:00|1|8|cpu=8,gres/gpu=1|90\n"
+    for at in range(7)
+)
+CLUSTER = "2*gpus=4,cpus=24"
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> str:
+    path = tmp_path / "jobs.csv"
+    path.write_text(JOBS)
+    return str(path)
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["simulate", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_all_disciplines_stand_beside_each_other(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, jobs, "--cluster", CLUSTER)
+    pairs = {(row["policy"], row["discipline"]) for row in found["runs"]}
+    policies = ("tuned", "hardware", "fixed", "fair", "maxtp", "srtf", "stretch")
+    assert pairs == {(policy, discipline) for policy in policies for discipline in ("fifo", "easy", "greedy")}
+    assert found["meta"]["form"] == "csv"
+    assert all(row["num_finished"] == 24 for row in found["runs"])
+    again = document(capsys, jobs, "--cluster", CLUSTER)
+    assert again == found, "the same seed and input give the same figures"
+
+
+def test_the_table_the_csv_and_the_page_agree(jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    words = [jobs, "--cluster", CLUSTER, "--policies", "tuned,srtf", "--gpu-hour", "2", "--cpu-hour", "0.1"]
+    assert main(["simulate", *words, "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "24 jobs on 2 nodes, 8 GPUs, 48 CPUs" in printed
+    assert main(["simulate", *words, "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(rows) == 6
+    for row in rows:
+        assert f"{float(row['cost']):,.0f}" in printed
+    text = page.read_text()
+    assert "<script" not in text
+    assert "http" not in text
+    ET.fromstring(f"<body>{text.split('<body>')[1].split('</body>')[0]}</body>")
+    assert text.count("<section") == 1 + 4 * 3
+    assert "srtf" in text
+
+
+def test_a_sites_export_is_replayed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "month.txt"
+    path.write_text(SACCT)
+    words = [str(path), "--cluster", "gpus=1,cpus=16", "--disciplines", "easy"]
+    assert main(["simulate", *words]) == 0
+    told = capsys.readouterr()
+    assert "what really happened, replayed (7 jobs, EASY)" in told.out
+    assert "starts in the right order 100.0% of pairs" in told.out
+    assert "recorded" in told.out
+    assert "known of 0" in told.err
+    found = document(capsys, *words)
+    assert abs(found["summary"]["replay"]["mean_jct"]) < 0.02, "an hour a job, one after the other, as it was"
+
+
+def test_jobs_that_do_not_fit_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "jobs.csv"
+    path.write_text(JOBS + "huge,0,100,99,1,1\n")
+    assert main(["simulate", str(path), "--cluster", CLUSTER, "--policies", "tuned", "--disciplines", "fifo"]) == 0
+    assert "1 job(s) left out; huge is larger than the cluster: not enough GPUs" in capsys.readouterr().err
+
+
+def test_all_problems_of_a_file_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "jobs.csv"
+    path.write_text("submit_s,run_s,num_gpus\n-1,5,1\n0,0,1\n")
+    assert main(["simulate", str(path), "--cluster", CLUSTER]) == 1
+    told = capsys.readouterr().err
+    assert "line 2: submit_s" in told
+    assert "line 3: run_s" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policies", "best"], "no policy 'best'"),
+        (["--policies", "recorded"], "recorded is for an export"),
+        (["--disciplines", "lifo"], "must be one or more of fifo, easy, greedy"),
+        (["--seeds", "0"], "must be at least 1"),
+        (["--gpu-busy", "2"], "must be above 0 and at most 1"),
+        (["--cpu-hour", "-1"], "must be 0 or more"),
+        (["--data-worker-cpus", "0"], "must be at least 1"),
+        (["--html", "/nowhere/page.html"], "there is no directory"),
+    ],
+)
+def test_wrong_words_are_refused(jobs: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", jobs, "--cluster", CLUSTER, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_failures_and_seeds(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [jobs, "--cluster", CLUSTER, "--policies", "fair", "--disciplines", "easy"]
+    calm = document(capsys, *words)["runs"][0]
+    hurt = document(capsys, *words, "--node-mtbf", "2", "--repair", "0.1", "--checkpoint", "0.2", "--seeds", "3")[
+        "runs"
+    ][0]
+    assert hurt["num_restarts"] > 0
+    assert hurt["mean_jct_s"] > calm["mean_jct_s"]
+    assert hurt["mean_jct_s_low"] < hurt["mean_jct_s_high"]

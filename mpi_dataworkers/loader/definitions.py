@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentPipeline:
     """A pipeline as data workers have it.
 
     Attributes:
@@ -52,11 +52,11 @@ class Definitions:
     def __init__(self, address_file: Path) -> None:
         self._address_file = address_file
         self._directory_found: Path | None = None
-        self.last: Sent | None = None
+        self.last: SentPipeline | None = None
         self._said_kept = False
         self._copied: tuple[str, EnteredPipeline, WriteWatch] | None = None
 
-    def now(self, pipeline: Pipeline) -> Sent:
+    def now(self, pipeline: Pipeline) -> SentPipeline:
         """A pipeline as it is now.
 
         A dataset that the program has used may hold what cannot be pickled (an open file): it is then as it was last
@@ -79,7 +79,7 @@ class Definitions:
         self.last = self._sent(defined, defined.buffers, self.last)
         return self.last
 
-    def with_shared_memory(self, sent: Sent) -> Sent:
+    def with_shared_memory(self, sent: SentPipeline) -> SentPipeline:
         """A pipeline as it was sent, but with what the program has written into shared memory since.
 
         Raises:
@@ -99,7 +99,7 @@ class Definitions:
         return self._sent(definition.with_buffers(buffers), definition.buffers, sent)
 
     @contextlib.contextmanager
-    def entered(self, sent: Sent) -> Iterator[EnteredPipeline]:
+    def entered(self, sent: SentPipeline) -> Iterator[EnteredPipeline]:
         """A copy of what data workers have, for a step that the trainer makes itself: its own objects are untouched.
 
         Raises:
@@ -119,7 +119,7 @@ class Definitions:
         yield pipeline
         watch.check()
 
-    def _sent(self, definition: Definition, own: Sequence[Buffer], before: Sent | None) -> Sent:
+    def _sent(self, definition: Definition, own: Sequence[Buffer], before: SentPipeline | None) -> SentPipeline:
         """Hand a definition over, unless data workers have it; `own` are the buffers in the dataset's own memory."""
         if before is not None and before.definition.definition_id == definition.definition_id:
             message = before.message
@@ -127,7 +127,7 @@ class Definitions:
             blob, contents = pack(definition.blob, definition.buffers, self._directory)
             names = definition.definition_id, definition.program, definition.settings
             message = ProvideDefinition(*names, blob, contents, definition.written)
-        return Sent(message, replace(definition, buffers=own), definition.digest_of_shared())
+        return SentPipeline(message, replace(definition, buffers=own), definition.digest_of_shared())
 
     @property
     def _directory(self) -> Path:
@@ -135,7 +135,7 @@ class Definitions:
             self._directory_found = service_at(self._address_file).definitions_dir
         return self._directory_found
 
-    def _as_sent(self, sent: Sent) -> list[memoryview]:
+    def _as_sent(self, sent: SentPipeline) -> list[memoryview]:
         """The buffers with the bytes that were sent.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hetstream.mpi_dataworkers.loader.division import Division, interleave_of, snapshots_of
 from hetstream.mpi_dataworkers.loader.order import ListedSteps, Order
-from hetstream.mpi_dataworkers.order.interleave import Interleave, Place
+from hetstream.mpi_dataworkers.order.interleave import Interleave, Slot
 from hetstream.mpi_dataworkers.order.reorder import as_ranges
 from hetstream.mpi_dataworkers.order.visitation import Cut
 from hetstream.mpi_dataworkers.wire.messages import Ranges, ShardOrder
@@ -102,26 +102,26 @@ class EpochShards:
         assert self.order is not None
         return self.order
 
-    def took(self, slot: int, next_step: int, snapshot: bytes = b"") -> None:
-        """A step of the shard in this slot was taken.
+    def took(self, number: int, next_step: int, snapshot: bytes = b"") -> None:
+        """A step of a shard was taken.
 
         Args:
-            slot: its number.
+            number: of its slot.
             next_step: the shard's next step; those that were skipped over were lost.
             snapshot: where the shard's reader is now; empty if it has not said so.
         """
-        place = self.slots[slot]
+        slot = self.slots[number]
         self.position += 1
         if self.order is not None:
-            self.order.forget(place.step)
+            self.order.forget(slot.step)
         if snapshot:
-            self.snapshots[place.shard] = snapshot
-        self._interleave.taken(slot, next_step - place.step)
+            self.snapshots[slot.shard] = snapshot
+        self._interleave.taken(number, next_step - slot.step)
 
-    def ended(self, slot: int) -> Place | None:
-        """The shard in this slot has no more steps: what begins in its place, or None when the slot is gone."""
-        self.snapshots.pop(self.slots[slot].shard, None)
-        return self._interleave.ended(slot)
+    def ended(self, number: int) -> Slot | None:
+        """The shard in this slot has no more steps: what begins in its place, or None when the slot goes."""
+        self.snapshots.pop(self.slots[number].shard, None)
+        return self._interleave.ended(number)
 
     def has_more(self) -> bool:
         """Whether a step is left. Draws the program's sampler."""

@@ -26,7 +26,7 @@ from hetstream.mpi_dataworkers.config import (
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.interpreter import announce
 from hetstream.mpi_dataworkers.loader.client import ServiceClient
-from hetstream.mpi_dataworkers.loader.definitions import Definitions, Sent
+from hetstream.mpi_dataworkers.loader.definitions import Definitions, SentPipeline
 from hetstream.mpi_dataworkers.loader.delivered import Delivered
 from hetstream.mpi_dataworkers.loader.local_workers import LocalWorkers
 from hetstream.mpi_dataworkers.loader.naming import name_loader
@@ -139,7 +139,7 @@ class LoaderConnection:
         dropped = client.duplicates_dropped if client is not None else statistics.counters.duplicates_dropped
         statistics.count(changes, dropped)
 
-    def definition(self) -> Sent:
+    def definition(self) -> SentPipeline:
         """The pipeline as it is now, for data workers; see `Definitions.now`.
 
         Asked for at each pass: programs change their dataset between epochs (another transform, say), as they can with
@@ -151,7 +151,7 @@ class LoaderConnection:
         assert self.definitions is not None
         return self.definitions.now(self.pipeline)
 
-    def make_locally(self, sent: Sent, order: Order, step: int, seed: int, epoch: int) -> Delivered:
+    def make_locally(self, sent: SentPipeline, order: Order, step: int, seed: int, epoch: int) -> Delivered:
         """Make a step in this process, with a copy of what data workers have: the trainer's own objects, random state
         and place are untouched."""
         indices = order.indices(step)

@@ -59,16 +59,16 @@ class LocalSource:
         shards = self.shards
         for step in self._steps:
             shards.pass_over_ahead()
-            slot = shards.next_slot
+            number = shards.next_slot
             if isinstance(step, ShardEnd):
-                shards.ended(slot)
+                shards.ended(number)
                 continue
-            next_step = shards.slots[slot].step + 1
+            next_step = shards.slots[number].step + 1
             if isinstance(step, FailedStep):
-                shards.took(slot, next_step)
+                shards.took(number, next_step)
                 step.reraise()
             made, snapshot = step
-            shards.took(slot, next_step, snapshot)
+            shards.took(number, next_step, snapshot)
             return Delivered(made.batch, made.num_samples, 0, "local", 0, made.num_skipped, made.left_out)
         self._steps = iter(())  # ends torch's processes
         if shards.has_more():

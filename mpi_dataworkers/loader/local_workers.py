@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.ops.entered import enter_worker
 from hetstream.mpi_dataworkers.ops.iterable import ShardReader
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, generators_kept, make_step
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
-from hetstream.mpi_dataworkers.order.interleave import Place
+from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, ShardOrder
 
 _ExceptionWrapper: Any = torch_utils.ExceptionWrapper
@@ -169,39 +169,39 @@ class _ShardDataset(torch.utils.data.IterableDataset[Any]):
         readers: dict[int, ShardReader | RankReader] = {}
         while shards.slots:
             shards.pass_over_ahead()
-            slot = shards.next_slot
-            place = shards.slots[slot]
+            number = shards.next_slot
+            slot = shards.slots[number]
             try:
                 if in_trainer:
                     with generators_kept(self._pipeline.own_generators):
-                        made = self._make(place, readers)
+                        made = self._make(slot, readers)
                 else:
-                    made = self._make(place, readers)
+                    made = self._make(slot, readers)
             except Exception as error:  # noqa: BLE001, user code may raise anything; raised in the step's place
                 yield FailedStep(error.user_error() if isinstance(error, SampleError) else error, in_trainer)
-                shards.took(slot, place.step + 1)
+                shards.took(number, slot.step + 1)
                 continue
             if made is None:
                 yield ShardEnd()
-                readers.pop(place.shard, None)
-                shards.ended(slot)
+                readers.pop(slot.shard, None)
+                shards.ended(number)
             else:
                 yield made
-                shards.took(slot, place.step + 1)
+                shards.took(number, slot.step + 1)
 
-    def _make(self, place: Place, readers: dict[int, ShardReader | RankReader]) -> tuple[MadeStep, bytes] | None:
-        shards, steps = self._shards, self._shards.steps_of(place.shard)
+    def _make(self, slot: Slot, readers: dict[int, ShardReader | RankReader]) -> tuple[MadeStep, bytes] | None:
+        shards, steps = self._shards, self._shards.steps_of(slot.shard)
         if not isinstance(steps, ShardOrder):
-            indices = steps.indices(place.step)
+            indices = steps.indices(slot.step)
             if indices is None:
                 return None
-            seeds = steps.seeds(place.step, indices, shards.seed, shards.epoch)
+            seeds = steps.seeds(slot.step, indices, shards.seed, shards.epoch)
             return make_step(self._pipeline, indices, seeds, self._policy), b""
-        if place.shard not in readers:
+        if slot.shard not in readers:
             skips = self._policy.on_error != "raise"
-            readers[place.shard] = open_shard(self._pipeline, steps, shards.seed, shards.epoch, skips=skips)
-        reader = readers[place.shard]
-        made = read_step(reader, place.step, shards.snapshots.get(place.shard, b""), self._policy)
+            readers[slot.shard] = open_shard(self._pipeline, steps, shards.seed, shards.epoch, skips=skips)
+        reader = readers[slot.shard]
+        made = read_step(reader, slot.step, shards.snapshots.get(slot.shard, b""), self._policy)
         return None if made is None else (made, reader.snapshot)
 
 

@@ -65,12 +65,12 @@ class PlannedSteps:
 
     def __init__(self, plan: EpochPlan | BucketPlan, rank: int) -> None:
         self.num_steps = plan.num_steps
-        self.order = order_of(plan, rank)
+        self.wire_order = order_of(plan, rank)
         self._plan = plan
 
     def indices(self, step: int) -> Indices | None:
         """Sample indices of a step, or None after the last."""
-        return self._plan.indices(step, self.order.rank) if step < self.num_steps else None
+        return self._plan.indices(step, self.wire_order.rank) if step < self.num_steps else None
 
     def seeds(self, step: int, indices: Indices, seed: int, epoch: int) -> SampleSeeds:  # noqa: ARG002, see ListedSteps
         """Seeds of the step's samples."""
@@ -95,7 +95,7 @@ class ListedSteps:
 
     def __init__(self, index_sampler: Iterable[Any], batched: bool, beginning: str = "") -> None:
         self.num_steps = -1
-        self.order = ListedOrder(batched)
+        self.wire_order = ListedOrder(batched)
         self.beginning = beginning
         self._iterator = iter(index_sampler)
         self._batched = batched

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
-from hetstream.mpi_dataworkers.loader.definitions import Sent
+from hetstream.mpi_dataworkers.loader.definitions import SentPipeline
 from hetstream.mpi_dataworkers.loader.delivered import Delivered, Ended, LocalFallback
 from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection
@@ -23,7 +23,7 @@ from hetstream.mpi_dataworkers.loader.user_errors import LocalFailure, rebuild_e
 from hetstream.mpi_dataworkers.ops.iterable import ShardReader
 from hetstream.mpi_dataworkers.ops.pipeline import SampleError, generators_kept
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, open_shard, read_step
-from hetstream.mpi_dataworkers.order.interleave import Place
+from hetstream.mpi_dataworkers.order.interleave import Slot
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, ListedOrder, PlannedOrder, ShardOrder, Sharing
 
 
@@ -45,7 +45,7 @@ class RemoteSource:
         connection: LoaderConnection,
         shards: EpochShards,
         look_ahead: LookAhead = LookAhead(),  # noqa: B008, it is frozen
-        sent: Sent | None = None,
+        sent: SentPipeline | None = None,
     ) -> None:
         assert connection.client is not None
         self.shards = shards
@@ -62,11 +62,11 @@ class RemoteSource:
             self._sessions.append(self._open_session(slot))
         self._draw(taking=False)
 
-    def _open_session(self, slot: Place) -> LoaderSession:
+    def _open_session(self, slot: Slot) -> LoaderSession:
         """Open a session at a shard's position."""
         shards, shared = self.shards, self._connection.shared
         steps = shards.steps_of(slot.shard)
-        order, num_steps = (steps, -1) if isinstance(steps, ShardOrder) else (steps.order, steps.num_steps)
+        order, num_steps = (steps, -1) if isinstance(steps, ShardOrder) else (steps.wire_order, steps.num_steps)
         request = SessionRequest(
             definition=self._sent.message,
             epoch=shards.epoch,
@@ -118,15 +118,15 @@ class RemoteSource:
         """Wait for the next step; see `StepSource`."""
         shards = self.shards
         while shards.slots:
-            slot, step = self._next_step()
+            number, step = self._next_step()
             if isinstance(step, Ended):
-                self._end_shard(slot, step)
+                self._end_shard(number, step)
                 continue
-            next_step = self._sessions[slot].buffer.position
+            next_step = self._sessions[number].buffer.position
             if isinstance(step, BatchFailed):
-                shards.took(slot, next_step)
+                shards.took(number, next_step)
                 raise rebuild_error(step)
-            shards.took(slot, next_step, step.snapshot)
+            shards.took(number, next_step, step.snapshot)
             if isinstance(step.payload, LocalFailure):
                 raise step.payload.error
             return step
@@ -145,20 +145,20 @@ class RemoteSource:
             raise RuntimeError(f"DataLoader timed out after {timeout_s:g} seconds") from None
         if self.shards.at_most_once:
             self._connection.count(lost_steps=sum(session.num_lost for session in asked) - num_lost)
-        slot = (first + chosen) % len(sessions)
+        number = (first + chosen) % len(sessions)
         if isinstance(step, LocalFallback):
-            return slot, self._made_instead(slot, step)
+            return number, self._made_instead(number, step)
         if isinstance(step, BatchFailed) and step.failure.is_final and self._connection.makes_what_fails_there:
             self._client.say_local(f"data workers cannot: {summary_of(step.failure)}")
-            return slot, self._made_here(self.shards.slots[slot].shard, step.step) or step
+            return number, self._made_here(self.shards.slots[number].shard, step.step) or step
         self._client.say_streaming()
-        return slot, step
+        return number, step
 
-    def _made_instead(self, slot: int, fallback: LocalFallback) -> Delivered | BatchFailed | Ended:
+    def _made_instead(self, number: int, fallback: LocalFallback) -> Delivered | BatchFailed | Ended:
         """Make the step for which data workers are not waited for; one of theirs that has come meanwhile wins."""
         self._client.say_local(fallback.reason)
-        session = self._sessions[slot]
-        made = self._made_here(self.shards.slots[slot].shard, fallback.step)
+        session = self._sessions[number]
+        made = self._made_here(self.shards.slots[number].shard, fallback.step)
         if made is None:
             self._client.end_session_at(session, fallback.step)
             return Ended.ENDED
@@ -200,16 +200,16 @@ class RemoteSource:
             snapshot=reader.snapshot,
         )
 
-    def _end_shard(self, slot: int, how: Ended) -> None:
+    def _end_shard(self, number: int, how: Ended) -> None:
         if how is Ended.LOST:
             self._connection.count(lost_shards=1)
-        self._client.close_session(self._sessions[slot])
-        self._readers.pop(self.shards.slots[slot].shard, None)
-        begun = self.shards.ended(slot)
+        self._client.close_session(self._sessions[number])
+        self._readers.pop(self.shards.slots[number].shard, None)
+        begun = self.shards.ended(number)
         if begun is None:
-            del self._sessions[slot]
+            del self._sessions[number]
         else:
-            self._sessions[slot] = self._open_session(begun)
+            self._sessions[number] = self._open_session(begun)
 
     def shard_state(self) -> dict[str, Any] | None:
         """Position in each shard; see `StepSource`."""

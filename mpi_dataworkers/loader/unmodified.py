@@ -20,7 +20,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.config import identity_from_environment, service_from_environment
 from hetstream.mpi_dataworkers.errors import PipelineError
-from hetstream.mpi_dataworkers.loader.definitions import Sent
+from hetstream.mpi_dataworkers.loader.definitions import SentPipeline
 from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator, StepSource
 from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.loader_connection import LoaderConnection, ServiceOptions
@@ -134,7 +134,7 @@ def _make(loader: Any, service: str | None) -> LoaderConnection:
     return connection
 
 
-def _sent_now(kept: _Kept, loader: Any, before: Sent | None = None) -> Sent | None:
+def _sent_now(kept: _Kept, loader: Any, before: SentPipeline | None = None) -> SentPipeline | None:
     """The loader's pipeline for data workers; None in process, and where the loader now stays local.
 
     Args:
@@ -174,7 +174,7 @@ class StreamedLoaderIter(_TorchIterator):  # type: ignore[misc]
         sent: what data workers run; None in process.
     """
 
-    def __init__(self, loader: Any, kept: _Kept, sent: Sent | None) -> None:
+    def __init__(self, loader: Any, kept: _Kept, sent: SentPipeline | None) -> None:
         self._kept = kept
         self._sent = sent
         self._streamed: EpochIterator | None = None

@@ -19,7 +19,7 @@ from hetstream.mpi_dataworkers.errors import StateError
 
 
 @dataclass
-class Place:
+class Slot:
     """A shard that is being read: its number and how many of its steps were taken."""
 
     shard: int
@@ -40,22 +40,22 @@ class Interleave:
 
     def __init__(self, shards: Sequence[int], width: int) -> None:
         self._left = as_strides(shards)
-        self.slots = [Place(shard, 0) for shard in take(self._left, width)]
+        self.slots = [Slot(shard, 0) for shard in take(self._left, width)]
         self.next_slot = 0
 
-    def taken(self, place: int, steps: int = 1) -> None:
-        """The shard in this place gave a step; more than one when some before it were lost."""
-        self.slots[place].step += steps
-        self.next_slot = (place + 1) % len(self.slots)
+    def taken(self, number: int, steps: int = 1) -> None:
+        """The shard in this slot gave a step; more than one when some before it were lost."""
+        self.slots[number].step += steps
+        self.next_slot = (number + 1) % len(self.slots)
 
-    def ended(self, place: int) -> Place | None:
-        """The shard in this place has no more steps: returns what begins in its place, or None when it is left out."""
+    def ended(self, number: int) -> Slot | None:
+        """The shard in this slot has no more steps: what begins in its place, or None when the slot goes."""
         if self._left:
-            begun = self.slots[place] = Place(take(self._left, 1)[0], 0)
-            self.next_slot = (place + 1) % len(self.slots)
+            begun = self.slots[number] = Slot(take(self._left, 1)[0], 0)
+            self.next_slot = (number + 1) % len(self.slots)
             return begun
-        del self.slots[place]
-        self.next_slot = place % len(self.slots) if self.slots else 0
+        del self.slots[number]
+        self.next_slot = number % len(self.slots) if self.slots else 0
         return None
 
     def state(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def deal(state: Any, num_shards: int, rank: int, num_ranks: int, width: int) -> 
         others.append(stride[first::num_ranks])
         first = (first - len(stride)) % num_ranks
     others = [stride for stride in others if stride]
-    mine += [Place(shard, 0) for shard in take(others, max(0, width - len(mine)))]
+    mine += [Slot(shard, 0) for shard in take(others, max(0, width - len(mine)))]
     return _state(mine, 0, others)
 
 
@@ -152,7 +152,7 @@ def take(strides: list[range], count: int) -> list[int]:
     return taken
 
 
-def _state(places: list[Place], turn: int, left: list[range]) -> dict[str, Any]:
+def _state(places: list[Slot], turn: int, left: list[range]) -> dict[str, Any]:
     return {
         "places": [[place.shard, place.step] for place in places],
         "turn": turn,
@@ -160,9 +160,9 @@ def _state(places: list[Place], turn: int, left: list[range]) -> dict[str, Any]:
     }
 
 
-def _read(state: Any, num_shards: int) -> tuple[list[Place], int, list[range]]:
+def _read(state: Any, num_shards: int) -> tuple[list[Slot], int, list[range]]:
     try:
-        places = [Place(int(shard), int(step)) for shard, step in state["places"]]
+        places = [Slot(int(shard), int(step)) for shard, step in state["places"]]
         turn, left = (
             int(state["turn"]),
             [range(int(start), int(stop), int(step)) for start, stop, step in state["left"]],

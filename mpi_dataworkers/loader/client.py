@@ -268,7 +268,7 @@ class ServiceClient:
             if not self._sessions:
                 self._rebuilder.end()
             if not self._closing:
-                self._registration.say(session.closing(self._options.stats()))
+                self._registration.say(session.closing(self._options.statistics.at_last_step()))
         if not self._closing:
             self._wake()
 
@@ -323,13 +323,13 @@ class ServiceClient:
             return False
         self._send_reports(now)
         if now >= self._next_heartbeat:
-            self._send(LoaderHeartbeat(self._options.stats()))
+            self._send(LoaderHeartbeat(self._options.statistics.at_last_step()))
             self._next_heartbeat = now + HEARTBEAT_S
         return True
 
     def leave(self) -> None:
         self._send_waiting()
-        self._send(LeaveLoader(self._options.stats()))
+        self._send(LeaveLoader(self._options.statistics.at_last_step()))
 
     def has_left(self, failure: HetstreamError | None) -> None:
         with self._lock:
@@ -358,7 +358,7 @@ class ServiceClient:
                 progress = session.progress()
                 if session.is_report_due(progress, now):
                     reach("loader.before_report")
-                    self._send(session.report(self._options.stats()))
+                    self._send(session.report(self._options.statistics.at_last_step()))
                     session.has_reported(progress, now)
                     reach("loader.after_report")
 
@@ -451,7 +451,7 @@ class ServiceClient:
                 session = self._sessions.get(header.session_id)
                 if session is None or not session.wants(header.step, header.token):
                     continue
-                if self._options.runs_program(header):
+                if self._options.batches.runs_program(header):
                     session.buffer.expect(header.step)
                     self._rebuilder.put(session, header, received.frames)
                 else:
@@ -467,7 +467,7 @@ class ServiceClient:
 
     def rebuild(self, wanted: Sequence[tuple[LoaderSession, Batch]], frames: Sequence[Buffer]) -> None:
         """Rebuild batches and put each into its session. Also called in the thread of this loader's own."""
-        items = [(session, header.step, rebuild(self._options.prepare, header, frames)) for session, header in wanted]
+        items = [(session, header.step, rebuild(self._options.batches, header, frames)) for session, header in wanted]
         with self._lock:
             for session, step, item in items:
                 session.put_delivered(step, item)

@@ -6,16 +6,11 @@ Used by `data_loader.py` and, for torch's own class, by `unmodified.py`. `client
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-import torch.utils.data
-from torch.utils.data._utils import pin_memory as torch_pin
 
 from hetstream.mpi_dataworkers.config import (
     Identity,
@@ -35,14 +30,12 @@ from hetstream.mpi_dataworkers.loader.registration import ClientOptions
 from hetstream.mpi_dataworkers.loader.sharing import SharedStream
 from hetstream.mpi_dataworkers.loader.skipped import SkippedSamples
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
+from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
 from hetstream.mpi_dataworkers.ops.entered import acting_as_data_worker
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline, SampleError, generators_kept, make_step
-from hetstream.mpi_dataworkers.ops.tree import holds_objects, unflatten
 from hetstream.mpi_dataworkers.wire.address import parse_service
-from hetstream.mpi_dataworkers.wire.codec import Buffer, split
-from hetstream.mpi_dataworkers.wire.messages import Batch, ErrorPolicy, Failure
+from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
-_pin_memory: Any = torch_pin.pin_memory
 _log = logging.getLogger(__name__)
 _open_connections: weakref.WeakSet[LoaderConnection] = weakref.WeakSet()
 
@@ -97,11 +90,11 @@ class LoaderConnection:
         self.shared = options.shared
         self.timeout_s = timeout_s
         self.min_window = min_window
-        self._pin = pin
+        # The client, which may outlive this object, holds these two, and not this object.
+        self._batches, self.statistics = TorchBatches(pin), LoaderStatistics()
         self._client: ServiceClient | None = None
         self._service = parse_service(service) if service is not None else None
         self.definitions = Definitions(self._service) if self._service is not None else None
-        self.statistics = LoaderStatistics()
         self.local_workers: LocalWorkers | None = None
         self.closed = False
         self.makes_what_fails_there = False
@@ -112,9 +105,8 @@ class LoaderConnection:
                 options.identity,
                 name_loader(options.identity, options.description, options.divides),
                 options.description,
-                functools.partial(_prepare, pin),  # not bound to this object, which would live as long as the client
-                _runs_program,
-                self.statistics.at_last_step,
+                self._batches,
+                self.statistics,
                 options.buffer_bytes or buffer_bytes_from_environment(),
                 transports_from_environment(),
                 compression_from_environment(),
@@ -178,7 +170,7 @@ class LoaderConnection:
 
     def pinned(self, batch: Any) -> Any:
         """The batch in pinned memory, if the loader pins and there is a GPU."""
-        return _pinned(self._pin, batch)
+        return self._batches.pinned(batch)
 
     def close(self) -> None:
         """Leave the service."""
@@ -191,20 +183,6 @@ class LoaderConnection:
         """Leave the service when the loader object is no more: programs make a new loader for each epoch."""
         if self._client is not None:
             weakref.finalize(owner, self._client.request_close).atexit = False
-
-
-def _prepare(pin: bool, header: Batch, frames: Sequence[Buffer]) -> Any:
-    if header.num_samples == 0:
-        return None
-    return _pinned(pin, unflatten(header.spec, split(frames, header.buffers)))
-
-
-def _pinned(pin: bool, batch: Any) -> Any:
-    return _pin_memory(batch) if pin and torch.cuda.is_available() else batch
-
-
-def _runs_program(header: Batch) -> bool:
-    return header.num_samples > 0 and holds_objects(header.spec)
 
 
 @atexit.register

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hetstream.mpi_dataworkers.errors import ProtocolError, RemoteError
@@ -16,6 +16,16 @@ from hetstream.mpi_dataworkers.wire.codec import Buffer
 from hetstream.mpi_dataworkers.wire.messages import Batch, BatchFailed, Failure
 
 _log = logging.getLogger(__name__)
+
+
+class BatchBuilder(Protocol):
+    """Builds batches from what has come."""
+
+    def build(self, header: Batch, frames: Sequence[Buffer]) -> Any:
+        """The batch of this header. Called in the connection's thread, or in the loader's own."""
+
+    def runs_program(self, header: Batch) -> bool:
+        """Whether `build` runs code of the program for this batch, which may hang."""
 
 
 class Rebuilds(Protocol):
@@ -78,20 +88,18 @@ class _RebuildThread(threading.Thread):
             del item, session, header, frames  # the memory of the batch belongs to the training loop
 
 
-def rebuild(
-    prepare: Callable[[Batch, Sequence[Buffer]], Any], header: Batch, frames: Sequence[Buffer]
-) -> Delivered | BatchFailed | None:
+def rebuild(batches: BatchBuilder, header: Batch, frames: Sequence[Buffer]) -> Delivered | BatchFailed | None:
     """Rebuild a batch.
 
     Args:
-        prepare: see `ClientOptions`.
+        batches: builds it.
         header, frames: as they came.
 
     Returns:
         The step; None for a batch that is refused, whose step will be leased again.
     """
     try:
-        payload = prepare(header, frames)
+        payload = batches.build(header, frames)
     except ProtocolError as error:
         _log.warning("refused step %d: %s; it will be leased again", header.step, error)
         return None

@@ -10,22 +10,20 @@ import collections
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from hetstream.mpi_dataworkers.config import Identity
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.loader.naming import LoaderName, title_of
+from hetstream.mpi_dataworkers.loader.rebuilding import BatchBuilder
 from hetstream.mpi_dataworkers.loader.session import LoaderSession
-from hetstream.mpi_dataworkers.wire.codec import Buffer
+from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.wire.messages import (
-    Batch,
     CloseSession,
-    LoaderStats,
     Message,
     ProvideDefinition,
     RegisterLoader,
@@ -43,9 +41,8 @@ class ClientOptions:
         identity: who this trainer is.
         name: who the loader is among those of its program.
         description: the pipeline in words, compared between programs of one job name.
-        prepare: builds the batch from its header and frames; runs in the connection's thread, or in the loader's own.
-        runs_program: whether `prepare` runs code of the program for this batch, which may hang.
-        stats: what the dispatcher is told of the loader; asked in any thread.
+        batches: builds them from headers and frames.
+        statistics: what the dispatcher is told of the loader.
         buffer_bytes: finished batches to hold ahead of the training loop.
         transports: the ways on which batches may come.
         compress: ask data workers that come over TCP to compress.
@@ -55,9 +52,8 @@ class ClientOptions:
     identity: Identity
     name: LoaderName
     description: dict[str, str]
-    prepare: Callable[[Batch, Sequence[Buffer]], Any]
-    runs_program: Callable[[Batch], bool]
-    stats: Callable[[], LoaderStats]
+    batches: BatchBuilder
+    statistics: LoaderStatistics
     buffer_bytes: int
     transports: frozenset[str]
     compress: bool = False

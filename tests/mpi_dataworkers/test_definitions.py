@@ -23,12 +23,13 @@ from hetstream.mpi_dataworkers.loader.client import ServiceClient
 from hetstream.mpi_dataworkers.loader.naming import LoaderName
 from hetstream.mpi_dataworkers.loader.registration import ClientOptions
 from hetstream.mpi_dataworkers.loader.session import SessionRequest
+from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
+from hetstream.mpi_dataworkers.loader.torch_batches import TorchBatches
 from hetstream.mpi_dataworkers.transports.base import ToLoader
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
 from hetstream.mpi_dataworkers.wire.messages import (
     ErrorPolicy,
     LoaderRegistered,
-    LoaderStats,
     Message,
     NeedDefinition,
     OpenSession,
@@ -88,9 +89,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
         Identity(0, 1, "job"),
         LoaderName(0, 0, "", "", False),
         {},
-        lambda *_: None,
-        lambda _: False,
-        LoaderStats,
+        TorchBatches(pin=False),
+        LoaderStatistics(),
         1 << 20,
         frozenset(),
     )

@@ -5,9 +5,8 @@ docs/benchmarks.md explains the rows.
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import sys
-import tempfile
 
 from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
@@ -15,19 +14,24 @@ from benchmarks.harness import Metric, System, Target
 HETSTREAM, RAW, BUFFERED = "hetstream", "raw O_DIRECT", "raw buffered"
 
 
-def main() -> int:
-    """Run the benchmark."""
-    parser = harness.parser("How fast checkpoints get to disk.", repeats=3)
+def arguments(summary: str) -> argparse.Namespace:
+    """The command line of a benchmark that saves to a disk."""
+    parser = harness.parser(summary, repeats=3)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--folder", help="on the disk to save to; default: a temporary one in /var/tmp")
+    harness.add_folder(parser)
     args = parser.parse_args()
     if args.quick:
         args.gigabytes, args.saves = 0.02, 1
+    return args
+
+
+def main() -> int:
+    """Run the benchmark."""
+    args = arguments("How fast checkpoints get to disk.")
     case = f"{args.gigabytes:g} GB"
     client = System(HETSTREAM, (sys.executable, "-m", "benchmarks.clients.ckpt_disk"))
-    with contextlib.ExitStack() as stack:
-        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+    with harness.folder_of(args) as folder:
         results = harness.collect(
             [client],
             {case: {"tensors": 8, "bytes": int(args.gigabytes * 1e9)}},

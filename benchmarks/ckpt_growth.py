@@ -5,9 +5,7 @@ docs/benchmarks.md explains the rows.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import tempfile
 
 from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
@@ -28,7 +26,7 @@ def main() -> int:
     parser = harness.parser("What grows over many saves.", repeats=1)
     parser.add_argument("--saves", type=int, default=1000)
     parser.add_argument("--gigabytes", type=float, default=0.016)
-    parser.add_argument("--folder", help="on the disk to save to; default: a temporary one in /var/tmp")
+    harness.add_folder(parser)
     args = parser.parse_args()
     warmup = 50
     if args.quick:
@@ -36,8 +34,7 @@ def main() -> int:
     client = (sys.executable, "-m", "benchmarks.clients.ckpt_growth")
     taking_part = harness.chosen([System(name, (*client, word)) for name, word in NAMES.items()], args.systems)
     case = f"{args.saves} saves of {args.gigabytes * 1e3:g} MB"
-    with contextlib.ExitStack() as stack:
-        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+    with harness.folder_of(args) as folder:
         results = harness.collect(
             taking_part,
             {case: {"tensors": 16, "bytes": int(args.gigabytes * 1e9)}},

@@ -5,9 +5,7 @@ docs/benchmarks.md explains the rows.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import tempfile
 
 from benchmarks import harness, machine
 from benchmarks.harness import Metric, System, Target
@@ -23,7 +21,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--small", type=int, default=10_000, help="how many small tensors")
     parser.add_argument("--loads", type=int, default=3)
-    parser.add_argument("--folder", help="on the disk to read from; default: a temporary one in /var/tmp")
+    harness.add_folder(parser)
     args = parser.parse_args()
     if args.quick:
         args.gigabytes, args.small, args.loads = 0.02, 100, 1
@@ -33,8 +31,7 @@ def main() -> int:
     }
     shown = tuple(f"{case} from {where}" for case in cases for where in ("memory", "disk"))
     client = System(HETSTREAM, (sys.executable, "-m", "benchmarks.clients.ckpt_restore"))
-    with contextlib.ExitStack() as stack:
-        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+    with harness.folder_of(args) as folder:
         results = harness.collect(
             [client],
             cases,

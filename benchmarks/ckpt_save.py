@@ -5,9 +5,7 @@ docs/benchmarks.md explains the rows.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import tempfile
 from typing import Any
 
 from benchmarks import harness, machine
@@ -45,7 +43,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", default=",".join(f"{one:g}" for one in GIGABYTES), help="sizes: A,B,...")
     parser.add_argument("--small", type=int, default=10_000, help="how many small tensors")
     parser.add_argument("--saves", type=int, default=4, help="after the first one")
-    parser.add_argument("--folder", help="on the disk to save to; default: a temporary one in /var/tmp")
+    harness.add_folder(parser)
     args = parser.parse_args()
     if args.quick:
         args.gigabytes, args.small, args.saves = "0.01", 100, 1
@@ -58,8 +56,7 @@ def main() -> int:
     ]
     taking_part = harness.chosen(systems, args.systems)
     cases, small = cases_of([float(word) for word in args.gigabytes.split(",")], args.small)
-    with contextlib.ExitStack() as stack:
-        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+    with harness.folder_of(args) as folder:
         results = harness.collect(
             taking_part,
             cases,

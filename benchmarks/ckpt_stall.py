@@ -5,12 +5,11 @@ docs/benchmarks.md explains the rows.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import tempfile
 from typing import Any
 
 from benchmarks import harness, machine
+from benchmarks.ckpt_disk import arguments
 from benchmarks.harness import Metric, System, Target
 
 RAW = "raw O_DIRECT"
@@ -26,21 +25,14 @@ ONE, TWO = "loop of 1 thread", "loop of 2 threads"
 
 def main() -> int:
     """Run the benchmark."""
-    parser = harness.parser("What a training loop loses while a checkpoint is written.", repeats=3)
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--folder", help="on the disk to save to; default: a temporary one in /var/tmp")
-    args = parser.parse_args()
-    if args.quick:
-        args.gigabytes, args.saves = 0.02, 1
+    args = arguments("What a training loop loses while a checkpoint is written.")
     client = (sys.executable, "-m", "benchmarks.clients.ckpt_stall")
     systems = [System(name, (*client, word)) for name, word in NAMES.items()]
     taking_part = harness.chosen(systems, args.systems)
     state = {"tensors": 100, "bytes": int(args.gigabytes * 1e9)}
     cases: dict[str, dict[str, Any]] = {ONE: {**state, "threads": 1}, TWO: {**state, "threads": 2}}
     cores = sorted(set(machine.two_cores()))
-    with contextlib.ExitStack() as stack:
-        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+    with harness.folder_of(args) as folder:
         results = harness.collect(
             taking_part,
             cases,

@@ -9,12 +9,14 @@ issue names (`Goal`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -366,6 +368,21 @@ def parser(summary: str, repeats: int) -> argparse.ArgumentParser:
     own.add_argument("--systems", default="", metavar="A,B", help="only systems whose name contains one of these words")
     own.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where the JSON file goes")
     return own
+
+
+def add_folder(own: argparse.ArgumentParser) -> None:
+    """Add `--folder`, for benchmarks of disks."""
+    own.add_argument("--folder", help="on the disk that is meant; default: a temporary one in /var/tmp")
+
+
+@contextlib.contextmanager
+def folder_of(args: argparse.Namespace) -> Iterator[str]:
+    """The folder that was given, or a temporary one."""
+    if args.folder:
+        yield args.folder
+        return
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield folder
 
 
 def chosen(systems: Sequence[System], words: str) -> list[System]:

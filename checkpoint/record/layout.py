@@ -95,14 +95,12 @@ class Layout:
     Attributes:
         entries: in the order of the specs they were made from.
         payload_bytes: size of the payload; a multiple of `ALIGN_BYTES`.
-        region_a_bytes: size of region A, which begins at 0; region B takes the rest.
         digest: 32 hexadecimal digits; equal for equal names, dtypes, shapes and order.
         encoded: the layout as JSON.
     """
 
     entries: tuple[Entry, ...]
     payload_bytes: int
-    region_a_bytes: int
     digest: str
     encoded: bytes = field(repr=False, compare=False)
 
@@ -129,7 +127,6 @@ def lay_out(specs: Iterable[TensorSpec]) -> Layout:
         if size % ALIGN_BYTES == 0:
             offsets[number] = end
             end += size
-    region_a_bytes = end
     rest = [number for number, size in enumerate(sizes) if size % ALIGN_BYTES]
     for number in sorted(rest, key=lambda number: -ITEM_BYTES[ordered[number].dtype]):
         offsets[number] = end
@@ -144,7 +141,7 @@ def lay_out(specs: Iterable[TensorSpec]) -> Layout:
         encoded = msgspec.json.encode(_Form(VERSION, ordered))
     except UnicodeEncodeError as error:
         raise DamagedLayout(f"the name of a tensor is not text: {error}") from error
-    return Layout(entries, end, region_a_bytes, blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest(), encoded)
+    return Layout(entries, end, blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest(), encoded)
 
 
 def from_json(data: bytes | memoryview) -> Layout:

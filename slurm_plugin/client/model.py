@@ -49,11 +49,6 @@ class Gres:
     count: int
     indices: tuple[int, ...] = ()
 
-    @property
-    def is_mig(self) -> bool:
-        """Whether it is parts of GPUs, by MIG."""
-        return self.name == "gpu" and gpu_share(self.type) < 1
-
 
 @dataclass(frozen=True, slots=True)
 class HetComponent:

@@ -103,7 +103,7 @@ def check_target(path: Path, kind: str) -> None:
         OptionsError: the target exists, and is not a directory of checkpoints that one more goes into.
     """
     if path.exists() and not (kind == "flash" and path.is_dir() and not (path / ".metadata").exists()):
-        raise OptionsError(f"{path} exists: a conversion writes over nothing. Name another target, or remove it")
+        raise OptionsError(f"{path} exists: a conversion overwrites nothing. Name another target, or remove it")
     if not path.absolute().parent.is_dir():
         raise OptionsError(f"{path.absolute().parent} is no directory: make it, or name another target")
 

@@ -115,7 +115,9 @@ class CheckpointDirectory:
                     self.check_start()
                     ownership.end(self.path, self.attempt, time.time())
                 except (OSError, HetstreamError) as error:
-                    _log.warning("%s: that attempt %d ended is not written down: %s", self.path, self.attempt, error)
+                    _log.warning(
+                        "%s: the end of attempt %d could not be written down: %s", self.path, self.attempt, error
+                    )
 
     def hand_over(self, to: Identity, step: int, last_step_s: float) -> None:
         """End the attempt for another job to go on; see `ownership.hand_over`. Without `acquire`, nothing."""

@@ -63,7 +63,8 @@ def lineage_of(path: Path) -> Lineage:
         return Lineage()
     except OSError as error:
         raise CheckpointError(
-            f"{path}: it cannot be read where its training went back, and so which checkpoints count: {error}. "
+            f"{path} cannot be read: {error}. It says where training went back to an earlier step, and so which "
+            "checkpoints count. "
             "Each start of the training writes this file anew, for its owner alone: chmod g+r"
         ) from error
 

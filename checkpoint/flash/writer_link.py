@@ -158,7 +158,7 @@ class WriterLink:
                 process.wait(_SAY_WAITING_S if timeout_s is None else min(_SAY_WAITING_S, timeout_s))
             except subprocess.TimeoutExpired:
                 waited_s = time.monotonic() - began_s
-                _log.warning("the newest checkpoint is on its way to disk since %.0f s", waited_s)
+                _log.warning("the newest checkpoint has been on its way to disk for %.0f s", waited_s)
                 if timeout_s is not None and waited_s >= timeout_s:
                     return
             else:
@@ -176,7 +176,7 @@ class WriterLink:
                 seen_s = time.monotonic()
             elif time.monotonic() > seen_s + _JOB_WRITER_TIMEOUT_S:
                 _log.warning(
-                    "the job's checkpoint writer is not there since %g s: the trainer starts its own",
+                    "the job's checkpoint writer has been gone for %g s: the trainer starts its own",
                     _JOB_WRITER_TIMEOUT_S,
                 )
                 self._spawn()

@@ -88,8 +88,8 @@ class FlashCheckpointCallback(Callback):
         loaders = _pytree.tree_leaves(trainer.train_dataloader)
         if not all(hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loaders):
             _log.warning(
-                "the loader of the training data has no state_dict: a start within an epoch takes its first batches "
-                "again, and not its last ones. hetstream's DataLoader and torchdata's "
+                "the loader of the training data has no state_dict: a run that is resumed within an epoch "
+                "gets its first batches again, and misses its last ones. hetstream's DataLoader and torchdata's "
                 "StatefulDataLoader have one"
             )
 

@@ -126,7 +126,7 @@ def _open_endpoint(bind: str, journal: Journal, address_file: Path) -> tuple[Zmq
         if where == bind:
             raise
         # Anybody may have taken it while this service was away. Peers look into the address file, and know the key.
-        _log.warning("%s; another port is taken, which the address file tells", error)
+        _log.warning("%s; the dispatcher takes another port, and the address file names it", error)
         endpoint = ZmqDispatcherEndpoint(bind, server_secret, server_public, client_public)
     journal.begin()
     journal.set_fact("port", endpoint.address.rpartition(":")[2])

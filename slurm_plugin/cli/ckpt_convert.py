@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Convert, or say what would be."""
     source = detect(args.source)
     if args.to == "hdf5" and source.kind != "flash":
-        raise OptionsError(f"{args.source} is {source.kind}: HDF5 is made of directories of checkpoints alone")
+        raise OptionsError(f"{args.source} is {source.kind}: only a directory of checkpoints can be turned into HDF5")
     _check_options(args, source)
     check_target(args.target, args.to)
     convert = _export_data if args.to == "hdf5" else _convert_weights

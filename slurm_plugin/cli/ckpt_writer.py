@@ -62,9 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.once:
         return _write_left_over(args.dry_run)
     if args.dry_run:
-        raise UsageError(
-            "--dry-run goes with --once: a job's checkpoint writer writes what comes. See: hetstream ckpt ls"
-        )
+        raise UsageError("--dry-run works only with --once. What is in memory and on disk: hetstream ckpt ls")
     if "SLURM_JOB_ID" not in os.environ:
         raise UsageError(
             "a job's checkpoint writer is a step of that job. What dead trainers left: hetstream ckpt writer --once"

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--bind {args.bind!r}: the form is tcp://HOST:PORT, for example tcp://127.0.0.1:0")
     if host in ("*", "0.0.0.0"):
         raise UsageError(
-            f"--bind {args.bind!r}: name the address that trainers and data workers reach, not all of them"
+            f"--bind {args.bind!r}: name one address of this host, which trainers and data workers can reach"
         )
     for option, path in (("--work-dir", args.work_dir), ("--address-file", args.address_file)):
         if not path:

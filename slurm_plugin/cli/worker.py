@@ -69,13 +69,13 @@ def run(args: argparse.Namespace) -> int:
     from hetstream.mpi_dataworkers.worker.threads import MAX_THREADS
 
     if not 1 <= args.processes <= _MAX_PROCESSES:
-        raise UsageError(f"--processes {args.processes}: 1 to {_MAX_PROCESSES}")
+        raise UsageError(f"--processes {args.processes}: must be 1 to {_MAX_PROCESSES}")
     if not 1 <= args.threads <= MAX_THREADS:
-        raise UsageError(f"--threads {args.threads}: 1 to {MAX_THREADS}")
+        raise UsageError(f"--threads {args.threads}: must be 1 to {MAX_THREADS}")
     if args.mpi and args.processes > 1:
         raise UsageError(f"--processes {args.processes} with --mpi: a rank is one process; start more ranks instead")
     if args.cache_bytes is not None and args.cache_bytes < 0:
-        raise UsageError(f"--cache-bytes {args.cache_bytes}: at least 0")
+        raise UsageError(f"--cache-bytes {args.cache_bytes}: must be at least 0")
     take_hash_seed()
     cache_bytes = cache_bytes_from_environment() if args.cache_bytes is None else args.cache_bytes
     if args.follow_program is not None and not args.mpi:

@@ -78,8 +78,8 @@ def _current_sample(name: str) -> making_sample:
     sample = _current.sample
     if sample is None:
         raise PipelineError(
-            f"{name}() outside of a sample: it works only in the dataset's methods and its transform, while hetstream's "
-            "loader calls them, and in the thread in which it calls them. Draw from `random` elsewhere; hand the "
-            "generator to threads of your own."
+            f"{name}() outside of a sample: it works only in the dataset's methods and its transform, while the loader "
+            "calls them, and in the thread in which it calls them. Draw from `random` elsewhere; hand the generator to "
+            "threads of your own."
         )
     return sample

@@ -48,7 +48,9 @@ class JobHandover(DirectoryAcquisition):
         self.has_waited = False
         event = self._directory.take_over(self.identity)
         if event.pause_s is None:
-            _log.warning("the job that was asked to hand over ended without: this one goes on from step %d", step)
+            _log.warning(
+                "the job that was asked to hand over ended without saving for this one, which goes on from step %d", step
+            )
             return
         _log.info("took over after step %d: nobody trained for %.2f s", step, event.pause_s)
         if event.step != step:

@@ -49,7 +49,7 @@ class JobHandover(DirectoryAcquisition):
         event = self._directory.take_over(self.identity)
         if event.pause_s is None:
             _log.warning(
-                "the job that was asked to hand over ended without saving for this one, which goes on from step %d", step
+                "the job that was asked to hand over ended without saving: this one goes on from step %d", step
             )
             return
         _log.info("took over after step %d: nobody trained for %.2f s", step, event.pause_s)

@@ -243,10 +243,18 @@ def test_what_is_wrong_with_the_command_is_said(ckpt: Path, tmp_path: Path, caps
     refused(capsys, 1, "FileNotFoundError", tmp_path / "none", tmp_path / "a.pt", "--to", "torch")
     refused(capsys, 1, "is no checkpoint", tmp_path, tmp_path / "a.pt", "--to", "torch")
     refused(capsys, 1, "neither of torch.save", tmp_path / "there.pt", tmp_path / "a.pt", "--to", "torch")
-    refused(capsys, 2, "writes over nothing", ckpt, tmp_path / "there.pt", "--to", "torch")
+    refused(capsys, 2, "a conversion overwrites nothing", ckpt, tmp_path / "there.pt", "--to", "torch")
     refused(capsys, 2, "is no directory", ckpt, tmp_path / "no" / "a.pt", "--to", "torch")
     refused(capsys, 1, "neither of torch.save nor safetensors", tmp_path / "x.h5", tmp_path / "a", "--to", "flash")
-    refused(capsys, 2, "is torch: HDF5 is made of", tmp_path / "a1.pt", tmp_path / "a.h5", "--to", "hdf5")
+    refused(
+        capsys,
+        2,
+        "is torch: only a directory of checkpoints can be turned into HDF5",
+        tmp_path / "a1.pt",
+        tmp_path / "a.h5",
+        "--to",
+        "hdf5",
+    )
     refused(capsys, 1, "has no good checkpoint of step 7", ckpt, tmp_path / "a.pt", "--to", "torch", "--step", "7")
     torch.save([1, 2], tmp_path / "list.pt")
     refused(capsys, 1, "holds a list", tmp_path / "list.pt", tmp_path / "a.pt", "--to", "torch")

@@ -353,7 +353,7 @@ def test_a_disk_that_is_full_at_the_end_ends_no_training(
     with make() as checkpointer:
         checkpointer.save(1, state_of(1))
         monkeypatch.setattr(ownership, "end", full)
-    assert "that attempt 1 ended is not written down: [Errno 28] No space left on device" in caplog.text
+    assert "the end of attempt 1 could not be written down: [Errno 28] No space left on device" in caplog.text
     with make() as checkpointer:
         assert checkpointer.load().step == 1
 

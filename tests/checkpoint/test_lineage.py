@@ -288,7 +288,7 @@ def test_a_training_whose_directory_was_replaced_neither_reads_the_new_one_nor_w
             with pytest.raises(DirectoryReplaced, match="not the directory that this training began in"):
                 ask()
         before = {name: (path / name).read_bytes() for name in ("owner.json", "history.jsonl", ".lineage.json")}
-    assert "that attempt 1 ended is not written down" in caplog.text
+    assert "the end of attempt 1 could not be written down" in caplog.text
     assert {name: (path / name).read_bytes() for name in before} == before
     assert value_of(state) == (1.0, 1)
     other.release()

@@ -191,4 +191,4 @@ def test_a_job_goes_on_when_somebody_has_taken_the_port(service: Any, wait_until
         before = loader.stats()["local_steps"]
         assert [i for _, batch in loader for i in batch.tolist()] == list(range(400))
         assert loader.stats()["local_steps"] == before
-        assert "another port is taken" in service.log("dispatcher")
+        assert "the dispatcher takes another port" in service.log("dispatcher")

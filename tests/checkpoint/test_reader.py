@@ -263,7 +263,7 @@ def test_another_user_knows_what_was_left_behind_or_is_told_that_he_does_not(of_
         assert (reader.all_steps(), reader.load().step) == ([1], 1)
 
     def refuse() -> None:
-        with pytest.raises(CheckpointError, match="cannot be read: .*It says where training went back"):
+        with pytest.raises(CheckpointError, match=r"cannot be read: .*It says where training went back"):
             reader.latest_step()
 
     assert as_another_user(refuse) == 0

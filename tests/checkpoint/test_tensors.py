@@ -343,9 +343,6 @@ def test_views_outside_of_their_entry_are_refused(ref: TensorRef) -> None:
         TensorStore(Payload([], memoryview(b""))).own(ref)
 
 
-_shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-
-
 @st.composite
 def _views(draw: st.DrawFn) -> list[torch.Tensor]:
     """Views of one memory, which may overlap in any way."""

@@ -29,7 +29,6 @@ from tests.checkpoint.processes import ROOT, FakeTrainer, begin_trainer, begin_w
 MIB = 1 << 20
 TIMEOUT_S = 60.0
 WaitUntil = Callable[..., None]
-_WRITER = [sys.executable, "-m", "hetstream.checkpoint.persist.writer"]
 
 
 @dataclass

@@ -113,10 +113,6 @@ def test_address_files_are_checked(tmp_path: Path) -> None:
     assert parse_service("file:work/address") == Path.cwd() / "work" / "address"
 
 
-def key_of(service: Any) -> str:
-    return read_address_file(service.address_file).batch_key
-
-
 def dealer_to(address: str, context: zmq.Context[Any]) -> zmq.Socket[Any]:
     dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
     dealer.linger = 0

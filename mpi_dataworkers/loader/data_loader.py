@@ -16,7 +16,7 @@ from hetstream.mpi_dataworkers.config import Identity, service_from_environment
 from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
-from hetstream.mpi_dataworkers.loader.division import Division, own_position
+from hetstream.mpi_dataworkers.loader.division import own_position
 from hetstream.mpi_dataworkers.loader.epoch_iterator import EpochIterator, StepSource
 from hetstream.mpi_dataworkers.loader.epoch_shards import EpochShards
 from hetstream.mpi_dataworkers.loader.keyword import takes
@@ -73,58 +73,43 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         identity = options.check(distributed_identity())
         super().__init__(options.dataset, **options.torch_keywords(identity.world_size))
         self._set_up(options, identity)
-        found = options.service or service_from_environment()
-        options.say_what_has_no_effect(found is not None)
+        service = options.service or service_from_environment()
+        options.say_what_has_no_effect(service is not None)
         say_pinning_has_no_effect(self)
-        self._connection = self._connect(options, found, identity)
+        self._connection = self._connect(options, service, identity)
         self._connection.close_with(self)
 
     def _set_up(self, options: LoaderOptions, identity: Identity) -> None:
         """Keep what decides the order, and the position at its beginning."""
-        listed = options.is_listed
         self.seed = options.seed or 0
         self._device = torch.device("cpu" if options.device is None else options.device)
-        self._listed_order = listed
+        self._listed_order = options.is_listed
         self._sampler_epochs = SamplerEpochs(self.sampler, self.batch_sampler)
         self._shuffle = bool(options.shuffle)
-        self._rank, self._world_size = (0, 1) if listed else (identity.rank, identity.world_size)
+        self._rank, self._world_size = (0, 1) if options.is_listed else (identity.rank, identity.world_size)
         self._position = LoaderPosition()
         self._repeat: int | None = options.repeat
         self._global_batch_size = options.global_batch_size
         guarantee = options.guarantee(self._world_size)
         self._order_description = options.order_description(guarantee)
         self._buckets = options.length_buckets()
-        self._division: Division | None = None
+        self._division = options.division(guarantee, self._rank, self._world_size)
         self._is_as_long_as_it_says = (
             options.is_iterable
             and self._world_size == 1
             and guarantee.cut is not Cut.COPIES
             and options.length_of is None
         )
-        if guarantee.cut is not Cut.STEPS or guarantee.visitation != "exactly_once" or not options.in_order:
-            self._division = Division(
-                guarantee,
-                num_samples=-1 if options.is_iterable else len(options.dataset),
-                batch_size=options.batch_size or 0,
-                drop_last=options.drop_last,
-                shuffle=self._shuffle,
-                seed=self.seed,
-                copies_alike=options.seed is not None,
-                rank=self._rank,
-                world_size=self._world_size,
-                in_order=options.in_order,
-                in_rounds=options.length_of is not None,
-            )
-        if not listed:
+        if not options.is_listed:
             self._num_steps(0)  # a division that cannot work is an error here, not at the first epoch
 
     def _connect(self, options: LoaderOptions, service: str | None, identity: Identity) -> LoaderConnection:
         sharing, pipeline_name, length_of = options.sharing, options.pipeline_name or "", options.length_of
-        named = {"sharing": str(sharing), "pipeline_name": pipeline_name}
-        asked = ServiceOptions(
+        sharing_description = {"sharing": str(sharing), "pipeline_name": pipeline_name}
+        service_options = ServiceOptions(
             service=service,
             identity=identity,
-            description={"fingerprint": fingerprint_of(self.dataset)} | self._order_description | named,
+            description={"fingerprint": fingerprint_of(self.dataset)} | self._order_description | sharing_description,
             shared=SharedStream(sharing, pipeline_name) if sharing is not None else None,
             buffer_bytes=options.buffer_bytes,
             skipped=SkippedSamples(options.error_policy(), options.quarantine_file(identity), not options.is_iterable),
@@ -132,7 +117,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         )
         boundaries = tuple(options.bucket_boundaries or ())
         in_rounds = StreamBuckets(length_of, boundaries) if length_of is not None else None
-        return make_connection(self, asked, self._buckets or in_rounds)
+        return make_connection(self, service_options, self._buckets or in_rounds)
 
     def _plan(self, epoch: int) -> EpochPlan | BucketPlan:
         if self._buckets is not None:

@@ -76,10 +76,12 @@ class EpochIterator(Iterator[Any]):
         source.begin()
 
     def __next__(self) -> Any:
+        waited_s = 0.0  # with that for steps of which all samples were left out
         while self._is_open:
             self._source.prepare()
             started = time.monotonic()
             step = self._source.take()
+            waited_s += time.monotonic() - started
             if step is None:
                 self._connection.count(epochs=1)
                 self.close()
@@ -88,7 +90,7 @@ class EpochIterator(Iterator[Any]):
                 epoch, number = self.shards.epoch, self.shards.position - 1
                 self._connection.leave_out(epoch, number, step.num_skipped, step.left_out)
             if step.num_samples > 0:
-                self._count(step, time.monotonic() - started)
+                self._count(step, waited_s)
                 return step.payload
         raise StopIteration
 

@@ -22,6 +22,7 @@ import torch.utils.data
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.mpi_dataworkers.config import Identity, identity_from_environment, quarantine_dir_from_environment
 from hetstream.mpi_dataworkers.loader.device import check_device
+from hetstream.mpi_dataworkers.loader.division import Division
 from hetstream.mpi_dataworkers.loader.keyword import (
     among,
     folder,
@@ -40,7 +41,7 @@ from hetstream.mpi_dataworkers.loader.skipped import quarantine_file, writing_pr
 from hetstream.mpi_dataworkers.ops.iterable import files_of
 from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.data_state import MAX_EPOCH
-from hetstream.mpi_dataworkers.order.visitation import Guarantee, ShardingPolicy, Traits, Visitation, decide
+from hetstream.mpi_dataworkers.order.visitation import Cut, Guarantee, ShardingPolicy, Traits, Visitation, decide
 from hetstream.mpi_dataworkers.wire.address import parse_service
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy
 
@@ -213,6 +214,24 @@ class LoaderOptions:
         order = {"shuffle": str(bool(self.shuffle)), "seed": str(self.seed or 0), "drop_last": str(self.drop_last)}
         passes = {"listed": str(self.is_listed), "repeat": str(self.repeat)}
         return size | order | passes | guarantee.description() | {"in_order": str(self.in_order)}
+
+    def division(self, guarantee: Guarantee, rank: int, world_size: int) -> Division | None:
+        """Into which shards the data is divided; None for indexed data in one order."""
+        if guarantee.cut is Cut.STEPS and guarantee.visitation == "exactly_once" and self.in_order:
+            return None
+        return Division(
+            guarantee,
+            num_samples=-1 if self.is_iterable else len(self.dataset),
+            batch_size=self.batch_size or 0,
+            drop_last=self.drop_last,
+            shuffle=bool(self.shuffle),
+            seed=self.seed or 0,
+            copies_alike=self.seed is not None,
+            rank=rank,
+            world_size=world_size,
+            in_order=self.in_order,
+            in_rounds=self.length_of is not None,
+        )
 
     def length_buckets(self) -> LengthBuckets | None:
         """The samples by length, if they are read in rounds of like lengths."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ class ScriptedSource:
         self.shards = EpochShards.undivided(ListedSteps(BatchSampler(SequentialSampler(DATA), 4, False), True), 0, 3)
         self.calls: list[str] = []
         self.is_away = False
+        self.delay_s = 0.0
         self._script = iter(script)
 
     def begin(self) -> None:
@@ -39,6 +41,7 @@ class ScriptedSource:
         self.calls.append("prepare")
 
     def take(self) -> Delivered | None:
+        threading.Event().wait(self.delay_s)
         step = next(self._script, None)
         if isinstance(step, ServiceError):
             raise step
@@ -67,11 +70,12 @@ def connection() -> Iterator[LoaderConnection]:
 
 def test_it_counts_each_step_once_and_the_pass_at_its_end(connection: LoaderConnection) -> None:
     source = ScriptedSource(Delivered("a", 4, 100), Delivered(None, 0, 0, num_skipped=4), Delivered("b", 3, 0, "local"))
+    source.delay_s = 0.02
     assert list(EpochIterator(connection, source, owner=None)) == ["a", "b"]
     counted = connection.statistics.counters
     assert (counted.steps, counted.samples, counted.bytes, counted.local_steps) == (2, 7, 100, 1)
     assert (counted.skipped, counted.epochs) == (4, 1)
-    assert 0 < counted.wait_s < counted.elapsed_s
+    assert 3 * 0.02 <= counted.wait_s < counted.elapsed_s, "the step that was left out was waited for, too"
     assert source.calls == ["begin", *["prepare"] * 4, "close"]
     assert source.shards.position == 3
 

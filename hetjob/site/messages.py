@@ -17,8 +17,12 @@ import msgspec
 
 from hetstream.base import typed_json
 from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.measured import MAX_NODES, Measured
 
-VERSION = 1
+# Version 2 has what a job has measured, grants with preferred nodes, and questions about policies. A question says the
+# lowest version that has all of it, so that a daemon of before answers what it knows.
+VERSION = 2
+_FIRST_VERSION = 1
 # A question has less than 1 kB of JSON; a credential is a third longer.
 MAX_QUESTION_BYTES = 16 << 10
 # The status of 10,000 jobs. A reading of the cluster has at most 2 MiB.
@@ -30,7 +34,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 _Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
-class ReportDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report_demand"):
+class ReportDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="report_demand"):
     """What a job has and wants, from its job master.
 
     Attributes:
@@ -40,6 +44,7 @@ class ReportDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
         wanted: data workers that it would have without a limit of the site, at least `minimum`.
         cpus: of each.
         wait_share: share of the last seconds in which its trainers waited for data; None if not known.
+        measured: since version 2; None from a job that has measured nothing yet, or is of version 1.
     """
 
     job_id: Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
@@ -48,6 +53,7 @@ class ReportDemand(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     wanted: _Count
     cpus: Annotated[int, msgspec.Meta(ge=1, le=100_000)]
     wait_share: _Share | None = None
+    measured: Measured | None = None
 
     def __post_init__(self) -> None:
         if self.wanted < self.minimum:
@@ -62,7 +68,31 @@ class AskReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a
     """What has the daemon read of the cluster last? Everybody is told at sites where Slurm hides none of it."""
 
 
-Question = ReportDemand | AskStatus | AskReading
+class AskPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="ask_policy"):
+    """Which policy divides, and who got what and why? Root and the daemon's own user see all jobs, others their own.
+
+    Attributes:
+        job: only of this one; empty for all.
+        num_decisions: the latest so many.
+    """
+
+    job: Annotated[str, msgspec.Meta(max_length=16)] = ""
+    num_decisions: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 50
+
+
+class SetPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="set_policy"):
+    """Divide otherwise from now on. For root and the daemon's own user.
+
+    Attributes:
+        settings: as JSON; the daemon knows the form.
+        dry_run: say only what would follow.
+    """
+
+    settings: Annotated[str, msgspec.Meta(max_length=8192)]
+    dry_run: bool = False
+
+
+Question = ReportDemand | AskStatus | AskReading | AskPolicy | SetPolicy
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,7 +105,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         question: what is asked.
     """
 
-    version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)]
+    version: Annotated[int, msgspec.Meta(ge=_FIRST_VERSION, le=VERSION)]
     sent_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     reply_key: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     question: Question
@@ -103,7 +133,7 @@ class CompanionSeen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_cpus: int
 
 
-class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="grant_limit"):
+class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="grant_limit"):
     """How many data workers a job may have.
 
     Attributes:
@@ -112,6 +142,7 @@ class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="g
         next_s: after how many seconds to report again.
         companions: of the job, in the daemon's last reading of the cluster, so that the job need not ask Slurm.
         read_age_s: how old that reading is; None: companions are not told.
+        nodes: where data workers would be best, the best first; since version 2. Slurm has the last word.
     """
 
     limit: int | None
@@ -119,6 +150,7 @@ class GrantLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="g
     next_s: float
     companions: tuple[CompanionSeen, ...] = ()
     read_age_s: float | None = None
+    nodes: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
 
 
 class RefuseReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse_report"):
@@ -191,12 +223,88 @@ class RefuseReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     reason: str
 
 
-Answer = GrantLimit | RefuseReport | ShowStatus | ShowReading | RefuseReading
+class DecisionTaken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One decision about one job.
+
+    Attributes:
+        time_s: when, in seconds since the epoch.
+        job, user: whose.
+        before, after: its limit; None where it had none.
+        policy: by name.
+        is_told: whether the job was told; not in observe mode.
+        reason: why.
+    """
+
+    time_s: float
+    job: str
+    user: str
+    before: int | None
+    after: int | None
+    policy: str
+    is_told: bool
+    reason: str
+
+
+class JobNow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a policy is told of a job now; see `JobTable` of the daemon."""
+
+    job: str
+    user: str
+    tenant: str
+    minimum: int
+    wanted: int
+    current: int
+    cpus: int
+    gpus: float
+    limit: int | None
+    speed: float | None
+    remaining_s: float | None
+    remaining_source: str
+    reason: str
+
+
+class ShowPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="show_policy"):
+    """The answer to `AskPolicy` and `SetPolicy`.
+
+    Attributes:
+        mode: `observe` or `allocate`.
+        settings: as JSON.
+        choices: names of all policies.
+        pool_cpus: what is divided.
+        problem: why the last round kept the allocation of the one before; empty if it did not.
+        jobs: by number.
+        decisions: the latest first.
+    """
+
+    mode: str
+    settings: str
+    choices: tuple[str, ...]
+    pool_cpus: int
+    problem: str
+    jobs: tuple[JobNow, ...]
+    decisions: tuple[DecisionTaken, ...]
+
+
+class RefusePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse_policy"):
+    """It is not for this user to set, or is no policy."""
+
+    reason: str
+
+
+Answer = GrantLimit | RefuseReport | ShowStatus | ShowReading | RefuseReading | ShowPolicy | RefusePolicy
 
 
 def new_request(question: Question, sent_ns: int) -> Request:
     """A request with a key of its own."""
-    return Request(VERSION, sent_ns, secrets.token_hex(32), question)
+    return Request(version_of(question), sent_ns, secrets.token_hex(32), question)
+
+
+def version_of(question: Question) -> int:
+    """The lowest version of the protocol that has all of a question."""
+    is_new = isinstance(question, AskPolicy | SetPolicy) or (
+        isinstance(question, ReportDemand) and question.measured is not None
+    )
+    return VERSION if is_new else _FIRST_VERSION
 
 
 def encode_request(request: Request) -> bytes:
@@ -211,12 +319,15 @@ def decode_request(data: bytes) -> Request:
         SiteError: it is none of this version.
     """
     version = _decode(data, _Versioned).version
-    if version != VERSION:
+    if not _FIRST_VERSION <= version <= VERSION:
         raise SiteError(
-            f"a question has version {version} of the site daemon's protocol, this side speaks version {VERSION}: "
+            f"a question has version {version} of the site daemon's protocol, this side speaks versions "
+            f"{_FIRST_VERSION} to {VERSION}: "
             "install one release of hetstream for the daemon and the job masters (docs/upgrade.md)"
         )
     request: Request = _decode(data, Request)
+    if request.version < version_of(request.question):
+        raise SiteError(f"a question of version {request.version} has what only version {VERSION} has")
     return request
 
 
@@ -253,4 +364,6 @@ def _decode(data: bytes, kind: Any) -> Any:
     try:
         return typed_json.decode(data, kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise SiteError(f"not a message of version {VERSION} of the site daemon's protocol: {error}") from error
+        raise SiteError(
+            f"not a message of versions {_FIRST_VERSION} to {VERSION} of the site daemon's protocol: {error}"
+        ) from error

@@ -41,6 +41,7 @@ VERBS = {
     "simulate": "say what a policy would have done to a cluster and its jobs",
     "exporter": "serve the cluster's figures to Prometheus, with a dashboard for Grafana",
     "daemon": "run the site daemon: keep the cluster's history, divide data workers among jobs",
+    "policy": "show, set and explain how data workers are divided among jobs",
     "report": "draw fragmentation, queueing delay and utilisation as one HTML page",
     "serve": "show that page live",
     "ckpt": "list, check and clean up checkpoints; run their checkpoint writer",

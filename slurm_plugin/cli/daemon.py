@@ -23,7 +23,7 @@ from hetstream.hetjob.site.address import (
     read_settings,
 )
 from hetstream.hetjob.site.client import ask
-from hetstream.hetjob.site.messages import AskStatus, JobStatus, ShowStatus
+from hetstream.hetjob.site.messages import Answer, AskStatus, JobStatus, Question, ShowStatus
 from hetstream.slurm_plugin.cli.output import add_output_arguments, emit, meta_of
 from hetstream.slurm_plugin.cli.watching import interval_of
 from hetstream.slurm_plugin.client.slurm import CommandSlurm
@@ -35,9 +35,9 @@ DEFAULT_STATE_DIR = Path("/var/lib/hetstreamd")
 DEFAULT_ADDRESS = UnixAddress(Path("/run/hetstream/daemon.sock"))
 EPILOG = f"""\
 Without --allocate it only observes. With --allocate it tells each job with #HETSTREAM directives how many data workers
-the job may have: between the minimum and the maximum that the job asks for, by weighted max-min fairness over CPUs; the
-weight of a job is its number of GPUs. The jobs themselves, as their own users, start and end data workers. The daemon
-changes nothing in Slurm, and needs no rights.
+the job may have: between the minimum and the maximum that the job asks for, by the policy that `hetstream policy set` has
+set. Until then that is weighted max-min fairness over CPUs; the weight of a job is its number of GPUs. The jobs
+themselves, as their own users, start and end data workers. The daemon changes nothing in Slurm, and needs no rights.
 
 Jobs and `hetstream daemon status` find it by {ADDRESS_VARIABLE} in the environment or in {SITE_FILE}:
   unix:/run/hetstream/daemon.sock       for jobs on this host alone; the kernel says who asks (the default)
@@ -69,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "--pool", metavar="PARTITIONS", help="whose CPUs are divided, with commas (default: those without GPUs)"
     )
-    _add_address(parser, None)
+    add_address(parser, None)
     parser.add_argument(
         "--state-dir", metavar="DIR", type=Path, default=DEFAULT_STATE_DIR, help="what it keeps (default %(default)s)"
     )
@@ -83,12 +83,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     status = actions.add_parser(
         "status", help="ask the running daemon what it knows", description="Ask the running daemon what it knows."
     )
-    _add_address(status, argparse.SUPPRESS)
+    add_address(status, argparse.SUPPRESS)
     add_output_arguments(status)
     status.set_defaults(run=show)
 
 
-def _add_address(parser: argparse.ArgumentParser, default: str | None) -> None:
+def add_address(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """Declare where the daemon is."""
     parser.add_argument("--address", metavar="ADDRESS", default=default, help=f"instead of {ADDRESS_VARIABLE}")
 
 
@@ -131,14 +132,23 @@ def run(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     """Print what the daemon knows."""
     settings = settings_of(args)
-    try:
-        status = ask(settings, AskStatus())
-    except SiteError as error:
-        raise SiteError(f"{error}. Does it run there? --address or {ADDRESS_VARIABLE} names another place") from error
+    status = asked(settings, AskStatus())
     if not isinstance(status, ShowStatus):
         raise SiteError(f"the daemon at {settings.address} answers {status!r} to a question for its status")
     emit(args, status_report(status))
     return 0
+
+
+def asked(settings: SiteSettings, question: Question) -> Answer:
+    """The daemon's answer.
+
+    Raises:
+        SiteError: there is none, with where to look.
+    """
+    try:
+        return ask(settings, question)
+    except SiteError as error:
+        raise SiteError(f"{error}. Does it run there? --address or {ADDRESS_VARIABLE} names another place") from error
 
 
 def status_report(status: ShowStatus) -> Report:
@@ -166,14 +176,17 @@ def status_report(status: ShowStatus) -> Report:
 def planned(options: DaemonOptions) -> Report:
     """What a daemon with these options would do now. Reads Slurm once, and the state without locking it."""
     from hetstream.slurm_plugin.daemon.registry import Registry
-    from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, STATE_FILE, remembered_jobs
+    from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, STATE_FILE, remembered_jobs, remembered_settings
 
     snapshot = CommandSlurm().snapshot()
     unknown = set(options.partitions or ()) - {partition.name for partition in snapshot.partitions}
     if unknown:
         raise UsageError(f"--pool: no partition {', '.join(sorted(unknown))}. Check: sinfo")
     registry = Registry(
-        remembered_jobs(options.state_dir), allocating=options.allocating, partitions=options.partitions
+        remembered_jobs(options.state_dir),
+        allocating=options.allocating,
+        partitions=options.partitions,
+        settings=remembered_settings(options.state_dir),
     )
     registry.observe(snapshot, time.time())
     address = options.settings.address
@@ -186,6 +199,7 @@ def planned(options: DaemonOptions) -> Report:
         f"would listen at {address}, where {who} says who asks",
         f"would divide {registry.pool_cpus} CPUs of {', '.join(registry.partitions)} among "
         f"{len(registry.jobs)} job(s), {told}",
+        f"would divide them by policy {registry.settings.policy}",
     ]
     summary = {
         "mode": mode,

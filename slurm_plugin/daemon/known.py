@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hetstream.hetjob.site.messages import CompanionSeen, ReportDemand
 from hetstream.slurm_plugin.client.model import Job, Snapshot
-from hetstream.slurm_plugin.daemon.policy import Demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,21 @@ def companions_of_jobs(snapshot: Snapshot, owners: Mapping[str, Job]) -> dict[st
     return {leader: tuple(seen) for leader, seen in found.items()}
 
 
-def demand_of(report: ReportDemand, held: Held, weight: float, is_silent: bool) -> Demand:
-    """What the policy is told of a job: its report, as far as Slurm bears it out. To want much gives no right to it.
+class Claim(NamedTuple):
+    """What a policy is told that a job has and wants; see `JobTable`."""
+
+    minimum: int
+    wanted: int
+    cpus: int
+    current: int
+
+
+def claim_of(report: ReportDemand, held: Held, is_silent: bool) -> Claim:
+    """What a policy is told of a job: its report, as far as Slurm bears it out. To want much gives no right to it.
 
     Args:
         report: its last one.
         held: what Slurm says that it has.
-        weight: its right, by its GPUs.
         is_silent: it has not reported for long; it then wants what it has, and no more.
     """
     # Companions that are larger than it says count as large as they are.
@@ -85,8 +93,8 @@ def demand_of(report: ReportDemand, held: Held, weight: float, is_silent: bool) 
     minimum = min(report.minimum, held.component_cpus // cpus)
     have = minimum + held.num_companions
     if is_silent:
-        return Demand(str(report.job_id), minimum, have, cpus, weight, have)
-    return Demand(str(report.job_id), minimum, max(minimum, report.wanted), cpus, weight, min(report.current, have))
+        return Claim(minimum, have, cpus, have)
+    return Claim(minimum, max(minimum, report.wanted), cpus, min(report.current, have))
 
 
 def own_minimum(report: ReportDemand, held: Held) -> int:

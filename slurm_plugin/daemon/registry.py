@@ -9,22 +9,30 @@ Slurm does not answer, nobody is forgotten and nobody new is let in.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, JobStatus, RefuseReport, ReportDemand
+from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, JobNow, JobStatus, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Job, Snapshot
+from hetstream.slurm_plugin.daemon.jobs_table import Since, pool_of, table_of, with_room
 from hetstream.slurm_plugin.daemon.known import (
     Held,
     companions_of_jobs,
-    demand_of,
     first_grant,
     held_by_jobs,
     own_minimum,
     silent_after_s,
 )
-from hetstream.slurm_plugin.daemon.policy import Policy, Pool, allocate
+from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
+from hetstream.slurm_plugin.daemon.room import pool_partitions, room_of
+from hetstream.slurm_plugin.errors import PolicyError
+from hetstream.slurm_plugin.policy.check import check_allocation, check_table
+from hetstream.slurm_plugin.policy.choices import Rules, policy_named, under_all_rules
+from hetstream.slurm_plugin.policy.curves import speed_at
+from hetstream.slurm_plugin.policy.reasons import explain
+from hetstream.slurm_plugin.policy.staleness import FALL_BACK_AFTER_S
+from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Policy, Pool
 
 # Jobs report this often, or less if there are so many that it would be more than so many reports a second.
 REPORT_S = 10.0
@@ -46,6 +54,9 @@ class Registered:
         weight: see `JobStatus`.
         limit: what the policy says; None before the first round.
         reason: why.
+        account: whom Slurm charges: the job's tenant.
+        submit_s: when it was submitted; 0 where Slurm does not say.
+        code: `Reason` of the last round, in which `reason` was written.
     """
 
     user: str
@@ -55,6 +66,10 @@ class Registered:
     weight: float = 1.0
     limit: int | None = None
     reason: str = "no decision yet"
+    # Not in the store: the next reading and the next round say them again.
+    account: str = field(default="", compare=False)
+    submit_s: float = field(default=0.0, compare=False)
+    code: int = field(default=-1, compare=False)
 
     @property
     def job(self) -> str:
@@ -69,6 +84,16 @@ class Change:
     before: int | None
     after: int | None
     reason: str
+    user: str = ""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What a policy was told, and what it said."""
+
+    table: JobTable
+    pool: Pool
+    found: Allocation
 
 
 class Registry:
@@ -78,6 +103,8 @@ class Registry:
         jobs: by id.
         pool_cpus: what was divided in the last round.
         partitions: whose CPUs that is.
+        settings: which policy divides, and within which limits.
+        problem: why the last round kept the limits of the one before; empty if it did not.
         wants_reading: a job has reported that Slurm did not know when it was last read.
         touched: jobs that are not in the store as they are here, or not here as they are in the store.
 
@@ -85,7 +112,8 @@ class Registry:
         known: what an earlier life of the daemon remembers.
         allocating: whether jobs are told their limits.
         partitions: whose CPUs are divided; None for those whose nodes have no GPUs.
-        policy: divides.
+        settings: see above.
+        policy: divides in the place of the one that the settings name.
     """
 
     def __init__(
@@ -94,11 +122,14 @@ class Registry:
         *,
         allocating: bool,
         partitions: Collection[str] | None = None,
-        policy: Policy = allocate,
+        settings: PolicySettings | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.jobs = {job.job: job for job in known}
         self.pool_cpus = 0
         self.partitions: tuple[str, ...] = tuple(sorted(partitions or ()))
+        self.settings = settings or PolicySettings()
+        self.problem = ""
         self.wants_reading = False
         self.touched: set[str] = set()
         self._allocating = allocating
@@ -109,6 +140,7 @@ class Registry:
         self._held: dict[str, Held] = {}
         self._companions: dict[str, tuple[CompanionSeen, ...]] = {}
         self._weights: dict[str, float] = {}
+        self._since = Since()
         self._is_due = False
         self._round_s = -ROUND_S
 
@@ -137,8 +169,9 @@ class Registry:
             text = f"job {job_id} has reported later than that: a clock that was set back, or a replay"
             return RefuseReport(text), ()
         before = known or Registered(owner, report, sent_ns, now_s)
-        weight = self._weights.get(job_id, before.weight)
-        self.jobs[job_id] = replace(before, user=owner, report=report, sent_ns=sent_ns, seen_s=now_s, weight=weight)
+        self.jobs[job_id] = self._told_by_slurm(
+            replace(before, user=owner, report=report, sent_ns=sent_ns, seen_s=now_s)
+        )
         self.touched.add(job_id)
         if known is None or _wish(known.report) != _wish(report):
             self._is_due = True
@@ -161,9 +194,10 @@ class Registry:
         self._weights = {job_id: max(1.0, gpus) for job_id, gpus in self._weights.items()}
         for job_id in [job_id for job_id in self.jobs if job_id not in self._leaders]:
             del self.jobs[job_id]
+            self._since.forget(job_id)
             self.touched.add(job_id)
         for job_id, known in self.jobs.items():
-            self.jobs[job_id] = replace(known, weight=self._weights[job_id])
+            self.jobs[job_id] = self._told_by_slurm(known)
         self._is_due = True
         self._round_s = now_s - ROUND_S
         return self.decide(now_s)
@@ -176,21 +210,109 @@ class Registry:
         if self.jobs:
             self._round_s = now_s
         self.partitions = pool_partitions(self._snapshot, self._chosen)
-        self.pool_cpus = pool_cpus(self._snapshot, self.partitions, {job.job: job.user for job in self.jobs.values()})
-        silent_s = now_s - silent_after_s(len(self.jobs), REPORT_S, MAX_REPORTS_PER_S)
-        demands = tuple(
-            demand_of(job.report, self._of(job), job.weight, job.seen_s < silent_s) for job in self.jobs.values()
+        jobs = self._in_order()
+        try:
+            result = self._divide(self.settings, now_s)
+        except (PolicyError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # A fault in a policy, the site's own perhaps: what was told last is true until it is gone.
+            self.problem = f"policy {self.settings.policy}: {type(error).__name__}: {error}"
+            return ()
+        self.problem = ""
+        self.pool_cpus = result.pool.cpus
+        return self._take(jobs, result, now_s)
+
+    def use(self, settings: PolicySettings, now_s: float) -> tuple[Change, ...]:
+        """Divide by other settings from now on."""
+        self.settings = settings
+        self._is_due, self._round_s = True, now_s - ROUND_S
+        return self.decide(now_s)
+
+    def would_change(self, settings: PolicySettings, now_s: float) -> tuple[Change, ...]:
+        """What would follow from other settings, which are not taken.
+
+        Raises:
+            PolicyError: the policy gives out what it must not.
+        """
+        if self._snapshot is None:
+            return ()
+        jobs = self._in_order()
+        result = self._divide(settings, now_s)
+        return tuple(
+            Change(one.job, one.limit, after, explain(result.table, result.pool, result.found, row), one.user)
+            for row, (one, after) in enumerate(zip(jobs, result.found.workers.tolist(), strict=True))
+            if one.limit != after
         )
-        decisions = self._policy(Pool(self.pool_cpus, demands))
+
+    def now(self, names: Collection[str] | None, job: str, now_s: float) -> tuple[JobNow, ...]:
+        """What the policy is told of the jobs of one user, or of all; of one job if it is named."""
+        jobs = self._in_order()
+        table = table_of(jobs, self._held, self._since, self.settings, now_s, self._silent_s())
+        speeds = speed_at(table, (table.current * table.cpus).astype(float)).tolist()
+        left = table.remaining_s.tolist()
+        found = []
+        for row, one in enumerate(jobs):
+            if (names is not None and one.user not in names) or job not in ("", one.job):
+                continue
+            measured = one.report.measured
+            remaining = measured.remaining if measured else None
+            found.append(
+                JobNow(
+                    one.job, one.user, one.account, int(table.minimum[row]), int(table.wanted[row]),
+                    int(table.current[row]), int(table.cpus[row]), one.weight, one.limit,
+                    speeds[row] if measured else None, left[row] if remaining else None,
+                    remaining.source if remaining else "", one.reason,
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def _in_order(self) -> list[Registered]:
+        return sorted(self.jobs.values(), key=lambda one: one.report.job_id)
+
+    def _silent_s(self) -> float:
+        return silent_after_s(len(self.jobs), REPORT_S, MAX_REPORTS_PER_S)
+
+    def _divide(self, settings: PolicySettings, now_s: float) -> _Round:
+        assert self._snapshot is not None
+        jobs, silent_s = self._in_order(), self._silent_s()
+        table = table_of(jobs, self._held, self._since, settings, now_s, silent_s)
+        room = room_of(self._snapshot, self.partitions, {one.job: one.user for one in jobs})
+        # Only sizes of which somebody wants one.
+        sizes = set(table.cpus[table.wanted > 0].tolist())
+        table = with_room(table, {size: room.num_workers(size) for size in sizes})
+        check_table(table)
+        pool = pool_of(jobs, room.cpus(sizes), settings)
+        rules = Rules(
+            floor=settings.floor,
+            freeze_after_s=silent_s,
+            fall_back_after_s=max(FALL_BACK_AFTER_S, 2 * silent_s),
+            cpus_per_gpu=settings.cpus_per_gpu,
+        )
+        found = under_all_rules(self._policy or policy_named(settings.policy), rules)(table, pool, now_s)
+        check_allocation(table, pool, found)
+        return _Round(table, pool, found)
+
+    def _take(self, jobs: list[Registered], result: _Round, now_s: float) -> tuple[Change, ...]:
+        """Note what is new. Reasons are put in words only where a number or a reason is another one."""
         changes = []
-        for job_id, decision in decisions.items():
-            job = self.jobs[job_id]
-            if job.limit != decision.limit:
-                changes.append(Change(job_id, job.limit, decision.limit, decision.reason))
-            if (job.limit, job.reason) != (decision.limit, decision.reason):
-                self.jobs[job_id] = replace(job, limit=decision.limit, reason=decision.reason)
-                self.touched.add(job_id)
+        for row, (one, limit, code) in enumerate(
+            zip(jobs, result.found.workers.tolist(), result.found.reasons.tolist(), strict=True)
+        ):
+            if (one.limit, one.code) == (limit, code):
+                continue
+            reason = explain(result.table, result.pool, result.found, row)
+            if one.limit != limit:
+                changes.append(Change(one.job, one.limit, limit, reason, one.user))
+                self._since.changed[one.job] = now_s
+            self.jobs[one.job] = replace(one, limit=limit, reason=reason, code=code)
+            self.touched.add(one.job)
         return tuple(changes)
+
+    def _told_by_slurm(self, job: Registered) -> Registered:
+        leader = self._leaders.get(job.job)
+        weight = self._weights.get(job.job, job.weight)
+        if leader is None:
+            return replace(job, weight=weight)
+        return replace(job, weight=weight, account=leader.account, submit_s=leader.submit_s or 0.0)
 
     def wait_shares(self) -> Mapping[str, float]:
         """Job id -> share of time that its trainers waited for data, of the jobs that said so."""
@@ -227,33 +349,9 @@ class Registry:
         return self._held.get(job.job, Held())
 
 
-def pool_partitions(snapshot: Snapshot, chosen: Collection[str] | None) -> tuple[str, ...]:
-    """The partitions whose CPUs are divided: those chosen that exist, else those without GPUs, else all."""
-    with_gpus = {name for node in snapshot.nodes if node.gpus for name in node.partitions}
-    names = {partition.name for partition in snapshot.partitions}
-    return tuple(sorted(names & set(chosen) if chosen is not None else names - with_gpus or names))
-
-
-def pool_cpus(snapshot: Snapshot, partitions: Collection[str], owners: Mapping[str, str]) -> int:
-    """CPUs in these partitions that are free, or held by data workers of these jobs.
-
-    Args:
-        snapshot: the cluster.
-        partitions: whose nodes count.
-        owners: user of each job; a companion says itself whose it is, so it must be of the same user.
-    """
-    free = sum(node.cpus_free for node in snapshot.nodes if node.is_usable and set(node.partitions) & set(partitions))
-    held = 0
-    for job in snapshot.jobs:
-        if job.is_running and set(job.partitions) & set(partitions):
-            trainer = str(job.het.het_job_id) if job.het and job.het.offset else job.trainer
-            held += job.num_cpus if owners.get(trainer) == job.user else 0
-    return free + held
-
-
 def _leader(job: Job) -> str:
     return str(job.het.het_job_id if job.het else job.job_id)
 
 
-def _wish(report: ReportDemand) -> tuple[int, int, int, int]:
-    return report.minimum, report.wanted, report.cpus, report.current
+def _wish(report: ReportDemand) -> tuple[object, ...]:
+    return report.minimum, report.wanted, report.cpus, report.current, report.measured

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from hetstream.base.errors import ConfigError, HetstreamError
 from hetstream.base.places import Places
 from hetstream.base.turns import Turns
@@ -27,10 +29,16 @@ from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_QUESTION_BYTES,
     Answer,
+    AskPolicy,
     AskReading,
     AskStatus,
+    DecisionTaken,
+    JobNow,
+    RefusePolicy,
     ReportDemand,
     Request,
+    SetPolicy,
+    ShowPolicy,
     ShowStatus,
     answer_mac,
     answer_text,
@@ -42,11 +50,13 @@ from hetstream.slurm_plugin.client.model import Cluster, Job
 from hetstream.slurm_plugin.client.users import names_of
 from hetstream.slurm_plugin.daemon.offer import Offer, offer
 from hetstream.slurm_plugin.daemon.options import DaemonOptions
+from hetstream.slurm_plugin.daemon.policy_settings import decode_settings
 from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, Change, Registry
 from hetstream.slurm_plugin.daemon.store import HISTORY_FILE, Store
-from hetstream.slurm_plugin.errors import ServeError
+from hetstream.slurm_plugin.errors import PolicyError, ServeError
 from hetstream.slurm_plugin.insight.history import History
 from hetstream.slurm_plugin.insight.monitor import MIN_INTERVAL_S, Monitor, Reading
+from hetstream.slurm_plugin.policy.choices import POLICIES
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +94,13 @@ class Daemon:
         self._options = options
         self._cluster = cluster
         self._store = store
-        self._registry = Registry(store.jobs(), allocating=options.allocating, partitions=options.partitions)
+        self._registry = Registry(
+            store.jobs(),
+            allocating=options.allocating,
+            partitions=options.partitions,
+            settings=store.settings(),
+        )
+        self._said_problem = ""
         self._munge = Munge(options.settings.munge_socket)
         self._decoders = ThreadPoolExecutor(_NUM_DECODERS, "hetstreamd-unmunge")
         self._since_s = time.time()
@@ -229,6 +245,10 @@ class Daemon:
             return self._offered.to_all if sees_all else self._offered.to_users
         if isinstance(question, AskStatus):
             return answer_text(self._status(None if sees_all else names, now_s))
+        if isinstance(question, AskPolicy):
+            return answer_text(self._policy(None if sees_all else names, question, now_s))
+        if isinstance(question, SetPolicy):
+            return answer_text(self._set_policy(sees_all, question, now_s))
         return answer_text(self._report(names, question, request.sent_ns, now_s))
 
     def _report(self, names: set[str], report: ReportDemand, sent_ns: int, now_s: float) -> Answer:
@@ -237,6 +257,47 @@ class Daemon:
         if self._registry.wants_reading:
             self._read_now.set()
         return answer
+
+    def _policy(self, names: set[str] | None, question: AskPolicy, now_s: float) -> ShowPolicy:
+        jobs = self._registry.now(names, question.job, now_s)
+        return self._shown(jobs, self._store.decisions(names, question.job, question.num_decisions))
+
+    def _set_policy(self, may_set: bool, question: SetPolicy, now_s: float) -> Answer:
+        if not may_set:
+            return RefusePolicy(
+                f"only root and the daemon's own user (id {os.geteuid()}) set a policy. hetstream policy show says "
+                "which it is"
+            )
+        try:
+            settings = decode_settings(question.settings)
+            changes = self._registry.would_change(settings, now_s)
+        except PolicyError as error:
+            return RefusePolicy(str(error))
+        if not question.dry_run:
+            self._store.save_settings(settings)
+            log.info("policy=%s: set. settings=%s", settings.policy, question.settings)
+            changes = self._registry.use(settings, now_s)
+            self._keep(changes)
+        return self._shown((), self._decisions(changes, settings.policy, now_s))
+
+    def _shown(self, jobs: tuple[JobNow, ...], decisions: tuple[DecisionTaken, ...]) -> ShowPolicy:
+        registry = self._registry
+        return ShowPolicy(
+            "allocate" if self._options.allocating else "observe",
+            msgspec.json.encode(registry.settings).decode(),
+            tuple(POLICIES),
+            registry.pool_cpus,
+            registry.problem,
+            jobs,
+            decisions,
+        )
+
+    def _decisions(self, changes: tuple[Change, ...], policy: str, now_s: float) -> tuple[DecisionTaken, ...]:
+        is_told = self._options.allocating
+        return tuple(
+            DecisionTaken(now_s, one.job, one.user, one.before, one.after, policy, is_told, one.reason)
+            for one in changes
+        )
 
     def _status(self, names: set[str] | None, now_s: float) -> ShowStatus:
         return ShowStatus(
@@ -255,11 +316,17 @@ class Daemon:
         """Write down what is new, then say it."""
         registry = self._registry
         if registry.touched:
-            self._store.save({job: registry.jobs.get(job) for job in registry.touched})
+            decisions = self._decisions(changes, registry.settings.policy, time.time())
+            self._store.save({job: registry.jobs.get(job) for job in registry.touched}, decisions)
             registry.touched.clear()
         self._wait_shares = registry.wait_shares()
+        limit = "limit" if self._options.allocating else "would-be-limit"
         for change in changes:
-            log.info("job=%s limit=%s before=%s: %s", change.job, change.after, change.before, change.reason)
+            log.info("job=%s %s=%s before=%s: %s", change.job, limit, change.after, change.before, change.reason)
+        if registry.problem != self._said_problem:
+            self._said_problem = registry.problem
+            if registry.problem:
+                log.error("the last limits are kept: %s", registry.problem)
 
     def _take(self, reading: Reading, offered: Offer) -> None:
         """Take a reading, in the event loop."""

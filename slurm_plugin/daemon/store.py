@@ -1,4 +1,5 @@
-"""What the daemon remembers across its own death: the jobs' last reports and limits, in SQLite. Called by `server.py`.
+"""What the daemon remembers across its own death, in SQLite: the jobs' last reports and limits, which policy divides,
+and the last decisions. Called by `server.py`.
 
 WAL mode: a process that is killed at any point leaves all of a change or nothing of it. It is written before a job has
 its answer, so a job never knows more than the daemon's next life, and no report counts twice.
@@ -10,17 +11,18 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from hetstream.base import typed_json
-from hetstream.hetjob.site.messages import ReportDemand
+from hetstream.hetjob.site.messages import DecisionTaken, ReportDemand
 from hetstream.mpi_dataworkers.faults import reach
+from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
 from hetstream.slurm_plugin.daemon.registry import Registered
 from hetstream.slurm_plugin.database import ForeignDatabase, OtherSchema, create_private, is_new, transaction
-from hetstream.slurm_plugin.errors import DaemonStateError
+from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
 
 STATE_FILE = "daemon.sqlite"
 HISTORY_FILE = "history.sqlite"
@@ -28,6 +30,8 @@ HISTORY_FILE = "history.sqlite"
 _APPLICATION_ID = 0x68657464
 _SCHEMA_VERSION = 1
 _MAX_WAL_BYTES = 1 << 20
+# Of decisions, the last so many are kept: 200 bytes each.
+MAX_DECISIONS = 20_000
 
 
 class Store:
@@ -82,7 +86,12 @@ class Store:
             f"begin immediate; pragma application_id={_APPLICATION_ID}; pragma user_version={_SCHEMA_VERSION}; "
             "create table if not exists jobs (job text primary key, user text not null, report text not null, "
             "sent_ns integer not null, seen_s real not null, weight real not null, max_workers integer, "
-            "reason text not null); commit;"
+            "reason text not null); "
+            "create table if not exists settings (only_row integer primary key check (only_row = 1), "
+            "value text not null); "
+            "create table if not exists decisions (number integer primary key autoincrement, time_s real not null, "
+            "job text not null, user text not null, before integer, after integer, policy text not null, "
+            "is_told integer not null, reason text not null); commit;"
         )
 
     def jobs(self) -> list[Registered]:
@@ -94,8 +103,8 @@ class Store:
         with self._named():
             return _read(self._database)
 
-    def save(self, jobs: Mapping[str, Registered | None]) -> None:
-        """Remember these jobs, and forget those that are None. All or nothing.
+    def save(self, jobs: Mapping[str, Registered | None], decisions: Iterable[DecisionTaken] = ()) -> None:
+        """Remember these jobs, forget those that are None, and note the decisions. All or nothing.
 
         Raises:
             DaemonStateError: it cannot be written.
@@ -107,8 +116,65 @@ class Store:
                     report = msgspec.json.encode(job.report).decode()
                     row = (name, job.user, report, job.sent_ns, job.seen_s, job.weight, job.limit, job.reason)
                     self._database.execute("insert into jobs values (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            columns = DecisionTaken.__struct_fields__
+            added = self._database.executemany(
+                f"insert into decisions ({', '.join(columns)}) values (?, ?, ?, ?, ?, ?, ?, ?)",
+                [tuple(getattr(one, column) for column in columns) for one in decisions],
+            )
+            if added.rowcount > 0:
+                oldest = "(select max(number) from decisions) - ?"
+                self._database.execute(f"delete from decisions where number <= {oldest}", (MAX_DECISIONS,))
             reach("daemon.before_commit")
         reach("daemon.after_commit")
+
+    def decisions(self, users: Collection[str] | None, job: str, limit: int) -> tuple[DecisionTaken, ...]:
+        """The latest decisions, the last one first.
+
+        Args:
+            users: whose jobs; None for all.
+            job: of this one; empty for all.
+            limit: at most so many.
+
+        Raises:
+            DaemonStateError: the file is damaged.
+        """
+        where, values = ["1"], list[str | int]()
+        if users is not None:
+            where.append(f"user in ({', '.join('?' * len(users))})")
+            values += sorted(users)
+        if job:
+            where.append("job = ?")
+            values.append(job)
+        text = (
+            f"select {', '.join(DecisionTaken.__struct_fields__)} from decisions where {' and '.join(where)} "
+            "order by number desc limit ?"
+        )
+        with self._named():
+            rows = self._database.execute(text, [*values, limit]).fetchall()
+        return tuple(
+            DecisionTaken(time_s, job_id, user, before, after, policy, bool(is_told), reason)
+            for time_s, job_id, user, before, after, policy, is_told, reason in rows
+        )
+
+    def settings(self) -> PolicySettings:
+        """Which policy divides; the usual one where nobody has set any.
+
+        Raises:
+            DaemonStateError: the file is damaged, or names a policy that this release does not have.
+        """
+        with self._named():
+            row = self._database.execute("select value from settings").fetchone()
+        return _settings(row, self.path)
+
+    def save_settings(self, settings: PolicySettings) -> None:
+        """Remember which policy divides.
+
+        Raises:
+            DaemonStateError: it cannot be written.
+        """
+        with self._named(), transaction(self._database):
+            value = msgspec.json.encode(settings).decode()
+            self._database.execute("insert or replace into settings values (1, ?)", (value,))
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -140,6 +206,34 @@ def remembered_jobs(directory: Path) -> list[Registered]:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             _check(database, path)
             return _read(database)
+
+
+def remembered_settings(directory: Path) -> PolicySettings:
+    """Which policy a daemon with this directory has, without becoming it; the usual one if there never was one.
+
+    Raises:
+        DaemonStateError: it cannot be read.
+    """
+    path = directory / STATE_FILE
+    with _named(path):
+        if not path.exists():
+            return PolicySettings()
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            _check(database, path)
+            # A daemon of before had no such table.
+            tables = {name for (name,) in database.execute("select name from sqlite_master where type = 'table'")}
+            row = database.execute("select value from settings").fetchone() if "settings" in tables else None
+    return _settings(row, path)
+
+
+def _settings(row: tuple[str] | None, path: Path) -> PolicySettings:
+    try:
+        return decode_settings(row[0]) if row else PolicySettings()
+    except PolicyError as error:
+        raise DaemonStateError(
+            f"{path}: {error}. Start the release of hetstream that wrote it and set another policy, or move the file "
+            "away"
+        ) from error
 
 
 def _check(database: sqlite3.Connection, path: Path) -> None:

@@ -41,7 +41,8 @@ def with_caps(policy: Policy) -> Policy:
         workers = found.workers.copy()
         for group, cap, reason in caps:
             _hold_back(table, workers, group, cap, why, reason)
-        is_capped = (why >= 0) & (found.reasons == Reason.JOB_CAP) | (workers < found.workers)
+        is_limit = (limited.cap < table.cap) & (found.workers >= limited.cap)
+        is_capped = (why >= 0) & (is_limit | (workers < found.workers))
         return Allocation(workers, np.where(is_capped, why, found.reasons).astype(np.int8))
 
     return capped

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.policy.caps import with_caps
+from hetstream.slurm_plugin.policy.check import checked
 from hetstream.slurm_plugin.policy.dlrover import dlrover
 from hetstream.slurm_plugin.policy.fair import fair
 from hetstream.slurm_plugin.policy.floors import FLOOR, with_floor
@@ -54,9 +55,13 @@ class Rules:
 
 
 def under_all_rules(policy: Policy, rules: Rules | None = None) -> Policy:
-    """The policy as the daemon runs it."""
+    """The policy as the daemon runs it.
+
+    Raises:
+        PolicyError: when it is called: the policy gave out what it must not.
+    """
     rules = rules or Rules()
-    found = with_floor(policy, rules.floor)
+    found = with_floor(checked(policy), rules.floor)
     found = with_staleness(found, rules.freeze_after_s, rules.fall_back_after_s, rules.cpus_per_gpu)
     found = with_steadiness(with_leftovers(found), rules.move, rules.floor)
     return with_caps(found)

@@ -17,4 +17,4 @@ def fair(table: JobTable, pool: Pool, now_s: float) -> Allocation:  # noqa: ARG0
     pieces = pieces_of(table)
     knots = np.cumsum(np.concatenate([table.minimum[:, None], pieces.count], axis=1), axis=1)
     level = pieces.speed / table.weight[:, None]
-    return with_reasons(table, pieces, fill_to_level(table, pool, knots, level))
+    return with_reasons(table, pool, pieces, fill_to_level(table, pool, knots, level))

@@ -59,7 +59,7 @@ def fill_in_order(table: JobTable, pool: Pool, pieces: Pieces, key: Floats) -> A
     row, place = row[order], place[order]
     taken = take(pieces.count[row, place], table.cpus[row], _beyond_minimum(table, pool))
     workers = table.minimum + np.bincount(row, weights=taken, minlength=len(table)).astype(np.int64)
-    return with_reasons(table, pieces, workers)
+    return with_reasons(table, pool, pieces, workers)
 
 
 def fill_to_level(table: JobTable, pool: Pool, knots: Ints, levels: Floats) -> Ints:
@@ -85,15 +85,19 @@ def fill_to_level(table: JobTable, pool: Pool, knots: Ints, levels: Floats) -> I
         left -= int((more * table.cpus[rows]).sum())
 
 
-def with_reasons(table: JobTable, pieces: Pieces, workers: Ints) -> Allocation:
+def with_reasons(table: JobTable, pool: Pool, pieces: Pieces, workers: Ints) -> Allocation:
     """The allocation, with the reasons that numbers alone tell."""
+    left = pool.cpus - int((workers * table.cpus).sum())
     saturation, limits = saturation_of(table, pieces), limits_of(table)
     reasons = np.where(workers > table.minimum, Reason.SHARED, Reason.MINIMUM).astype(np.int8)
     full = workers >= saturation
     reasons[full] = Reason.SATURATED
     reasons[full & (saturation == 0)] = Reason.NO_NEED
     reasons[full & (workers >= limits)] = Reason.ALL_WANTED
-    reasons[full & (workers >= limits) & (table.cap < table.wanted)] = Reason.JOB_CAP
+    # Where nothing is left in any case, the pool is the reason and not the cap.
+    is_capped = full & (workers >= limits) & (table.cap < table.wanted)
+    reasons[is_capped & (table.cpus <= left)] = Reason.JOB_CAP
+    reasons[is_capped & (table.cpus > left)] = Reason.SHARED
     return Allocation(workers, reasons)
 
 

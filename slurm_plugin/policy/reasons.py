@@ -23,7 +23,7 @@ class Reason(IntEnum):
     NO_NEED = 4
     """It is as fast without data workers."""
     JOB_CAP = 5
-    """A limit of the job itself."""
+    """A limit of the job itself, or what nodes have room for."""
     USER_CAP = 6
     """The limit of its user's data workers."""
     TENANT_CAP = 7
@@ -48,7 +48,8 @@ def explain(table: JobTable, pool: Pool, allocation: Allocation, row: int) -> st
     sharing = f"{pool.cpus} CPUs are shared by {len(table)} job(s)"
     match Reason(int(allocation.reasons[row])):
         case Reason.SHARED:
-            return f"{workers} of {wanted}: {sharing}, its weight is {table.weight[row]:g}"
+            weight = table.weight[row] * max(table.gpus[row], 1.0)
+            return f"{workers} of {wanted}: {sharing}, its weight is {weight:g}"
         case Reason.MINIMUM:
             return f"its minimum {minimum} of {wanted}: {sharing}, and no more of {cpus} CPUs fit its share"
         case Reason.ALL_WANTED:
@@ -58,7 +59,9 @@ def explain(table: JobTable, pool: Pool, allocation: Allocation, row: int) -> st
         case Reason.NO_NEED:
             return "none: it is as fast without data workers, as it has measured"
         case Reason.JOB_CAP:
-            return f"{workers} of {wanted}: the job's own limit is {int(table.cap[row])}"
+            return (
+                f"{workers} of {wanted}: nodes have room for {int(table.cap[row])} of its data workers of {cpus} CPUs"
+            )
         case Reason.USER_CAP:
             return (
                 f"{workers} of {wanted}: its user may have {_cap(pool.user_caps, table.user[row])} CPUs of data workers"

@@ -19,4 +19,4 @@ def share(table: JobTable, pool: Pool, now_s: float) -> Allocation:  # noqa: ARG
     top = saturation_of(table, pieces)
     knots = np.stack([np.zeros_like(top), top], axis=1)
     levels = knots * (table.cpus / (table.weight * np.maximum(table.gpus, 1.0)))[:, None]
-    return with_reasons(table, pieces, fill_to_level(table, pool, knots, levels))
+    return with_reasons(table, pool, pieces, fill_to_level(table, pool, knots, levels))

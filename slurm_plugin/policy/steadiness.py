@@ -68,7 +68,7 @@ def with_steadiness(policy: Policy, cost: MoveCost | None = None, floor: float =
         shrinks = aim.workers < have
         lasts_s = _lasts_s(table, cost) - cost.idle_s
         is_new = ~np.isfinite(table.held_s)
-        # Its whole part for a job that never had one; for one that is starved, what brings it to the floor.
+        # Its whole part at once for a job that never had one; for one that is starved, what brings it to the floor.
         first = np.where(is_new, aim.workers, np.minimum(workers_for(table, floor), aim.workers))
         is_urgent = (first > have) & (speed < floor)
         # What was given within the last cooldown is still on its way.
@@ -86,7 +86,7 @@ def with_steadiness(policy: Policy, cost: MoveCost | None = None, floor: float =
         urgent_cpus = int((more * table.cpus).sum())
         wished = _taken(table, np.where(may_grow, aim.workers - have, 0), oldest_first, easy_cpus - urgent_cpus)
         pays = (_speed(table, have + wished) - speed) * lasts_s >= cost.disturbance_s
-        more += np.where(pays, wished, 0)
+        more += np.where(pays | is_new, wished, 0)
         needed = int((more * table.cpus).sum()) - free
         # First what its owner has no use for, then from those that had theirs for longest.
         order = np.lexsort((-table.held_s, ~may_shrink, ~is_spare))

@@ -143,7 +143,7 @@ def test_version_1_is_these_bytes() -> None:
 )
 def test_what_breaks_a_rule_is_no_message(old: bytes, new: bytes) -> None:
     assert old in GOLDEN
-    with pytest.raises(SiteError, match="not a message of version 1"):
+    with pytest.raises(SiteError, match="not a message of versions 1 to 2"):
         decode_request(GOLDEN.replace(old, new))
 
 
@@ -218,7 +218,7 @@ def test_an_answer_that_is_none_is_an_error(daemon: Answers, tmp_path: Path) -> 
         assert len(wrong) < len(data)
         return LENGTH.pack(len(wrong)) + wrong
 
-    assert "not a message of version 1" in ask_again(daemon, not_json)
+    assert "not a message of versions 1 to 2" in ask_again(daemon, not_json)
     with pytest.raises(SiteError, match=r"unix:/\S+/nobody does not answer: No such file"):
         ask(SiteSettings(UnixAddress(tmp_path / "nobody"), None), DEMAND)
     with pytest.raises(SiteError, match="no address"):

@@ -7,14 +7,17 @@ import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
-from hetstream.slurm_plugin.daemon.policy import Decision, Pool
-from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, REPORT_S, Registry, pool_cpus, pool_partitions
+from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
+from hetstream.slurm_plugin.daemon.registry import MAX_REPORTS_PER_S, REPORT_S, Registry
+from hetstream.slurm_plugin.daemon.room import pool_partitions, room_of, usable_cpus
 from hetstream.slurm_plugin.daemon.store import Store, remembered_jobs
 from hetstream.slurm_plugin.errors import DaemonStateError
+from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool, allocation
 
 ALICE, BOB = ("alice", "1000"), ("bob", "1001")
 
@@ -220,13 +223,34 @@ def test_a_change_is_told_once(registry: Registry) -> None:
 
 
 def test_another_policy_takes_the_place_of_the_default() -> None:
-    def nothing(pool: Pool) -> dict[str, Decision]:
-        return {one.job: Decision(one.minimum, "a policy of the site's") for one in pool.demands}
+    def never_grow(table: JobTable, pool: Pool, now_s: float) -> Allocation:
+        return allocation(table.minimum.copy())
 
-    registry = Registry((), allocating=True, policy=nothing)
+    registry = Registry((), allocating=True, policy=never_grow, settings=PolicySettings(floor=0.0))
     registry.observe(snapshot(job(1)), 100.0)
-    answer = granted(registry, 1, 1, 200.0)
-    assert (answer.limit, answer.reason) == (0, "a policy of the site's")
+    assert granted(registry, 1, 1, 200.0).limit == 0
+
+
+@pytest.mark.parametrize("fault", ["gives too much", "fails"])
+def test_a_policy_at_fault_changes_nothing_and_is_told_of(fault: str) -> None:
+    is_broken = False
+
+    def sometimes(table: JobTable, pool: Pool, now_s: float) -> Allocation:
+        if is_broken and fault == "fails":
+            raise ZeroDivisionError("no job at all")
+        return allocation(np.full(len(table), 100 if is_broken else 3, np.int64))
+
+    registry = Registry((), allocating=True, policy=sometimes, settings=PolicySettings(floor=0.0))
+    registry.observe(snapshot(job(1), job(2)), 100.0)
+    assert granted(registry, 1, 1, 200.0).limit == 3
+    is_broken = True
+    assert granted(registry, 1, 2, 202.0, wanted=100).limit == 3
+    assert "a policy gives out" in registry.problem or "ZeroDivisionError: no job at all" in registry.problem
+    first = granted(registry, 2, 1, 204.0, current=3)
+    assert (first.limit, first.reason) == (0, "what it has, until the shares are divided anew")
+    is_broken = False
+    assert granted(registry, 1, 3, 206.0).limit == 3
+    assert registry.problem == ""
 
 
 def test_the_pool_is_what_is_free_and_what_these_jobs_hold() -> None:
@@ -247,8 +271,47 @@ def test_the_pool_is_what_is_free_and_what_these_jobs_hold() -> None:
     only_gpus = replace(cluster, partitions=cluster.partitions[:1])
     assert pool_partitions(only_gpus, None) == ("gpu",)
     owners = {"1": "alice", "12": "alice"}
-    assert pool_cpus(cluster, ("cpu",), owners) == 12 + 8 + 4
-    assert pool_cpus(cluster, ("cpu",), {}) == 12
+    assert room_of(cluster, ("cpu",), owners).cpus(()) == 12 + 8 + 4
+    assert room_of(cluster, ("cpu",), {}).cpus(()) == 12
+    assert room_of(cluster, ("cpu",), owners).cpus({8}) == 8 + 8 + 4
+    assert room_of(cluster, ("cpu",), owners).cpus({16}) == 8 + 4
+    # The component's CPUs come back with its job; the companion's could be another's.
+    on_c0 = replace(cluster, jobs=(replace(companion, nodes=("c0",)), component))
+    assert room_of(on_c0, ("cpu",), owners).num_workers(10) == 2
+    assert room_of(cluster, ("cpu",), owners).num_workers(10) == 1
+
+
+@pytest.mark.parametrize(
+    ("free", "sizes", "usable"),
+    [
+        ([30, 3, 3, 3], [8], 24),
+        ([30, 3, 3, 3], [8, 3], 30 + 9),
+        ([10], [6, 4], 10),
+        ([10], [6], 6),
+        ([7, -2], [8, 64], 0),
+        ([7, 5], [], 12),
+        ([], [4], 0),
+        ([1024] * 3, [1000, 7], 3 * 1022),
+    ],
+)
+def test_cpus_count_where_a_data_worker_fits(free: list[int], sizes: list[int], usable: int) -> None:
+    assert usable_cpus(free, sizes) == usable
+
+
+def test_without_jobs_the_pool_is_what_is_free() -> None:
+    registry = Registry((), allocating=True)
+    assert registry.observe(snapshot(job(1)), 100.0) == ()
+    assert (registry.pool_cpus, registry.problem) == (32, "")
+
+
+def test_a_pool_of_crumbs_is_none_for_large_data_workers() -> None:
+    nodes = tuple(node(f"c{number}", "cpu", 3) for number in range(10))
+    registry = Registry((), allocating=True)
+    registry.observe(replace(snapshot(job(1), job(2)), nodes=nodes), 100.0)
+    assert granted(registry, 1, 1, 200.0, cpus=4).limit == 0
+    assert registry.pool_cpus == 0
+    assert granted(registry, 2, 1, 202.0, cpus=3).limit == 8
+    assert registry.pool_cpus == 30
 
 
 def test_components_of_one_job_weigh_together() -> None:

@@ -157,6 +157,7 @@ def load(path: Path, name: str, number: int) -> None:
 
 
 def ask(path: Path, number: int) -> None:
+    number = number if number > SITE_VERSION else 0  # version 1 is answered too
     question = json.loads((path / "wire.json").read_text())["daemon question"].replace(
         '"version":1', f'"version":{number}'
     )

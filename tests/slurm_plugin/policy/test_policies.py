@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.policy.choices import POLICIES
@@ -31,6 +31,7 @@ def used(table: JobTable, workers: list[int]) -> int:
 
 
 @EVERY
+@settings(deadline=None, max_examples=60)
 @given(table=tables(), cpus=CPUS)
 def test_bounds_are_kept_and_no_cpu_is_given_twice(name: str, table: JobTable, cpus: int) -> None:
     workers = allocate(name, table, cpus)
@@ -42,6 +43,7 @@ def test_bounds_are_kept_and_no_cpu_is_given_twice(name: str, table: JobTable, c
 
 
 @EVERY
+@settings(deadline=None, max_examples=60)
 @given(table=tables(), cpus=CPUS)
 def test_nothing_that_makes_somebody_faster_is_left(name: str, table: JobTable, cpus: int) -> None:
     workers = np.array(allocate(name, table, cpus), np.int64)
@@ -52,6 +54,7 @@ def test_nothing_that_makes_somebody_faster_is_left(name: str, table: JobTable, 
 
 
 @EVERY
+@settings(deadline=None, max_examples=60)
 @given(table=tables(), cpus=CPUS, shuffle=st.randoms())
 def test_the_order_of_the_jobs_does_not_matter(name: str, table: JobTable, cpus: int, shuffle: object) -> None:
     order = list(range(len(table)))
@@ -64,6 +67,7 @@ def test_the_order_of_the_jobs_does_not_matter(name: str, table: JobTable, cpus:
 
 
 @EVERY
+@settings(deadline=None, max_examples=60)
 @given(table=tables(), cpus=CPUS)
 def test_equal_input_gives_equal_bytes_and_is_left_as_it_is(name: str, table: JobTable, cpus: int) -> None:
     before = {field.name: getattr(table, field.name).tobytes() for field in fields(table)}
@@ -74,12 +78,14 @@ def test_equal_input_gives_equal_bytes_and_is_left_as_it_is(name: str, table: Jo
 
 
 @EVERY
+@settings(deadline=None, max_examples=60)
 @given(table=tables(one_size=True), cpus=CPUS, more=st.integers(0, 50))
 def test_more_cpus_take_nothing_from_anybody(name: str, table: JobTable, cpus: int, more: int) -> None:
     assert np.all(np.array(allocate(name, table, cpus + more)) >= np.array(allocate(name, table, cpus)))
 
 
 @EVERY
+@settings(deadline=None, max_examples=60)
 @given(table=tables())
 def test_with_enough_cpus_all_policies_say_the_same(name: str, table: JobTable) -> None:
     workers = allocate(name, table, 1 << 40)
@@ -87,6 +93,7 @@ def test_with_enough_cpus_all_policies_say_the_same(name: str, table: JobTable) 
 
 
 @EVERY
+@settings(deadline=None, max_examples=60)
 @given(table=tables(), cpus=CPUS)
 def test_every_row_has_words_for_its_reason(name: str, table: JobTable, cpus: int) -> None:
     allocation = POLICIES[name](table, Pool(cpus), NOW_S)
@@ -125,11 +132,13 @@ def one_by_one(table: JobTable, cpus: int) -> list[int]:
     return have
 
 
+@settings(deadline=None)
 @given(table=tables(), cpus=CPUS)
 def test_shares_are_those_of_giving_data_workers_one_by_one(table: JobTable, cpus: int) -> None:
     assert allocate("share", table, cpus) == one_by_one(table, cpus)
 
 
+@settings(deadline=None)
 @given(table=tables(max_jobs=6), cpus=CPUS)
 def test_under_fair_all_that_want_more_are_within_one_data_worker_of_one_speed(table: JobTable, cpus: int) -> None:
     table = replace(
@@ -143,6 +152,7 @@ def test_under_fair_all_that_want_more_are_within_one_data_worker_of_one_speed(t
         assert np.all((without_last <= speed[poor] + 1e-9) | (workers == 0))
 
 
+@settings(deadline=None)
 @given(table=tables(max_jobs=4, one_size=True), cpus=st.integers(0, 60))
 def test_maxtp_has_the_greatest_sum_of_speeds(table: JobTable, cpus: int) -> None:
     table = replace(table, weight=np.ones(len(table)), gpus=np.ones(len(table)), cpus=np.ones(len(table), np.int64))

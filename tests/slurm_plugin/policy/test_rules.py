@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.errors import PolicyError
@@ -35,6 +35,7 @@ def workers(policy: Policy, table: JobTable, cpus: int, **caps: object) -> list[
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
+@settings(deadline=None, max_examples=30)
 @given(table=tables(), cpus=CPUS, users=CAPS, tenants=CAPS)
 def test_all_rules_together_keep_the_bounds_and_the_caps(
     name: str, table: JobTable, cpus: int, users: np.ndarray, tenants: np.ndarray
@@ -88,6 +89,7 @@ def test_floors_too_many_for_the_pool_go_round_so_that_no_wait_is_without_end() 
     assert longest.max() < np.inf
 
 
+@settings(deadline=None)
 @given(table=tables())
 def test_workers_for_a_speed_are_the_fewest_that_have_it(table: JobTable) -> None:
     count = workers_for(table, 0.3)

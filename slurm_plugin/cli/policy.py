@@ -1,0 +1,250 @@
+"""`hetstream policy`: which policy divides data workers among jobs, who has what and why, and another policy."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from hetstream.base.errors import UsageError
+from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.site.address import SiteSettings
+from hetstream.hetjob.site.messages import (
+    AskPolicy,
+    DecisionTaken,
+    JobNow,
+    Question,
+    RefusePolicy,
+    SetPolicy,
+    ShowPolicy,
+)
+from hetstream.slurm_plugin.cli.daemon import add_address, asked, settings_of
+from hetstream.slurm_plugin.cli.output import add_output_arguments, emit
+from hetstream.slurm_plugin.daemon.policy_settings import EVERYBODY, PolicySettings, decode_settings
+from hetstream.slurm_plugin.errors import PolicyError
+from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.render.report import Column, Report, Section
+from hetstream.slurm_plugin.render.table import duration_words
+
+EPILOG = """\
+share    weighted max-min fairness of CPUs, with GPUs as the weight: needs no measurement and trusts none (the default)
+fair     all jobs at the same share of their greatest speed (GoldMiner's Fair)
+maxtp    the greatest sum of speeds (GoldMiner's MaxTP)
+srtf     the least remaining CPU work first (GoldMiner's SRTF)
+dlrover  gain for its cost, times a weight for jobs that end soon (DLRover-RM's weighted selection)
+stretch  hetstream's own: as srtf, but narrow jobs and jobs that are late for their length come forward
+
+All but share believe what jobs measure of themselves. Under each of them no job goes below its minimum or, as far as
+the CPUs go, below --floor of its greatest speed; a move must pay for what it costs; and the caps hold. A daemon that
+only observes decides too, and tells nobody: show, explain and set --dry-run say what it would have done.
+
+examples:
+  hetstream policy show
+  hetstream policy explain 8123
+  hetstream policy set srtf --dry-run
+  hetstream policy set stretch --tenant-cap vision=512 --user-cap 256
+  hetstream policy set share --tenant-cap none --user-cap none
+
+exit codes:
+  0  done
+  1  the daemon did not answer, or refused; set is for root and the daemon's own user
+  2  the command line is wrong
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Declare the verb."""
+    parser = subparsers.add_parser(
+        "policy",
+        help=summary,
+        description="Show, set and explain how the site daemon divides data workers among jobs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    text = "which policy divides, what it is told of the jobs, and its last decisions"
+    _add_action(actions.add_parser("show", help=text, description=text)).set_defaults(run=show)
+    text = "what the policy is told of one job, and every decision about it that is remembered"
+    explain = _add_action(actions.add_parser("explain", help=text, description=text))
+    explain.add_argument("job", metavar="JOBID", help="of the trainer; of a heterogeneous job without +COMPONENT")
+    explain.set_defaults(run=explain_job)
+    text = "divide otherwise from now on; what is not named stays as it is"
+    change = _add_action(actions.add_parser("set", help=text, description=text))
+    change.add_argument("policy", metavar="POLICY", choices=tuple(POLICIES), help=", ".join(POLICIES))
+    change.add_argument("--floor", type=float, metavar="SHARE", help="least speed of every job, 0 to 0.5")
+    change.add_argument("--cpus-per-gpu", type=float, metavar="CPUS", help="for jobs that have measured nothing")
+    for who in ("user", "tenant"):
+        what = "a Slurm account" if who == "tenant" else "a user"
+        change.add_argument(
+            f"--{who}-cap",
+            action="append",
+            default=[],
+            metavar="[NAME=]CPUS",
+            help=f"of all data workers of {what}, or without NAME of each; NAME=none or none for no cap",
+        )
+    change.add_argument("-n", "--dry-run", action="store_true", help="say who would get what, and change nothing")
+    change.set_defaults(run=set_policy)
+
+
+def _add_action(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    add_address(parser, None)
+    parser.add_argument("--last", type=int, default=50, metavar="N", help="decisions to show (default %(default)s)")
+    add_output_arguments(parser)
+    return parser
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print the policy, the jobs and the last decisions."""
+    answer = _ask(settings_of(args), AskPolicy("", _last(args)))
+    emit(args, policy_report("policy show", answer, ""))
+    return 0
+
+
+def explain_job(args: argparse.Namespace) -> int:
+    """Print what is known of one job, and what was decided about it."""
+    if not args.job.isdigit():
+        raise UsageError(
+            f"{args.job!r} is no job id: write the number alone, of a heterogeneous job without +COMPONENT"
+        )
+    answer = _ask(settings_of(args), AskPolicy(args.job, _last(args)))
+    if not answer.jobs and not answer.decisions:
+        raise SiteError(
+            f"the daemon knows nothing of job {args.job}: it has not reported, its last decision is forgotten, or it "
+            "is not yours. hetstream policy show lists what is known"
+        )
+    emit(args, policy_report("policy explain", answer, args.job))
+    return 0
+
+
+def set_policy(args: argparse.Namespace) -> int:
+    """Set another policy, or say what would follow."""
+    where = settings_of(args)
+    settings = changed(decode_settings(_ask(where, AskPolicy("", 0)).settings), args)
+    text = msgspec.json.encode(settings).decode()
+    answer = _ask(where, SetPolicy(text, args.dry_run))
+    emit(args, policy_report("policy set", msgspec.structs.replace(answer, settings=text), "", args.dry_run))
+    return 0
+
+
+def changed(settings: PolicySettings, args: argparse.Namespace) -> PolicySettings:
+    """The settings with what the command line says.
+
+    Raises:
+        UsageError: a value out of range, or a cap of another form.
+    """
+    given = {name: value for name in ("floor", "cpus_per_gpu") if (value := getattr(args, name)) is not None}
+    caps = {
+        f"{who}_caps": _caps(getattr(settings, f"{who}_caps"), getattr(args, f"{who}_cap"), who)
+        for who in ("user", "tenant")
+    }
+    try:
+        found = msgspec.structs.replace(settings, policy=args.policy, **given, **caps)
+        return decode_settings(msgspec.json.encode(found))
+    except PolicyError as error:
+        raise UsageError(str(error)) from error
+
+
+def _caps(before: dict[str, int], words: Sequence[str], who: str) -> dict[str, int]:
+    caps = dict(before)
+    for word in words:
+        name, _, number = word.rpartition("=")
+        if number == "none" and not name:
+            caps.clear()
+        elif number == "none":
+            caps.pop(name, None)
+        elif number.isdigit():
+            caps[name or EVERYBODY] = int(number)
+        else:
+            raise UsageError(f"--{who}-cap={word}: must be CPUS, NAME=CPUS, NAME=none or none, where CPUS is a number")
+    return caps
+
+
+def _last(args: argparse.Namespace) -> int:
+    if not 0 <= args.last <= 1000:
+        raise UsageError(f"--last={args.last}: must be 0 to 1000")
+    return int(args.last)
+
+
+def _ask(where: SiteSettings, question: Question) -> ShowPolicy:
+    answer = asked(where, question)
+    if isinstance(answer, RefusePolicy):
+        raise SiteError(f"the daemon refuses: {answer.reason}")
+    if not isinstance(answer, ShowPolicy):
+        raise SiteError(f"the daemon at {where.address} answers {answer!r} to a question for its policy")
+    return answer
+
+
+def policy_report(verb: str, answer: ShowPolicy, job: str, is_dry_run: bool = False) -> Report:
+    """The answer as tables."""
+    settings = decode_settings(answer.settings)
+    caps = [
+        f"{who} {'each' if name == EVERYBODY else name} at most {cpus} CPUs"
+        for who, found in (("user", settings.user_caps), ("tenant", settings.tenant_caps))
+        for name, cpus in sorted(found.items())
+    ]
+    told = "jobs are told" if answer.mode == "allocate" else "jobs are not told: the daemon observes"
+    lines = [
+        f"policy {settings.policy}{', if it were set' if is_dry_run else ''}: {answer.pool_cpus} CPUs; {told}",
+        f"floor {settings.floor:.0%} of a job's greatest speed; {settings.cpus_per_gpu:g} CPUs for a GPU where nothing "
+        "was measured",
+        f"caps: {'; '.join(caps) or 'none'}",
+    ]
+    notes = [f"the last limits are kept: {answer.problem}"] if answer.problem else []
+    summary = {
+        "mode": answer.mode,
+        "settings": msgspec.to_builtins(settings),
+        "choices": list(answer.choices),
+        "pool_cpus": answer.pool_cpus,
+        "problem": answer.problem,
+        "dry_run": is_dry_run,
+    }
+    sections = [_decisions(answer.decisions, "would change" if is_dry_run else "decisions")]
+    if verb != "policy set":
+        sections.insert(0, _jobs(answer.jobs, job))
+    return Report({"verb": verb, "taken_s": round(time.time(), 3)}, summary, lines, tuple(sections), notes)
+
+
+def _jobs(jobs: Sequence[JobNow], job: str) -> Section:
+    rows = [{name: getattr(one, name) for name in JobNow.__struct_fields__} for one in jobs]
+    return Section("jobs", _JOB_COLUMNS, rows, empty=f"job {job} has ended" if job else "no job has reported")
+
+
+def _decisions(decisions: Sequence[DecisionTaken], title: str) -> Section:
+    rows = [{name: getattr(one, name) for name in DecisionTaken.__struct_fields__} for one in decisions]
+    return Section(title.replace(" ", "_"), _DECISION_COLUMNS, rows, empty=f"no {title}")
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else f"{value}"
+
+
+def _ago(time_s: float) -> str:
+    return duration_words(max(0.0, time.time() - time_s))
+
+
+_JOB_COLUMNS = (
+    Column("job", "JOB", left=True),
+    Column("user", "USER", left=True),
+    Column("tenant", "TENANT", left=True),
+    Column("current", "HAS"),
+    Column("minimum", "MIN"),
+    Column("wanted", "WANTS"),
+    Column("limit", "LIMIT", _or_dash),
+    Column("cpus", "CPUS"),
+    Column("gpus", "GPUS", lambda value: f"{value:g}"),
+    Column("speed", "SPEED", lambda value: "-" if value is None else f"{value:.0%}"),
+    Column("remaining_s", "LEFT", lambda value: "-" if value is None else duration_words(value)),
+    Column("reason", "BECAUSE", left=True),
+)
+_DECISION_COLUMNS = (
+    Column("time_s", "AGO", _ago),
+    Column("job", "JOB", left=True),
+    Column("user", "USER", left=True),
+    Column("before", "FROM", _or_dash),
+    Column("after", "TO", _or_dash),
+    Column("policy", "BY", left=True),
+    Column("is_told", "TOLD", lambda value: "yes" if value else "no"),
+    Column("reason", "BECAUSE", left=True),
+)

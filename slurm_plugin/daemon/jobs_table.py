@@ -1,0 +1,141 @@
+"""The jobs that have reported, as the table that policies are told: (jobs, what Slurm says) -> `JobTable`. Pure.
+
+Called by the registry at each round. The clock is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hetstream.slurm_plugin.daemon.known import Held, claim_of
+from hetstream.slurm_plugin.daemon.policy_settings import EVERYBODY, PolicySettings
+from hetstream.slurm_plugin.daemon.speed_curve import POINTS, Curve, assumed_curve, curve_of
+from hetstream.slurm_plugin.policy.curves import speed_at
+from hetstream.slurm_plugin.policy.table import NO_CAP, Ints, JobTable, Pool, job_table
+
+if TYPE_CHECKING:
+    from hetstream.slurm_plugin.daemon.registry import Registered
+
+_NOTHING = Held()
+
+
+@dataclass
+class Since:
+    """Since when something is so, by job, in seconds since the epoch; forgotten when the daemon ends.
+
+    Attributes:
+        changed: its limit is what it is.
+        starved: it is below the floor of speed.
+    """
+
+    changed: dict[str, float] = field(default_factory=dict)
+    starved: dict[str, float] = field(default_factory=dict)
+
+    def forget(self, job: str) -> None:
+        """It has ended."""
+        self.changed.pop(job, None)
+        self.starved.pop(job, None)
+
+
+def table_of(
+    jobs: Sequence[Registered],
+    held: Mapping[str, Held],
+    since: Since,
+    settings: PolicySettings,
+    now_s: float,
+    silent_after_s: float,
+) -> JobTable:
+    """One row a job.
+
+    Args:
+        jobs: in ascending order of their ids.
+        held: what Slurm says that each has.
+        since: times that the table has ages of; those of starving are brought up to date.
+        settings: of the policy.
+        now_s: seconds since the epoch.
+        silent_after_s: a job without a report for so long wants what it has.
+    """
+    claims = [claim_of(one.report, held.get(one.job, _NOTHING), now_s - one.seen_s > silent_after_s) for one in jobs]
+    curves = [_curve(one, claim.wanted * claim.cpus, settings) for one, claim in zip(jobs, claims, strict=True)]
+    remaining = [one.report.measured.remaining if one.report.measured else None for one in jobs]
+    ideal = [one.report.measured.ideal_steps_per_s if one.report.measured else 1.0 for one in jobs]
+    # What is on its way to its limit has not settled: there is nothing yet that could be held.
+    settled = [one.limit == claim.current for one, claim in zip(jobs, claims, strict=True)]
+    users, tenants = codes_of(jobs)
+    table = job_table(
+        job_id=[one.report.job_id for one in jobs],
+        wanted=[claim.wanted for claim in claims],
+        minimum=[claim.minimum for claim in claims],
+        current=[claim.current for claim in claims],
+        cpus=[claim.cpus for claim in claims],
+        gpus=[one.weight for one in jobs],
+        curve_cpus=np.array([curve[0] for curve in curves], np.float64).reshape(len(jobs), POINTS),
+        curve_speed=np.array([curve[1] for curve in curves], np.float64).reshape(len(jobs), POINTS),
+        remaining_s=[left.steps / rate if left else np.nan for left, rate in zip(remaining, ideal, strict=True)],
+        remaining_sigma=[left.sigma if left else 0.0 for left in remaining],
+        total_s=[
+            left.total_steps / rate if left and left.total_steps else np.nan
+            for left, rate in zip(remaining, ideal, strict=True)
+        ],
+        age_s=[max(0.0, now_s - one.submit_s) if one.submit_s else 0.0 for one in jobs],
+        starved_s=[max(0.0, now_s - since.starved.get(one.job, now_s)) for one in jobs],
+        held_s=[
+            max(0.0, now_s - since.changed.get(one.job, -np.inf)) if is_settled else np.inf
+            for one, is_settled in zip(jobs, settled, strict=True)
+        ],
+        stale_s=[max(0.0, now_s - one.seen_s) for one in jobs],
+        user=[users[one.user] for one in jobs],
+        tenant=[tenants[one.account] for one in jobs],
+    )
+    _note_starving(jobs, table, since, settings.floor, now_s)
+    return table
+
+
+def pool_of(jobs: Sequence[Registered], cpus: int, settings: PolicySettings) -> Pool:
+    """The pool with the caps of the users and tenants of these jobs."""
+    users, tenants = codes_of(jobs)
+    return Pool(cpus, _caps(tenants, settings.tenant_caps), _caps(users, settings.user_caps))
+
+
+def with_room(table: JobTable, num_workers: Mapping[int, int]) -> JobTable:
+    """The table in which no job may have more than nodes have room for.
+
+    Args:
+        table: the jobs.
+        num_workers: companions that all nodes hold, by their CPUs.
+    """
+    room = np.array([num_workers.get(size, 0) for size in table.cpus.tolist()], np.int64)
+    return replace(table, cap=np.minimum(table.cap, np.maximum(table.minimum + room, table.current)))
+
+
+def codes_of(jobs: Sequence[Registered]) -> tuple[dict[str, int], dict[str, int]]:
+    """Numbers of the users and of the tenants, in the order of their names."""
+    users = {name: code for code, name in enumerate(sorted({one.user for one in jobs}))}
+    tenants = {name: code for code, name in enumerate(sorted({one.account for one in jobs}))}
+    return users, tenants
+
+
+def _curve(job: Registered, wanted_cpus: int, settings: PolicySettings) -> Curve:
+    measured = job.report.measured
+    if measured is None or not any(point.workers for point in measured.points):
+        return assumed_curve(float(wanted_cpus), job.weight, settings.cpus_per_gpu)
+    return curve_of(measured, job.weight)
+
+
+def _caps(codes: Mapping[str, int], caps: Mapping[str, int]) -> Ints | None:
+    if not caps:
+        return None
+    return np.array([caps.get(name, caps.get(EVERYBODY, NO_CAP)) for name in codes], np.int64)
+
+
+def _note_starving(jobs: Sequence[Registered], table: JobTable, since: Since, floor: float, now_s: float) -> None:
+    speed = speed_at(table, (table.current * table.cpus).astype(np.float64))
+    for one, is_starved in zip(jobs, (speed < floor).tolist(), strict=True):
+        if is_starved:
+            since.starved.setdefault(one.job, now_s)
+        else:
+            since.starved.pop(one.job, None)

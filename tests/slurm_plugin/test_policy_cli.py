@@ -1,0 +1,204 @@
+"""`hetstream policy` and a real daemon: who may set what, what is told of it, and what is remembered of decisions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from recorded import Recorded
+from running_daemon import RunningDaemon
+
+from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
+from hetstream.hetjob.site.messages import (
+    LENGTH,
+    AskPolicy,
+    DecisionTaken,
+    GrantLimit,
+    RefusePolicy,
+    ReportDemand,
+    SetPolicy,
+    ShowPolicy,
+    encode_request,
+    new_request,
+)
+from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings, decode_settings
+from hetstream.slurm_plugin.daemon.registry import Registered
+from hetstream.slurm_plugin.daemon.store import MAX_DECISIONS, Store, remembered_settings
+from hetstream.slurm_plugin.errors import DaemonStateError, PolicyError
+
+WaitUntil = Callable[..., None]
+
+
+def report(job_id: int, wanted: int, points: tuple[SpeedPoint, ...] = (), steps: float = 1000.0) -> ReportDemand:
+    measured = Measured(1.0, 10.0, points, remaining=RemainingWork(steps, 0.0, "directive", 2 * steps))
+    return ReportDemand(job_id, 0, 0, wanted, 8, 0.4, measured if points else None)
+
+
+def limit(daemon: RunningDaemon, question: ReportDemand) -> int | None:
+    answer = daemon.ask(question)
+    assert isinstance(answer, GrantLimit), answer
+    return answer.limit
+
+
+def policy(slurm: Recorded, daemon: RunningDaemon, words: str) -> subprocess.CompletedProcess[str]:
+    done: subprocess.CompletedProcess[str] = slurm.run(f"policy {words} --address {daemon.address}")
+    return done
+
+
+def test_a_policy_is_shown_set_and_explained_and_outlives_the_daemon(
+    local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded
+) -> None:
+    """Two jobs want all 88 CPUs, 11 data workers of 8; job 2 has one GPU and little work left."""
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    one = report(1, 11, (SpeedPoint(8, 11, 10.0),), steps=100_000.0)
+    two = report(2, 11, (SpeedPoint(8, 11, 10.0),), steps=100.0)
+    wait_until(lambda: (limit(local, one), limit(local, two)) == (9, 2))
+    shown = json.loads(policy(slurm, local, "show --json").stdout)
+    assert shown["summary"]["settings"]["policy"] == "share"
+    assert {row["job"]: (row["limit"], row["remaining_source"]) for row in shown["jobs"]} == {
+        "1": (9, "directive"), "2": (2, "directive"),
+    }  # fmt: skip
+
+    planned = policy(slurm, local, "set srtf --floor 0 --dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert "policy srtf, if it were set: 88 CPUs; jobs are told" in planned.stdout
+    assert [limit(local, one), limit(local, two)] == [9, 2]
+    assert local.log.count("policy=srtf: set") == 0
+
+    done = json.loads(policy(slurm, local, "set srtf --floor 0 --json").stdout)
+    assert {row["job"]: (row["before"], row["after"]) for row in done["decisions"]} == {"1": (9, 0), "2": (2, 11)}
+    assert [limit(local, one), limit(local, two)] == [0, 11]
+    assert "policy=srtf: set" in local.log
+
+    local.kill()
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    assert remembered_settings(local.directory / "state") == PolicySettings("srtf", 0.0)
+    story = json.loads(policy(slurm, local, "explain 2 --json").stdout)
+    assert story["decisions"][0]["policy"] == "srtf"
+    assert [(row["before"], row["after"]) for row in story["decisions"]] == [(2, 11), (None, 2)]
+    text = policy(slurm, local, "explain 2").stdout
+    assert "all that it wants: 11" in text
+    assert "2 of 11: 88 CPUs are shared by 2 job(s), its weight is 1" in text
+
+    done = policy(slurm, local, "set srtf --user-cap 16 --tenant-cap nobody=8")
+    assert "caps: user each at most 16 CPUs; tenant nobody at most 8 CPUs" in done.stdout
+    wait_until(lambda: (limit(local, one), limit(local, two)) == (0, 2))
+    assert "its user may have 16 CPUs" in policy(slurm, local, "explain 2").stdout
+    assert "caps: none" in policy(slurm, local, "set srtf --user-cap none --tenant-cap nobody=none").stdout
+
+    for words, code, said in (
+        ("set srtf --floor 7", 2, "floor"),
+        ("set srtf --user-cap all", 2, "--user-cap=all: must be CPUS, NAME=CPUS, NAME=none or none"),
+        ("explain 9", 1, "knows nothing of job 9"),
+        ("explain 9+1", 2, "is no job id"),
+        ("show --last 5000", 2, "--last=5000: must be 0 to 1000"),
+    ):
+        done = policy(slurm, local, words)
+        assert done.returncode == code, (words, done.stderr)
+        assert said in done.stderr
+    assert local.end() == 0
+    assert policy(slurm, local, "show").returncode == 1
+
+
+def test_a_daemon_that_observes_says_what_it_would_have_done(
+    local: RunningDaemon, wait_until: WaitUntil, slurm: Recorded
+) -> None:
+    local.words = ()
+    local.start(wait_until)
+    local.wait_for_reading(wait_until)
+    assert limit(local, report(1, 20)) is None
+    answer = local.ask(AskPolicy())
+    assert isinstance(answer, ShowPolicy)
+    assert [(one.job, one.after, one.is_told) for one in answer.decisions] == [("1", 11, False)]
+    assert "job=1 would-be-limit=11 before=None: 11 of 20" in local.log
+    assert "jobs are not told: the daemon observes" in policy(slurm, local, "show").stdout
+    assert local.end() == 0
+
+
+# Asks as another user, and prints the answer behind its HMAC.
+ASK = """
+import os, socket, sys
+os.setgroups([]); os.setgid(54322); os.setuid(54322)
+one = socket.socket(socket.AF_UNIX)
+one.settimeout(30)
+one.connect(sys.argv[1])
+one.sendall(bytes.fromhex(sys.argv[2]))
+data = b""
+while part := one.recv(65536):
+    data += part
+sys.stdout.buffer.write(data[36:])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_a_stranger_sets_nothing_and_sees_his_own_jobs(local: RunningDaemon, wait_until: WaitUntil) -> None:
+    with tempfile.TemporaryDirectory(prefix="hetstream-policy-") as place:
+        Path(place).chmod(0o755)
+        local.address = f"unix:{place}/socket"
+        local.start(wait_until)
+        local.wait_for_reading(wait_until)
+        assert limit(local, report(1, 20)) == 11
+
+        def as_stranger(question: AskPolicy | SetPolicy) -> bytes:
+            text = encode_request(new_request(question, time.time_ns()))
+            argv = [sys.executable, "-c", ASK, f"{place}/socket", (LENGTH.pack(len(text)) + text).hex()]
+            return subprocess.run(argv, capture_output=True, check=True, timeout=60).stdout
+
+        said = as_stranger(SetPolicy('{"policy":"srtf"}'))
+        assert b"only root and the daemon's own user" in said
+        seen = msgspec.json.decode(as_stranger(AskPolicy()))
+        assert (seen["jobs"], seen["decisions"]) == ([], [])
+        assert local.ask(SetPolicy('{"policy":"best"}')) == RefusePolicy(
+            "no policy 'best': there are share, fair, maxtp, srtf, dlrover, stretch"
+        )
+        answer = local.ask(SetPolicy('{"polcy":"srtf"}'))
+        assert isinstance(answer, RefusePolicy)
+        assert "not the settings of a policy" in answer.reason
+        assert local.end() == 0
+
+
+def decision(number: int) -> DecisionTaken:
+    return DecisionTaken(float(number), str(number % 7), "alice", None, number, "share", True, "why")
+
+
+def test_decisions_are_bounded_and_told_by_job_and_user(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        store.save({}, [decision(number) for number in range(MAX_DECISIONS + 50)])
+        rows = store.decisions(None, "", 2 * MAX_DECISIONS)
+        assert len(rows) == MAX_DECISIONS
+        assert rows[0] == decision(MAX_DECISIONS + 49)
+        assert store.decisions(None, "", 1) == rows[:1]
+        assert {one.job for one in store.decisions(("alice", "1000"), "3", 100)} == {"3"}
+        assert store.decisions(("bob",), "", 100) == ()
+
+
+def test_settings_of_no_policy_are_refused(tmp_path: Path) -> None:
+    for text in ("{", '{"policy":"none"}', '{"floor":2}', '{"user_caps":{"a":-1}}', '{"more":1}'):
+        with pytest.raises(PolicyError):
+            decode_settings(text)
+    with Store(tmp_path) as store:
+        assert store.settings() == PolicySettings()
+        store.save_settings(msgspec.structs.replace(PolicySettings(), policy="of-another-release"))
+        with pytest.raises(DaemonStateError, match="no policy 'of-another-release'"):
+            store.settings()
+    with pytest.raises(DaemonStateError, match="set another policy, or move the file away"):
+        remembered_settings(tmp_path)
+
+
+def test_reports_of_both_versions_are_kept(tmp_path: Path) -> None:
+    old, new = report(1, 4), report(2, 4, (SpeedPoint(8, 2, 3.0),))
+    with Store(tmp_path) as store:
+        jobs = [replace(Registered("alice", one, 1, 2.0), limit=3) for one in (old, new)]
+        store.save({one.job: one for one in jobs})
+        assert store.jobs() == jobs

@@ -1,6 +1,6 @@
 """What a job has measured of itself, for the site daemon's policies: a part of `ReportDemand` since version 2. Pure.
 
-Made by the job master (`hetjob/elastic/measuring.py`), read by the daemon. What is not known is None or empty: nothing
+Made by the job master, read by the daemon. What is not known is None or empty: nothing
 is guessed on this side.
 """
 

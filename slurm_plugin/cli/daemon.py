@@ -35,9 +35,9 @@ DEFAULT_STATE_DIR = Path("/var/lib/hetstreamd")
 DEFAULT_ADDRESS = UnixAddress(Path("/run/hetstream/daemon.sock"))
 EPILOG = f"""\
 Without --allocate it only observes. With --allocate it tells each job with #HETSTREAM directives how many data workers
-the job may have: between the minimum and the maximum that the job asks for, by the policy that `hetstream policy set` has
-set. Until then that is weighted max-min fairness over CPUs; the weight of a job is its number of GPUs. The jobs
-themselves, as their own users, start and end data workers. The daemon changes nothing in Slurm, and needs no rights.
+the job may have: between the minimum and the maximum that the job asks for, by the policy of `hetstream policy set`. At
+first that is weighted max-min fairness over CPUs; the weight of a job is its number of GPUs. The jobs themselves, as
+their own users, start and end data workers. The daemon changes nothing in Slurm, and needs no rights.
 
 Jobs and `hetstream daemon status` find it by {ADDRESS_VARIABLE} in the environment or in {SITE_FILE}:
   unix:/run/hetstream/daemon.sock       for jobs on this host alone; the kernel says who asks (the default)

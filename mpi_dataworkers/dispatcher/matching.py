@@ -1,7 +1,7 @@
 """Which loaders of the ranks of one job belong together, and when two of them cannot. Pure; used by `loaders.py`.
 
-Loaders of two ranks are the same if they have one description and, among those of that description in their process, one
-number. That one rank has loaders which another has not is no error: rank 0 alone validates. These are:
+Loaders of two ranks are the same if they have one description, and one number among those of it in their process. That
+one rank has loaders which another has not is no error: rank 0 alone validates. These are:
 
 * two processes that are the same rank of one job and whose n-th loaders differ: two programs of one name;
 * two ranks that divide their data, and differ in what the same lines of the program made: each would read its share of

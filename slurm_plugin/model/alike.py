@@ -18,7 +18,7 @@ from hetstream.slurm_plugin.model.past_job import Features, PastJob
 TOP, LEAST_LIKENESS = 5, 0.7
 # Weight of the next more similar job over all before it.
 SMOOTHING = 0.5
-_NAME, _DATASET, _GPUS, _BATCH, _USER = 4.0, 2.0, 1.5, 1.0, 1.5
+_NAME, _DATASET, _GPUS, _BATCH, _USER = 4.0, 2.0, 0.5, 0.5, 1.5
 # Scripts of other names are other programs, whatever else they share.
 _LEAST_OF_NAME = 0.5
 _SUFFIX = ".sbatch"
@@ -54,14 +54,14 @@ def _near(one: float, other: float) -> float:
 
 
 def most_alike(new: Features, past: Sequence[PastJob], top: int = TOP) -> list[PastJob]:
-    """The past jobs that are alike, the most similar one last; of equally similar ones the newest."""
+    """The past jobs that are alike, the most similar one last; of those that are about as similar the newest."""
     # Texts are compared once for each name: a history has few names and many jobs.
     known: dict[Features, float] = {}
     for one in past:
         if one.features not in known:
             known[one.features] = likeness(new, one.features)
     found = [one for one in past if known[one.features] >= LEAST_LIKENESS]
-    return sorted(found, key=lambda one: (known[one.features], one.ended_s, one.job))[-top:]
+    return sorted(found, key=lambda one: (round(known[one.features], 1), one.ended_s, one.job))[-top:]
 
 
 def smoothed(values: Sequence[float], smoothing: float = SMOOTHING) -> float:
@@ -125,15 +125,27 @@ class Proposal:
         return f"#HETSTREAM {words}" if words else ""
 
 
+def usual_data_workers(new: Features, alike: Sequence[PastJob]) -> float:
+    """Data workers of the most similar job's size that jobs like this one have in the end, smoothed.
+
+    Args:
+        new: the job that is to start.
+        alike: at least one past job, the most similar one last.
+    """
+    gpus = new.gpus or alike[-1].features.gpus or 1
+    if not any(one.data_workers for one in alike):
+        return 0.0
+    # A job that had three in the end needed more than two: the half between counts, and is added again at the end.
+    needed = [max(0.0, one.data_workers - 0.5) * one.data_worker_cpus / max(1, one.features.gpus) for one in alike]
+    return smoothed(needed) * gpus / alike[-1].data_worker_cpus + 0.5
+
+
 def propose(new: Features, past: Sequence[PastJob]) -> Proposal | None:
     """What follows from the most similar past jobs; None if there is none."""
     alike = most_alike(new, past)
     if not alike:
         return None
-    gpus = new.gpus or alike[-1].features.gpus or 1
-    cpus = alike[-1].data_worker_cpus
-    per_gpu = smoothed([one.data_workers * one.data_worker_cpus / max(1, one.features.gpus) for one in alike])
-    usual = per_gpu * gpus / cpus
+    cpus, usual = alike[-1].data_worker_cpus, usual_data_workers(new, alike)
     needed = [one.trainer_cpus for one in alike if one.trainer_cpus is not None]
     memory = [one.data_worker_mb * cpus / one.data_worker_cpus for one in alike if one.data_worker_mb is not None]
     names = sorted({one.features.name for one in alike})
@@ -144,7 +156,7 @@ def propose(new: Features, past: Sequence[PastJob]) -> Proposal | None:
         f"end, and waited {last.wait_share:.0%} of the time"
     )
     return Proposal(
-        data_workers=math.ceil(round(usual * _HEADROOM, 6)) if usual >= 0.5 else 0,
+        data_workers=math.ceil(round(usual * _HEADROOM, 6)) if usual >= 1 else 0,
         data_worker_cpus=cpus,
         trainer_cpus=max(needed) if needed else None,
         data_worker_mb=math.ceil(max(memory) * _HEADROOM) if memory else None,

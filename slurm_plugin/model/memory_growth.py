@@ -24,7 +24,7 @@ from hetstream.slurm_plugin.model.terms import Array
 
 _NUM_BLOCKS = 12
 # Between so many blocks there are enough pairs for 95 % confidence.
-_LEAST_BLOCKS = 8
+_LEAST_BLOCKS = 10
 _Z95 = 1.645
 # The newer half of a growth over the older half: above it the growth is taken for a line.
 _LINE = 0.9

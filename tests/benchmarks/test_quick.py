@@ -170,3 +170,19 @@ def test_site_load(tmp_path: Path) -> None:
     assert rows["requests to slurmctld, with hetstream"]["target"] == "<= 5"
     assert rows["looks at companions that were due, in all"]["value"] is not None
     assert rows["median"]["value"], "hetstream why"
+
+
+@pytest.mark.slow
+def test_model(tmp_path: Path) -> None:
+    rows = run("model", tmp_path, "fit,plan,joint,warm,memory")
+    assert all(row["value"] is not None for name, row in rows.items() if "pymoo" not in name), rows
+    assert rows["parameter servers"]["target"] == ">= 0.99"
+
+
+@pytest.mark.slow
+def test_frag_without_traces(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.frag", "--quick", "--out", str(tmp_path), "--traces", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "made up with a seed" in done.stdout
+    assert "0 of 0 targets met" in done.stdout

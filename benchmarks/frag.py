@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import harness, openb
+from benchmarks import harness, machine, openb
 from benchmarks.harness import Row
 from hetstream.slurm_plugin.placement.choices import CHOICES
 from hetstream.slurm_plugin.placement.data_workers import Network, room_of, spread
@@ -234,8 +234,8 @@ def main() -> int:
         "stranded: free while jobs are turned away. openb's own jobs (1 x) are turned away for want of GPUs, hardly "
         "ever of CPUs, so there is nothing for split ones to gain.",
     ]
-    context = {"machine": harness.machine(), "versions": harness.versions("numpy"), "notes": notes}
-    return harness.finish("frag", args.out, rows, {}, context)
+    context = {"machine": machine.describe(), "versions": machine.versions("numpy"), "notes": notes}
+    return harness.finish("frag", args.out, rows, {}, context, ("mean", "min .. max"))
 
 
 def splits(trace: Trace, seeds: Sequence[int], systems: Sequence[str]) -> list[Row]:

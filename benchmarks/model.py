@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks import harness, past_populations, schedulers
+from benchmarks import harness, machine, past_populations, schedulers
 from benchmarks.harness import Row
 from benchmarks.memory_traces import KINDS, memory_traces
 from hetstream.slurm_plugin.errors import ModelError
@@ -71,8 +71,8 @@ def main() -> int:
         harness.say(f"  {part.name}")
         rows += parts[part.name](repeats)
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("numpy", "scipy", "pymoo"),
+        "machine": machine.describe(),
+        "versions": machine.versions("numpy", "scipy", "pymoo"),
         "notes": NOTES,
     }
     return harness.finish("model", args.out, rows, {}, context)
@@ -106,6 +106,7 @@ def row(
     value = statistics.fmean(values) if mean else statistics.median(values)
     target = f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}" if at_most is not None else None
     met = value >= at_least if at_least is not None else value <= at_most if at_most is not None else None
+    unit = f"{unit}, mean" if mean else unit
     return Row(case, system, value, unit, (min(values), max(values)), target, met, note, values)
 
 
@@ -225,8 +226,8 @@ def joint_plans(repeats: int) -> list[Row]:
         shares.append(upgrades(jobs, capacity).value / best)
         ratios.append(_by_ratio(jobs, capacity) / best)
     rows = [
-        row("12 jobs, one capacity", "marginal upgrades", shares, "of the best, mean", at_least=0.99, mean=True),
-        row("12 jobs, one capacity", "gain over cost, read literally", ratios, "of the best, mean", mean=True),
+        row("12 jobs, one capacity", "marginal upgrades", shares, "of the best", at_least=0.99, mean=True),
+        row("12 jobs, one capacity", "gain over cost, read literally", ratios, "of the best", mean=True),
     ]
     rows += _evolved()
     times = []
@@ -310,7 +311,7 @@ def completion(repeats: int) -> list[Row]:
         for name, (scheduler, change_s) in made_by.items()
     }
     case = "DLRover-RM's setting"
-    rows = [row(case, name, values, "min, mean JCT", mean=True) for name, values in means.items()]
+    rows = [row(case, name, values, "min of JCT", mean=True) for name, values in means.items()]
     for name, paper in (("ES", PAPER_ES), ("Optimus", PAPER_OPTIMUS)):
         best = min((one for one in means if one.startswith(name)), key=lambda one: statistics.fmean(means[one]))
         less = [1 - ours / theirs for ours, theirs in zip(means["hetstream"], means[best], strict=True)]

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.running import ROOT
 from hetstream.slurm_plugin.placement.nodes import WHOLE, Nodes, Shape
 
-TRACES = Path(__file__).resolve().parents[1].parent / "shared" / "traces"
+TRACES = ROOT.parent / "shared" / "traces"
 
 
 @dataclass(frozen=True)

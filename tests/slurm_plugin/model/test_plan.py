@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,6 +133,13 @@ def test_what_a_job_has_is_a_plan_and_a_change_must_pay() -> None:
     assert free.gains.max() > 0
     assert dear.gains.max() == 0.0
     assert dear.configurations.data_workers.tolist() == [1.0, 2.0] or dear.configurations.data_workers.tolist() == [2.0]
+
+
+def test_the_program_of_the_guide_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).resolve().parents[3] / "docs" / "planning.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out.startswith("2 data workers of 8 CPUs\n")
 
 
 def test_a_grid_has_limits() -> None:

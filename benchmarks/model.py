@@ -198,10 +198,10 @@ def one_plan(repeats: int) -> list[Row]:
     costs, gains = generator.random(1 << 20), generator.random(1 << 20)
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.process_time()
         front(costs, gains)
-        times.append(time.perf_counter() - began)
-    rows.append(row("exact front", "1,048,576 plans", times, "s", at_most=0.5))
+        times.append(time.process_time() - began)
+    rows.append(row("exact front", "1,048,576 plans", times, "CPU s", at_most=0.5))
     return rows
 
 
@@ -232,10 +232,10 @@ def joint_plans(repeats: int) -> list[Row]:
     rows += _evolved()
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.process_time()
         _two_hundred()
-        times.append(time.perf_counter() - began)
-    rows.append(row("200 jobs, fit, front and choice", "hetstream", times, "s", at_most=1.0))
+        times.append(time.process_time() - began)
+    rows.append(row("200 jobs, fit, front and choice", "hetstream", times, "CPU s", at_most=1.0))
     return rows
 
 
@@ -261,23 +261,23 @@ def _evolved() -> list[Row]:
     for seed in range(3):
         jobs = some_jobs(np.random.default_rng(seed + 10), 8)
         capacity = 0.6 * sum(float(one.costs[-1]) for one in jobs)
-        began = time.perf_counter()
+        began = time.process_time()
         best = hypervolume(*joint_front(jobs, capacity), capacity * 1.01, 0.0)
-        exact_times.append(time.perf_counter() - began)
-        began = time.perf_counter()
+        exact_times.append(time.process_time() - began)
+        began = time.process_time()
         try:
             found = nsga2.joint_front(jobs, capacity, seed=seed)
         except ModelError as missing:
             note = str(missing).partition(",")[0]
             return [Row("8 jobs, joint front", "NSGA-II (pymoo)", None, "of the exact hypervolume", None, ">= 0.99",
                         note=f"not compared: {note}")]  # fmt: skip
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
         shares.append(hypervolume(*found, capacity * 1.01, 0.0) / best)
     case = "8 jobs, joint front"
     return [
         row(case, "NSGA-II (pymoo)", shares, "of the exact hypervolume", at_least=0.99),
-        row(case, "NSGA-II (pymoo)", times, "s"),
-        row(case, "exact", exact_times, "s"),
+        row(case, "NSGA-II (pymoo)", times, "CPU s"),
+        row(case, "exact", exact_times, "CPU s"),
     ]
 
 

@@ -25,6 +25,8 @@ from hetstream.slurm_plugin.model.terms import Array, Configurations, Family, Fl
 _FED = 0.02
 # Shares of the observations that are taken to be bound by data in the beginning.
 _BEGINNINGS = (0.2, 0.4, 0.6, 0.8)
+# A side of its own must explain so much: terms more always explain a little of the noise.
+_BETTER = 0.5
 _MOST_ROUNDS = 25
 
 
@@ -88,19 +90,33 @@ def fit(family: Family, workload: Workload, seen: Observations, prior: float = 0
         # A starving step is as long as its data takes, and its computing is what is left without the wait.
         computing = waits < 1.0
         first = _side(family.compute, compute[computing], (seen.step_s * (1 - waits))[computing], prior)
-        second = _side(family.loading, loading[starving], seen.step_s[starving], prior) if starving.any() else None
+        second = _loading_side(family, loading, seen.step_s, starving, prior)
         return StepTimeModel(family, workload, first, second)
     bound = _bound_by_data(compute, loading, seen.step_s)
     first = _side(family.compute, compute[~bound], seen.step_s[~bound], prior)
-    second = _side(family.loading, loading[bound], seen.step_s[bound], prior) if bound.any() else None
+    second = _loading_side(family, loading, seen.step_s, bound, prior)
     return StepTimeModel(family, workload, first, second)
+
+
+def _loading_side(family: Family, loading: Array, step_s: Array, bound: Flags, prior: float) -> Side:
+    """What loading takes; as much as it could where no observation was bound by it.
+
+    With fewer data workers than were ever tried the job may starve, and nothing says that it would not: the slope is
+    the largest with which no observation would have waited. Nothing is known by it, so no interval ends there.
+    """
+    if bound.any():
+        return _side(family.loading, loading[bound], step_s[bound], prior)
+    slopes = np.zeros(len(family.loading))
+    slopes[0] = float((step_s / loading[:, 0]).min())
+    names = tuple(term.name for term in family.loading)
+    return Side(family.loading, slopes, np.zeros((len(slopes),) * 2), float("nan"), 0, float("inf"), (names,))
 
 
 def _bound_by_data(compute: Array, loading: Array, step_s: Array) -> Flags:
     """Which observations are bound by data, of shape (n,)."""
     order = np.argsort(-loading[:, 0], kind="stable")
     best: Flags = np.zeros(len(step_s), dtype=np.bool_)
-    least = _loss(compute, loading, step_s, best)
+    least, worth = _loss(compute, loading, step_s, best), _BETTER
     for share in _BEGINNINGS:
         bound: Flags = np.zeros(len(step_s), dtype=np.bool_)
         bound[order[: max(1, round(share * len(step_s)))]] = True
@@ -111,8 +127,8 @@ def _bound_by_data(compute: Array, loading: Array, step_s: Array) -> Flags:
                 break
             bound = moved
         loss = _loss(compute, loading, step_s, bound)
-        if loss < least * (1 - 1e-9):
-            best, least = bound, loss
+        if loss < least * worth:
+            best, least, worth = bound, loss, 1 - 1e-9
     return best
 
 

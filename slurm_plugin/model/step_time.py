@@ -48,7 +48,8 @@ class StepTimeModel:
     Attributes:
         family, workload: of the job.
         compute: a step that waits for no data.
-        loading: the data of one step; None if the family has no such terms, or no observation was bound by data.
+        loading: the data of one step; None if the family has no such terms. Where no observation was bound by data it
+            is as slow as the observations allow.
     """
 
     family: Family

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetstream.hetjob.directives import Directive
@@ -41,6 +41,7 @@ def test_what_is_not_known_of_both_does_not_count() -> None:
     assert likeness(Features("a", user="u"), Features("a", user="v")) < 1.0
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
 def test_smoothing_stays_between_the_values(values: list[float]) -> None:
     assert min(values) - 1e-9 <= smoothed(values) <= max(values) + 1e-9

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.errors import ModelError
@@ -96,13 +96,15 @@ def test_measured_waits_say_which_side_was_slower() -> None:
     assert found.compute.slopes == pytest.approx(truth.compute.slopes, rel=1e-6)
 
 
-def test_a_job_that_never_waits_has_no_loading_side_and_grows_by_no_data_worker() -> None:
+@pytest.mark.parametrize("waits", [np.zeros(3), None])
+def test_a_job_that_never_waits_gains_by_no_data_worker_and_is_not_trusted_with_fewer(waits: Array | None) -> None:
     chosen = grid(data_workers=[4, 8, 16])
-    found = fit(GPU_TRAINERS, WORKLOAD, Observations(chosen, np.full(3, 0.05), np.zeros(3)))
-    assert found.loading is None
-    assert found.samples_per_s(grid(data_workers=[4]))[0] == pytest.approx(
-        found.samples_per_s(grid(data_workers=[64]))[0]
-    )
+    found = fit(GPU_TRAINERS, WORKLOAD, Observations(chosen, np.full(3, 0.05), waits))
+    assert found.loading is not None
+    assert not found.loading.is_known
+    assert found.step_s(grid(data_workers=[4, 64])) == pytest.approx([0.05, 0.05])
+    assert found.step_s(grid(data_workers=[2]))[0] == pytest.approx(0.1)
+    assert found.interval_s(grid(data_workers=[2]))[1][0] == np.inf
 
 
 def test_intervals_hold_what_is_measured() -> None:
@@ -162,7 +164,7 @@ def test_probes_beat_chance() -> None:
     assert np.median(probed) < np.median(by_chance)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(1e-3, 1e3), min_size=5, max_size=5), st.integers(1, 12), st.integers(0, 1 << 20))
 def test_any_observations_give_a_model_that_is_never_negative_and_loads_faster_with_more(
     seconds: list[float], num: int, seed: int

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.model.memory_growth import (
@@ -83,6 +83,7 @@ def test_clocks_that_go_back_and_limits_of_nothing() -> None:
         MemoryGrowth(0.0)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.floats(-5, 5), st.floats(-5, 5), st.integers(8, 20))
 def test_the_slope_of_a_line_is_its_slope(slope: float, level: float, num: int) -> None:
     times = np.arange(num, dtype=np.float64)
@@ -92,7 +93,7 @@ def test_the_slope_of_a_line_is_its_slope(slope: float, level: float, num: int) 
         assert grows == (slope > 0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=80))
 def test_any_readings_below_the_limit_are_survived(values: list[float]) -> None:
     growth = MemoryGrowth(101.0)

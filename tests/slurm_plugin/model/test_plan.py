@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.model import nsga2
@@ -21,6 +21,7 @@ from hetstream.slurm_plugin.model.terms import GPU_TRAINERS, Workload
 POINTS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=40)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(POINTS)
 def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
     costs, gains = np.array(points, dtype=np.float64).T
@@ -34,6 +35,7 @@ def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
         assert (one in found) == (not beaten and not equals)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(POINTS)
 def test_the_hypervolume_is_the_area_that_the_points_dominate(points: list[tuple[int, int]]) -> None:
     costs, gains = np.array(points, dtype=np.float64).T
@@ -41,6 +43,7 @@ def test_the_hypervolume_is_the_area_that_the_points_dominate(points: list[tuple
     assert hypervolume(costs, gains, 21.0, 0.0) == pytest.approx(cells)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(POINTS)
 def test_upgrades_along_the_hull_bring_less_and_less(points: list[tuple[int, int]]) -> None:
     costs, gains = np.array(points, dtype=np.float64).T
@@ -71,7 +74,7 @@ def jobs_of(rng: np.random.Generator, num: int, most: int = 8) -> list[Candidate
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 1 << 30), st.integers(1, 8), st.floats(0.0, 1.0))
 def test_any_choice_fits_and_the_exact_one_is_never_worse(seed: int, num: int, share: float) -> None:
     jobs = jobs_of(np.random.default_rng(seed), num)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetstream.slurm_plugin.placement.data_workers import Network, room_of, spread
@@ -53,7 +53,7 @@ def test_no_room_is_said_to_be_none() -> None:
     assert spread(np.array([0, 1]), [0], 3, 1e6, network(2)).reason.endswith("2 have no place: no room")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.floats(0, 3e9), st.integers(0, 4)), min_size=2, max_size=8),
     st.integers(0, 30),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.frag import arrivals, replay
@@ -29,7 +29,7 @@ def cluster(num: int = 6) -> Nodes:
     return Nodes(*zip(*(kinds[one % len(kinds)] for one in range(num)), strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(SHAPES, max_size=40), st.sampled_from(list(CHOICES)), st.integers(0, 99))
 def test_a_job_gets_what_it_asks_for_or_nothing_and_all_of_it_comes_back(
     shapes: list[Shape], name: str, seed: int
@@ -86,7 +86,7 @@ def measured(shapes: list[Shape], covered: list[Shape], cpus: int, gpus: list[in
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(SHAPES, min_size=1, max_size=12),
     st.integers(0, 40_000),
@@ -101,7 +101,7 @@ def test_fragments_are_what_the_definition_says(shapes: list[Shape], cpus: int, 
     assert typical.frequency.sum() == pytest.approx(1.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(SHAPES, min_size=1, max_size=30), st.integers(0, 1 << 20))
 def test_what_is_kept_of_nodes_is_what_a_fresh_look_finds(shapes: list[Shape], seed: int) -> None:
     nodes, generator = cluster(), np.random.default_rng(seed)
@@ -181,7 +181,7 @@ def test_a_gang_is_on_one_node_if_any_fits_it_else_on_the_fewest(num_gpus: int, 
         nodes.take(spot, shape)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=7), st.integers(1, 20))
 def test_a_gang_gets_all_or_nothing_and_never_more_nodes_than_it_needs(free: list[int], num_gpus: int) -> None:
     nodes = Nodes([64_000] * len(free), [512] * len(free), [8] * len(free))

@@ -18,8 +18,9 @@ from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool
 
 # Of the CPUs at the end of a job's curve. 1 is SRTF, a large one MaxTP; the mean completion time is flat around this.
 WIDTH_POWER = 1.5
-# Of the stretch: as much as keeps the greatest slowdown below SRTF's on the reference lists.
-STRETCH_POWER = 1.0
+# Of the stretch: as much as keeps the greatest slowdown below SRTF's on the reference lists, at no worse a mean
+# (`make bench-sched`): 1.5 takes another 5 % from the slowdown and gives back what the mean had gained.
+STRETCH_POWER = 1.2
 _LEAST = 1e-12
 
 

@@ -274,9 +274,13 @@ class _Engine:
         discipline = self._scenario.discipline
         reservation: Reservation | None = None
         blocked: int | None = None
+        no_room, shape_of = self._no_room, self._shape_of
         for job in waiting.look(queue.max_job_test):
-            placement = self._place(job)
+            known = no_room.get(shape_of[job])  # the first test alone, as a long queue is mostly this
+            placement = None if known is not None else self._place(job)
             if placement is None:
+                if known is not None:
+                    waiting.waits_for(job, known, now_s)
                 if discipline is Discipline.FIFO:
                     return
                 if blocked is None:

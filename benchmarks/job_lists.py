@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import harness
+from benchmarks.running import ROOT
 from hetstream.slurm_plugin.simulate.models import list_from, synthetic_trace, with_models
 from hetstream.slurm_plugin.simulate.traces import ReadOptions, read_trace
 from hetstream.slurm_plugin.simulate.workload import Workload
 
-TRACES = harness.ROOT.parent / "shared" / "traces"
+TRACES = ROOT.parent / "shared" / "traces"
 FROZEN, PHILLY = "goldminer_8h_ref_workloads.csv", "philly_jobs.csv"
 NUM_FROZEN, FROZEN_JOBS = 20, 88
 # What is made up has as many jobs in as many days as Philly's trace.

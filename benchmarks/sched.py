@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.bound import lower_bound_s
 from benchmarks.harness import Row
 from benchmarks.job_lists import TRACES, JobLists
@@ -70,8 +70,8 @@ def main() -> int:
     gaps = {load: _gap(lists.lists(load, num_bounds), cluster, load) for load in GAP_GOALS}
     rows += [row for found, _ in gaps.values() for row in found]
     context = {
-        "machine": harness.machine(),
-        "versions": harness.versions("numpy", "scipy"),
+        "machine": machine.describe(),
+        "versions": machine.versions("numpy", "scipy"),
         "notes": [
             lists.note(),
             f"{num_lists} lists ({num_bounds} for the lower bound); 8 nodes of 8 GPUs and 64 CPUs. Values are means "

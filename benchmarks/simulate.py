@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import harness, machine
 from benchmarks.harness import Goal, Row
 from benchmarks.job_lists import TRACES, JobLists
 from hetstream.slurm_plugin.policy.choices import POLICIES
@@ -21,7 +21,7 @@ from hetstream.slurm_plugin.simulate.metrics import measure
 from hetstream.slurm_plugin.simulate.scenario import Discipline, Request, Scenario
 
 # About as many GPUs as the Philly paper gives its cluster; and so few that jobs wait.
-LARGE, SMALL = "312*gpus=8,cpus=96", "48*gpus=8,cpus=96"
+LARGE, SMALL = "312*gpus=8,cpus=96", "128*gpus=8,cpus=96"
 GOAL_S, GOAL_EVENTS = 60.0, 100_000.0
 RUNS = {
     "fixed CPUs": Scenario("hardware", Request.HARDWARE, Discipline.EASY),
@@ -34,13 +34,13 @@ def main() -> int:
     parser = harness.parser("A replay of the whole Philly trace.", repeats=1)
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder with the traces (default: %(default)s)")
     args = parser.parse_args()
-    core = harness.two_cores()[0]
+    core = machine.two_cores()[0]
     os.sched_setaffinity(0, {core})
     lists = JobLists(args.traces)
     workload = lists.whole(2000 if args.quick else 10**9)
     rows: list[Row] = []
     said = []
-    for text, size in ((LARGE, "2,496 GPUs"), (SMALL, "384 GPUs")):
+    for text, size in ((LARGE, "2,496 GPUs"), (SMALL, "1,024 GPUs")):
         for name, scenario in RUNS.items():
             case = f"{len(workload):,} jobs, {size}"
             walls, rates, clock_rates = [], [], []
@@ -72,8 +72,8 @@ def main() -> int:
         rows = [goal.judge(row) for row in rows]
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     context = {
-        "machine": harness.machine(core=[core]),
-        "versions": harness.versions("numpy"),
+        "machine": machine.describe(core=[core]),
+        "versions": machine.versions("numpy"),
         "notes": [
             lists.note(),
             "Events of jobs: submissions, starts, ends, and changes of a running job's speed. Times: moments at which "

@@ -275,28 +275,34 @@ class _Engine:
         reservation: Reservation | None = None
         blocked: int | None = None
         no_room, shape_of = self._no_room, self._shape_of
+        # Shapes that fit now and would take what is reserved: a job of one may start only if it ends before.
+        in_the_way: set[int] = set()
         for job in waiting.look(queue.max_job_test):
-            known = no_room.get(shape_of[job])  # the first test alone, as a long queue is mostly this
-            placement = None if known is not None else self._place(job)
+            number = shape_of[job]
+            cause = no_room.get(number)  # a long queue is mostly this
+            if cause is not None:
+                waiting.waits_for(job, cause, now_s)
+            elif number in in_the_way and reservation and now_s + self._limit_s(job) > reservation.start_s:
+                waiting.waits_for(job, Cause.RESERVATION, now_s)
+                continue
+            placement = None if cause is not None else self._place(job)
             if placement is None:
-                if known is not None:
-                    waiting.waits_for(job, known, now_s)
                 if discipline is Discipline.FIFO:
                     return
-                if blocked is None:
-                    blocked = job
+                blocked = job if blocked is None else blocked
                 continue
             if blocked is None or discipline is not Discipline.EASY:
                 self._start(job, placement)
                 continue
             if reservation is None:
-                first = self._shapes[self._shape_of[blocked]]
+                first = self._shapes[shape_of[blocked]]
                 reservation = Reservation(first, self._nodes, self._running, now_s, queue.limit_factor)
-            shape, end_s = self._shapes[self._shape_of[job]], now_s + self._limit_s(job)
+            shape, end_s = self._shapes[number], now_s + self._limit_s(job)
             if reservation.allows(shape, placement, end_s):
                 self._start(job, placement)
                 reservation.started(shape, placement, end_s)
             else:
+                in_the_way.add(number)
                 waiting.waits_for(job, Cause.RESERVATION, now_s)
 
     def _place(self, job: int) -> Placement | None:

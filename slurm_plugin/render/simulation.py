@@ -127,7 +127,9 @@ def completion_bars(own: Sequence[Compared], width: int, height: int, title: str
     high = max(sum(sizes) for _, sizes in bars)
     names = [(float(place), one.policy) for place, one in enumerate(own)]
     step = max(1, len(names) * 70 // width + (1 if width < WIDE else 0))
-    x = Axis(-0.6, len(own) - 0.4, [name if at % step == 0 else (name[0], "") for at, name in enumerate(names)])
+    shown = [name if at % step == 0 else (name[0], "") for at, name in enumerate(names)]
+    # Names stand in the middle below their bars; the first and the last text of an axis do not.
+    x = Axis(-0.6, len(own) - 0.4, [(-0.6, ""), *shown, (len(own) - 0.4, "")])
     return stacked_bars(bars, x, count_axis(high), width, height, title)
 
 

@@ -89,7 +89,7 @@ class _Engine:
         # In this event jobs started or left, or speeds changed; since the last cycle a job came or something came free.
         self._is_changed = self._is_faster = self._is_due = False
         self._use = array("d")
-        self._used = (0.0, 0.0, 0.0, 0.0)
+        self._used = [0.0, 0.0, 0.0, 0.0]
         self._samples: list[tuple[float, float, float, float]] = []
         self._num_events = self._num_job_events = self._num_done = 0
 
@@ -181,6 +181,7 @@ class _Engine:
                 "slow_since_s": now_s if speed < LEAST_SPEED else math.inf,
             },
         )
+        self._count(units * shape.gpus, speed, held_cpus, units * float(load.ideal_cpus[job]))
         if math.isnan(self._start_s[job]):
             self._start_s[job] = now_s
             self._node_of[job] = placement.nodes[0]
@@ -196,7 +197,10 @@ class _Engine:
 
     def _leave(self, row: int) -> None:
         """A job runs no more; its resources are free."""
-        self._nodes.give_back(*self._running.remove(row))
+        running = self._running
+        gpus, speed, useful = float(running.gpus[row]), float(running.speed[row]), float(running.useful_cpus[row])
+        self._count(-gpus, speed, -float(running.held_cpus[row] + running.target[row]), -useful)
+        self._nodes.give_back(*running.remove(row))
         if self._division:
             self._division.forget(row)
         self._no_room.clear()
@@ -347,18 +351,31 @@ class _Engine:
     # Books
 
     def _record(self) -> None:
+        if self._is_faster:
+            self._add_up()
+        self._use.extend((self._now_s, *self._used, len(self._waiting), self._running.count))
+
+    def _add_up(self) -> None:
+        """What all running jobs use: GPUs, effective ones, CPUs, productive ones."""
         running = self._running
-        if self._is_changed or self._is_faster:
-            top = running.top
-            gpus, speed = running.gpus[:top], running.speed[:top]
-            cpus = np.add.reduce(running.held_cpus[:top]) + np.add.reduce(running.target[:top])
-            useful = speed @ running.useful_cpus[:top]
-            self._used = (float(np.add.reduce(gpus)), float(gpus @ speed), float(cpus), float(useful))
-        self._use.extend((self._now_s, *self._used, len(self._waiting), running.count))
+        top = running.top
+        gpus, speed = running.gpus[:top], running.speed[:top]
+        cpus = np.add.reduce(running.held_cpus[:top]) + np.add.reduce(running.target[:top])
+        useful = speed @ running.useful_cpus[:top]
+        self._used = [float(np.add.reduce(gpus)), float(gpus @ speed), float(cpus), float(useful)]
+
+    def _count(self, gpus: float, speed: float, cpus: float, useful_cpus: float) -> None:
+        """A job starts; with negative values, one leaves."""
+        used = self._used
+        used[0] += gpus
+        used[1] += gpus * speed
+        used[2] += cpus
+        used[3] += useful_cpus * speed
 
     def _check(self) -> None:
         running = self._running
         top = running.top
+        self._add_up()
         self._nodes.check(float(running.gpus[:top].sum()), float(running.held_cpus[:top].sum()))
 
     def _sample(self) -> None:

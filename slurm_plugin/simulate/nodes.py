@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,13 +67,16 @@ class Nodes:
         self.memory_gib = cluster.memory_gib.copy()
         self.is_up = np.ones(cluster.num_nodes, dtype=bool)
         self._has_memory = bool(np.isfinite(cluster.memory_gib).any())
+        self._most: list[tuple[float, float, float]] = list(
+            zip(cluster.gpus.tolist(), cluster.cpus.tolist(), cluster.memory_gib.tolist(), strict=True)
+        )
         # What is free of a node, GPUs first: least is best.
         self._rank = self.gpus * _MORE + self.cpus
 
     def copy(self) -> Nodes:
         """The same state, for plans."""
         other = Nodes.__new__(Nodes)
-        other.cluster, other._has_memory = self.cluster, self._has_memory
+        other.cluster, other._has_memory, other._most = self.cluster, self._has_memory, self._most
         other.gpus, other.cpus, other.memory_gib = self.gpus.copy(), self.cpus.copy(), self.memory_gib.copy()
         other.is_up, other._rank = self.is_up.copy(), self._rank.copy()
         return other
@@ -175,10 +178,10 @@ class Nodes:
         self._rank = np.where(self.is_up, self.gpus * _MORE + self.cpus, np.inf)
 
     def _change(self, shape: Shape, placement: Placement, sign: float) -> None:
-        nodes: Any = placement.nodes
-        counts: Any = placement.units * sign
-        if len(nodes) == 1:  # far faster, and most jobs are on one node
-            nodes, counts = int(nodes[0]), float(counts[0])
+        nodes, counts, own = placement.nodes, placement.units * sign, self.cluster
+        if len(nodes) == 1 and not len(placement.extra_nodes):
+            self._change_one(int(nodes[0]), float(counts[0]), shape)
+            return
         self.gpus[nodes] += counts * shape.gpus
         self.cpus[nodes] += counts * shape.cpus
         if self._has_memory:
@@ -186,14 +189,24 @@ class Nodes:
         if len(placement.extra_nodes):
             self.cpus[placement.extra_nodes] += sign * placement.extra_cpus
             nodes = np.concatenate((placement.nodes, placement.extra_nodes))
-        gpus, cpus, own = self.gpus[nodes], self.cpus[nodes], self.cluster
-        self._rank[nodes] = gpus * _MORE + cpus
-        within = (gpus >= 0) & (gpus <= own.gpus[nodes]) & (cpus >= -_ROUNDING) & (cpus <= own.cpus[nodes] + _ROUNDING)
+        self._rank[nodes] = self.gpus[nodes] * _MORE + self.cpus[nodes]
+        for free, most in ((self.gpus, own.gpus), (self.cpus, own.cpus), (self.memory_gib, own.memory_gib)):
+            if not ((free[nodes] >= -_ROUNDING) & (free[nodes] <= most[nodes] + _ROUNDING)).all():
+                raise SimulationFault(f"nodes {nodes} would have {free[nodes]} free, of {most[nodes]}")
+
+    def _change_one(self, node: int, count: float, shape: Shape) -> None:
+        """The same for one node, which most jobs are on: plain numbers are far faster than arrays of one."""
+        gpus = float(self.gpus[node]) + count * shape.gpus
+        cpus = float(self.cpus[node]) + count * shape.cpus
+        most_gpus, most_cpus, most_gib = self._most[node]
+        is_right = 0 <= gpus <= most_gpus and -_ROUNDING <= cpus <= most_cpus + _ROUNDING
         if self._has_memory:
-            memory_gib = self.memory_gib[nodes]
-            within &= (memory_gib >= -_ROUNDING) & (memory_gib <= own.memory_gib[nodes] + _ROUNDING)
-        if not within.all():
-            raise SimulationFault(f"node {nodes} would have {gpus} free GPUs and {cpus} free CPUs")
+            memory_gib = float(self.memory_gib[node]) + count * shape.memory_gib
+            is_right = is_right and -_ROUNDING <= memory_gib <= most_gib + _ROUNDING
+            self.memory_gib[node] = memory_gib
+        if not is_right:
+            raise SimulationFault(f"node {node} would have {gpus:g} of {most_gpus:g} GPUs free, {cpus:g} CPUs")
+        self.gpus[node], self.cpus[node], self._rank[node] = gpus, cpus, gpus * _MORE + cpus
 
     def fail(self, node: int) -> None:
         """A node without jobs is away."""

@@ -401,6 +401,10 @@ def _master_options(spec: JobSpec, worker: Sequence[str], options: SbatchOptions
             words.append(f"--smallest-cpus={spec.data_worker_smallest_cpus}")
         if spec.data_worker_cooldown is not None:
             words.append(f"--cooldown={spec.data_worker_cooldown}")
+        if spec.total_steps is not None:
+            words.append(f"--total-steps={spec.total_steps}")
+        if spec.total_epochs is not None:
+            words.append(f"--total-epochs={spec.total_epochs}")
         # A companion is a job of its own: what Slurm copies between components has to be said here.
         inherited = [
             f"--{option_name}={options.value(option_name)}"

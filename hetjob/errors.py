@@ -8,6 +8,7 @@ HetstreamError
 ├── WritersError              the checkpoint writers of a job did not start
 ├── ServiceNotFound          no service of the job that was named
 ├── SiteError                the site daemon does not answer, or says what cannot be trusted
+│   └── SiteClosed           it closed the connection without an answer
 ├── ProgramNotFound          the user's program, or hetstream's own command, is not there
 └── SlurmCommandError        a Slurm command failed: argv, exit code, stdout, stderr
 """
@@ -28,6 +29,7 @@ __all__ = [
     "MasterError",
     "ProgramNotFound",
     "ServiceNotFound",
+    "SiteClosed",
     "SiteError",
     "SlurmCommandError",
     "WritersError",
@@ -56,6 +58,10 @@ class ServiceNotFound(HetstreamError):
 
 class SiteError(HetstreamError):
     """The site daemon does not answer, or what it or a stranger says cannot be trusted."""
+
+
+class SiteClosed(SiteError):
+    """The site daemon closed the connection without an answer: it is older, it seems, or trusts nothing of this."""
 
 
 class ProgramNotFound(UsageError):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from hetstream.hetjob.site.measured import Measured
+
 
 class Child(Protocol):
     """A process that was started and can be stopped; `subprocess.Popen` is one."""
@@ -118,7 +120,15 @@ class SiteReading:
 class SiteLimit(Protocol):
     """What the site lets a job have, and knows of it; without a site daemon there is none. No method waits."""
 
-    def report(self, minimum: int, current: int, wanted: int, cpus: int, wait_share: float) -> None:
+    def report(
+        self,
+        minimum: int,
+        current: int,
+        wanted: int,
+        cpus: int,
+        wait_share: float,
+        measured: Measured | None = None,
+    ) -> None:
         """Say how the job is.
 
         Args:
@@ -127,6 +137,7 @@ class SiteLimit(Protocol):
             wanted: those that it would have if the site did not limit it.
             cpus: of each.
             wait_share: of the last seconds that the trainer waited for data.
+            measured: of its speed and its work; None while nothing is.
         """
 
     def data_workers(self) -> int | None:

@@ -41,6 +41,11 @@ class DirectiveOption:
     default: str
 
 
+_MOST_STEPS = 10**12
+_NUMBERS = (
+    "data-worker-threads", "data-worker-cooldown", "trainer-cpus", "checkpoint-replicas", "total-steps", "total-epochs",
+)  # fmt: skip
+
 OPTIONS: Mapping[str, DirectiveOption] = {
     "data-workers": DirectiveOption(
         "MIN[-MAX]",
@@ -55,6 +60,12 @@ OPTIONS: Mapping[str, DirectiveOption] = {
     ),
     "data-worker-cooldown": DirectiveOption(
         "SECONDS", "time from one change of the number of data workers to the next at the least", "10"
+    ),
+    "total-steps": DirectiveOption(
+        "N", "steps of the training loop in all, so that the site knows how much work is left", "not known"
+    ),
+    "total-epochs": DirectiveOption(
+        "N", "epochs of the training loop in all, as a number of steps if the loader knows its length", "not known"
     ),
     "data-worker-threads": DirectiveOption(
         "N", "threads of each process, for datasets that are thread-safe: one process for N CPUs", "1"
@@ -126,6 +137,8 @@ class JobSpec:
         checkpoint_shared: what of it is equal on all ranks, as Slurm writes sizes, or None for nothing.
         checkpoint_replicas: other hosts that keep what one trainer task saves, 0 or 1.
         data_worker_threads: threads of each process of a data worker, which has so many times fewer of them than CPUs.
+        total_steps: steps of the training loop in all, or None where not known.
+        total_epochs: the same in epochs.
         jobs_dir: holds the job's directory, or None for `.hetstream` where sbatch is called.
         journal_dir: holds the dispatcher's journal, or None for the job's directory.
     """
@@ -148,6 +161,8 @@ class JobSpec:
     data_worker_cooldown: int | None = None
     data_worker_python: str | None = None
     data_worker_reservation: str | None = None
+    total_steps: int | None = None
+    total_epochs: int | None = None
     jobs_dir: str | None = None
     journal_dir: str | None = None
 
@@ -197,6 +212,8 @@ def _broken_rule(option: str, value: int | str) -> str | None:
     if isinstance(value, int):
         if option == "data-worker-threads" and value > MAX_THREADS:
             return f"at most {MAX_THREADS}"
+        if option in ("total-steps", "total-epochs") and value > _MOST_STEPS:
+            return f"at most {_MOST_STEPS}"
         return None if value >= 1 else "at least 1"
     if option in ("data-worker-mem", "checkpoint-size", "checkpoint-shared"):
         return None if megabytes(value) else "a size such as 16G or 8000M"
@@ -240,7 +257,7 @@ def parse_value(name: str, text: str) -> dict[str, Any]:
             raise ValueError("at least 1")
         return {"data_worker_cpus": int(match[2]), "data_worker_smallest_cpus": int(match[1]) if match[1] else None}
     value: int | str = text
-    if name in ("data-worker-threads", "data-worker-cooldown", "trainer-cpus", "checkpoint-replicas"):
+    if name in _NUMBERS:
         if not (text.isascii() and text.isdigit()):
             raise ValueError("write a whole number")
         value = int(text)

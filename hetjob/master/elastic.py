@@ -19,11 +19,13 @@ from typing import Any, Protocol
 
 from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.controller import Controller
+from hetstream.hetjob.elastic.measuring import Measuring
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.looks import Looks
 from hetstream.hetjob.ports import MarkedJob, SiteLimit
+from hetstream.hetjob.site.measured import Measured
 from hetstream.mpi_dataworkers.wire.messages import DataWorkerStatus, LoaderStatus, Status, SteerDataWorkers
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class Elastic:
         controller_state_file: keeps what the controller knows.
         site: what the site allows; None without a site daemon.
         clock: seconds, never going back.
+        measuring: what the site is told of the job's speed; None for nothing.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Elastic:
         controller_state_file: ControllerStateFile,
         site: SiteLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
+        measuring: Measuring | None = None,
     ) -> None:
         self._controller = controller
         self._companions = companions
@@ -85,6 +89,7 @@ class Elastic:
         self._connect = connect
         self._controller_state_file = controller_state_file
         self._site = site
+        self._measuring = measuring
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._given_up: set[str] = set()
@@ -156,7 +161,8 @@ class Elastic:
         if self._site is not None:
             limits, wanted = self._controller.limits, self._controller.wanted(snapshot, now)
             have, cpus = snapshot.num_data_workers, self._controller.cpus
-            self._site.report(limits.minimum, have, wanted, cpus, snapshot.wait_share)
+            measured = self._measured(snapshot, status)
+            self._site.report(limits.minimum, have, wanted, cpus, snapshot.wait_share, measured)
         self._said = self._headline(snapshot, decision)
         if decision.is_change:
             log.info("data_workers=%d %s %d: %s", snapshot.num_data_workers, decision.action.value, decision.count,
@@ -169,6 +175,13 @@ class Elastic:
         if decision.is_change:
             # Written down and said first: acting may take seconds.
             self._carry_out(decision, now, lambda: client.steer(self._order(decision)))
+
+    def _measured(self, snapshot: Snapshot, status: Status) -> Measured | None:
+        if self._measuring is None:
+            return None
+        local = self._controller.local
+        local_steps_per_s = local.steps_per_s(snapshot) if local else None
+        return self._measuring.measured(snapshot, self._controller.cpus, local_steps_per_s, status.loaders, time.time())
 
     # --- looking ----------------------------------------------------------------------------------------------------
 

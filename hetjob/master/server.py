@@ -24,6 +24,7 @@ from hetstream.base import typed_json
 from hetstream.base.files import Directory
 from hetstream.base.private import make_private
 from hetstream.hetjob.elastic.controller import Controller
+from hetstream.hetjob.elastic.measuring import Measuring, Work
 from hetstream.hetjob.elastic.snapshot import DEFAULT_COOLDOWN_S, Limits
 from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetstream.hetjob.errors import MasterError
@@ -68,6 +69,7 @@ class MasterConfig:
         data_worker_program: how hetstream is called there; () where data workers follow the program.
         jobs_dir: see `JobEnvironment`.
         journal_dir: where the dispatcher's journal is made; None for the job's directory.
+        total_steps, total_epochs: how much the training loop does in all; None where the script does not say.
     """
 
     program: tuple[str, ...]
@@ -84,6 +86,8 @@ class MasterConfig:
     data_worker_program: tuple[str, ...] = ()
     jobs_dir: Path | None = None
     journal_dir: Path | None = None
+    total_steps: int | None = None
+    total_epochs: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> MasterConfig:
@@ -194,6 +198,7 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
             lambda: StatusClient(running_service(job.address_file)),
             controller_state_file,
             site,
+            measuring=Measuring(_work(config, environ), config.companion_options),
         )
         launcher.elastic = elastic
     service = Service(MasterState(config.data_workers, elastic is not None), launcher, job.address_file)
@@ -211,6 +216,12 @@ def serve(config: MasterConfig, client: SlurmClient, environ: Mapping[str, str],
                 elastic.join()
             _tidy(config, job, elastic)
     return 0
+
+
+def _work(config: MasterConfig, environ: Mapping[str, str]) -> Work:
+    # SLURM_JOB_END_TIME: seconds since the epoch, from Slurm 22.05 on (https://slurm.schedmd.com/sbatch.html).
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    return Work(config.total_steps, config.total_epochs, float(end) if end.isascii() and end.isdigit() else None)
 
 
 def _tidy(config: MasterConfig, job: JobEnvironment, elastic: Elastic | None) -> None:

@@ -10,7 +10,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from hetstream.hetjob.errors import SiteError
+from hetstream.hetjob.errors import SiteClosed, SiteError
 from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress
 from hetstream.hetjob.site.messages import (
     LENGTH,
@@ -95,7 +95,7 @@ def _read(connection: socket.socket, count: int, deadline: _Deadline) -> bytes:
         connection.settimeout(deadline.left_s())
         part = connection.recv(min(65536, count - len(data)))
         if not part:
-            raise SiteError(
+            raise SiteClosed(
                 "the site daemon closed the connection: it does not know who asks, could not read the question, or is "
                 "of another release of hetstream; its log says which"
             )

@@ -16,17 +16,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
+import msgspec
+
 from hetstream.base.errors import ConfigError, HetstreamError
+from hetstream.hetjob.errors import SiteClosed
 from hetstream.hetjob.ports import MarkedJob, SiteReading
 from hetstream.hetjob.site.address import SiteSettings, read_settings
 from hetstream.hetjob.site.client import ask
-from hetstream.hetjob.site.messages import GrantLimit, ReportDemand
+from hetstream.hetjob.site.measured import Measured
+from hetstream.hetjob.site.messages import Answer, GrantLimit, ReportDemand
 
 log = logging.getLogger(__name__)
 
 HOLD_S = 120.0
 _FIRST_RETRY_S = 2.0
 _LONGEST_RETRY_S = 30.0
+# A daemon of version 1 of the protocol may be replaced while the job runs.
+_TRY_NEWER_S = 600.0
 _SHORTEST_S, _LONGEST_S = 1.0, 300.0
 # Nothing waits for the thread for longer: it holds no lock and no file between two questions.
 _JOIN_S = 6.0
@@ -69,13 +75,23 @@ class SiteLink:
         self._asked_s = 0.0
         self._closed = False
         self._problem = ""
+        self._old_until_s = float("-inf")
+        self._has_told_old = False
         self._thread = threading.Thread(target=self._run, name="hetstream-site", daemon=True)
         self._thread.start()
 
-    def report(self, minimum: int, current: int, wanted: int, cpus: int, wait_share: float) -> None:
+    def report(
+        self,
+        minimum: int,
+        current: int,
+        wanted: int,
+        cpus: int,
+        wait_share: float,
+        measured: Measured | None = None,
+    ) -> None:
         """Say what the job has and wants, as in `ReportDemand`. A change is sent at once, the rest when it is due."""
         share = min(max(wait_share, 0.0), 1.0)
-        demand = ReportDemand(self._job_id, minimum, current, max(wanted, minimum), cpus, share)
+        demand = ReportDemand(self._job_id, minimum, current, max(wanted, minimum), cpus, share, measured)
         with self._news:
             self._demand = demand
             self._news.notify()
@@ -122,7 +138,7 @@ class SiteLink:
             asked_s = self._clock()
             soonest_s = asked_s + _SHORTEST_S
             try:
-                answer = ask(self._settings, demand)
+                answer = self._ask(demand)
                 if not isinstance(answer, GrantLimit):
                     self._note(f"the site daemon refuses the report of job={demand.job_id}: {answer}")
                     delay_s = _LONGEST_RETRY_S
@@ -139,6 +155,22 @@ class SiteLink:
                 self._note(f"the link to the site daemon fails: {type(error).__name__}: {error}")
                 delay_s = _LONGEST_RETRY_S
             next_s = self._clock() + delay_s
+
+    def _ask(self, demand: ReportDemand) -> Answer:
+        """Ask with all that was measured, or with what a daemon of version 1 of the protocol understands."""
+        if demand.measured is None or self._clock() >= self._old_until_s:
+            try:
+                return ask(self._settings, demand)
+            except SiteClosed:
+                if demand.measured is None:
+                    raise
+        answer = ask(self._settings, msgspec.structs.replace(demand, measured=None))
+        if self._clock() >= self._old_until_s:
+            self._old_until_s = self._clock() + _TRY_NEWER_S
+        if not self._has_told_old:
+            self._has_told_old = True
+            log.info("the site daemon speaks version 1: it is not told what job=%d has measured", demand.job_id)
+        return answer
 
     def _wait(self, next_s: float, soonest_s: float) -> ReportDemand | None:
         """The newest demand when it is time to report it, for one that has changed the sooner; None at the end."""

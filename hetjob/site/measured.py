@@ -1,6 +1,6 @@
 """What a job has measured of itself, for the site daemon's policies: a part of `ReportDemand` since version 2. Pure.
 
-Made by the job master, read by the daemon. What is not known is None or empty: nothing
+Made by the job master (`hetjob/elastic/measuring.py`), read by the daemon. What is not known is None or empty: nothing
 is guessed on this side.
 """
 
@@ -19,7 +19,7 @@ MAX_POINTS = 16
 MAX_NODES = 32
 
 # Who says how much work is left, the best first.
-RemainingSource = Literal["directive", "loader", "integration", "history"]
+RemainingSource = Literal["directive", "loader", "integration", "history", "time_limit"]
 
 
 class SpeedPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

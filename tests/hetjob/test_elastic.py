@@ -22,6 +22,7 @@ from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, Controll
 from hetstream.hetjob.master.elastic import Elastic, TrainerCpus, WorkerRates
 from hetstream.hetjob.master.looks import Looks
 from hetstream.hetjob.ports import MarkedJob, SiteReading
+from hetstream.hetjob.site.measured import Measured
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.wire.messages import (
     DataWorkerStatus,
@@ -72,7 +73,15 @@ class Dispatcher:
 class NoLimit:
     """A site daemon that says nothing."""
 
-    def report(self, minimum: int, current: int, wanted: int, cpus: int, wait_share: float) -> None:
+    def report(
+        self,
+        minimum: int,
+        current: int,
+        wanted: int,
+        cpus: int,
+        wait_share: float,
+        measured: Measured | None = None,
+    ) -> None:
         pass
 
     def data_workers(self) -> int | None:
@@ -322,7 +331,15 @@ def test_the_site_limit_reaches_the_controller(world: World, wait_until: WaitUnt
     class Site(NoLimit):
         reports: ClassVar[list[tuple[int, int, int, int, float]]] = []
 
-        def report(self, minimum: int, current: int, wanted: int, cpus: int, wait_share: float) -> None:
+        def report(
+            self,
+            minimum: int,
+            current: int,
+            wanted: int,
+            cpus: int,
+            wait_share: float,
+            measured: Measured | None = None,
+        ) -> None:
             self.reports.append((minimum, current, wanted, cpus, wait_share))
 
         def data_workers(self) -> int | None:

@@ -20,6 +20,7 @@ from hetstream.hetjob.site import link as link_module
 from hetstream.hetjob.site.address import SiteSettings, TcpAddress, UnixAddress, parse_address, read_settings
 from hetstream.hetjob.site.client import ask
 from hetstream.hetjob.site.link import HOLD_S, SiteLink, linked
+from hetstream.hetjob.site.measured import Measured, RemainingWork, SpeedPoint
 from hetstream.hetjob.site.messages import (
     LENGTH,
     MAX_ANSWER_BYTES,
@@ -317,6 +318,70 @@ def test_a_link_finds_a_daemon_that_comes_later(
     assert len([record for record in caplog.records if "was not asked" in record.message]) == 1
     link.close()
     daemon.close()
+
+
+MEASURED = Measured(
+    8.0, 10.0, (SpeedPoint(4, 0, 2.0), SpeedPoint(4, 2, 8.0)), 1e6, 4, ("gpu1", "gpu2"), 8000,
+    RemainingWork(5000.0, 0.1, "loader", 9000.0),
+)  # fmt: skip
+
+
+def test_version_2_round_trips_and_version_1_carries_nothing_of_it() -> None:
+    report = ReportDemand(8123, *REPORT, MEASURED)
+    data = encode_request(new_request(report, 17))
+    assert b'"version":2' in data
+    assert decode_request(data).question == report
+    with pytest.raises(SiteError, match="a question of version 1 has what only version 2 has"):
+        decode_request(data.replace(b'"version":2', b'"version":1'))
+    assert b'"version":1' in encode_request(new_request(DEMAND, 17))
+    assert b"measured" not in encode_request(new_request(DEMAND, 17))
+    for wrong in (
+        msgspec.structs.replace(MEASURED, ideal_steps_per_s=0.0),
+        msgspec.structs.replace(MEASURED, points=MEASURED.points * 9),
+        msgspec.structs.replace(MEASURED, trainer_nodes=("n" * 65,)),
+        msgspec.structs.replace(MEASURED, remaining=RemainingWork(-1.0, 0.0, "loader")),
+    ):
+        bad = msgspec.structs.replace(report, measured=wrong)
+        with pytest.raises(SiteError, match="not a message of versions 1 to 2"):
+            decode_request(encode_request(new_request(bad, 17)))
+    # What a grant of version 2 adds is not there unless there is something to say: a job of version 1 reads it.
+    assert b"nodes" not in encode_answer(GrantLimit(3, "why", 1.0), "ab" * 32)
+    told = GrantLimit(3, "why", 1.0, nodes=("cpu1",))
+    assert decode_answer(encode_answer(told, "ab" * 32), "ab" * 32) == told
+
+
+def test_a_job_of_version_2_tells_a_daemon_of_version_1_what_it_understands_and_says_so_once(
+    daemon: Answers, wait_until: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    is_old, refused = True, list[int]()
+
+    def answer(request: Request) -> bytes:
+        if is_old and request.version > 1:
+            refused.append(request.version)
+            return b""
+        data = encode_answer(GrantLimit(5 if is_old else 6, "its share", 1.0), request.reply_key)
+        return LENGTH.pack(len(data)) + data
+
+    daemon.next = answer
+    clock = Clock()
+    link = SiteLink(daemon.settings, 8123, clock)
+    link.report(*REPORT, MEASURED)
+    wait_until(lambda: link.data_workers() == 5)
+    clock.now += 2.0
+    link.report(1, 3, 9, 4, 0.25, MEASURED)
+    wait_until(lambda: daemon.asked[-1].wanted == 9)
+    wait_until(lambda: link.data_workers() == 5)
+    assert refused == [2]
+    assert [one.measured for one in daemon.asked[1:]] == [None] * (len(daemon.asked) - 1)
+    assert caplog.text.count("the site daemon speaks version 1: it is not told what job=8123 has measured") == 1
+    # A newer daemon takes its place: it is found some time later.
+    is_old = False
+    clock.now += 700.0
+    link.report(1, 3, 10, 4, 0.25, MEASURED)
+    wait_until(lambda: link.data_workers() == 6)
+    assert daemon.asked[-1].measured == MEASURED
+    link.close()
 
 
 def test_a_job_without_an_address_has_no_link(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

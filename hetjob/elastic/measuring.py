@@ -1,0 +1,138 @@
+"""What a job has measured of itself, for the site daemon: (moments of the job) -> `Measured`. Pure.
+
+Called by `hetstream.hetjob.master.elastic` once a second. How much work is left is taken from the best that says so:
+the directive `--total-steps`; `--total-epochs` x the length that the loader knows; the time limit of the job.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetstream.hetjob.elastic.snapshot import CompanionState, Snapshot
+from hetstream.hetjob.site.measured import MAX_NODES, MAX_POINTS, Measured, RemainingWork, SpeedPoint
+from hetstream.mpi_dataworkers.wire.messages import LoaderStatus
+
+# A trainer that only waits says nothing of how fast it could be.
+_MOST_WAIT_SHARE = 0.99
+# Of the logarithm: the number of a user is exact; an epoch may be cut short, and the loader of another phase may come.
+_EPOCHS_SIGMA = 0.1
+# Of a time limit nobody knows how much is used: half of it, give or take a factor of four.
+_LIMIT_SHARE, _LIMIT_SIGMA = 0.5, 1.4
+_SIZE = re.compile(r"--mem(-per-cpu)?=(\d+)([KMGT]?)", re.ASCII)
+_MB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is known of the work before it begins.
+
+    Attributes:
+        total_steps: of the training loop, by the directive; None where not given.
+        total_epochs: the same in epochs.
+        end_s: when Slurm ends the job, in seconds since the epoch; None where not known.
+    """
+
+    total_steps: int | None = None
+    total_epochs: int | None = None
+    end_s: float | None = None
+
+
+class Measuring:
+    """Collects speeds by size and number of data workers.
+
+    Args:
+        work: see `Work`.
+        companion_options: of sbatch; they say how much memory a data worker has.
+    """
+
+    def __init__(self, work: Work, companion_options: Sequence[str] = ()) -> None:
+        self._work = work
+        self._options = companion_options
+        self._points: dict[tuple[int, int], float] = {}
+
+    def measured(
+        self,
+        snapshot: Snapshot,
+        cpus: int,
+        local_steps_per_s: float | None,
+        loaders: Sequence[LoaderStatus],
+        time_s: float,
+    ) -> Measured | None:
+        """What is known now; None while no step was taken.
+
+        Args:
+            snapshot: of this moment.
+            cpus: of a data worker.
+            local_steps_per_s: with the job's own loading; None if that was not measured.
+            loaders: as the dispatcher knows them.
+            time_s: seconds since the epoch.
+        """
+        if not snapshot.reading or snapshot.steps_per_s <= 0 or snapshot.wait_share > _MOST_WAIT_SHARE:
+            return None
+        self._look(snapshot, cpus, local_steps_per_s)
+        ideal = snapshot.steps_per_s / (1 - snapshot.wait_share)
+        bytes_per_s = sum(row.bytes_per_s for row in loaders)
+        return Measured(
+            snapshot.steps_per_s,
+            ideal,
+            tuple(SpeedPoint(*size, speed) for size, speed in sorted(self._points.items())),
+            bytes_per_s / snapshot.steps_per_s if bytes_per_s > 0 else None,
+            max((row.world_size for row in loaders), default=0),
+            tuple(sorted({row.host for row in loaders if len(row.host) <= 64}))[:MAX_NODES],
+            worker_memory_mb(self._options, cpus),
+            remaining(self._work, loaders, ideal, time_s),
+        )
+
+    def _look(self, snapshot: Snapshot, cpus: int, local_steps_per_s: float | None) -> None:
+        working = snapshot.of(CompanionState.WORKING)
+        number = snapshot.fixed + len(working)
+        rates = [one.rate_per_s for one in working] + ([snapshot.fixed_rate_per_s] if snapshot.fixed else [])
+        # One of another size, or one that has just come, would be taken for a bend of the curve.
+        if number and all(rate > 0 for rate in rates) and all(one.cpus == cpus for one in working):
+            self._note((cpus, number), sum(rates))
+        if local_steps_per_s is not None and math.isfinite(local_steps_per_s):
+            self._note((1, 0), local_steps_per_s)
+
+    def _note(self, size: tuple[int, int], speed: float) -> None:
+        self._points.pop(size, None)
+        self._points[size] = speed
+        while len(self._points) > MAX_POINTS:
+            del self._points[next(iter(self._points))]  # the oldest
+
+
+def remaining(work: Work, loaders: Sequence[LoaderStatus], ideal: float, time_s: float) -> RemainingWork | None:
+    """How many steps of all ranks together are left, by the best that says so; None where nothing does.
+
+    Args:
+        work: what is known of it.
+        loaders: as the dispatcher knows them; the first of the program is the one that counts.
+        ideal: steps a second of a trainer that never waits.
+        time_s: seconds since the epoch.
+    """
+    first = min((row.ordinal for row in loaders if row.epoch >= 0), default=None)
+    rows = [row for row in loaders if row.ordinal == first and row.epoch >= 0]
+    lengths = [row.num_steps for row in rows]
+    knows_length = bool(rows) and min(lengths) > 0
+    if work.total_steps is not None and rows:
+        done = [row.epoch * row.num_steps + row.step if knows_length else row.totals.steps for row in rows]
+        total = work.total_steps * len(rows)
+        return RemainingWork(float(max(0, total - sum(done))), 0.0, "directive", float(max(total, 1)))
+    if work.total_epochs is not None and knows_length:
+        total = work.total_epochs * sum(lengths)
+        done_steps = sum(row.epoch * row.num_steps + row.step for row in rows)
+        return RemainingWork(float(max(0, total - done_steps)), _EPOCHS_SIGMA, "loader", float(max(total, 1)))
+    if work.end_s is not None:
+        return RemainingWork(max(0.0, work.end_s - time_s) * _LIMIT_SHARE * ideal, _LIMIT_SIGMA, "time_limit")
+    return None
+
+
+def worker_memory_mb(options: Sequence[str], cpus: int) -> int | None:
+    """Memory of a data worker by sbatch's options; None where they do not say."""
+    for option in options:
+        if found := _SIZE.fullmatch(option):
+            memory_mb = int(found[2]) * _MB[found[3]] * (cpus if found[1] else 1)
+            return max(1, math.ceil(memory_mb))
+    return None

@@ -1,5 +1,7 @@
-"""A Slurm without Slurm: `FakeSlurm` has the client's methods and runs steps and jobs as processes of this host.
+"""A Slurm without Slurm: `FakeSlurm` runs steps and jobs as processes of this host.
 
+It is a `SlurmClient`, which is what a job master needs of Slurm. Of the other methods of `CommandSlurm` it has `find`,
+`hold`, `release`, `update`, `snapshot` and `usages`; what the rest ask, such as the script of a job, it cannot answer.
 For tests, and for trying the job master on a laptop. It schedules nothing: everything starts at once.
 """
 

@@ -15,6 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "checkpoint", "hetjob", "hetstream", "mpi_dataworkers", "sbatch_templates", "slurm_plugin")
 # Words of others' interfaces: torch.distributed.checkpoint's, tf.data service's.
 FOREIGN = ("state_dict_saver", "consumer_index", "num_consumers")
+# A retired class's name in lower case, as a variable has it, where it is a plain word: `pass` is one of Python's.
+PLAIN = {
+    "pass": FOLDERS,
+    "turn": ("benchmarks", "hetjob", "hetstream", "mpi_dataworkers", "sbatch_templates", "slurm_plugin"),
+}
 
 
 def retired() -> list[str]:
@@ -31,6 +36,17 @@ def parts(name: str) -> set[str]:
     return {piece.lower().removesuffix("s") for piece in pieces}
 
 
+def lower_case(word: str) -> str:
+    """What a variable of a class is called: `SessionRecord`, `session_record`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", word).lower()
+
+
+def is_variable_of(name: str, words: set[str]) -> bool:
+    """Whether a name, with its unit, is one of these: `_TURN_S`, `turns`."""
+    stem = name.lower().strip("_")
+    return not {stem, stem.removesuffix("s"), stem.removesuffix("_s")}.isdisjoint(words)
+
+
 def names(path: Path) -> Iterator[str]:
     yield path.stem
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
@@ -38,16 +54,26 @@ def names(path: Path) -> Iterator[str]:
             yield token.string
 
 
+@pytest.mark.parametrize("name", ["turn", "turns", "_TURN_S", "_session_record"])
+def test_a_retired_class_leaves_no_variable(name: str) -> None:
+    assert is_variable_of(name, {"turn", "session_record"})
+    assert not is_variable_of(f"re{name}", {"turn", "session_record"})
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_retired_words_are_in_no_name(folder: str) -> None:
     gone = retired()
     general = {word for word in gone if word.islower()}
     exact = {*gone} - general
+    variables = {lower_case(word) for word in exact}
+    variables -= {word for word, folders in PLAIN.items() if folder in folders}
     found = set()
     for path in sorted((ROOT / folder).rglob("*.py")):
         if not path.is_symlink():
             found |= {
-                f"{path.relative_to(ROOT)}: {name}" for name in names(path) if name in exact or parts(name) & general
+                f"{path.relative_to(ROOT)}: {name}"
+                for name in names(path)
+                if name in exact or parts(name) & general or is_variable_of(name, variables)
             }
     assert not found
 

@@ -95,13 +95,13 @@ def timed(loader: Iterable[Any], request: Request, cores: set[int], waiting: Cal
     for _ in range(request.warmup):
         touch(next(batches)[0].numpy())
     meter = Meter(cores)
-    count, stock = 0, waiting()
+    count, waiting_before = 0, waiting()
     for _ in range(request.batches):
         batch = next(batches)[0].numpy()
         touch(batch)
         count += len(batch)
     spent = meter.read()
-    count += (waiting() - stock) * BATCH_SIZE
+    count += (waiting() - waiting_before) * BATCH_SIZE
     return Timing(count, spent.seconds, spent.own_cpu_s + spent.children_cpu_s, spent.other_load)
 
 

@@ -26,7 +26,7 @@ from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.callers import UnknownCallers
 from hetstream.checkpoint.replica.peers import Order
 from hetstream.checkpoint.replica.rendezvous import Endpoint
-from hetstream.checkpoint.replica.stock import check_record, forget_others, make_slot, on_this_host
+from hetstream.checkpoint.replica.slots import check_record, forget_others, make_slot, on_this_host
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request, words
 
 _log = logging.getLogger(__name__)

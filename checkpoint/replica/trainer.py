@@ -19,7 +19,7 @@ from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.peers import Order, order_of, write_order
 from hetstream.checkpoint.replica.rendezvous import Endpoint
-from hetstream.checkpoint.replica.stock import check_record, for_others
+from hetstream.checkpoint.replica.slots import check_record, for_others
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.ports import MarkedJob, SlurmClient
 
 # Slurm is still taking such a job down; its CPUs are as good as free.
-_ENDING = ("COMPLETING",)
+_COMPLETING = ("COMPLETING",)
 
 
 class CompanionJobs:
@@ -84,7 +84,7 @@ class CompanionJobs:
             known: what somebody else has read of them; None: Slurm is asked.
         """
         jobs = self._client.marked_jobs(self.mark) if known is None else known
-        return [one for one in jobs if one.state not in _ENDING]
+        return [one for one in jobs if one.state not in _COMPLETING]
 
     def cancel(self, job_id: str) -> None:
         """End one, pending or running."""

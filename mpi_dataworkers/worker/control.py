@@ -117,7 +117,7 @@ class ControlThread:
         next_heartbeat = time.monotonic() + HEARTBEAT_S
         last_heard = looked_at = time.monotonic()
         # The main thread may wait for a loader; the dispatcher is to know in any case that this data worker leaves.
-        while not self._done and (now := time.monotonic()) < (leave_by := self._page.ending.batches_by):
+        while not self._done and (now := time.monotonic()) < (leave_by := self._page.deadlines.batches_by):
             messages = self._dispatcher.poll(max(0.0, min(next_heartbeat, leave_by) - now))
             now = time.monotonic()
             if now - looked_at > _HELD_UP_S:

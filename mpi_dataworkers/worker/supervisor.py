@@ -164,7 +164,7 @@ class _Supervisor:
         self._clock = _RunningClock()
         self._fork_servers = ForkServers(exchange, self._leave, self._be_data_worker, lambda: self._clock.now)
         self._stopping = False
-        self._ending = ShutdownDeadlines()
+        self._deadlines = ShutdownDeadlines()
         self._early_deaths = 0
         self._to_start: collections.deque[tuple[WorkerStart, str]] = collections.deque()  # with which definition
         self._said_full = False
@@ -188,7 +188,7 @@ class _Supervisor:
             self._start(secrets.token_hex(8))
         while self._children or (self._to_start and not self._stopping):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
-            signal.sigtimedwait([signal.SIGCHLD], self._ending.next_look_s(time.monotonic(), _WATCH_S))
+            signal.sigtimedwait([signal.SIGCHLD], self._deadlines.next_look_s(time.monotonic(), _WATCH_S))
             signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
             self._clock.advance(time.monotonic())
             if not self._stopping and self._is_idle() and self._wants_change():
@@ -197,7 +197,7 @@ class _Supervisor:
             for pid, child in list(self._children.items()):
                 if not self._stopping:
                     self._look_at(pid, child)
-                elif self._ending.is_overdue(time.monotonic(), child.page.read() is not None):
+                elif self._deadlines.is_overdue(time.monotonic(), child.page.read() is not None):
                     os.kill(pid, signal.SIGKILL)
             # Looked at before it is reaped: until then no other process gets its id.
             while self._children and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
@@ -232,10 +232,10 @@ class _Supervisor:
 
     def _stop(self) -> None:
         if not self._stopping:
-            self._ending = ShutdownDeadlines(time.monotonic())
+            self._deadlines = ShutdownDeadlines(time.monotonic())
         self._stopping = True
         for pid, child in self._children.items():
-            child.page.ending = self._ending
+            child.page.deadlines = self._deadlines
             os.kill(pid, signal.SIGTERM)
 
     def _look_at(self, pid: int, child: _Child) -> None:

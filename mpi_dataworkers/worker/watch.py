@@ -111,14 +111,14 @@ class WorkPage:
         _SINCE.pack_into(self._page, _PAGE.size + thread * _THREAD.size, 0.0)
 
     @property
-    def ending(self) -> ShutdownDeadlines:
+    def deadlines(self) -> ShutdownDeadlines:
         """Until when the process may do what; written by its supervisor before it signals it."""
         (told_at,) = _TOLD.unpack_from(self._page, _TOLD_AT)
         return ShutdownDeadlines(told_at) if told_at else ShutdownDeadlines()
 
-    @ending.setter
-    def ending(self, ending: ShutdownDeadlines) -> None:
-        _TOLD.pack_into(self._page, _TOLD_AT, ending.told_at)
+    @deadlines.setter
+    def deadlines(self, deadlines: ShutdownDeadlines) -> None:
+        _TOLD.pack_into(self._page, _TOLD_AT, deadlines.told_at)
 
     def ask_for_another(self) -> None:
         """The supervisor is to fork one more process in the same slot."""

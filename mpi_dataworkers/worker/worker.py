@@ -115,9 +115,9 @@ class DataWorker:
             raise self._control.failure
 
     def _close(self) -> None:
-        ending = self._page.ending
-        self._sender.close(min(ending.batches_by, time.monotonic() + _LINGER_S))
-        self._dispatcher.close(ending.messages_by)
+        deadlines = self._page.deadlines
+        self._sender.close(min(deadlines.batches_by, time.monotonic() + _LINGER_S))
+        self._dispatcher.close(deadlines.messages_by)
         self._steps.close()
         self._definitions.close()
 

@@ -22,23 +22,23 @@ def test_who_was_not_told_to_end_has_all_the_time() -> None:
 
 
 def test_each_thing_is_over_before_the_next_and_all_within_the_rule() -> None:
-    ending = ShutdownDeadlines(100.0)
+    deadlines = ShutdownDeadlines(100.0)
     looks, now = [], 100.0
-    while not ending.is_overdue(now, runs_user_code=False):
+    while not deadlines.is_overdue(now, runs_user_code=False):
         looks.append(now)
-        now += ending.next_look_s(now, 0.4)
-    user_code_by = next(at for at in looks if ending.is_overdue(at, runs_user_code=True))
-    assert looks[0] < user_code_by < ending.batches_by < ending.messages_by < now < 100.0 + RULE_S
+        now += deadlines.next_look_s(now, 0.4)
+    user_code_by = next(at for at in looks if deadlines.is_overdue(at, runs_user_code=True))
+    assert looks[0] < user_code_by < deadlines.batches_by < deadlines.messages_by < now < 100.0 + RULE_S
     assert user_code_by == 101.0, "it is looked exactly then"
 
 
 def test_the_page_hands_the_time_to_a_process() -> None:
     page = WorkPage()
-    assert page.ending == ShutdownDeadlines()
+    assert page.deadlines == ShutdownDeadlines()
     page.begin("s", 1, 2, 3.0)
-    page.ending = ShutdownDeadlines(12.5)
+    page.deadlines = ShutdownDeadlines(12.5)
     page.at_sample(4, thread=127)
-    assert page.ending == ShutdownDeadlines(12.5)
+    assert page.deadlines == ShutdownDeadlines(12.5)
     page.close()
 
 
@@ -63,9 +63,12 @@ def test_what_came_before_is_taken_off_the_time_to_leave(monkeypatch: pytest.Mon
     """However long a loader or user code was waited for, the end of it all stays where it was."""
     monkeypatch.setattr(worker.time, "monotonic", lambda: 100.0 + told_s_ago)
     one = _worker_that_closes()
-    one._page.ending = ShutdownDeadlines(100.0)
+    one._page.deadlines = ShutdownDeadlines(100.0)
     one._close()
-    assert (one._sender.until, one._dispatcher.until) == (one._page.ending.batches_by, one._page.ending.messages_by)
+    assert (one._sender.until, one._dispatcher.until) == (
+        one._page.deadlines.batches_by,
+        one._page.deadlines.messages_by,
+    )
     assert max(one._sender.until, one._dispatcher.until) < 100.0 + RULE_S
     one._page.close()
 

@@ -19,7 +19,7 @@ import time
 
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.handover_request import Claim, living_request
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import DirectoryInUse
 from hetstream.checkpoint.policy.handover import Action, Seen, Taking, decide
 from hetstream.checkpoint.policy.retention import Retention
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 # So long one call of `acquire` waits: then the other ranks, which wait in a collective operation, are told so.
-_TURN_S = 1.0
+_MAX_WAIT_S = 1.0
 _SAY_WAITING_S = 10.0
 _ADVICE = "two jobs cannot share a checkpoint directory: end that job (scancel), or choose another directory"
 
@@ -48,7 +48,7 @@ class DirectoryAcquisition:
     """
 
     def __init__(
-        self, directory: CheckpointDirectory, identity: Identity, keep: Retention, takes_over: str, timeout_s: float
+        self, directory: CheckpointDirectory, identity: JobIdentity, keep: Retention, takes_over: str, timeout_s: float
     ) -> None:
         self.has_waited = False
         self.identity = identity
@@ -66,7 +66,7 @@ class DirectoryAcquisition:
         Raises:
             DirectoryInUse: it is another job's than that which is taken over, which also did not stop in time.
         """
-        until_s = time.monotonic() + _TURN_S
+        until_s = time.monotonic() + _MAX_WAIT_S
         while True:
             refused = ""
             other = self._other_successor()

@@ -62,7 +62,7 @@ class _Pending:
     Attributes:
         taken: what is copied.
         checksums: of the tensors as they were, where they are compared.
-        turn: taken by the thread that copies when it begins, or by who gives the save up before.
+        begun: taken by the thread that copies when it begins, or by who gives the save up before.
         is_done: set at the end of the thread. Thread.join would do, but Ctrl-C in it makes Python take the thread for
             ended (bpo-45274), and the slot would be unmapped below the copy.
         errors: what it ended with.
@@ -70,7 +70,7 @@ class _Pending:
 
     taken: _Taken
     checksums: list[int] = field(default_factory=list)
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    begun: threading.Lock = field(default_factory=threading.Lock)
     is_done: threading.Event = field(default_factory=threading.Event)
     errors: list[Exception] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class Saving:
             at_once = sorted({*range(len(taken.tensors))} - {*later})
 
             def work() -> None:
-                if not pending.turn.acquire(blocking=False):
+                if not pending.begun.acquire(blocking=False):
                     return
                 try:
                     with taken.slot:
@@ -139,7 +139,7 @@ class Saving:
                 self._copy(taken, at_once)
                 threading.Thread(target=work, name="checkpoint copy").start()
             except BaseException:
-                if pending.turn.acquire(blocking=False):
+                if pending.begun.acquire(blocking=False):
                     self._pending = None
                     taken.slot.abandon()
                 raise

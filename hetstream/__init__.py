@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
     from hetstream.checkpoint.flash.options import CheckpointOptions
     from hetstream.checkpoint.flash.reader import CheckpointReader
-    from hetstream.checkpoint.flash.restore.restoring import LoadedCheckpoint
+    from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint
     from hetstream.checkpoint.flash.stats import CheckpointStats
     from hetstream.checkpoint.policy.interval import Adaptive, Every
     from hetstream.checkpoint.policy.retention import Best, Retention
@@ -201,7 +201,7 @@ _HOMES = {
     "hetstream.checkpoint.flash.checkpointer": ("FlashCheckpointer",),
     "hetstream.checkpoint.flash.options": ("CheckpointOptions",),
     "hetstream.checkpoint.flash.reader": ("CheckpointReader",),
-    "hetstream.checkpoint.flash.restore.restoring": ("LoadedCheckpoint",),
+    "hetstream.checkpoint.flash.restore.destinations": ("LoadedCheckpoint",),
     "hetstream.checkpoint.flash.stats": ("CheckpointStats",),
     "hetstream.checkpoint.policy.interval": (
         "Adaptive",

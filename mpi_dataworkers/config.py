@@ -67,7 +67,7 @@ _HOOK_PLACE = os.path.join("mpi_dataworkers", "hook", "path")
 
 
 @dataclass(frozen=True)
-class Identity:
+class TrainerIdentity:
     """Who this process is among the trainers.
 
     Attributes:
@@ -262,7 +262,7 @@ def _trainers_of(num_tasks: int, environ: Mapping[str, str]) -> int:
 
 def identity_from_environment(
     known: tuple[int, int] | None, job_name: str | None = None, environ: Mapping[str, str] = os.environ
-) -> Identity:
+) -> TrainerIdentity:
     """Find rank, world size and job name.
 
     Args:
@@ -281,9 +281,9 @@ def identity_from_environment(
     rank, world_size = known or (0, 1)
     given = job_name if job_name is not None else environ.get("HETSTREAM_JOB_NAME")
     if given is not None:
-        return Identity(rank, world_size, given, is_named=True)
+        return TrainerIdentity(rank, world_size, given, is_named=True)
     variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
     name = ".".join(environ[key] for key in variables if environ.get(key)) or "local"
     if world_size == 1:
         name = f"{name}.{uuid.uuid4().hex[:12]}"  # nobody has to meet here, so nobody can collide
-    return Identity(rank, world_size, name)
+    return TrainerIdentity(rank, world_size, name)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetstream.checkpoint.memory.store_files import Identity
+from hetstream.checkpoint.memory.store_files import StoreIdentity
 
 PROGRAM = Path(__file__).with_name("ckpt_train.py")
 HETSTREAM = Path(sys.executable).with_name("hetstream")
@@ -228,7 +228,7 @@ class CheckpointJob:
 
     def shared_memory(self) -> list[str]:
         """Stores of the job that are there; a job of another cluster may have the same number."""
-        prefix = Identity(self.job_id, 0, 0, self.checkpoints).prefix
+        prefix = StoreIdentity(self.job_id, 0, 0, self.checkpoints).prefix
         return [name for name in os.listdir("/dev/shm") if name.lstrip(".").startswith(prefix)]
 
     def starts(self) -> list[Start]:

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.checkpoint import Checkpoint
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.record.generation import Generation
 
@@ -120,7 +120,7 @@ def attempt_on(path: Path, job: str) -> Iterator[int]:
     is_new = not os.path.lexists(path)
     directory = CheckpointDirectory(path)
     try:
-        yield directory.acquire(Identity.of_this_process(job))
+        yield directory.acquire(JobIdentity.of_this_process(job))
     except BaseException:
         directory.release()
         if is_new:

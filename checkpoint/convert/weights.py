@@ -37,7 +37,7 @@ from hetstream.checkpoint.convert.source import Kind, Source, attempt_on, choose
 from hetstream.checkpoint.convert.torch_file import load_torch, load_weights_only, plain, save_torch
 from hetstream.checkpoint.convert.write import plan_state, write_state
 from hetstream.checkpoint.disk.commit import commit
-from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.disk.rank_file import write_file
 from hetstream.checkpoint.errors import CheckpointError, DamagedCheckpoint, NotEnoughSpace, UnsupportedState, first_line
 from hetstream.checkpoint.flash.restore.shards import Clash, Parts, open_parts, part_of
@@ -389,7 +389,7 @@ def _write(content: Content, kind: Kind, target: Path, step: int | None) -> Path
         with _new_file(target) as descriptor:
             save_torch(content.state, descriptor)
     else:
-        part = Part(Generation(1, content.step or 0), 0, 1)
+        part = PartSpec(Generation(1, content.step or 0), 0, 1)
         plan, payload = plan_state(content.state, part, target.absolute().parent, shared=content.state)
         with _new_file(target) as descriptor:
             write_file(descriptor, plan, payload)
@@ -416,7 +416,7 @@ def _write_checkpoint(content: Content, target: Path, step: int) -> Path:
     with attempt_on(target, "local") as attempt:
         generation = Generation(attempt, step)
         # One rank that saved what all have alike: any number of ranks restores it.
-        part = Part(generation, 0, 1, metrics=content.metrics)
+        part = PartSpec(generation, 0, 1, metrics=content.metrics)
         write_state(target, part, content.state, shared=content.state)
         commit(target, generation, 1)
     return target / generation.directory_name

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hetstream.checkpoint.disk.commit import write_part
-from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.errors import NotEnoughSpace
 from hetstream.checkpoint.flash.save.copy_plan import make_plan
 from hetstream.checkpoint.flash.tensors import Flattener
@@ -29,7 +29,7 @@ from hetstream.checkpoint.record.structure import Record
 
 def write_state(
     directory: Path,
-    part: Part,
+    part: PartSpec,
     state: Mapping[str, Any],
     *,
     shared: Iterable[str] = (),
@@ -56,7 +56,7 @@ def write_state(
 
 def plan_state(
     state: Mapping[str, Any],
-    part: Part,
+    part: PartSpec,
     scratch: Path,
     *,
     shared: Iterable[str] = (),

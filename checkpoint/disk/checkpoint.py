@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldCheckpoint:
     """A checkpoint that is kept from being removed.
 
     Attributes:

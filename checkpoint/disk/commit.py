@@ -29,7 +29,7 @@ from pathlib import Path
 from hetstream.base.files import Directory, UntrustedFile, is_temporary
 from hetstream.checkpoint.disk.latest import LATEST, point_latest_to
 from hetstream.checkpoint.disk.lineage import check_start, read_lineage
-from hetstream.checkpoint.disk.manifest import Manifest, Part, is_manifest_name, ranks_of_name, read_manifest
+from hetstream.checkpoint.disk.manifest import Manifest, PartSpec, is_manifest_name, ranks_of_name, read_manifest
 from hetstream.checkpoint.disk.rank_file import write_file
 from hetstream.checkpoint.errors import DamagedCheckpoint, NotEnoughSpace
 from hetstream.checkpoint.faults import reach
@@ -139,7 +139,7 @@ def read_parts(inner: Directory, generation: Generation, ranks: Collection[int] 
 
 def write_part(
     directory: Path,
-    part: Part,
+    part: PartSpec,
     plan: FilePlan,
     payload: memoryview,
     progress: Callable[[int], None] = lambda num_bytes: None,  # noqa: ARG005
@@ -408,7 +408,7 @@ def _is_called(root: Directory, name: str, inner: Directory) -> bool:
 
 
 def _write_part(
-    inner: Directory, part: Part, plan: FilePlan, payload: memoryview, progress: Callable[[int], None]
+    inner: Directory, part: PartSpec, plan: FilePlan, payload: memoryview, progress: Callable[[int], None]
 ) -> None:
     try:
         with inner.replacing(part.file_name) as descriptor:
@@ -430,7 +430,7 @@ def _write_part(
         ) from error
 
 
-def _make_room(root: Directory, inner: Directory, part: Part, num_bytes: int) -> None:
+def _make_room(root: Directory, inner: Directory, part: PartSpec, num_bytes: int) -> None:
     """Remove what a dead writer left of this part, and where the disk is full this rank's older uncommitted parts."""
     for name in inner.names():
         if is_temporary(name, part.file_name):

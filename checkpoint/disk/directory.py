@@ -19,11 +19,11 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.base.text import printable
 from hetstream.checkpoint.disk import commit, ownership
-from hetstream.checkpoint.disk.checkpoint import DAMAGED, MAX_REASON_BYTES, Checkpoint, Held, Partial, mark
+from hetstream.checkpoint.disk.checkpoint import DAMAGED, MAX_REASON_BYTES, Checkpoint, HeldCheckpoint, Partial, mark
 from hetstream.checkpoint.disk.latest import target_of_latest
 from hetstream.checkpoint.disk.lineage import check_start, lineage_of, read_lineage, write_lineage
 from hetstream.checkpoint.disk.manifest import Manifest, ranks_of_name
-from hetstream.checkpoint.disk.ownership import Event, Identity, Owner
+from hetstream.checkpoint.disk.ownership import Event, JobIdentity, Owner
 from hetstream.checkpoint.disk.rank_file import RankFile, open_file
 from hetstream.checkpoint.errors import (
     DamagedCheckpoint,
@@ -60,7 +60,7 @@ class CheckpointDirectory:
         self._lock: FileLock | None = None
         self._start_id = ""
 
-    def acquire(self, identity: Identity, keep: Retention = KEEP_ALL, above: int = 0) -> int:
+    def acquire(self, identity: JobIdentity, keep: Retention = KEEP_ALL, above: int = 0) -> int:
         """Become the owner: once per job, by its rank 0. The lock ends with this process.
 
         Args:
@@ -119,7 +119,7 @@ class CheckpointDirectory:
                         "%s: the end of attempt %d could not be written down: %s", self.path, self.attempt, error
                     )
 
-    def hand_over(self, to: Identity, step: int, last_step_s: float) -> None:
+    def hand_over(self, to: JobIdentity, step: int, last_step_s: float) -> None:
         """End the attempt for another job to go on; see `ownership.hand_over`. Without `acquire`, nothing."""
         lock, self._lock = self._lock, None
         if lock:
@@ -127,7 +127,7 @@ class CheckpointDirectory:
                 ownership.hand_over(self.path, self.attempt, to, step, last_step_s)
             reach("handover.released")
 
-    def take_over(self, identity: Identity) -> Event:
+    def take_over(self, identity: JobIdentity) -> Event:
         """Write down that this attempt can train now, in place of one that has ended for it."""
         return ownership.take_over(self.path, self.attempt, identity, time.time())
 
@@ -235,7 +235,7 @@ class CheckpointDirectory:
         return [self.path / name for name in commit.left_over(self.path)]
 
     @contextlib.contextmanager
-    def hold(self, generation: Generation, ranks: Collection[int] | None = None) -> Iterator[Held]:
+    def hold(self, generation: Generation, ranks: Collection[int] | None = None) -> Iterator[HeldCheckpoint]:
         """Keep a checkpoint from being removed while it is read, unless this is read-only.
 
         Args:
@@ -264,7 +264,7 @@ class CheckpointDirectory:
             lacking = [rank for rank in ranks or () if rank not in manifests]
             if lacking:
                 raise MissingRanks(f"{place.path} has no part of rank(s) {', '.join(map(str, lacking[:10]))}")
-            yield Held(generation, place, manifests, read_only=self.read_only)
+            yield HeldCheckpoint(generation, place, manifests, read_only=self.read_only)
 
     def read(self, generation: Generation, rank: int, *, num_threads: int = 1) -> RankFile:
         """Map a rank's file after every byte was compared with its checksum. Hold the checkpoint meanwhile.

@@ -17,7 +17,7 @@ import msgspec
 from hetstream.base import typed_json
 from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import DirectoryInUse
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.memory.locks import FileLock, is_locked
@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True):
     """
 
     attempt: int
-    successor: Identity
+    successor: JobIdentity
     time_s: float
 
 
@@ -72,7 +72,7 @@ class Claim:
         DirectoryInUse: another living process has asked for it.
     """
 
-    def __init__(self, path: Path, successor: Identity) -> None:
+    def __init__(self, path: Path, successor: JobIdentity) -> None:
         self._path = path
         self._successor = successor
         try:

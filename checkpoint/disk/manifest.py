@@ -34,7 +34,7 @@ _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
 
 
 @dataclass(frozen=True)
-class Part:
+class PartSpec:
     """Whose part of which record; what is known before a byte of it is written.
 
     Attributes:
@@ -115,10 +115,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     itself: str = ""
 
     @property
-    def part(self) -> Part:
+    def part(self) -> PartSpec:
         """Whose part of which record this is."""
         generation = Generation(self.attempt, self.step, self.repeat or 0)
-        return Part(generation, self.rank, self.world_size, self.layout_digest, self.metrics)
+        return PartSpec(generation, self.rank, self.world_size, self.layout_digest, self.metrics)
 
     def to_json(self) -> bytes:
         """What `read_manifest` reads."""

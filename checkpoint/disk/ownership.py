@@ -39,7 +39,7 @@ _PATIENCE_S = 120.0
 _POLL_S = 0.05
 
 
-class Identity(msgspec.Struct, frozen=True):
+class JobIdentity(msgspec.Struct, frozen=True):
     """Who uses a directory.
 
     Attributes:
@@ -53,9 +53,9 @@ class Identity(msgspec.Struct, frozen=True):
     pid: int
 
     @staticmethod
-    def of_this_process(job: str) -> Identity:
+    def of_this_process(job: str) -> JobIdentity:
         """This process, as a part of `job`."""
-        return Identity(job, os.uname().nodename, os.getpid())
+        return JobIdentity(job, os.uname().nodename, os.getpid())
 
     def __str__(self) -> str:
         return f"job {self.job} on {self.host}, process {self.pid}"
@@ -71,7 +71,7 @@ class Owner(msgspec.Struct, frozen=True):
     """
 
     attempt: int
-    identity: Identity
+    identity: JobIdentity
     keep: Retention = Retention(keep_last=None)
 
 
@@ -92,7 +92,7 @@ class Event(msgspec.Struct, frozen=True):
     event: str
     attempt: int
     time_s: float
-    identity: Identity | None = None
+    identity: JobIdentity | None = None
     step: int | None = None
     pause_s: float | None = None
 
@@ -126,7 +126,7 @@ def prepare_directory(path: Path) -> None:
 
 def take(
     path: Path,
-    identity: Identity,
+    identity: JobIdentity,
     keep: Retention,
     seen: Iterable[tuple[Generation, float]],
     now_s: float,
@@ -201,7 +201,7 @@ def _attempt_after(known: int, path: Path) -> int:
     return known + 1
 
 
-def _lock(path: Path, identity: Identity) -> FileLock | None:
+def _lock(path: Path, identity: JobIdentity) -> FileLock | None:
     """The owner's lock; None while another job holds it, or this job all the time that it is waited for."""
     deadline_s = time.monotonic() + _PATIENCE_S
     has_said = False
@@ -244,7 +244,7 @@ def end(path: Path, attempt: int, now_s: float) -> None:
     _append(path, [Event("ended", attempt, now_s)])
 
 
-def hand_over(path: Path, attempt: int, to: Identity, step: int, last_step_s: float) -> None:
+def hand_over(path: Path, attempt: int, to: JobIdentity, step: int, last_step_s: float) -> None:
     """Write down that an attempt has ended for another to go on.
 
     Args:
@@ -257,7 +257,7 @@ def hand_over(path: Path, attempt: int, to: Identity, step: int, last_step_s: fl
     _append(path, [Event("handed over", attempt, last_step_s, to, step)])
 
 
-def take_over(path: Path, attempt: int, identity: Identity, now_s: float) -> Event:
+def take_over(path: Path, attempt: int, identity: JobIdentity, now_s: float) -> Event:
     """Write down that an attempt goes on where another one has ended for it; what is written.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetstream.checkpoint.config import takes_over
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.flash.handover.handover import JobHandover
 from hetstream.checkpoint.flash.options import CheckpointOptions
 from hetstream.checkpoint.flash.ports import OtherHosts, Succession
@@ -20,7 +20,7 @@ def succession_of(job: str, directory: CheckpointDirectory, keep: Retention, opt
         keep: which of them stay.
         options: of the checkpointer.
     """
-    return JobHandover(directory, Identity.of_this_process(job), keep, takes_over(), options.hand_over_timeout_s)
+    return JobHandover(directory, JobIdentity.of_this_process(job), keep, takes_over(), options.hand_over_timeout_s)
 
 
 def other_hosts_of(directory: CheckpointDirectory, rank: int, options: CheckpointOptions) -> OtherHosts | None:

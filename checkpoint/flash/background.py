@@ -17,12 +17,16 @@ class Background:
     def __init__(self) -> None:
         self._newest: threading.Thread | None = None
 
-    def start(self, act: Callable[..., None], plan: Callable[[], tuple[int, ...]] = tuple) -> None:
-        """Do something once what was started before is done.
+    def start(self, act: Callable[[], None]) -> None:
+        """Do something once what was started before is done."""
+        self.start_planned(act, lambda: ())
+
+    def start_planned(self, act: Callable[..., None], plan: Callable[[], tuple[int, ...]]) -> None:
+        """Plan something at once, and do it once what was started before is done.
 
         Args:
-            act: what to do, with what `plan` gives.
-            plan: begins at once.
+            act: what to do.
+            plan: gives the arguments of `act`.
         """
         former = self._newest
         begin = threading.Event()
@@ -30,10 +34,10 @@ class Background:
         def work() -> None:
             begin.wait()  # Python would have the caller wait until this thread lets go of the GIL
             try:
-                room = plan()
+                arguments = plan()
                 if former:
                     former.join()
-                act(*room)
+                act(*arguments)
             except (HetstreamError, OSError) as error:
                 _log.warning("there is no memory for checkpoints yet: %s", error)
 

@@ -2,12 +2,15 @@
 
 A save takes the state apart, copies its tensors into a slot of the rank's store and publishes it; that is all that the
 program waits for. The checkpoint writer, another process, brings it to disk. Ranks talk when they start, when they
-restore, and about once a second when they ask whether to save; never while they save. What is here is the order of
-things; what each
-module does: `capture.py`, `tensors.py` and `copy_plan.py` take apart, `saving.py`, `slots.py` and `device.py` copy,
-`writer_link.py` has a checkpoint writer, `newest.py`, `restoring.py`, `source.py` and `apply.py` bring back,
-`timing.py` says when to save, `ownership.py` and `stop_agreement.py` what all ranks go by. `assembly.py` plugs in what
-lets another job go on (`handover/`), and copies on other hosts (`replica/`).
+restore, and about once a second when they ask whether to save; never while they save.
+
+This module has the order of things. The others do them:
+
+* a save: `capture.py` takes a state apart, `copy_plan.py` plans the copy, `saving.py` makes it;
+* the way to disk: `writer_link.py` has a checkpoint writer;
+* a restore: `newest.py` chooses a generation, `source.py` opens it, `destinations.py` says where it goes;
+* what all ranks go by: `timing.py` when to save, `ownership.py` whose directory it is, `stop_agreement.py` when to end;
+* `assembly.py` plugs in what lets another job go on (`handover/`), and copies on other hosts (`replica/`).
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ from hetstream.checkpoint.flash.distributed import Communicator, communicator, g
 from hetstream.checkpoint.flash.host import find_host
 from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
 from hetstream.checkpoint.flash.ownership import DirectoryOwnership
+from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.restore.newest import Newest
-from hetstream.checkpoint.flash.restore.restoring import LoadedCheckpoint, Wish, load_from, restore_from
 from hetstream.checkpoint.flash.restore.source import Memory
-from hetstream.checkpoint.flash.save.capture import RNG, Capture
+from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.flash.save.saving import Saving
 from hetstream.checkpoint.flash.slurm_task import warn_of_wrapper
 from hetstream.checkpoint.flash.stats import CheckpointStats
@@ -49,7 +52,7 @@ from hetstream.checkpoint.flash.timing import Timing
 from hetstream.checkpoint.flash.writer_link import WriterLink
 from hetstream.checkpoint.memory.adoption import newest_attempt
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import FALLBACK, Identity, make_fallback
+from hetstream.checkpoint.memory.store_files import FALLBACK, StoreIdentity, make_fallback
 from hetstream.checkpoint.policy.interval import Adaptive, Every
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import Generation
@@ -93,7 +96,7 @@ class FlashCheckpointer:
         ranks: Communicator | None = None,
         options: CheckpointOptions = CheckpointOptions(),  # noqa: B008, it is frozen
     ) -> None:
-        check_arguments(shared, interval, keep, ranks, options, RNG)
+        check_arguments(shared, interval, keep, ranks, options)
         path = directory_of_job() if directory is None else directory
         if path is None:
             raise OptionsError("no checkpoint directory: give one, or run in a job with #HETSTREAM --checkpoint=DIR")
@@ -114,7 +117,7 @@ class FlashCheckpointer:
         self._others = other_hosts_of(self._directory, self._ranks.rank, options)
         self._ownership = DirectoryOwnership(self._directory, self._ranks, self._succession, self._others)
         self._stop_agreement = StopAgreement(self._ranks, self._asked_here, self._succession.asked)
-        whose = Identity(job, component, self._ranks.rank, self._directory.path)
+        whose = StoreIdentity(job, component, self._ranks.rank, self._directory.path)
         with contextlib.ExitStack() as undo:
             self._ownership.begin(newest_attempt(whose, (options.shared_memory.absolute(), self._fallback)))
             undo.callback(self._directory.release)
@@ -154,7 +157,7 @@ class FlashCheckpointer:
         self._store.populate()
         self._memory.read_ahead()
 
-    def _open_store(self, identity: Identity) -> Store:
+    def _open_store(self, identity: StoreIdentity) -> Store:
         options = self._options
         stores: list[Store] = []
 
@@ -246,7 +249,7 @@ class FlashCheckpointer:
 
     def _prepare(self, state: Mapping[str, Any], leaves: Leaves) -> None:
         if not leaves.shapeless:
-            self._background.start(self._store.prepare, self._capture.prepare(state, leaves))
+            self._background.start_planned(self._store.prepare, self._capture.prepare(state, leaves))
 
     # Restoring
 
@@ -281,8 +284,8 @@ class FlashCheckpointer:
         self._store.announce(*self._capture.expected_bytes(state, leaves))
         newest = self._newest()
         with collector.held_off():
-            wish = Wish(step, strict, self._options.allow_pickle)
-            restored = restore_from(newest, state, leaves, wish)
+            request = RestoreRequest(step, strict, self._options.allow_pickle)
+            restored = restore_state(newest, state, leaves, request)
         if restored.generation and (step is not None or self._is_behind(restored.generation)):
             self._go_back(restored.generation)
         self._timing.begin(restored.step or 0)
@@ -308,7 +311,7 @@ class FlashCheckpointer:
         self._check_open()
         step = None if step is None else checked_step(step)
         self.fence()
-        loaded = load_from(self._newest(), Wish(step, allow_pickle=self._options.allow_pickle))
+        loaded = load_values(self._newest(), RestoreRequest(step, allow_pickle=self._options.allow_pickle))
         self._succession.note_restored(loaded.step if loaded else 0)
         return loaded
 

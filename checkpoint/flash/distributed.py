@@ -94,9 +94,8 @@ def communicator() -> Communicator:
         raise OptionsError(
             f"{setting}, and neither torch.distributed nor Horovod is initialised: every rank would take itself for "
             "the only one. Call torch.distributed.init_process_group() first (TrainingArguments of the Hugging Face "
-            "Trainer does), or hvd.init(); or give ranks=Alone() of "
-            "hetstream.checkpoint.flash.distributed if each has a "
-            "directory of its own"
+            "Trainer does), or hvd.init(); or give ranks=Alone() of hetstream.checkpoint.flash.distributed if each has "
+            "a directory of its own"
         )
     return Alone()
 

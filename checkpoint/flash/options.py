@@ -16,6 +16,7 @@ from hetstream.checkpoint.memory.store_files import SHARED_MEMORY
 from hetstream.checkpoint.policy.interval import Adaptive, Every
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import MAX_NUMBER
+from hetstream.checkpoint.record.structure import RNG
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,10 @@ class CheckpointOptions:
         shared_memory: where generations are.
         fallback: a directory for generations that do not fit there; None: inside the checkpoint directory.
         replica: each rank's checkpoint writer keeps the newest generation in the memory of another host too, so that a
-        lost node
-            costs no step. Takes the memory of two more slots for each rank that a host keeps replicas of. On every rank
-            or on none.
+            lost node costs no step. Takes the memory of two more slots for each rank that a host keeps replicas of. On
+            every rank or on none.
         close_timeout_s: how long `close` waits for the checkpoint writer to bring the newest generation to disk; None:
-        until it is,
-            and for a job's checkpoint writer, which outlives the program, a minute.
+            until it is there. For a job's checkpoint writer, which outlives the program, None means a minute.
         hand_over_timeout_s: how long a job that takes over from another waits for it, once it has asked.
     """
 
@@ -81,9 +80,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and value >= 0
 
 
-def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: Any, taken: str) -> None:
-    """Refuse what a checkpointer cannot be made with, all at once; a wrong one would show only in the checkpoint
-    writer.
+def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: Any) -> None:
+    """Refuse what a checkpointer cannot be made with, all at once. Some of it would show only in the checkpoint writer.
 
     Args:
         shared: of `FlashCheckpointer`.
@@ -91,15 +89,14 @@ def check_arguments(shared: Any, interval: Any, keep: Any, ranks: Any, options: 
         keep: of `FlashCheckpointer`.
         ranks: of `FlashCheckpointer`.
         options: of `FlashCheckpointer`.
-        taken: the key that no state has.
 
     Raises:
         OptionsError: one breaks its rule.
     """
     problems = []
     are_keys = isinstance(shared, Collection) and all(isinstance(key, str) for key in shared)
-    if isinstance(shared, str) or not are_keys or taken in shared:
-        problems.append(f"shared={shared!r}: a collection of top-level keys, without {taken!r}")
+    if isinstance(shared, str) or not are_keys or RNG in shared:
+        problems.append(f"shared={shared!r}: a collection of top-level keys, without {RNG!r}")
     if not isinstance(interval, int | Every | Adaptive | None) or isinstance(interval, bool):
         problems.append(f"interval={interval!r}: a number of steps, Every(seconds=...), or Adaptive(...)")
     if not isinstance(keep, Retention | None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.record.agreement import Replica
 from hetstream.checkpoint.record.generation import Generation
@@ -19,7 +19,7 @@ class Succession(Protocol):
     rank 0."""
 
     @property
-    def successor(self) -> Identity | None:
+    def successor(self) -> JobIdentity | None:
         """Who goes on in place of this job, once it has asked."""
 
     def acquire(self, above: int, *, is_ready: bool) -> int:

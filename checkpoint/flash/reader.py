@@ -2,8 +2,7 @@
 
 It takes no lock, writes nothing, has no memory of its own and no checkpoint writer, so it can run beside the training
 whose checkpoints it reads, as another user, on any number of ranks, and where the directory cannot be written to.
-Nothing
-that it reads is kept from retention: a checkpoint that is removed meanwhile is not used, not even a part of it.
+Nothing that it reads is kept from retention: a checkpoint that is removed meanwhile is not used, not even a part of it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
 from hetstream.checkpoint.flash.options import CheckpointOptions, checked_step
+from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.restore.newest import Newest
-from hetstream.checkpoint.flash.restore.restoring import LoadedCheckpoint, Wish, load_from, restore_from
 from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.policy.lineage import Lineage
 
@@ -69,12 +68,14 @@ class CheckpointReader:
             NoCheckpoint: there is none that can be used, or none of this step.
             StateMismatch: the layout of the state is another; every difference is named. Nothing is restored.
         """
-        wish = Wish(None if step is None else checked_step(step), strict, self._allow_pickle, only_given=True)
+        request = RestoreRequest(
+            None if step is None else checked_step(step), strict, self._allow_pickle, only_given=True
+        )
         with collector.held_off():
             capture = Capture(
                 (), self._ranks.rank, self._ranks.world_size, CheckpointOptions(allow_pickle=self._allow_pickle)
             )
-            restored = restore_from(self._newest(), state, capture.flatten(state), wish)
+            restored = restore_state(self._newest(), state, capture.flatten(state), request)
         if restored.generation is None:
             raise self._nothing()
         return restored.generation.step
@@ -88,8 +89,8 @@ class CheckpointReader:
         Raises:
             NoCheckpoint: there is none that can be used, or none of this step.
         """
-        wish = Wish(None if step is None else checked_step(step), allow_pickle=self._allow_pickle)
-        loaded = load_from(self._newest(), wish)
+        request = RestoreRequest(None if step is None else checked_step(step), allow_pickle=self._allow_pickle)
+        loaded = load_values(self._newest(), request)
         if loaded is None:
             raise self._nothing()
         return loaded

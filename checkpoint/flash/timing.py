@@ -13,7 +13,7 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.flash.distributed import Communicator, gather
 from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.memory.store_files import WriterStatus
-from hetstream.checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree
+from hetstream.checkpoint.policy.interval import Adaptive, Decision, Every, FailureHistory, Schedule, agree_on_interval
 from hetstream.checkpoint.record.generation import Generation
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Timing:
                 schedule.note_persist(status.persist_s)
             decision = schedule.propose(self._due_step, stats.blocked_s, now_s, stats.allocated_s)
             if not isinstance(self._rule, Every) or self._rule.num_steps is None:
-                decision = agree(gather(self._ranks, decision))
+                decision = agree_on_interval(gather(self._ranks, decision))
             if schedule.decision.bound_by == "first" and self._ranks.rank == 0:
                 self._say_chosen(decision, schedule.history)
             schedule.adopt(decision, self._due_step, now_s)

@@ -24,7 +24,14 @@ from hetstream.checkpoint.errors import CheckpointError, ForeignOwner, SharedMem
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.memory.locks import FileLock
 from hetstream.checkpoint.memory.slot import unlink_with_target
-from hetstream.checkpoint.memory.store_files import STATUS_BYTES, Holder, Identity, SlotContent, StoreFiles, list_stores
+from hetstream.checkpoint.memory.store_files import (
+    STATUS_BYTES,
+    Holder,
+    SlotContent,
+    StoreFiles,
+    StoreIdentity,
+    list_stores,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ _ALONE_TIMEOUT_S = 10.0
 _POLL_S = 0.002
 
 
-def own_store(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
+def own_store(identity: StoreIdentity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
     """The store of an identity with the trainer's lock.
 
     Args:
@@ -57,7 +64,7 @@ def own_store(identity: Identity, shared_memory: Path, fallback: Path | None) ->
     return files, lock
 
 
-def newest_attempt(identity: Identity, roots: Iterable[Path]) -> int:
+def newest_attempt(identity: StoreIdentity, roots: Iterable[Path]) -> int:
     """The newest attempt of which the stores of an identity hold anything, of this rank or of others; 0: none."""
     attempts = [0]
     for files in (files for root in roots for files in list_stores(root, identity.prefix)):
@@ -68,7 +75,7 @@ def newest_attempt(identity: Identity, roots: Iterable[Path]) -> int:
     return max(attempts)
 
 
-def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock] | None:
+def _adopt(identity: StoreIdentity, roots: list[Path]) -> tuple[StoreFiles, FileLock] | None:
     """The dead trainer's store with the newest generation; others of the same identity are deleted."""
     found: list[tuple[StoreFiles, FileLock]] = []
     try:
@@ -111,7 +118,7 @@ def _adopt(identity: Identity, roots: list[Path]) -> tuple[StoreFiles, FileLock]
     return files, lock
 
 
-def _say_given_up(identity: Identity, files: StoreFiles) -> None:
+def _say_given_up(identity: StoreIdentity, files: StoreFiles) -> None:
     held = files.complete()
     if held:
         _log.warning(
@@ -157,7 +164,7 @@ def delete_without_writer(files: StoreFiles, *, keep_unsaved: bool) -> bool:
     return False
 
 
-def _lock_dead(files: StoreFiles, identity: Identity) -> FileLock | None:
+def _lock_dead(files: StoreFiles, identity: StoreIdentity) -> FileLock | None:
     """The trainer's lock of a store, or None if the store has just been deleted."""
     deadline_s = time.monotonic() + _GRACE_S
     while True:
@@ -179,14 +186,14 @@ def _lock_dead(files: StoreFiles, identity: Identity) -> FileLock | None:
         time.sleep(_POLL_S)
 
 
-def make_store(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
+def make_store(identity: StoreIdentity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
     """A new store of an identity with the trainer's lock; arguments and errors are those of `own_store`."""
     files, lock = _make_somewhere(identity, shared_memory, fallback)
     _write_holder(files, identity)
     return files, lock
 
 
-def _make_somewhere(identity: Identity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
+def _make_somewhere(identity: StoreIdentity, shared_memory: Path, fallback: Path | None) -> tuple[StoreFiles, FileLock]:
     try:
         return _make(identity, shared_memory)
     except OSError as error:
@@ -200,7 +207,7 @@ def _make_somewhere(identity: Identity, shared_memory: Path, fallback: Path | No
         return _make(identity, fallback)
 
 
-def _make(identity: Identity, root: Path) -> tuple[StoreFiles, FileLock]:
+def _make(identity: StoreIdentity, root: Path) -> tuple[StoreFiles, FileLock]:
     name = identity.prefix + secrets.token_hex(_TOKEN_BYTES)
     # Under another name until it is locked: nobody may take it for a dead trainer's.
     hidden = StoreFiles(root / f".{name}")
@@ -225,7 +232,7 @@ def _make(identity: Identity, root: Path) -> tuple[StoreFiles, FileLock]:
     return StoreFiles(root / name), lock
 
 
-def _write_holder(files: StoreFiles, identity: Identity) -> None:
+def _write_holder(files: StoreFiles, identity: StoreIdentity) -> None:
     directory = os.path.realpath(identity.directory)
     holder = Holder(os.getpid(), os.uname().nodename, identity.job, identity.component, identity.rank, directory)
     # In memory without a free page, and for a path that is no text, the name of the store has to do.

@@ -25,7 +25,7 @@ from hetstream.checkpoint.memory.locks import FileLock
 from hetstream.checkpoint.memory.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
 from hetstream.checkpoint.memory.segment import Segment, file_bytes
 from hetstream.checkpoint.memory.slot import Slot, SlotMemory, take_slots
-from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, Identity, SlotContent, StoreFiles, WriterStatus
+from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, SlotContent, StoreFiles, StoreIdentity, WriterStatus
 from hetstream.checkpoint.memory.wake_pipe import WakePipe
 from hetstream.checkpoint.memory.writable_slot import WritableSlot
 from hetstream.checkpoint.policy.lineage import Lineage
@@ -55,7 +55,7 @@ class Store:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: StoreIdentity,
         files: StoreFiles,
         lock: FileLock,
         num_slots: int,
@@ -82,7 +82,11 @@ class Store:
 
     @classmethod
     def open(
-        cls, identity: Identity, num_slots: int = 3, shared_memory: Path = SHARED_MEMORY, fallback: Path | None = None
+        cls,
+        identity: StoreIdentity,
+        num_slots: int = 3,
+        shared_memory: Path = SHARED_MEMORY,
+        fallback: Path | None = None,
     ) -> Store:
         """Adopt the store that a dead trainer of this identity has left, or make one. Allocates no slot.
 

@@ -52,7 +52,7 @@ STATUS_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Identity:
+class StoreIdentity:
     """Whose store it is. Two living processes never have the same.
 
     Attributes:
@@ -93,10 +93,10 @@ class Holder(msgspec.Struct, frozen=True):
     Attributes:
         pid: of the trainer.
         host: where it runs.
-        job: see `Identity`.
-        component: see `Identity`.
-        rank: see `Identity`.
-        directory: see `Identity`; "" where it was not written down.
+        job: see `StoreIdentity`.
+        component: see `StoreIdentity`.
+        rank: see `StoreIdentity`.
+        directory: see `StoreIdentity`; "" where it was not written down.
     """
 
     pid: int

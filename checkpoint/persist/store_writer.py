@@ -22,7 +22,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.latest import problem_of_latest
-from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.errors import DamagedCheckpoint, DamagedSegment, DirectoryReplaced
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.formats.part import plan_part
@@ -127,19 +127,19 @@ class StoreWriter:
             self._clean_up()
             written = set(commit.written_by(self.directory, self.rank)) - self._damaged
             announced = set(commit.announced(self.directory)) - self._damaged
-            turn = decide_persist(held, written, announced, newest, last_chance=last_chance)
+            decision = decide_persist(held, written, announced, newest, last_chance=last_chance)
             self.is_waiting = newest is None or max(held) > newest
-            if turn.generation is None:
+            if decision.generation is None:
                 return False
             reach("writer.chosen")
-            _log.debug("%s turn=%s: %s", self, turn.generation, turn.reason)
+            _log.debug("%s generation=%s: %s", self, decision.generation, decision.reason)
             try:
-                with self._slots.open(held[turn.generation]) as segment:
+                with self._slots.open(held[decision.generation]) as segment:
                     self._persist(segment)
                     reach("writer.written")
                     self._commit_written(held)
             except DamagedSegment as error:
-                return self._pass_over(held[turn.generation], error)
+                return self._pass_over(held[decision.generation], error)
             self._clean_up()
         except (OSError, HetstreamError) as error:
             self._is_orphaned = isinstance(error, DirectoryReplaced)
@@ -348,12 +348,12 @@ class StoreWriter:
                 self.view.report(self._status)
 
 
-def _plan_part(segment: Segment) -> tuple[Part, FilePlan]:
+def _plan_part(segment: Segment) -> tuple[PartSpec, FilePlan]:
     """What a rank's file holds of a generation: of what is equal everywhere only rank 0's has anything."""
     header = segment.header
     layout_json, structure = split_metadata(segment.metadata)
     layout, record = from_json(layout_json), Record.read(structure)
-    part = Part(header.generation, record.rank, record.world_size, header.layout_digest, record.metrics)
+    part = PartSpec(header.generation, record.rank, record.world_size, header.layout_digest, record.metrics)
     keys = None if record.rank == 0 else record.own
     return part, plan_part(layout.entries, record, keys)
 

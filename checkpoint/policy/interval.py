@@ -1,7 +1,8 @@
 """When to save next: an interval from what saves cost and how often the job fails, or a fixed one. Pure.
 
 Called by the checkpointer, which measures, asks before every save whether one is due, and tells the schedule what it
-cost. It never reads a clock, and ranks never talk here: they exchange their decisions and all take `agree`'s.
+cost. It never reads a clock, and ranks never talk here: they exchange their decisions, and all of them take what
+`agree_on_interval` gives.
 
 The interval is Young's, with Daly's higher-order terms, in the time that training loses to each save:
 
@@ -175,7 +176,7 @@ def decide(rule: Adaptive, *, cost_s: float, persist_s: float, step_s: float, mt
     return Decision(num_steps, interval_s, bound_by, reason)
 
 
-def agree(decisions: Sequence[Decision]) -> Decision:
+def agree_on_interval(decisions: Sequence[Decision]) -> Decision:
     """The one decision of all ranks: that of the rank which wants to save least often, the lowest of equals."""
     return max(decisions, key=lambda decision: decision.num_steps)
 

@@ -17,7 +17,7 @@ from hetstream.checkpoint.record.generation import Generation
 Source = Literal["memory", "replica", "disk"]
 
 
-class Held(msgspec.Struct, frozen=True):
+class OfferedRecord(msgspec.Struct, frozen=True):
     """A whole record that a rank can read.
 
     Attributes:
@@ -38,7 +38,7 @@ class Replica(msgspec.Struct, frozen=True):
         rank: whose it is.
         generation: which.
         world_size: ranks that saved it.
-        shared_elsewhere: as in `Held`.
+        shared_elsewhere: as in `OfferedRecord`.
     """
 
     rank: int
@@ -61,8 +61,8 @@ class Offer(msgspec.Struct, frozen=True):
         unread: generations on disk that another release of hetstream wrote, with what is said of them.
     """
 
-    memory: list[Held] = []
-    disk: list[Held] = []
+    memory: list[OfferedRecord] = []
+    disk: list[OfferedRecord] = []
     problems: list[str] = []
     replicas: list[Replica] = []
     unfetchable: list[Generation] = []
@@ -128,7 +128,7 @@ def steps_of(offers: Sequence[Offer], lineage: Lineage) -> tuple[list[int], list
     return sorted(line), sorted({generation.step for generation in whole} - line)
 
 
-def agree(offers: Sequence[Offer], lineage: Lineage = Lineage(), step: int | None = None) -> Choice:  # noqa: B008
+def choose_generation(offers: Sequence[Offer], lineage: Lineage = Lineage(), step: int | None = None) -> Choice:  # noqa: B008
     """Choose the newest generation that every rank can restore: from its memory, another host's, or the disk.
 
     Args:

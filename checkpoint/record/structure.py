@@ -20,6 +20,8 @@ from hetstream.checkpoint.errors import DamagedCheckpoint, OtherRelease
 from hetstream.checkpoint.record.tree import Foreign, MakeForeign, Node, decode, numbers_in, renumbered
 
 VERSION = 1
+# Where a state has its random number generators: a top-level key, which no program may use itself.
+RNG = "_rng"
 
 
 class Shard(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -12,7 +12,7 @@ import torch
 import torch.utils.data
 
 from hetstream.base.errors import OptionsError
-from hetstream.mpi_dataworkers.config import Identity, service_from_environment
+from hetstream.mpi_dataworkers.config import TrainerIdentity, service_from_environment
 from hetstream.mpi_dataworkers.errors import StateError
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.device import OnDevice
@@ -79,7 +79,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         self._connection = self._connect(options, service, identity)
         self._connection.close_with(self)
 
-    def _set_up(self, options: LoaderOptions, identity: Identity) -> None:
+    def _set_up(self, options: LoaderOptions, identity: TrainerIdentity) -> None:
         """Keep what decides the order, and the position at its beginning."""
         self.seed = options.seed or 0
         self._device = torch.device("cpu" if options.device is None else options.device)
@@ -103,7 +103,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
         if not options.is_listed:
             self._num_steps(0)  # a division that cannot work is an error here, not at the first epoch
 
-    def _connect(self, options: LoaderOptions, service: str | None, identity: Identity) -> LoaderConnection:
+    def _connect(self, options: LoaderOptions, service: str | None, identity: TrainerIdentity) -> LoaderConnection:
         sharing, pipeline_name, length_of = options.sharing, options.pipeline_name or "", options.length_of
         sharing_description = {"sharing": str(sharing), "pipeline_name": pipeline_name}
         service_options = ServiceOptions(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetstream.mpi_dataworkers.config import (
-    Identity,
+    TrainerIdentity,
     buffer_bytes_from_environment,
     compression_from_environment,
     transports_from_environment,
@@ -55,7 +55,7 @@ class ServiceOptions:
     """
 
     service: str | None
-    identity: Identity
+    identity: TrainerIdentity
     description: dict[str, str]
     shared: SharedStream | None = None
     buffer_bytes: int | None = None

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.config import TrainerIdentity
 
 _SITE = {"site-packages", "dist-packages"}
 _OWN_PACKAGE = "hetstream"
@@ -47,7 +47,7 @@ class _Names:
         self._lock = threading.Lock()
         self._counts: Counter[Hashable] = Counter()
 
-    def name(self, identity: Identity, description: Mapping[str, str], divides: bool) -> LoaderName:
+    def name(self, identity: TrainerIdentity, description: Mapping[str, str], divides: bool) -> LoaderName:
         """Name a loader that the caller's caller makes now."""
         found = list(_calls())
         calls = [place for place, _ in found]
@@ -65,7 +65,7 @@ class _Names:
         return self._counts[key] - 1
 
 
-def title_of(identity: Identity, name: LoaderName, description: Mapping[str, str]) -> str:
+def title_of(identity: TrainerIdentity, name: LoaderName, description: Mapping[str, str]) -> str:
     """What a person knows a loader by: the name that was given to it, the class of its dataset and where it is made."""
     dataset = description.get("dataset", "").rpartition(".")[2]
     parts = (identity.job_name if identity.is_named else "", dataset, name.made_at)

@@ -20,7 +20,7 @@ import torch
 import torch.utils.data
 
 from hetstream.base.errors import HetstreamError, OptionsError
-from hetstream.mpi_dataworkers.config import Identity, identity_from_environment, quarantine_dir_from_environment
+from hetstream.mpi_dataworkers.config import TrainerIdentity, identity_from_environment, quarantine_dir_from_environment
 from hetstream.mpi_dataworkers.loader.device import check_device
 from hetstream.mpi_dataworkers.loader.division import Division
 from hetstream.mpi_dataworkers.loader.keyword import (
@@ -270,14 +270,14 @@ class LoaderOptions:
         """What becomes of a step that cannot be made."""
         return ErrorPolicy(self.on_error, self.max_attempts, float(self.sample_timeout_s))
 
-    def quarantine_file(self, identity: Identity) -> Path | None:
+    def quarantine_file(self, identity: TrainerIdentity) -> Path | None:
         """Where quarantined samples are written down, if anywhere."""
         directory = quarantine_dir_from_environment() if self.quarantine_dir is None else self.quarantine_dir
         if directory is None or self.on_error != "quarantine":
             return None
         return quarantine_file(Path(directory), identity)
 
-    def check(self, known: tuple[int, int] | None) -> Identity:
+    def check(self, known: tuple[int, int] | None) -> TrainerIdentity:
         """Check every keyword, and the environment that stands in for those not given.
 
         Args:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.config import TrainerIdentity
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.loader.naming import LoaderName, title_of
 from hetstream.mpi_dataworkers.loader.rebuilding import BatchBuilder
@@ -49,7 +49,7 @@ class ClientOptions:
     """
 
     address_file: Path
-    identity: Identity
+    identity: TrainerIdentity
     name: LoaderName
     description: dict[str, str]
     batches: BatchBuilder

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hetstream.base.files import Directory
-from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.config import TrainerIdentity
 from hetstream.mpi_dataworkers.errors import PipelineError, StateError
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
 
@@ -35,7 +35,7 @@ class SkippedSample(NamedTuple):
     error: str
 
 
-def quarantine_file(directory: Path, identity: Identity) -> Path:
+def quarantine_file(directory: Path, identity: TrainerIdentity) -> Path:
     """Where one loader's quarantine is written down."""
     job = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in identity.job_name)
     return directory / f"{job}.rank{identity.rank}.jsonl"

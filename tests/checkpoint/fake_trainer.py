@@ -13,7 +13,7 @@ from pathlib import Path
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.memory.segment import join_metadata
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Identity
+from hetstream.checkpoint.memory.store_files import StoreIdentity
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.layout import Layout, TensorSpec, lay_out
 from hetstream.checkpoint.record.structure import Record, TensorRef
@@ -49,7 +49,7 @@ def main() -> None:
     stores, directory, job, *numbers = sys.argv[1:]
     rank, world_size, attempt, num_bytes = map(int, numbers)
     lineage = CheckpointDirectory(directory).lineage()
-    store = Store.open(Identity(job, 0, rank, Path(directory), lineage), shared_memory=Path(stores))
+    store = Store.open(StoreIdentity(job, 0, rank, Path(directory), lineage), shared_memory=Path(stores))
     print(store.path, flush=True)
     for line in sys.stdin:
         verb, *args = line.split()

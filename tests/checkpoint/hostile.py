@@ -25,8 +25,8 @@ from hetstream.base import typed_json
 from hetstream.checkpoint.convert.write import write_state
 from hetstream.checkpoint.disk.commit import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.manifest import Part
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.manifest import PartSpec
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import Damaged
 from hetstream.checkpoint.formats.part import STRUCTURE
 from hetstream.checkpoint.record.checksum import checksum
@@ -62,10 +62,10 @@ def write_valid(directory: Path, num_ranks: int = 1) -> None:
     """A directory of two good checkpoints, as a job leaves it."""
     directory.mkdir(mode=0o700, exist_ok=True)
     place = CheckpointDirectory(directory)
-    place.acquire(Identity("local", "here", 1))
+    place.acquire(JobIdentity("local", "here", 1))
     for generation in STEPS:
         for rank in range(num_ranks):
-            part = Part(generation, rank, num_ranks, metrics={"loss": 0.5})
+            part = PartSpec(generation, rank, num_ranks, metrics={"loss": 0.5})
             write_state(directory, part, state_of(generation.step), shared=("model",))
         assert commit(directory, generation, num_ranks) == ()
     place.release()

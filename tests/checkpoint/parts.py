@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetstream.checkpoint.disk.commit import commit, write_part
-from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.formats.plan import FilePlan
 from hetstream.checkpoint.formats.safetensors import plan_file
 from hetstream.checkpoint.record.generation import Generation
@@ -60,7 +60,7 @@ def write_checkpoint(
     """Write and commit a checkpoint whose ranks' records follow from the step."""
     for rank in range(world_size):
         record = make_record(generation.step * 1000 + rank)
-        part = Part(generation, rank, world_size, record.layout.digest, metrics or {})
+        part = PartSpec(generation, rank, world_size, record.layout.digest, metrics or {})
         write_part(directory, part, record.plan, record.payload, start_id=start_id)
     assert commit(directory, generation, world_size) == ()
 

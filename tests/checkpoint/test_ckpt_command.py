@@ -14,10 +14,10 @@ import pytest
 
 from hetstream.checkpoint.disk.commit import partial_path, write_part
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.memory.segment import join_metadata
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Holder, Identity, WriterStatus
+from hetstream.checkpoint.memory.store_files import Holder, StoreIdentity, WriterStatus
 from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores
 from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from hetstream.checkpoint.record.generation import Generation
@@ -42,14 +42,14 @@ def directory(tmp_path: Path) -> Path:
     data[-1] ^= 1
     file.write_bytes(data)
     record = make_record(1)
-    write_part(path, Part(Generation(2, 30), 1, 2, record.layout.digest), record.plan, record.payload)
+    write_part(path, PartSpec(Generation(2, 30), 1, 2, record.layout.digest), record.plan, record.payload)
     return path
 
 
 @pytest.fixture
 def dead_store(directory: Path) -> Iterator[Path]:
     """What a dead trainer's memory holds: two generations, of which one is on disk."""
-    store = Store.open(Identity(JOB, 0, 3, directory))
+    store = Store.open(StoreIdentity(JOB, 0, 3, directory))
     path = store.path
     for step in (10, 20):
         with store.begin(1000, 100) as slot:
@@ -172,7 +172,7 @@ def test_gc_removes_only_what_is_nobodys(
 
 
 def test_gc_keeps_the_store_of_a_living_trainer(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = Store.open(Identity("local", 0, 0, directory))
+    store = Store.open(StoreIdentity("local", 0, 0, directory))
 
     def found(*words: str) -> dict[str, str]:
         (row,) = (row for row in ckpt_json(capsys, "gc", *words)["found"] if row["path"] == str(store.path))
@@ -192,7 +192,7 @@ def test_a_store_that_found_no_shared_memory_is_seen_and_collected(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (directory / ".memory").mkdir()
-    store = Store.open(Identity("local", 0, 5, directory), 2, tmp_path / "none", directory / ".memory")
+    store = Store.open(StoreIdentity("local", 0, 5, directory), 2, tmp_path / "none", directory / ".memory")
     leave_as_killed(store)
     assert [one["path"] for one in ckpt_json(capsys, "ls", directory)["memory"]] == [str(store.path)]
     rows = ckpt_json(capsys, "gc", directory)["found"]
@@ -202,7 +202,7 @@ def test_a_store_that_found_no_shared_memory_is_seen_and_collected(
 
 def test_gc_completes_what_dead_writers_left(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older = make_record(2)
-    write_part(directory, Part(Generation(1, 15), 0, 2, older.layout.digest), older.plan, older.payload)
+    write_part(directory, PartSpec(Generation(1, 15), 0, 2, older.layout.digest), older.plan, older.payload)
 
     def found(*words: str) -> list[dict[str, str]]:
         rows = ckpt_json(capsys, "gc", *words, directory)["found"]
@@ -217,7 +217,7 @@ def test_gc_completes_what_dead_writers_left(directory: Path, capsys: pytest.Cap
     assert [row["action"] for row in found()] == ["kept", "removed"]
     assert not partial_path(directory, Generation(1, 15)).exists()
     record = make_record(3)
-    write_part(directory, Part(Generation(2, 30), 0, 2, record.layout.digest), record.plan, record.payload)
+    write_part(directory, PartSpec(Generation(2, 30), 0, 2, record.layout.digest), record.plan, record.payload)
     (row,) = found()
     assert (row["action"], row["reason"]) == ("committed", "all parts are there")
     assert (directory / "step-0000000030.2").is_dir()
@@ -230,7 +230,7 @@ def test_what_a_dead_trainer_left_is_written_when_it_is_asked_for(
     for path in (stores, directory):
         path.mkdir(mode=0o700)
     monkeypatch.setattr(ckpt_writer, "find_stores", lambda: find_stores([stores]))
-    store = Store.open(Identity(JOB, 0, 0, directory), shared_memory=stores)
+    store = Store.open(StoreIdentity(JOB, 0, 0, directory), shared_memory=stores)
     fake_trainer.save(store, Generation(1, 40), 0, 1, 10_000)
     assert "nothing to write" in ckpt(capsys, "writer", "--once"), "its trainer lives"
     store.close(keep=True)

@@ -25,8 +25,8 @@ from hetstream.checkpoint.convert.weights import Content, load_safetensors, read
 from hetstream.checkpoint.convert.write import write_state
 from hetstream.checkpoint.disk.commit import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.manifest import Part
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.manifest import PartSpec
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryInUse, NoCheckpoint, UnsupportedState
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 from hetstream.checkpoint.flash.restore.shards import open_parts
@@ -62,7 +62,7 @@ def save(directory: Path, step: int = 120, num_ranks: int = 2, attempt: int = 1)
     shared = ("model", "optimizer", "loader")
     directory.mkdir(exist_ok=True)
     for rank in range(num_ranks):
-        part = Part(generation, rank, num_ranks, metrics={"loss": 1 / step})
+        part = PartSpec(generation, rank, num_ranks, metrics={"loss": 1 / step})
         write_state(directory, part, state_of(rank), shared=shared, keys=None if rank == 0 else ["rng"])
     assert commit(directory, generation, num_ranks) == ()
     return directory / generation.directory_name
@@ -184,7 +184,7 @@ def test_stages_of_a_pipeline_are_merged_by_name(tmp_path: Path, capsys: pytest.
     generation = Generation(1, 1)
     for rank, layer in enumerate(("first", "second")):
         state = {"model": {layer: torch.full((2,), rank)}, "lr": {"groups": [{"lr": 0.1}]}}
-        write_state(tmp_path, Part(generation, rank, 2), state)
+        write_state(tmp_path, PartSpec(generation, rank, 2), state)
     commit(tmp_path, generation, 2)
     assert convert(tmp_path, tmp_path / "x.pt", "--to", "torch") == 0
     back = torch.load(tmp_path / "x.pt", weights_only=True)["model"]
@@ -194,7 +194,7 @@ def test_stages_of_a_pipeline_are_merged_by_name(tmp_path: Path, capsys: pytest.
 
 def test_tied_tensors_stay_tied_through_formats(tmp_path: Path) -> None:
     weight = torch.randn(4, 4)
-    write_state(tmp_path, Part(Generation(1, 1), 0, 1), {"model": {"a": weight, "b": weight, "c": weight[1]}})
+    write_state(tmp_path, PartSpec(Generation(1, 1), 0, 1), {"model": {"a": weight, "b": weight, "c": weight[1]}})
     commit(tmp_path, Generation(1, 1), 1)
     for kind in ("torch", "safetensors"):
         target = tmp_path / f"x.{kind}"
@@ -287,7 +287,7 @@ def test_hdf5_of_keys_that_are_not_there_is_refused(
     assert not (tmp_path / "run.h5").exists()
     # A key that only some of the checkpoints have is exported from those.
     generation = Generation(1, 130)
-    write_state(ckpt, Part(generation, 0, 1), {"model": {"x": 1}}, shared=("model",))
+    write_state(ckpt, PartSpec(generation, 0, 1), {"model": {"x": 1}}, shared=("model",))
     assert commit(ckpt, generation, 1) == ()
     assert convert(ckpt, tmp_path / "run.h5", "--to", "hdf5", "--keys", "loader") == 0
     assert "metadata, loader of 2 checkpoint(s)" in capsys.readouterr().out
@@ -298,7 +298,7 @@ def test_hdf5_of_keys_that_are_not_there_is_refused(
 def test_a_running_job_keeps_its_directory(ckpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"a": 1}, tmp_path / "a.pt")
     job = CheckpointDirectory(ckpt)
-    job.acquire(Identity.of_this_process("123"))
+    job.acquire(JobIdentity.of_this_process("123"))
     try:
         refused(capsys, 1, DirectoryInUse.__name__, tmp_path / "a.pt", ckpt, "--to", "flash", "--as-step", "1")
     finally:

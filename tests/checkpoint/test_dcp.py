@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hetstream.checkpoint.convert.dcp import FlashStorageReader
 from hetstream.checkpoint.convert.write import write_state
 from hetstream.checkpoint.disk.commit import commit
-from hetstream.checkpoint.disk.manifest import CHUNK_BYTES, Part
+from hetstream.checkpoint.disk.manifest import CHUNK_BYTES, PartSpec
 from hetstream.checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint, UnsupportedState
-from hetstream.checkpoint.flash.restore.shards import Part as RankPart
-from hetstream.checkpoint.flash.restore.shards import Parts, Whole, open_parts, overlap_of
+from hetstream.checkpoint.flash.restore.shards import Parts, RankPart, Whole, open_parts, overlap_of
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.structure import Record, Shard, TensorRef
 
@@ -74,7 +73,7 @@ def test_a_sharded_program_that_is_killed_goes_on(tmp_path: Path) -> None:
 
 def write(directory: Path, state: dict[str, Any]) -> Path:
     generation = Generation(1, 5)
-    write_state(directory, Part(generation, 0, 1), state)
+    write_state(directory, PartSpec(generation, 0, 1), state)
     assert commit(directory, generation, 1) == ()
     return directory / generation.directory_name
 
@@ -118,7 +117,7 @@ def test_only_what_is_used_is_compared_with_its_checksums(tmp_path: Path) -> Non
     """A rank that needs nothing of a file does not read it; one that does, finds the flipped bit."""
     generation = Generation(1, 5)
     for rank in range(2):
-        part = Part(generation, rank, 2)
+        part = PartSpec(generation, rank, 2)
         write_state(
             tmp_path, part, {"shared": torch.ones(4), f"own{rank}": torch.zeros(CHUNK_BYTES * rank + 64).byte()}
         )
@@ -140,7 +139,7 @@ def test_only_what_is_used_is_compared_with_its_checksums(tmp_path: Path) -> Non
 def test_a_checkpoint_without_the_files_of_a_rank_is_refused(tmp_path: Path) -> None:
     generation = Generation(1, 5)
     for rank in range(2):
-        write_state(tmp_path, Part(generation, rank, 2), {"a": torch.ones(4)})
+        write_state(tmp_path, PartSpec(generation, rank, 2), {"a": torch.ones(4)})
     commit(tmp_path, generation, 2)
     path = tmp_path / generation.directory_name
     (path / "rank-00001-of-00002.json").unlink()

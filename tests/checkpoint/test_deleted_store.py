@@ -19,7 +19,7 @@ from hetstream.checkpoint.flash.save import saving
 from hetstream.checkpoint.memory import store as store_module
 from hetstream.checkpoint.memory.segment import join_metadata
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Identity, StoreFiles
+from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity
 from hetstream.checkpoint.memory.view import StoreView, find_stores
 from hetstream.checkpoint.memory.wake_pipe import WakePipe
 from hetstream.checkpoint.record.generation import Generation
@@ -117,7 +117,7 @@ def test_a_store_that_cannot_be_made_anew_is_said_and_tried_again(
 
 
 def test_a_store_that_is_deleted_while_it_is_adopted_is_made_anew(
-    identity: Identity,
+    identity: StoreIdentity,
     shared_memory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.manifest import Part, read_manifest
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.manifest import PartSpec, read_manifest
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import (
     DamagedCheckpoint,
     DirectoryInUse,
@@ -30,7 +30,7 @@ from hetstream.checkpoint.policy.retention import Best, Retention
 from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint.parts import make_record, write_checkpoint
 
-ME = Identity("8123", "gpu01", 77)
+ME = JobIdentity("8123", "gpu01", 77)
 
 
 def latest(directory: Path) -> str:
@@ -43,7 +43,7 @@ def names(directory: Path) -> list[str]:
 
 def write_rank(directory: Path, generation: Generation, rank: int, world_size: int) -> None:
     record = make_record(rank)
-    commit.write_part(directory, Part(generation, rank, world_size), record.plan, record.payload)
+    commit.write_part(directory, PartSpec(generation, rank, world_size), record.plan, record.payload)
 
 
 # --- owner ---------------------------------------------------------------------------------------------------------
@@ -73,9 +73,9 @@ def test_two_jobs_with_one_directory(tmp_path: Path) -> None:
     first, second = CheckpointDirectory(tmp_path), CheckpointDirectory(tmp_path)
     first.acquire(ME)
     with pytest.raises(DirectoryInUse, match="job 8123 on gpu01, process 77"):
-        second.acquire(Identity("8124", "gpu02", 78))
+        second.acquire(JobIdentity("8124", "gpu02", 78))
     first.release()
-    assert second.acquire(Identity("8124", "gpu02", 78)) == 2
+    assert second.acquire(JobIdentity("8124", "gpu02", 78)) == 2
     second.release()
 
 
@@ -83,8 +83,8 @@ def test_a_killed_owner_does_not_keep_the_directory_and_neither_do_its_children(
     program = f"""
 import os, signal
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.ownership import Identity
-CheckpointDirectory({str(tmp_path)!r}).acquire(Identity("1", "a", 1))
+from hetstream.checkpoint.disk.ownership import JobIdentity
+CheckpointDirectory({str(tmp_path)!r}).acquire(JobIdentity("1", "a", 1))
 if os.fork() == 0:
     os.write(1, b"x")
 signal.pause()
@@ -269,7 +269,7 @@ def test_a_manifest_of_the_first_release_is_read_and_written_as_then() -> None:
     manifest = read_manifest(text, "golden")
     assert manifest.part.generation == Generation(2, 120)
     assert manifest.to_json() == text
-    again = Part(Generation(2, 120, repeat=1), 0, 2).manifest(1, ("0" * 16,), 0.0)
+    again = PartSpec(Generation(2, 120, repeat=1), 0, 2).manifest(1, ("0" * 16,), 0.0)
     assert read_manifest(again.to_json(), "again").part.generation == Generation(2, 120, repeat=1)
 
 

@@ -31,7 +31,7 @@ from hetstream.checkpoint.flash.save.device import Copier
 from hetstream.checkpoint.flash.save.saving import Saving
 from hetstream.checkpoint.memory.locks import FileLock
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Identity
+from hetstream.checkpoint.memory.store_files import StoreIdentity
 from hetstream.checkpoint.memory.view import StoreView, find_stores
 from hetstream.checkpoint.record.generation import Generation
 
@@ -186,7 +186,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_no_torn_generation(
         f"checkpoint/{name}.py" for name in ("flash/save/saving", "flash/save/device", "memory/store", "memory/segment")
     )
     num_elements = 1 << 14
-    with Store.open(Identity("local", 0, 0, tmp_path), 3, memory) as store:
+    with Store.open(StoreIdentity("local", 0, 0, tmp_path), 3, memory) as store:
         saving = Saving(store, Capture((), 0, 1, CheckpointOptions()), check_async=False)
         for step in (1, 2, 3):
             assert saving.save(Generation(1, step), {"w": torch.zeros(num_elements)}, {})
@@ -470,16 +470,16 @@ def test_a_requeued_job_waits_for_the_lock_of_its_earlier_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep = ownership.Retention()
-    earlier = ownership.Identity("8123", "gpu01", 7)
+    earlier = ownership.JobIdentity("8123", "gpu01", 7)
     lock, attempt = ownership.take(tmp_path, earlier, keep, [], 0.0)
     assert attempt == 1
     with monkeypatch.context() as patch:
         patch.setattr(ownership, "_PATIENCE_S", 0.1)
         with pytest.raises(DirectoryInUse, match="job 8123 on gpu01"):
-            ownership.take(tmp_path, ownership.Identity("8123", "gpu02", 9), keep, [], 0.0)
+            ownership.take(tmp_path, ownership.JobIdentity("8123", "gpu02", 9), keep, [], 0.0)
     timer = threading.Timer(0.2, lock.release)
     timer.start()
-    lock, attempt = ownership.take(tmp_path, ownership.Identity("8123", "gpu02", 9), keep, [], 0.0)
+    lock, attempt = ownership.take(tmp_path, ownership.JobIdentity("8123", "gpu02", 9), keep, [], 0.0)
     timer.join()
     lock.release()
     assert attempt == 2

@@ -21,7 +21,7 @@ from hetstream import CheckpointOptions, FlashCheckpointer
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.handover_request import Claim, living_request, read_request
-from hetstream.checkpoint.disk.ownership import Identity, history
+from hetstream.checkpoint.disk.ownership import JobIdentity, history
 from hetstream.checkpoint.errors import DirectoryInUse
 from hetstream.checkpoint.flash.handover.handover import JobHandover
 from hetstream.checkpoint.flash.stop_agreement import StopAgreement, steps_until_next
@@ -32,7 +32,7 @@ from hetstream.checkpoint.policy.retention import Retention
 STEPS = 60
 STEP_S = 0.05
 WaitUntil = Callable[..., None]
-OWNER = Identity("41", "node1", 1)
+OWNER = JobIdentity("41", "node1", 1)
 
 
 # Decisions
@@ -130,7 +130,7 @@ def test_an_owner_that_does_not_answer_is_named_and_asked_no_more(make: Any, tmp
 
 @pytest.mark.usefixtures("held")
 def test_a_second_successor_is_refused(make: Any, tmp_path: Path) -> None:
-    first = Claim(tmp_path / "ckpt", Identity("43", "node2", 7))
+    first = Claim(tmp_path / "ckpt", JobIdentity("43", "node2", 7))
     first.ask(1, 0.0)
     with pytest.raises(DirectoryInUse, match="is being handed over to job 43 on node2, process 7"):
         make("41")
@@ -141,7 +141,7 @@ def test_a_second_successor_is_refused(make: Any, tmp_path: Path) -> None:
 def test_whoever_waits_comes_before_a_restart_of_the_job_that_stopped(
     make: Any, tmp_path: Path, held: CheckpointDirectory
 ) -> None:
-    first = Claim(tmp_path / "ckpt", Identity("43", "node2", 7))
+    first = Claim(tmp_path / "ckpt", JobIdentity("43", "node2", 7))
     first.ask(1, 0.0)
     held.release()
     with pytest.raises(DirectoryInUse, match="handed over to job 43"):
@@ -383,13 +383,13 @@ def test_all_ranks_stop_at_the_same_step_however_far_apart_they_are(held: Checkp
     asked = ["", "", ""]
 
     def train(rank: int) -> None:
-        handover = JobHandover(held, Identity("41", "node1", rank), Retention(), "", 1.0)
+        handover = JobHandover(held, JobIdentity("41", "node1", rank), Retention(), "", 1.0)
         watch = StopAgreement(group.member(rank), lambda: asked[rank], handover.asked)
         for step in range(1, 2000):
             if step == 500 and who == rank:
                 asked[rank] = "SIGTERM came"
             if step == 500 and (who, rank) == ("another job", 0):
-                claims.append(Claim(held.path, Identity("42", "node2", 7)))
+                claims.append(Claim(held.path, JobIdentity("42", "node2", 7)))
                 claims[0].ask(held.attempt, 0.0)
             if watch.is_asked(step):
                 stops[rank] = step

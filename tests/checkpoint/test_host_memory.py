@@ -12,7 +12,7 @@ import torch
 from hetstream.checkpoint.errors import SharedMemoryFull
 from hetstream.checkpoint.memory.segment import file_bytes
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Identity
+from hetstream.checkpoint.memory.store_files import StoreIdentity
 from hetstream.checkpoint.policy.interval import Schedule
 from hetstream.checkpoint.record.generation import Generation
 
@@ -28,7 +28,7 @@ def open_store(tmp_path: Path) -> Iterator[Open]:
     stores: list[Store] = []
 
     def opened(rank: int) -> Store:
-        stores.append(Store.open(Identity("77", 0, rank, tmp_path / "ckpt"), shared_memory=tmp_path))
+        stores.append(Store.open(StoreIdentity("77", 0, rank, tmp_path / "ckpt"), shared_memory=tmp_path))
         return stores[-1]
 
     yield opened

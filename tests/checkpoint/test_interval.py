@@ -16,7 +16,7 @@ from hetstream.checkpoint.policy.interval import (
     Every,
     FailureHistory,
     Schedule,
-    agree,
+    agree_on_interval,
     daly_interval_s,
     decide,
 )
@@ -143,7 +143,7 @@ def test_ranks_that_agree_save_at_the_same_steps(seed: int) -> None:
         if due.pop():
             proposals = [rank.propose(step, dice.random(), now) for rank, now in zip(ranks, clocks, strict=True)]
             for rank, now in zip(ranks, clocks, strict=True):
-                rank.adopt(agree(proposals), step, now)
+                rank.adopt(agree_on_interval(proposals), step, now)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hetstream import CheckpointReader, FlashCheckpointer, Retention
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.convert.source import Source, choose
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import DamagedLineage, DirectoryReplaced, NoCheckpoint, SharedMemoryFull
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.view import find_stores
@@ -162,7 +162,7 @@ def test_memory_is_not_used_for_a_copy_from_before_in_its_directorys_place(
     shutil.copytree(path, copy, symlinks=True)
     if is_trained:
         branch = CheckpointDirectory(copy)
-        assert branch.acquire(Identity.of_this_process("local")) == 2
+        assert branch.acquire(JobIdentity.of_this_process("local")) == 2
         write_checkpoint(copy, g(2, 15), start_id=branch.lineage().start_id)
         branch.release()
     monkeypatch.setenv("HETSTREAM_CKPT_WRITER", "1")  # of the job: there is none, and memory gets ahead of the disk
@@ -188,7 +188,7 @@ def test_a_writer_of_the_training_before_writes_nothing_into_a_copy_from_before(
     path, copy = tmp_path / "ckpt", tmp_path / "copy"
     for is_copied in (False, True):
         start = CheckpointDirectory(path)
-        start.acquire(Identity.of_this_process("1"))
+        start.acquire(JobIdentity.of_this_process("1"))
         start_id = start.lineage().start_id
         start.release()
         write_checkpoint(path, g(1, 6 + is_copied), start_id=start_id)
@@ -203,7 +203,7 @@ def test_a_writer_of_the_training_before_writes_nothing_into_a_copy_from_before(
 def test_a_writer_of_the_training_before_writes_nothing_into_a_new_directory(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     first = CheckpointDirectory(path)
-    first.acquire(Identity.of_this_process("1"))
+    first.acquire(JobIdentity.of_this_process("1"))
     before = first.lineage().start_id
     first.release()
     assert CheckpointDirectory(path).lineage().start_id == before != ""
@@ -213,7 +213,7 @@ def test_a_writer_of_the_training_before_writes_nothing_into_a_new_directory(tmp
     with pytest.raises(DirectoryReplaced, match="not the directory that this training began in"):
         write_checkpoint(path, g(1, 6), start_id=before)
     second = CheckpointDirectory(path)
-    second.acquire(Identity.of_this_process("1"))
+    second.acquire(JobIdentity.of_this_process("1"))
     second.release()
     assert second.lineage().start_id not in ("", before)
     with pytest.raises(DirectoryReplaced):
@@ -224,7 +224,7 @@ def test_a_writer_of_the_training_before_writes_nothing_into_a_new_directory(tmp
 def test_a_stopped_writer_of_the_training_before_wakes_up_beside_a_new_directory(bench: Bench) -> None:
     def start() -> None:
         directory = CheckpointDirectory(bench.directory)
-        directory.acquire(Identity.of_this_process("77"))
+        directory.acquire(JobIdentity.of_this_process("77"))
         directory.release()
 
     start()
@@ -264,7 +264,7 @@ def test_a_directory_that_is_deleted_while_a_program_trains_is_said_and_awaited_
         assert checkpointer.save(2, state_of(2))
         assert not checkpointer.wait(60)
         directory = CheckpointDirectory(tmp_path / "ckpt")
-        directory.acquire(Identity.of_this_process("1"))
+        directory.acquire(JobIdentity.of_this_process("1"))
         directory.release()
         assert checkpointer.save(3, state_of(3))
         assert "do not get to disk" in caplog.text
@@ -282,7 +282,7 @@ def test_a_training_whose_directory_was_replaced_neither_reads_the_new_one_nor_w
         save_steps(checkpointer, 1)
         path.rename(tmp_path / "moved away")
         other = CheckpointDirectory(path)
-        other.acquire(Identity.of_this_process("2"))
+        other.acquire(JobIdentity.of_this_process("2"))
         write_checkpoint(path, g(1, 50), start_id=other.lineage().start_id)
         for ask in (checkpointer.all_steps, checkpointer.load, lambda: checkpointer.restore(state)):
             with pytest.raises(DirectoryReplaced, match="not the directory that this training began in"):
@@ -594,7 +594,7 @@ def test_memory_of_a_deleted_directory_is_nobodys(
     shutil.rmtree(tmp_path / "ckpt")
     assert not find_stores([memory])[0].is_orphaned  # the disk may only be away
     directory = CheckpointDirectory(tmp_path / "ckpt")
-    directory.acquire(Identity.of_this_process("1"))
+    directory.acquire(JobIdentity.of_this_process("1"))
     directory.release()
     [found] = find_stores([memory])
     found = dataclasses.replace(found, persisted=None, writer_alive=False)

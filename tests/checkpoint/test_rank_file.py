@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hetstream.base.files import Directory
 from hetstream.checkpoint.disk import rank_file
-from hetstream.checkpoint.disk.manifest import Manifest, Part
+from hetstream.checkpoint.disk.manifest import Manifest, PartSpec
 from hetstream.checkpoint.disk.rank_file import RankFile, open_file, write_file
 from hetstream.checkpoint.errors import DamagedCheckpoint
 from hetstream.checkpoint.formats.plan import FilePlan, Range
@@ -55,7 +55,7 @@ def open_at(path: Path, manifest: Manifest, num_threads: int = 1) -> RankFile:
 
 def written(path: Path, record: Record) -> Manifest:
     checksums = write_at(path, record.plan, record.payload)
-    return Part(Generation(1, 120), 0, 1, record.layout.digest).manifest(path.stat().st_size, checksums, 0.0)
+    return PartSpec(Generation(1, 120), 0, 1, record.layout.digest).manifest(path.stat().st_size, checksums, 0.0)
 
 
 def test_safetensors_reads_every_dtype_and_odd_sizes(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_is_read_back_is_what_was_written(
     ]
     path = tmp_path / "rank-00000-of-00001.safetensors"
     plan = plan_file(wanted, {})
-    manifest = Part(Generation(1, 1), 0, 1).manifest(plan.num_bytes, write_at(path, plan, record.payload), 0.0)
+    manifest = PartSpec(Generation(1, 1), 0, 1).manifest(plan.num_bytes, write_at(path, plan, record.payload), 0.0)
     with open_at(path, manifest) as file:
         assert {entry.name: bytes(file.bytes_of(entry)) for entry in file.entries} == {
             entry.name: record.bytes_of(entry.name) for entry in wanted

@@ -23,7 +23,7 @@ from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, StateMismatch
 from hetstream.checkpoint.flash.restore import newest
 from hetstream.checkpoint.flash.restore.source import Disk
-from hetstream.checkpoint.flash.restore.stored import Part
+from hetstream.checkpoint.flash.restore.stored import StoredPart
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.slurm_plugin.cli import main
 from tests.base.users import run_as
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_is_removed_once_it_is_open_is_read_whole(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Removed(Disk):
-        def open(self) -> list[Part]:
+        def open(self) -> list[StoredPart]:
             parts = super().open()
             verdicts = CheckpointDirectory(directory).retain(Retention(keep_last=1))
             assert [one.keep for one in verdicts] == [False, False, True]

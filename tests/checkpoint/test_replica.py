@@ -18,15 +18,15 @@ from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.errors import ForeignOwner, NoCheckpoint, ReplicaError
 from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Identity, StoreFiles, WriterStatus
+from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity, WriterStatus
 from hetstream.checkpoint.memory.view import StoreView, find_stores
-from hetstream.checkpoint.record.agreement import Held, Offer, Replica, agree
+from hetstream.checkpoint.record.agreement import Offer, OfferedRecord, Replica, choose_generation
 from hetstream.checkpoint.record.checksum import checksum
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica import rendezvous
 from hetstream.checkpoint.replica.peers import order_of, peer_of, read_order, write_order
 from hetstream.checkpoint.replica.service import ReplicaService
-from hetstream.checkpoint.replica.stock import for_others
+from hetstream.checkpoint.replica.slots import for_others
 from hetstream.checkpoint.replica.trainer import TrainerReplicas
 from hetstream.checkpoint.replica.wire import Channel, Reply, Request
 from tests.checkpoint import fake_trainer
@@ -65,22 +65,33 @@ def test_the_peer_is_on_the_next_host(hosts: str, peers: list[int | None]) -> No
 
 def test_a_replica_comes_after_memory_and_before_the_disk() -> None:
     one, two = Generation(1, 1), Generation(1, 2)
-    here = Offer(memory=[Held(two, 2)], disk=[Held(one, 2), Held(two, 2)], replicas=[Replica(1, two, 2)])
-    lost = Offer(disk=[Held(one, 2), Held(two, 2)])
-    choice = agree([here, lost])
+    here = Offer(
+        memory=[OfferedRecord(two, 2)],
+        disk=[OfferedRecord(one, 2), OfferedRecord(two, 2)],
+        replicas=[Replica(1, two, 2)],
+    )
+    lost = Offer(disk=[OfferedRecord(one, 2), OfferedRecord(two, 2)])
+    choice = choose_generation([here, lost])
     assert (choice.generation, choice.sources, choice.holders[1]) == (two, ["memory", "replica"], [0])
     # It could not be brought here: then the disk has the same.
-    again = agree([here, lost.without(two, "replica", "its peer does not answer")])
+    again = choose_generation([here, lost.without(two, "replica", "its peer does not answer")])
     assert (again.generation, again.sources) == (two, ["memory", "disk"])
     # Without the replica and without the newer one on disk, all go back to the older.
-    old = agree([Offer(memory=[Held(two, 2)], disk=[Held(one, 2)]), Offer(disk=[Held(one, 2)])])
+    old = choose_generation(
+        [Offer(memory=[OfferedRecord(two, 2)], disk=[OfferedRecord(one, 2)]), Offer(disk=[OfferedRecord(one, 2)])]
+    )
     assert (old.generation, old.sources) == (one, ["disk", "disk"])
 
 
 def test_a_replica_of_another_number_of_ranks_or_behind_own_memory_is_not_taken() -> None:
     one, two = Generation(1, 1), Generation(1, 2)
-    assert agree([Offer(memory=[Held(one, 2)], replicas=[Replica(1, one, 3)]), Offer()]).generation is None
-    behind = agree([Offer(memory=[Held(one, 2)], replicas=[Replica(1, one, 2)]), Offer(memory=[Held(two, 2)])])
+    assert (
+        choose_generation([Offer(memory=[OfferedRecord(one, 2)], replicas=[Replica(1, one, 3)]), Offer()]).generation
+        is None
+    )
+    behind = choose_generation(
+        [Offer(memory=[OfferedRecord(one, 2)], replicas=[Replica(1, one, 2)]), Offer(memory=[OfferedRecord(two, 2)])]
+    )
     assert behind.generation is None
 
 
@@ -138,7 +149,7 @@ def check_kept(files: StoreFiles, rank: int, num_bytes: int = NUM_BYTES) -> list
 
 def open_store(path: Path, rank: int) -> Store:
     path.mkdir(exist_ok=True)
-    return Store.open(Identity("77", 0, rank, path.parent / "ckpt"), shared_memory=path)
+    return Store.open(StoreIdentity("77", 0, rank, path.parent / "ckpt"), shared_memory=path)
 
 
 @pytest.fixture

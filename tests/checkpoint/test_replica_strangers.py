@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Identity, StoreFiles
+from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.replica import rendezvous, wire
 from hetstream.checkpoint.replica.callers import UnknownCallers
@@ -50,7 +50,7 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     directory.mkdir()
     rendezvous.make_key(directory, 1)
     (tmp_path / "host-1").mkdir()
-    with Store.open(Identity("77", 0, 1, directory), shared_memory=tmp_path / "host-1") as store:
+    with Store.open(StoreIdentity("77", 0, 1, directory), shared_memory=tmp_path / "host-1") as store:
         order = order_of(("127.0.0.1", "127.0.0.2"), 1, 1)
         service = ReplicaService(StoreFiles(store.path), directory, order, lambda *_: None)
         try:

@@ -15,7 +15,7 @@ from torch import nn
 
 from hetstream.checkpoint.errors import StateMismatch, UnsupportedState
 from hetstream.checkpoint.flash import rng
-from hetstream.checkpoint.flash.restore.apply import Restore
+from hetstream.checkpoint.flash.restore.state_comparison import StateComparison
 from hetstream.checkpoint.flash.tensors import Flattener
 from tests.checkpoint.test_tensors import pack
 
@@ -23,14 +23,14 @@ from tests.checkpoint.test_tensors import pack
 def restore(state: dict[str, Any], saved: dict[str, Any], *, strict: bool = True) -> list[str]:
     """Save one state, restore it into the other."""
     _, part = pack(saved)
-    task = Restore()
-    alike = task.take_alike(state, Flattener(allow_pickle=True).flatten(state), part)
-    task.compare(state, part.saved(without=alike), alike)
-    mismatch = task.mismatch()
+    comparison = StateComparison()
+    alike = comparison.take_alike(state, Flattener(allow_pickle=True).flatten(state), part)
+    comparison.compare(state, part.saved(without=alike), alike)
+    mismatch = comparison.mismatch()
     if mismatch and strict:
         raise mismatch
-    task.run()
-    return task.differences
+    comparison.write()
+    return comparison.differences
 
 
 def differences(state: dict[str, Any], saved: dict[str, Any]) -> str:
@@ -155,10 +155,10 @@ def test_tensors_keep_their_identity_and_never_alias_what_was_saved() -> None:
     _, part = pack(saved)
     fresh = trained(torch.optim.Adam, num_steps=0)
     addresses = [one.data_ptr() for one in fresh["model"].state_dict().values()]
-    task = Restore()
+    comparison = StateComparison()
     stored = part.saved()
-    task.compare(fresh, stored)
-    task.run()
+    comparison.compare(fresh, stored)
+    comparison.write()
     assert [one.data_ptr() for one in fresh["model"].state_dict().values()] == addresses
     moments = [one for state in fresh["optimizer"].state.values() for one in state.values()]
     shared = {one.view.untyped_storage().data_ptr() for one in _stored(stored)}
@@ -233,7 +233,7 @@ def test_what_is_equal_but_for_values_is_compared_at_once() -> None:
         return {"a": torch.full((3,), value), "tree": {"b": [torch.full((2, 2), value)], "rate": 0.5}, **others}
 
     def alike(mine: dict[str, Any], saved: dict[str, Any]) -> set[str]:
-        return Restore().take_alike(mine, Flattener().flatten(mine), pack(saved)[1])
+        return StateComparison().take_alike(mine, Flattener().flatten(mine), pack(saved)[1])
 
     mine, saved = state(0.0, step=1), state(7.0, step=2)
     assert alike(mine, saved) == {"a", "tree"}
@@ -424,13 +424,13 @@ def test_a_model_that_was_wrapped_on_one_side_alone_is_told_so(word: str, wrappe
         (wrapped.within, wrapped, rf"saved within {wrapper}: wrap it here too .*\(model\.{word}\)"),
         (wrapped, wrapped.within, rf"within {wrapper} here, and was saved without: .*\(model\.{word}\)"),
     ):
-        task = Restore()
-        task.compare({"model": here}, pack({"model": saved})[1].saved())
+        comparison = StateComparison()
+        comparison.compare({"model": here}, pack({"model": saved})[1].saved())
         with pytest.raises(StateMismatch, match=match):
-            raise task.mismatch() or AssertionError("it fits")
-    task = Restore()
-    task.compare({"model": nn.Linear(2, 2)}, pack({"model": nn.Linear(2, 2, bias=False)})[1].saved())
-    assert "within" not in str(task.mismatch())
+            raise comparison.mismatch() or AssertionError("it fits")
+    comparison = StateComparison()
+    comparison.compare({"model": nn.Linear(2, 2)}, pack({"model": nn.Linear(2, 2, bias=False)})[1].saved())
+    assert "within" not in str(comparison.mismatch())
 
 
 @dataclass

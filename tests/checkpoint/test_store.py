@@ -22,7 +22,7 @@ from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, Foreign
 from hetstream.checkpoint.memory.mapped_slots import MappedSlots
 from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Identity, StoreFiles, WriterStatus
+from hetstream.checkpoint.memory.store_files import StoreFiles, StoreIdentity, WriterStatus
 from hetstream.checkpoint.memory.view import StoreView, find_stores
 from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint.mounted import mounted_memory
@@ -44,12 +44,12 @@ def shared_memory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def identity(tmp_path: Path) -> Identity:
-    return Identity("77", 0, 0, tmp_path)
+def identity(tmp_path: Path) -> StoreIdentity:
+    return StoreIdentity("77", 0, 0, tmp_path)
 
 
 @pytest.fixture
-def store(identity: Identity, shared_memory: Path) -> Iterator[Store]:
+def store(identity: StoreIdentity, shared_memory: Path) -> Iterator[Store]:
     with Store.open(identity, shared_memory=shared_memory) as opened:
         yield opened
 
@@ -225,7 +225,7 @@ def test_a_step_may_be_saved_twice_and_the_later_counts(store: Store) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [2, 3])
-def test_a_save_waits_only_with_two_slots(identity: Identity, shared_memory: Path, num_slots: int) -> None:
+def test_a_save_waits_only_with_two_slots(identity: StoreIdentity, shared_memory: Path, num_slots: int) -> None:
     with Store.open(identity, num_slots, shared_memory) as store, StoreView(store.path) as view:
         save(store, 1, SIZE)
         with newest_unpersisted(view) as segment:
@@ -242,7 +242,7 @@ def test_a_save_waits_only_with_two_slots(identity: Identity, shared_memory: Pat
         assert steps(store)[0] == 3
 
 
-def test_a_crash_before_the_first_save_leaves_nothing(identity: Identity, shared_memory: Path) -> None:
+def test_a_crash_before_the_first_save_leaves_nothing(identity: StoreIdentity, shared_memory: Path) -> None:
     store = Store.open(identity, shared_memory=shared_memory)
     store.prepare(SIZE, 1000)
     store.close(keep=True)
@@ -300,7 +300,7 @@ def test_a_thousand_saves_are_flat(store: Store) -> None:
 # --- who has a store ------------------------------------------------------------------------------------------------
 
 
-def test_a_second_trainer_is_told_who_the_first_is(identity: Identity, shared_memory: Path) -> None:
+def test_a_second_trainer_is_told_who_the_first_is(identity: StoreIdentity, shared_memory: Path) -> None:
     with running(identity.directory, shared_memory, "--waits") as first:
         assert first.stdout
         assert first.stdout.readline().startswith("open 0")
@@ -310,7 +310,7 @@ def test_a_second_trainer_is_told_who_the_first_is(identity: Identity, shared_me
     Store.open(identity, shared_memory=shared_memory).close()
 
 
-def test_twins_of_one_instant_get_one_store(identity: Identity, shared_memory: Path) -> None:
+def test_twins_of_one_instant_get_one_store(identity: StoreIdentity, shared_memory: Path) -> None:
     twins = [start(identity.directory, shared_memory, "--waits") for _ in range(3)]
     try:
         lines = [twin.stdout.readline() for twin in twins if twin.stdout]
@@ -322,7 +322,7 @@ def test_twins_of_one_instant_get_one_store(identity: Identity, shared_memory: P
             assert twin.returncode == 0 or "StoreInUse" in errors
 
 
-def test_the_next_trainer_adopts_what_a_killed_one_held(identity: Identity, shared_memory: Path) -> None:
+def test_the_next_trainer_adopts_what_a_killed_one_held(identity: StoreIdentity, shared_memory: Path) -> None:
     with running(identity.directory, shared_memory, "--saves", 4, "--waits") as first:
         assert first.stdout
         path = Path(first.stdout.readline().split()[2])
@@ -340,7 +340,7 @@ def test_the_next_trainer_adopts_what_a_killed_one_held(identity: Identity, shar
         assert steps(store) == [5, 4, 3]
 
 
-def test_fewer_slots_than_a_dead_trainer_had_keep_the_newest(identity: Identity, shared_memory: Path) -> None:
+def test_fewer_slots_than_a_dead_trainer_had_keep_the_newest(identity: StoreIdentity, shared_memory: Path) -> None:
     with Store.open(identity, 5, shared_memory) as first:
         for step in range(1, 6):
             save(first, step, SIZE)
@@ -353,7 +353,7 @@ def test_fewer_slots_than_a_dead_trainer_had_keep_the_newest(identity: Identity,
         assert steps(third) == [6, 5, 4]
 
 
-def test_a_closed_store_that_its_writer_still_needs_is_adopted(identity: Identity, shared_memory: Path) -> None:
+def test_a_closed_store_that_its_writer_still_needs_is_adopted(identity: StoreIdentity, shared_memory: Path) -> None:
     with Store.open(identity, shared_memory=shared_memory) as first, StoreView(first.path) as view:
         view.become_writer()
         save(first, 1, SIZE)
@@ -372,11 +372,11 @@ def test_other_jobs_ranks_components_and_directories_have_stores_of_their_own(
     tmp_path: Path, shared_memory: Path
 ) -> None:
     identities = [
-        Identity("77", 0, 0, tmp_path),
-        Identity("78", 0, 0, tmp_path),
-        Identity("77", 1, 0, tmp_path),
-        Identity("77", 0, 1, tmp_path),
-        Identity("77", 0, 0, tmp_path / "other"),
+        StoreIdentity("77", 0, 0, tmp_path),
+        StoreIdentity("78", 0, 0, tmp_path),
+        StoreIdentity("77", 1, 0, tmp_path),
+        StoreIdentity("77", 0, 1, tmp_path),
+        StoreIdentity("77", 0, 0, tmp_path / "other"),
     ]
     with contextlib.ExitStack() as stores:
         for identity in identities:
@@ -394,12 +394,12 @@ def test_other_jobs_ranks_components_and_directories_have_stores_of_their_own(
 @pytest.mark.parametrize("job", ["", "a/b", "..//", "a b", "x" * 65])
 def test_a_job_that_is_no_name_is_refused(job: str, tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="job"):
-        Identity(job, 0, 0, tmp_path)
+        StoreIdentity(job, 0, 0, tmp_path)
 
 
 @needs_root
 def test_another_users_directory_under_our_name_is_not_touched(
-    identity: Identity, shared_memory: Path, caplog: pytest.LogCaptureFixture
+    identity: StoreIdentity, shared_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     foreign = shared_memory / f"{identity.prefix}00000000"
     foreign.mkdir(0o700)
@@ -416,7 +416,7 @@ def test_another_users_directory_under_our_name_is_not_touched(
     foreign.rmdir()
 
 
-def test_a_directory_that_is_open_to_others_is_not_used(identity: Identity, shared_memory: Path) -> None:
+def test_a_directory_that_is_open_to_others_is_not_used(identity: StoreIdentity, shared_memory: Path) -> None:
     loose = shared_memory / f"{identity.prefix}00000000"
     loose.mkdir()
     loose.chmod(0o777)
@@ -425,7 +425,7 @@ def test_a_directory_that_is_open_to_others_is_not_used(identity: Identity, shar
     loose.rmdir()
 
 
-def test_a_forked_child_holds_nothing_and_ends_nothing(identity: Identity, shared_memory: Path) -> None:
+def test_a_forked_child_holds_nothing_and_ends_nothing(identity: StoreIdentity, shared_memory: Path) -> None:
     with Store.open(identity, shared_memory=shared_memory) as store:
         save(store, 1, SIZE)
         ready, done = os.pipe(), os.pipe()
@@ -457,7 +457,7 @@ def test_a_forked_child_holds_nothing_and_ends_nothing(identity: Identity, share
             os.close(descriptor)
 
 
-def test_an_interrupted_trainer_leaves_nothing(identity: Identity, shared_memory: Path) -> None:
+def test_an_interrupted_trainer_leaves_nothing(identity: StoreIdentity, shared_memory: Path) -> None:
     with running(identity.directory, shared_memory, "--waits") as process:
         assert process.stdout
         while not process.stdout.readline().startswith("saved 5"):
@@ -479,7 +479,7 @@ def test_pythons_resource_tracker_is_not_used() -> None:
 
 
 @needs_root
-def test_full_shared_memory_is_refused_before_anything_is_written(identity: Identity, tiny: Path) -> None:
+def test_full_shared_memory_is_refused_before_anything_is_written(identity: StoreIdentity, tiny: Path) -> None:
     with Store.open(identity, shared_memory=tiny) as store:
         save(store, 1, SIZE)
         before = {path.name: path.read_bytes() for path in store.path.glob("slot-*")}
@@ -492,7 +492,9 @@ def test_full_shared_memory_is_refused_before_anything_is_written(identity: Iden
 
 
 @needs_root
-def test_with_room_for_two_slots_two_are_used(identity: Identity, tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_room_for_two_slots_two_are_used(
+    identity: StoreIdentity, tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Store.open(identity, shared_memory=tiny) as store:
         store.prepare(SIZE, 100)
         for step in range(1, 8):
@@ -503,7 +505,7 @@ def test_with_room_for_two_slots_two_are_used(identity: Identity, tiny: Path, ca
 
 
 @needs_root
-def test_preparing_says_that_memory_is_too_small(identity: Identity, tiny: Path) -> None:
+def test_preparing_says_that_memory_is_too_small(identity: StoreIdentity, tiny: Path) -> None:
     with Store.open(identity, shared_memory=tiny) as store, pytest.raises(SharedMemoryFull):
         store.prepare(2 * SIZE, 100)
 
@@ -514,7 +516,7 @@ def num_links(store: Store) -> int:
 
 @needs_root
 def test_what_does_not_fit_into_memory_is_a_file_elsewhere(
-    identity: Identity, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    identity: StoreIdentity, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fallback = tmp_path / "fallback"
     fallback.mkdir()
@@ -542,7 +544,7 @@ def test_what_does_not_fit_into_memory_is_a_file_elsewhere(
 
 @pytest.mark.parametrize("place", ["missing", "file"])
 def test_without_shared_memory_the_store_is_elsewhere(
-    identity: Identity, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+    identity: StoreIdentity, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
     fallback = tmp_path / "fallback"
@@ -609,7 +611,7 @@ def test_a_writer_that_never_looks_does_not_hold_up_saves(store: Store) -> None:
 
 
 def test_a_writer_asks_the_trainer_to_stop_and_its_successor_is_not_asked(
-    identity: Identity, shared_memory: Path
+    identity: StoreIdentity, shared_memory: Path
 ) -> None:
     store = Store.open(identity, shared_memory=shared_memory)
     assert store.stop_reason() == ""
@@ -632,7 +634,7 @@ def test_a_store_has_one_writer(store: Store) -> None:
         second.become_writer()
 
 
-def test_only_what_nobody_uses_is_removed(identity: Identity, shared_memory: Path) -> None:
+def test_only_what_nobody_uses_is_removed(identity: StoreIdentity, shared_memory: Path) -> None:
     with Store.open(identity, shared_memory=shared_memory) as store:
         save(store, 1, SIZE)
         with StoreView(store.path) as writer, StoreView(store.path) as other:
@@ -681,7 +683,7 @@ def test_readers_never_see_a_mixture(store: Store, wait_until: Callable[..., Non
     assert seen == sorted(seen)
 
 
-def test_logs_name_the_store(identity: Identity, shared_memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_name_the_store(identity: StoreIdentity, shared_memory: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), Store.open(identity, shared_memory=shared_memory) as store:
         assert f"checkpoint store job=77+0 rank=0 directory={identity.directory}" in caplog.text
         assert str(store.path) in caplog.text

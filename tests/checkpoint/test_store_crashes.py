@@ -19,7 +19,7 @@ import pytest
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.faults import FAULTS, POINTS
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Identity, WriterStatus
+from hetstream.checkpoint.memory.store_files import StoreIdentity, WriterStatus
 from hetstream.checkpoint.memory.view import StoreView, find_stores
 from hetstream.checkpoint.record.generation import Generation
 from tests.checkpoint.programs.store_reader import newest_unpersisted
@@ -41,7 +41,7 @@ def last_saved(lines: str) -> int:
     return int(whole[-1].split()[1]) if whole else 0
 
 
-def resume(identity: Identity, shared_memory: Path) -> int:
+def resume(identity: StoreIdentity, shared_memory: Path) -> int:
     """What the next trainer finds: its newest step, when all that it holds is whole and it can go on."""
     with Store.open(identity, shared_memory=shared_memory) as store:
         held = steps(store)
@@ -62,7 +62,7 @@ def clean(shared_memory: Path) -> None:
 @pytest.mark.parametrize("count", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2)), 5])
 @pytest.mark.parametrize("point", IN_A_SAVE)
 def test_killed_at_a_point_of_a_save(
-    identity: Identity, shared_memory: Path, tmp_path: Path, point: str, count: int
+    identity: StoreIdentity, shared_memory: Path, tmp_path: Path, point: str, count: int
 ) -> None:
     # A slot is made only by the first saves, or when it grows.
     grows = ["--grows", "--saves", 20] if point in ("slot.allocated", "slot.placed") else []
@@ -78,7 +78,7 @@ def test_killed_at_a_point_of_a_save(
 
 @pytest.mark.parametrize("point", [*AT_THE_START, *AT_THE_END])
 def test_killed_while_the_store_is_made_or_given_up(
-    identity: Identity, shared_memory: Path, tmp_path: Path, point: str
+    identity: StoreIdentity, shared_memory: Path, tmp_path: Path, point: str
 ) -> None:
     environment = {"HETSTREAM_CKPT_FAULT": f"{point}:1:kill:{tmp_path}/marker"}
     with start(identity.directory, shared_memory, environment=environment) as process:
@@ -90,7 +90,7 @@ def test_killed_while_the_store_is_made_or_given_up(
     clean(shared_memory)
 
 
-def test_killed_while_it_adopts(identity: Identity, shared_memory: Path, tmp_path: Path) -> None:
+def test_killed_while_it_adopts(identity: StoreIdentity, shared_memory: Path, tmp_path: Path) -> None:
     with running(identity.directory, shared_memory, "--waits") as process:
         assert process.stdout
         while not process.stdout.readline().startswith("saved 5"):
@@ -103,7 +103,7 @@ def test_killed_while_it_adopts(identity: Identity, shared_memory: Path, tmp_pat
     clean(shared_memory)
 
 
-def test_killed_at_any_byte_of_the_copy(identity: Identity, shared_memory: Path) -> None:
+def test_killed_at_any_byte_of_the_copy(identity: StoreIdentity, shared_memory: Path) -> None:
     chance = random.Random(7)
     newest = 0
     for end in (0, 1, SIZE - 1, SIZE, *(chance.randrange(SIZE) for _ in range(8))):
@@ -120,7 +120,7 @@ def test_killed_at_any_byte_of_the_copy(identity: Identity, shared_memory: Path)
     clean(shared_memory)
 
 
-def kill_at_random(identity: Identity, shared_memory: Path, kills: int, seed: int) -> None:
+def kill_at_random(identity: StoreIdentity, shared_memory: Path, kills: int, seed: int) -> None:
     """Trainers that save as fast as they can, killed at any time; with a reader that is killed too."""
     chance = random.Random(seed)
     newest = 0
@@ -155,17 +155,19 @@ def kill_at_random(identity: Identity, shared_memory: Path, kills: int, seed: in
     clean(shared_memory)
 
 
-def test_killed_at_any_time(identity: Identity, shared_memory: Path) -> None:
+def test_killed_at_any_time(identity: StoreIdentity, shared_memory: Path) -> None:
     kill_at_random(identity, shared_memory, 6, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_five_hundred_times(identity: Identity, shared_memory: Path) -> None:
+def test_killed_five_hundred_times(identity: StoreIdentity, shared_memory: Path) -> None:
     kill_at_random(identity, shared_memory, 500, seed=2)
 
 
-def test_a_stopped_writer_keeps_its_generation_and_holds_up_no_save(identity: Identity, shared_memory: Path) -> None:
+def test_a_stopped_writer_keeps_its_generation_and_holds_up_no_save(
+    identity: StoreIdentity, shared_memory: Path
+) -> None:
     with Store.open(identity, shared_memory=shared_memory) as store:
         save(store, 1, SIZE)
         reader = subprocess.Popen(
@@ -185,7 +187,7 @@ def test_a_stopped_writer_keeps_its_generation_and_holds_up_no_save(identity: Id
         reader.communicate(timeout=60)
 
 
-def test_a_writer_takes_up_what_a_dead_trainer_held(identity: Identity, shared_memory: Path) -> None:
+def test_a_writer_takes_up_what_a_dead_trainer_held(identity: StoreIdentity, shared_memory: Path) -> None:
     with running(identity.directory, shared_memory, "--waits") as process:
         assert process.stdout
         while not process.stdout.readline().startswith("saved 5"):

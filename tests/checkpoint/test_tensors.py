@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch, UnsupportedState
-from hetstream.checkpoint.flash.restore.apply import Restore
 from hetstream.checkpoint.flash.restore.payload import Payload
-from hetstream.checkpoint.flash.restore.stored import Part, TensorStore
+from hetstream.checkpoint.flash.restore.state_comparison import StateComparison
+from hetstream.checkpoint.flash.restore.stored import StoredPart, TensorStore
 from hetstream.checkpoint.flash.save.copy_plan import Plan, make_plan
 from hetstream.checkpoint.flash.save.device import copy_in_memory
 from hetstream.checkpoint.flash.tensors import Flattener, Signature
@@ -29,7 +29,7 @@ from hetstream.checkpoint.record.structure import Record, TensorRef
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
-def pack(state: Mapping[str, Any], *, allow_pickle: bool = False) -> tuple[Plan, Part]:
+def pack(state: Mapping[str, Any], *, allow_pickle: bool = False) -> tuple[Plan, StoredPart]:
     """What a save would leave of a state."""
     leaves = Flattener(allow_pickle=allow_pickle).flatten(state)
     plan = make_plan(leaves)
@@ -41,7 +41,7 @@ def pack(state: Mapping[str, Any], *, allow_pickle: bool = False) -> tuple[Plan,
     with torch.no_grad():
         copy_in_memory([plan.destination(one, memory) for one in others], [copied[one] for one in others], moves)
     structure = Record.write_with(plan.encoded_refs, tree=leaves.tree)
-    return plan, Part(Record.read(structure), TensorStore(Payload(plan.layout.entries, payload)))
+    return plan, StoredPart(Record.read(structure), TensorStore(Payload(plan.layout.entries, payload)))
 
 
 def through(value: Any) -> Any:
@@ -236,10 +236,10 @@ def test_types_registered_with_pytree_come_back() -> None:
         assert type(back["moments"]) is Moments
         here = {"interval": Interval(torch.rand(2), torch.rand(2), True), "moments": Moments(torch.rand(3), 0)}
         low = here["interval"].low
-        task = Restore()
-        task.compare(here, part.saved())
-        task.run()
-        assert task.differences == []
+        comparison = StateComparison()
+        comparison.compare(here, part.saved())
+        comparison.write()
+        assert comparison.differences == []
         assert here["interval"].low is low
         assert torch.equal(low, torch.zeros(2))
         assert here["moments"].count == 4

@@ -19,8 +19,8 @@ from hetstream.checkpoint.config import JOB_WRITER
 from hetstream.checkpoint.convert.write import write_state
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.manifest import Part
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.manifest import PartSpec
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryNotWritable, ForeignOwner, NoCheckpoint
 from hetstream.checkpoint.memory.store_files import FALLBACK
 from hetstream.checkpoint.memory.view import places
@@ -32,7 +32,7 @@ from tests.base.conftest import common_place  # noqa: F401, a fixture
 from tests.base.users import STRANGER, VICTIM, needs_root, run_as
 from tests.checkpoint.parts import write_checkpoint
 
-ME = Identity("8123", "gpu01", 77)
+ME = JobIdentity("8123", "gpu01", 77)
 STEP = Generation(1, 10)
 
 
@@ -190,7 +190,7 @@ def test_a_pickle_of_another_user_is_never_run(tmp_path: Path, monkeypatch: pyte
     directory, exploded = tmp_path / "ckpt", tmp_path / "exploded"
     directory.mkdir(mode=0o700)
     for generation, value in ((STEP, 1), (Generation(1, 20), Bomb(exploded))):
-        write_state(directory, Part(generation, 0, 1), {"a": value}, allow_pickle=True)
+        write_state(directory, PartSpec(generation, 0, 1), {"a": value}, allow_pickle=True)
         assert commit.commit(directory, generation, 1) == ()
     give(directory / "step-0000000020.1", owner)
     (tmp_path / "memory").mkdir(mode=0o700)

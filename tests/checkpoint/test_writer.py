@@ -16,7 +16,7 @@ import pytest
 
 from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.faults import POINTS
 from hetstream.checkpoint.memory.store_files import WriterStatus
 from hetstream.checkpoint.memory.view import StoreView
@@ -357,7 +357,7 @@ def test_signals_for_trainers_do_not_end_it(bench: Bench) -> None:
 
 def test_retention_by_the_writers(bench: Bench) -> None:
     directory = CheckpointDirectory(bench.directory)
-    attempt = directory.acquire(Identity("77", "here", 1), Retention(keep_last=2))
+    attempt = directory.acquire(JobIdentity("77", "here", 1), Retention(keep_last=2))
     trainers = [bench.trainer(rank, 2, attempt, MIB) for rank in range(2)]
     for trainer in trainers:
         bench.writer(trainer.store)
@@ -422,7 +422,7 @@ def test_all_of_a_job_killed_at_any_point_and_the_next_attempt_completes_what_ca
     for trainer in trainers:
         trainer.kill()
     directory = CheckpointDirectory(bench.directory)
-    assert directory.acquire(Identity("77", "here", 1)) == 2
+    assert directory.acquire(JobIdentity("77", "here", 1)) == 2
     directory.complete_partials()
     (newest, *_) = directory.checkpoints()
     bench.check_whole(newest.generation, 2, MIB)
@@ -440,7 +440,7 @@ def test_all_of_a_job_killed_at_any_point_and_the_next_attempt_completes_what_ca
 @pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("remove.")])
 def test_a_writer_killed_while_it_removes(bench: Bench, point: str) -> None:
     directory = CheckpointDirectory(bench.directory)
-    directory.acquire(Identity("77", "here", 1), Retention(keep_last=1))
+    directory.acquire(JobIdentity("77", "here", 1), Retention(keep_last=1))
     trainer = bench.trainer(num_bytes=MIB)
     killed = bench.writer(trainer.store, point)
     trainer.say("save 10")
@@ -458,8 +458,8 @@ def test_a_writer_killed_while_it_removes(bench: Bench, point: str) -> None:
 def test_an_attempt_killed_while_it_gets_its_number(bench: Bench, point: str) -> None:
     program = (
         "from hetstream.checkpoint.disk.directory import CheckpointDirectory;"
-        "from hetstream.checkpoint.disk.ownership import Identity;"
-        f"print(CheckpointDirectory({str(bench.directory)!r}).acquire(Identity('1', 'a', 1)))"
+        "from hetstream.checkpoint.disk.ownership import JobIdentity;"
+        f"print(CheckpointDirectory({str(bench.directory)!r}).acquire(JobIdentity('1', 'a', 1)))"
     )
 
     def start(**env: str) -> subprocess.CompletedProcess[str]:

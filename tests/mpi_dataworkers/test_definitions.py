@@ -17,7 +17,7 @@ import pytest
 import sample_datasets as datasets
 
 from hetstream import DataLoader
-from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.config import TrainerIdentity
 from hetstream.mpi_dataworkers.loader import connection
 from hetstream.mpi_dataworkers.loader.client import ServiceClient
 from hetstream.mpi_dataworkers.loader.naming import LoaderName
@@ -86,7 +86,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, Servic
     endpoint.answer(LoaderRegistered(False, 1, "old"))
     options = ClientOptions(
         Path("/nowhere"),
-        Identity(0, 1, "job"),
+        TrainerIdentity(0, 1, "job"),
         LoaderName(0, 0, "", "", False),
         {},
         TorchBatches(pin=False),

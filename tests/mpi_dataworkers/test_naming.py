@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetstream.mpi_dataworkers.config import Identity
+from hetstream.mpi_dataworkers.config import TrainerIdentity
 from hetstream.mpi_dataworkers.loader.naming import LoaderName, name_loader, title_of
 
 
@@ -17,12 +17,12 @@ from hetstream.mpi_dataworkers.loader.naming import LoaderName, name_loader, tit
     ],
 )
 def test_a_title(is_named: bool, dataset: str, made_at: str, title: str) -> None:
-    identity = Identity(0, 1, "resnet", is_named)
+    identity = TrainerIdentity(0, 1, "resnet", is_named)
     assert title_of(identity, LoaderName(0, 0, "x", made_at, False), {"dataset": dataset}) == title
 
 
 def test_code_that_a_program_executes_by_itself_has_a_place_too() -> None:
     for names in ({}, {"__name__": None}):
-        within = {"name": lambda: name_loader(Identity(0, 1, "cells"), {}, False), **names}
+        within = {"name": lambda: name_loader(TrainerIdentity(0, 1, "cells"), {}, False), **names}
         exec("\n\nnamed = name()", within)
         assert within["named"].made_at.startswith("test_naming.py:"), "the lambda above"

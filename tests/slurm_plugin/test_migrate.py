@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hetstream.base.errors import UsageError
-from hetstream.checkpoint.disk.ownership import Event, Identity, Owner
+from hetstream.checkpoint.disk.ownership import Event, JobIdentity, Owner
 from hetstream.hetjob.convert import convert
 from hetstream.hetjob.directives import read_directives, read_spec
 from hetstream.hetjob.ports import Cluster
@@ -22,7 +22,7 @@ from hetstream.slurm_plugin.cli import main, migrate
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.migration import Sight, arguments_of, export_option, stage
 
-OLD, NEW = Identity("31", "gpu0", 5), Identity("40", "gpu1", 6)
+OLD, NEW = JobIdentity("31", "gpu0", 5), JobIdentity("40", "gpu1", 6)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_converted_script_is_the_users_own_again(directives: str) -> None:
 def sight(
     old_state: str = "RUNNING",
     new_state: str = "RUNNING",
-    owner: Identity | None = OLD,
+    owner: JobIdentity | None = OLD,
     asked_by: str = "",
     events: tuple[str, ...] = (),
 ) -> Sight:

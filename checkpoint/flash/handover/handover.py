@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.handover_request import living_request, read_request
-from hetstream.checkpoint.disk.ownership import Identity
+from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.flash.handover.acquisition import DirectoryAcquisition
 from hetstream.checkpoint.policy.handover import Asked, answer
@@ -35,10 +35,10 @@ class JobHandover(DirectoryAcquisition):
     """
 
     def __init__(
-        self, directory: CheckpointDirectory, identity: Identity, keep: Retention, takes_over: str, timeout_s: float
+        self, directory: CheckpointDirectory, identity: JobIdentity, keep: Retention, takes_over: str, timeout_s: float
     ) -> None:
         super().__init__(directory, identity, keep, takes_over, timeout_s)
-        self.successor: Identity | None = None
+        self.successor: JobIdentity | None = None
         self._said = ""
 
     def note_restored(self, step: int) -> None:

@@ -8,8 +8,8 @@ import msgspec
 import torch
 
 from hetstream.checkpoint.flash.restore.stored import (
-    Part,
-    Stored,
+    StoredPart,
+    StoredTensor,
 )
 from hetstream.checkpoint.flash.save.device import copy_in_memory
 from hetstream.checkpoint.flash.tensors import Leaves, Move
@@ -30,9 +30,9 @@ class Copies:
     _moved: list[torch.Tensor] = field(default_factory=list)
     _copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def add(self, here: torch.Tensor, saved: torch.Tensor | Stored) -> None:
+    def add(self, here: torch.Tensor, saved: torch.Tensor | StoredTensor) -> None:
         """Note a tensor of the program, and what it shall hold."""
-        if not isinstance(saved, Stored):
+        if not isinstance(saved, StoredTensor):
             self._copied.append((here, saved))
         elif saved.address is None or not _is_plain(here):
             self._copied.append((here, saved.view))
@@ -74,7 +74,7 @@ class Copies:
             torch._foreach_copy_([here for here, _ in elsewhere], [saved for _, saved in elsewhere])
 
 
-def copies_alike(keys: list[str], leaves: Leaves, part: Part) -> Copies | None:
+def copies_alike(keys: list[str], leaves: Leaves, part: StoredPart) -> Copies | None:
     """The copies below some top-level keys; None if they are not alike, or not as simple as that.
 
     Compared are lists, and not tensor by tensor: there may be very many.
@@ -114,7 +114,7 @@ def copies_alike(keys: list[str], leaves: Leaves, part: Part) -> Copies | None:
         if is_plain:
             copies.add_move(tensor, move)
         else:
-            copies.add(tensor, Stored(ref, part.store, entry.shape, dtype, move[1]))
+            copies.add(tensor, StoredTensor(ref, part.store, entry.shape, dtype, move[1]))
     return copies
 
 

@@ -1,6 +1,6 @@
 """The generation that all ranks restore, tried until it is whole on all of them: the talk behind `agreement.py`.
 
-Called by `restoring.py`. Each rank says what it has, all choose the same, each looks at its own, and nothing is used
+Called by `destinations.py`. Each rank says what it has, all choose the same, each looks at its own, and nothing is used
 before all of them have found it whole.
 """
 
@@ -22,9 +22,17 @@ from hetstream.checkpoint.flash.distributed import Communicator, gather, togethe
 from hetstream.checkpoint.flash.host import Host
 from hetstream.checkpoint.flash.ports import RecordsElsewhere
 from hetstream.checkpoint.flash.restore.source import Disk, Memory
-from hetstream.checkpoint.flash.restore.stored import Part
+from hetstream.checkpoint.flash.restore.stored import StoredPart
 from hetstream.checkpoint.policy.lineage import Lineage
-from hetstream.checkpoint.record.agreement import Choice, Held, Offer, Source, agree, steps_of, with_disk
+from hetstream.checkpoint.record.agreement import (
+    Choice,
+    Offer,
+    OfferedRecord,
+    Source,
+    choose_generation,
+    steps_of,
+    with_disk,
+)
 from hetstream.checkpoint.record.generation import Generation
 
 _log = logging.getLogger(__name__)
@@ -41,10 +49,10 @@ class _Wanted(msgspec.Struct, frozen=True):
     step: int | None
 
 
-class Restorer(Protocol):
+class Destination(Protocol):
     """What is done with a generation, in two phases: all ranks have prepared it before one of them applies it."""
 
-    def prepare(self, parts: list[Part], choice: Choice) -> None:
+    def prepare(self, parts: list[StoredPart], choice: Choice) -> None:
         """Look at all of it and change nothing; called again with another one where this cannot be used.
 
         Args:
@@ -85,13 +93,13 @@ class Newest:
 
     def choose(self) -> Choice:
         """The newest generation that all ranks have, as far as names and manifests tell."""
-        return agree(self._exchange(self._offer(with_left=False)), self.lineage)
+        return choose_generation(self._exchange(self._offer(with_left=False)), self.lineage)
 
-    def use(self, restorer: Restorer, step: int | None = None) -> Choice | None:
+    def use(self, destination: Destination, step: int | None = None) -> Choice | None:
         """Let all ranks try the newest generation, then the next one, until it is whole on all of them.
 
         Args:
-            restorer: what to do with it.
+            destination: what to do with it.
             step: only generations of this step; they may have been left behind.
 
         Returns:
@@ -103,8 +111,8 @@ class Newest:
             OtherRelease: another release of hetstream wrote the newest one, or the one of this step.
         """
         wanted = gather(self.ranks, _Wanted(step))
-        if any(wish != wanted[0] for wish in wanted):
-            steps = ", ".join(str(wish.step) for wish in wanted)
+        if any(request != wanted[0] for request in wanted):
+            steps = ", ".join(str(request.step) for request in wanted)
             raise OptionsError(f"the ranks ask for different steps, by rank: {steps}. All have to restore the same one")
         offer = self._offer(with_left=step is not None)
         logged: set[str] = set()
@@ -113,7 +121,7 @@ class Newest:
         is_on_disk = any(gather(self.ranks, bool(offer.disk) or any(map(_is_of_disk, offer.problems))))
         while True:
             offers = self._exchange(offer)
-            choice = agree(offers, self.lineage, step)
+            choice = choose_generation(offers, self.lineage, step)
             _refuse_other_release(offers, choice, step)
             for note in choice.notes:
                 if note not in logged:
@@ -125,7 +133,7 @@ class Newest:
                 if is_on_disk:
                     raise self._none_usable(choice.notes)
                 return None
-            problem = self._try(choice, restorer)
+            problem = self._try(choice, destination)
             if problem is None:
                 return choice
             if problem:
@@ -151,7 +159,7 @@ class Newest:
             f"verify {path}; to begin anew, delete it, or give another directory"
         )
 
-    def _try(self, choice: Choice, restorer: Restorer) -> str | None:
+    def _try(self, choice: Choice, destination: Destination) -> str | None:
         """None: it is done. Text: this rank's source is not usable, and why; empty if it is another rank's."""
         generation, rank = choice.generation, self.ranks.rank
         assert generation is not None
@@ -173,15 +181,15 @@ class Newest:
                     disk.compare()
 
             def prepare() -> None:
-                parts: list[Part] = []
+                parts: list[StoredPart] = []
                 if disk:
                     parts = disk.open()
                 elif self.memory:
                     parts = held.enter_context(self.memory.open(generation, choice.sharers[rank]))
-                restorer.prepare(parts, choice)
+                destination.prepare(parts, choice)
 
             def apply() -> int:
-                restorer.apply()
+                destination.apply()
                 return 0
 
             def attempted(act: Callable[[], None]) -> int:
@@ -213,7 +221,7 @@ class Newest:
     def _offer(self, *, with_left: bool) -> Offer:
         """What this rank has; what was left behind on disk only if that may be chosen, too."""
         memory, problems = self.memory.offered() if self.memory else ([], [])
-        disk: list[Held] = []
+        disk: list[OfferedRecord] = []
         unread: list[tuple[Generation, str]] = []
         for checkpoint in self.directory.scan() if not self.host or self.host.holds_shared else ():
             if not with_left and not self.lineage.holds(checkpoint.generation):
@@ -223,7 +231,7 @@ class Newest:
                 if checkpoint.is_of_other_release:
                     unread.append((checkpoint.generation, checkpoint.problem))
             else:
-                disk.append(Held(checkpoint.generation, checkpoint.world_size))
+                disk.append(OfferedRecord(checkpoint.generation, checkpoint.world_size))
         replicas = self.elsewhere.offered() if self.elsewhere else []
         return Offer(memory, disk, problems, replicas, host=self.host.name if self.host else "", unread=unread)
 

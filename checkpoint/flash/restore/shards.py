@@ -30,7 +30,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and shape, one number f
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What one rank saved.
 
     Attributes:
@@ -56,7 +56,7 @@ class Piece:
         offsets: where it belongs in the whole.
     """
 
-    part: Part
+    part: RankPart
     tensor: torch.Tensor
     offsets: tuple[int, ...]
 
@@ -152,7 +152,7 @@ class Parts:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[RankPart],
         own_rank: int = 0,
         *,
         allow_pickle: bool = False,
@@ -194,7 +194,7 @@ class Parts:
             clashes += [clash for clash in found if clash.name not in self.wholes]
         return merged
 
-    def _decode(self, part: Part, tensor: Callable[[Whole], Any]) -> dict[str, Any]:
+    def _decode(self, part: RankPart, tensor: Callable[[Whole], Any]) -> dict[str, Any]:
         names = self._names[part.rank]
         numbers = iter(range(len(part.record.tensors)))
 
@@ -336,7 +336,7 @@ def part_of(
     data: Sequence[memoryview],
     name: str,
     check: Callable[[], None] = lambda: None,
-) -> Part:
+) -> RankPart:
     """A part whose tensors are views of a file.
 
     Args:
@@ -345,7 +345,7 @@ def part_of(
         entries: its entries.
         data: the bytes of each.
         name: of the file, for messages.
-        check: as in `Part`.
+        check: as in `RankPart`.
 
     Raises:
         DamagedCheckpoint: the structure does not fit the entries.
@@ -356,4 +356,4 @@ def part_of(
         if ref.entry >= len(views):
             raise DamagedCheckpoint(f"{name}: the structure refers to entry {ref.entry} of {len(views)}")
         tensors.append(view_of(ref, entries[ref.entry], views[ref.entry]))
-    return Part(rank, record, tensors, check)
+    return RankPart(rank, record, tensors, check)

@@ -1,4 +1,4 @@
-"""Where a record is restored from: a slot in memory, or the files of a checkpoint, as the same `Part`s.
+"""Where a record is restored from: a slot in memory, or the files of a checkpoint, as the same `StoredPart`s.
 
 Called by the checkpointer. What it gives may lie in shared memory or in a file, and only until it is closed.
 """
@@ -18,11 +18,11 @@ from hetstream.checkpoint.errors import Damaged, DamagedSegment, NoCheckpoint
 from hetstream.checkpoint.flash.host import Host
 from hetstream.checkpoint.flash.restore.payload import Payload
 from hetstream.checkpoint.flash.restore.shards import Whole, names_of, open_parts
-from hetstream.checkpoint.flash.restore.stored import Part, TensorStore
+from hetstream.checkpoint.flash.restore.stored import StoredPart, TensorStore
 from hetstream.checkpoint.memory.segment import Header, Segment, split_metadata
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles
-from hetstream.checkpoint.record.agreement import Held
+from hetstream.checkpoint.record.agreement import OfferedRecord
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.layout import Layout, from_json
 from hetstream.checkpoint.record.structure import Record, TensorRef, read_origin
@@ -47,7 +47,7 @@ class Memory:
         self.host = host
         self._read: tuple[Header, Layout, Record] | None = None
 
-    def offered(self) -> tuple[list[Held], list[str]]:
+    def offered(self) -> tuple[list[OfferedRecord], list[str]]:
         """What this rank can restore from its memory, and what is there and cannot be used, in words."""
         found, problems = [], []
         for content in self._store.held():
@@ -58,7 +58,7 @@ class Memory:
                 problems.append(str(error))
             else:
                 if origin.rank == self._store.identity.rank:
-                    found.append(Held(content.header.generation, origin.world_size, origin.shared_elsewhere))
+                    found.append(OfferedRecord(content.header.generation, origin.world_size, origin.shared_elsewhere))
         return found, problems
 
     def read_ahead(self) -> None:
@@ -69,7 +69,7 @@ class Memory:
                 self._read = segment.header, *_described(segment)
 
     @contextlib.contextmanager
-    def open(self, generation: Generation, sharer: int | None = None) -> Iterator[list[Part]]:
+    def open(self, generation: Generation, sharer: int | None = None) -> Iterator[list[StoredPart]]:
         """A generation; it is not overwritten meanwhile.
 
         Args:
@@ -88,14 +88,14 @@ class Memory:
             # Equal headers have equal checksums of what was read, and `Store.read` has just compared them.
             ahead, self._read = self._read, None
             layout, record = ahead[1:] if ahead and ahead[0] == segment.header else _described(segment)
-            parts = [Part(record, TensorStore(Payload(layout.entries, segment.payload)))]
+            parts = [StoredPart(record, TensorStore(Payload(layout.entries, segment.payload)))]
             if sharer is not None:
                 parts.append(held.enter_context(_open_shared(StoreFiles(self.host.stores[sharer]), generation)))
             yield parts
 
 
 @contextlib.contextmanager
-def _open_shared(files: StoreFiles, generation: Generation) -> Iterator[Part]:
+def _open_shared(files: StoreFiles, generation: Generation) -> Iterator[StoredPart]:
     """The shared keys in the store of another rank, which may run or not."""
     try:
         files.check_owner()
@@ -107,7 +107,7 @@ def _open_shared(files: StoreFiles, generation: Generation) -> Iterator[Part]:
     with content.open() as segment:
         layout, record = _described(segment)
         shared, indices = record.only(record.shared)
-        yield Part(shared, TensorStore(Payload([layout.entries[index] for index in indices], segment.payload)))
+        yield StoredPart(shared, TensorStore(Payload([layout.entries[index] for index in indices], segment.payload)))
 
 
 def _described(segment: Segment) -> tuple[Layout, Record]:
@@ -168,7 +168,7 @@ class Disk:
             share = share_of(counts, self._readers.index(self._rank), len(self._readers))
             self._checkpoint.compare(share, _num_threads())
 
-    def open(self) -> list[Part]:
+    def open(self) -> list[StoredPart]:
         """What this rank needs, when all have compared theirs.
 
         Raises:
@@ -222,6 +222,6 @@ def _wholes(
 
 def _part(
     file: RankFile, record: Record, indices: list[int] | None = None, whole_of: WholeOf = lambda _ref: None
-) -> Part:
+) -> StoredPart:
     entries = file.entries if indices is None else [file.entries[index] for index in indices]
-    return Part(record, TensorStore(Payload(entries, file.data), whole_of=whole_of))
+    return StoredPart(record, TensorStore(Payload(entries, file.data), whole_of=whole_of))

@@ -25,7 +25,7 @@ from hetstream.checkpoint.record.layout import Entry
 from hetstream.checkpoint.record.structure import Record, TensorRef
 
 
-class Stored(msgspec.Struct, frozen=True, gc=False):
+class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor of a record, where it lies. A struct, as there may be very many.
 
     Attributes:
@@ -132,13 +132,15 @@ class TensorStore:
             return self.own(ref)
         entry = self._entry(ref)
         if is_whole(ref) and ref.shard is None:
-            return Stored(ref, self, entry.shape, dtype_of(entry), self.payload.begin + entry.offset)
+            return StoredTensor(ref, self, entry.shape, dtype_of(entry), self.payload.begin + entry.offset)
         view = self.view_of(ref)
         if ref.shard and not is_inside((ref.shard.offsets, tuple(view.shape)), ref.shard.global_shape):
             raise DamagedCheckpoint(
                 f"the structure describes a part of tensor {entry.name!r} that is not inside it: {ref}"
             )
-        return Stored(ref, self, tuple(view.shape) if ref.shard is None else ref.shard.global_shape, view.dtype, None)
+        return StoredTensor(
+            ref, self, tuple(view.shape) if ref.shard is None else ref.shard.global_shape, view.dtype, None
+        )
 
     def view_of(self, ref: TensorRef) -> torch.Tensor:
         """The tensor of a reference, uncopied.
@@ -178,7 +180,7 @@ class TensorStore:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A record, or a part of one, with its tensors: what a slot or a file holds.
 
     Attributes:
@@ -199,7 +201,7 @@ class Part:
         return self.record.decode(self.store.own, make_foreign(allow_pickle=allow_pickle))
 
     def saved(self, *, allow_pickle: bool = False, without: Collection[str] = ()) -> dict[str, Any]:
-        """The state with tensors where they lie, for `Restore`; raises as `load`.
+        """The state with tensors where they lie, for `StateComparison`; raises as `load`.
 
         Args:
             allow_pickle: see `load`.
@@ -213,8 +215,8 @@ class Part:
 
 
 def owned(value: Any) -> Any:
-    """What `Part.saved` gave, with tensors of the program's own."""
-    if isinstance(value, Stored):
+    """What `StoredPart.saved` gave, with tensors of the program's own."""
+    if isinstance(value, StoredTensor):
         return value.store.own(value.ref)
     if isinstance(value, Values):
         return value.own()

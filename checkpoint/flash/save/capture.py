@@ -20,10 +20,8 @@ from hetstream.checkpoint.flash.save.copy_plan import Plan, make_plan
 from hetstream.checkpoint.flash.tensors import Flattener, Leaves, Signature
 from hetstream.checkpoint.formats.part import check_structure
 from hetstream.checkpoint.memory.segment import join_metadata
-from hetstream.checkpoint.record.structure import Record
+from hetstream.checkpoint.record.structure import RNG, Record
 
-# The key of the generators' states beside the program's own keys.
-RNG = "_rng"
 # Rare dtypes and formats aside: JSON of a state's structure, before there is one.
 _METADATA_BYTES_EACH = 256
 # How many tensors of its parameter's size an optimizer keeps, once it has made a step.

@@ -238,7 +238,7 @@ class Witness:
         self._deadline_s = time.monotonic() + _PATIENCE_S
         self.source = ""
         self._sources = _Sources()
-        logger = logging.getLogger("hetstream.checkpoint.flash.restore.restoring")
+        logger = logging.getLogger("hetstream.checkpoint.flash.restore.destinations")
         logger.addHandler(self._sources)
         logger.setLevel(logging.INFO)
 

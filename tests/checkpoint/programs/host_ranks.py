@@ -68,8 +68,8 @@ def run(rank: int, directory: str, hosts: list[Path], commands: list[str], meeti
     torch.set_num_threads(1)
     rank_file.Checksum = Counted
     chosen: list[Any] = []
-    agree = newest.agree
-    newest.agree = lambda *given: chosen.append(agree(*given)) or chosen[-1]
+    choose = newest.choose_generation
+    newest.choose_generation = lambda *given: chosen.append(choose(*given)) or chosen[-1]
     options = CheckpointOptions(shared_memory=hosts[rank])
     with FlashCheckpointer(directory, shared=("model", "optimizer"), options=options) as checkpointer:
         words = iter(commands)

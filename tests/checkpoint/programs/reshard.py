@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from hetstream.checkpoint.convert.dcp import FlashStorageReader
 from hetstream.checkpoint.convert.write import write_state
 from hetstream.checkpoint.disk.commit import commit
-from hetstream.checkpoint.disk.manifest import Part
+from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
 from hetstream.checkpoint.flash.reader import CheckpointReader
 from hetstream.checkpoint.record.generation import Generation
@@ -131,7 +131,7 @@ def state_of(rank: int, num_ranks: int, filled: bool) -> dict[str, Any]:
 
 
 def save(rank: int, num_ranks: int, directory: Path) -> None:
-    part = Part(Generation(1, num_ranks), rank, num_ranks)
+    part = PartSpec(Generation(1, num_ranks), rank, num_ranks)
     state = state_of(rank, num_ranks, filled=True)
     write_state(directory, part, state, shared=["plain"], keys=None if rank == 0 else set(state) - {"plain"})
     dist.barrier()

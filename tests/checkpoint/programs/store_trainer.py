@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hetstream.checkpoint.memory.segment import Segment, join_metadata, split_metadata
 from hetstream.checkpoint.memory.store import Store
-from hetstream.checkpoint.memory.store_files import Identity
+from hetstream.checkpoint.memory.store_files import StoreIdentity
 from hetstream.checkpoint.record.generation import Generation
 
 DIGEST = "ab" * 16
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--prepares", action="store_true")
     parser.add_argument("--waits", action="store_true", help="at the end, for the end of standard input")
     options = parser.parse_args()
-    with Store.open(Identity("77", 0, 0, options.directory), options.num_slots, options.shared_memory) as store:
+    with Store.open(StoreIdentity("77", 0, 0, options.directory), options.num_slots, options.shared_memory) as store:
         held = store.held()
         for content in held:
             with content.open() as segment:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetstream.checkpoint.flash import rng
-from hetstream.checkpoint.flash.restore.apply import Restore
 from hetstream.checkpoint.flash.restore.newest import Newest
-from hetstream.checkpoint.flash.restore.stored import Part, owned
-from hetstream.checkpoint.flash.save.capture import RNG
+from hetstream.checkpoint.flash.restore.state_comparison import StateComparison
+from hetstream.checkpoint.flash.restore.stored import StoredPart, owned
 from hetstream.checkpoint.flash.tensors import Leaves
 from hetstream.checkpoint.record.agreement import Choice
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.structure import RNG
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class LoadedCheckpoint:
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoreResult:
     """What became of a restore.
 
     Attributes:
@@ -57,7 +57,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Wish:
+class RestoreRequest:
     """How something is to be restored.
 
     Attributes:
@@ -73,49 +73,51 @@ class Wish:
     only_given: bool = False
 
 
-def restore_from(newest: Newest, state: MutableMapping[str, Any], leaves: Leaves, wish: Wish) -> Restored:
+def restore_state(
+    newest: Newest, state: MutableMapping[str, Any], leaves: Leaves, request: RestoreRequest
+) -> RestoreResult:
     """Bring a generation into a state, in place, and set the generators.
 
     Args:
         newest: finds it.
         state: as it is given to `save`.
         leaves: the same taken apart.
-        wish: which, and how.
+        request: which, and how.
 
     Raises:
         StateMismatch: the layout of the state has changed. Nothing is restored.
         NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
     """
-    restorer = _IntoState(state, leaves, wish, newest.ranks.rank)
-    choice = newest.use(restorer, wish.step)
+    destination = _StateDestination(state, leaves, request, newest.ranks.rank)
+    choice = newest.use(destination, request.step)
     if choice is None:
-        return Restored()
+        return RestoreResult()
     _log.info("restored %s from %s", choice.generation, ", ".join(sorted({*choice.sources})))
-    return Restored(choice.generation, restorer.keeps_leaves)
+    return RestoreResult(choice.generation, destination.keeps_leaves)
 
 
-class _IntoState:
+class _StateDestination:
     """Brings a generation into a state.
 
     Args:
         state: as it is given to `save`.
         leaves: the same taken apart.
-        wish: how.
+        request: how.
         rank: of this process.
 
     Attributes:
-        keeps_leaves: as in `Restored`, of what was prepared last.
+        keeps_leaves: as in `RestoreResult`, of what was prepared last.
     """
 
-    def __init__(self, state: MutableMapping[str, Any], leaves: Leaves, wish: Wish, rank: int) -> None:
+    def __init__(self, state: MutableMapping[str, Any], leaves: Leaves, request: RestoreRequest, rank: int) -> None:
         self._state = state
         self._leaves = leaves
-        self._wish = wish
+        self._request = request
         self._rank = rank
-        self._prepared: tuple[Restore, Any, Choice] | None = None
+        self._prepared: tuple[StateComparison, Any, Choice] | None = None
         self.keeps_leaves = True
 
-    def prepare(self, parts: list[Part], choice: Choice) -> None:
+    def prepare(self, parts: list[StoredPart], choice: Choice) -> None:
         """Compare what was saved with the state.
 
         Raises:
@@ -123,69 +125,69 @@ class _IntoState:
         """
         self._prepared = None  # memory of one that another rank could not use is given back
         state = self._state
-        task = Restore()
+        comparison = StateComparison()
         saved: dict[str, Any] = {}
         all_alike: set[str] = set()
         for part in parts:
-            alike = task.take_alike(state, self._leaves, part)
-            without = alike | ({*part.record.tree} - {*state} if self._wish.only_given else set())
-            saved.update(part.saved(allow_pickle=self._wish.allow_pickle, without=without))
+            alike = comparison.take_alike(state, self._leaves, part)
+            without = alike | ({*part.record.tree} - {*state} if self._request.only_given else set())
+            saved.update(part.saved(allow_pickle=self._request.allow_pickle, without=without))
             all_alike |= alike
         generators = saved.pop(RNG, None)
-        task.compare(state, saved, all_alike)
-        mismatch = task.mismatch()
-        if mismatch and self._wish.strict:
+        comparison.compare(state, saved, all_alike)
+        mismatch = comparison.mismatch()
+        if mismatch and self._request.strict:
             raise mismatch
-        self._prepared = task, generators, choice
+        self._prepared = comparison, generators, choice
         self.keeps_leaves = all_alike == {*state}
 
     def apply(self) -> None:
         """Write all that fits, and set the generators."""
         assert self._prepared is not None
-        task, generators, choice = self._prepared
+        comparison, generators, choice = self._prepared
         self._prepared = None  # it refers to memory that is given back
-        task.run()
-        for difference in task.differences:
+        comparison.write()
+        for difference in comparison.differences:
             _log.warning("not restored: %s", difference)
         _restore_generators(generators, choice, self._rank)
 
 
-def load_from(newest: Newest, wish: Wish) -> LoadedCheckpoint | None:
+def load_values(newest: Newest, request: RestoreRequest) -> LoadedCheckpoint | None:
     """A generation as plain values; None if there is none.
 
     Args:
         newest: finds it.
-        wish: which.
+        request: which.
 
     Raises:
         NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
     """
-    restorer = _AsValues(wish)
-    newest.use(restorer, wish.step)
-    return restorer.loaded
+    destination = _ValuesDestination(request)
+    newest.use(destination, request.step)
+    return destination.loaded
 
 
-class _AsValues:
+class _ValuesDestination:
     """Gives a generation as plain values.
 
     Args:
-        wish: how.
+        request: how.
 
     Attributes:
         loaded: what was applied.
     """
 
-    def __init__(self, wish: Wish) -> None:
-        self._wish = wish
+    def __init__(self, request: RestoreRequest) -> None:
+        self._request = request
         self._prepared: LoadedCheckpoint | None = None
         self.loaded: LoadedCheckpoint | None = None
 
-    def prepare(self, parts: list[Part], choice: Choice) -> None:
+    def prepare(self, parts: list[StoredPart], choice: Choice) -> None:
         """Copy the values."""
         assert choice.generation is not None
         state: dict[str, Any] = {}
         for part in parts:
-            state.update(part.load(allow_pickle=self._wish.allow_pickle))
+            state.update(part.load(allow_pickle=self._request.allow_pickle))
         state.pop(RNG, None)
         step, attempt = choice.generation.step, choice.generation.attempt
         self._prepared = LoadedCheckpoint(step, attempt, state, tuple(choice.sources), tuple(choice.notes))

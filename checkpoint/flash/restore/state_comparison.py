@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from hetstream.checkpoint.errors import StateMismatch
 from hetstream.checkpoint.flash.restore.copies import Copies, copies_alike
 from hetstream.checkpoint.flash.restore.objects import is_pristine, load_objects
 from hetstream.checkpoint.flash.restore.stored import (
-    Part,
-    Stored,
+    StoredPart,
+    StoredTensor,
     Values,
     like_dataclass,
     like_mapping,
@@ -44,18 +43,18 @@ def _told(differences: Sequence[str]) -> str:
     return (
         f"the checkpoint does not fit this program's state, {len(differences)} difference(s): "
         + "; ".join([*shown, *more])
-        + ". Nothing was restored. Restore with strict=False to take what fits, or load() it and convert it"
-        + advice(_ending_with(_MISSING, differences), _ending_with(_UNEXPECTED, differences))
+        + ". Nothing was restored. StateComparison with strict=False to take what fits, or load() it and convert it"
+        + advice(_with_suffix(_MISSING, differences), _with_suffix(_UNEXPECTED, differences))
     )
 
 
-def _ending_with(ending: str, differences: Sequence[str]) -> set[str]:
+def _with_suffix(suffix: str, differences: Sequence[str]) -> set[str]:
     """The places of such differences."""
-    return {difference.removesuffix(ending) for difference in differences if difference.endswith(ending)}
+    return {difference.removesuffix(suffix) for difference in differences if difference.endswith(suffix)}
 
 
 def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Stored | torch.Tensor):
+    if isinstance(value, StoredTensor | torch.Tensor):
         return True
     if isinstance(value, Mapping):
         return any(_has_tensor(item) for item in value.values())
@@ -75,23 +74,22 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, Mapping | list | tuple) and not value)
 
 
-@dataclass
-class Restore:
-    """One restore into a program's state: what differs, and what is to be done.
+class StateComparison:
+    """A program's state beside what was saved of one: where they differ, and what is to be written into the state.
 
-    `compare` it first, and `run` it if nothing differs, or if the rest shall be restored nevertheless.
+    `compare` comes first; then `write`, if nothing differs, or if the rest shall be restored nevertheless.
 
     Attributes:
         differences: in words, one for each place.
     """
 
-    differences: list[str] = field(default_factory=list)
-    _copies: Copies = field(default_factory=Copies)
-    _objects: list[tuple[str, Any, Any]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.differences: list[str] = []
+        self._copies = Copies()
+        self._objects: list[tuple[str, Any, Any]] = []
+        self._fill: Fill = lambda: None
 
-    _fill: Fill = lambda: None
-
-    def take_alike(self, state: Mapping[str, Any], leaves: Leaves, part: Part) -> set[str]:
+    def take_alike(self, state: Mapping[str, Any], leaves: Leaves, part: StoredPart) -> set[str]:
         """Compare all that is equal but for the values of its tensors, by text and not value by value.
 
         Args:
@@ -105,7 +103,7 @@ class Restore:
         keys = [key for key in state if key in leaves.plain and key in part.record.tree]
         return self._take_alike(keys, leaves, part)
 
-    def _take_alike(self, keys: list[str], leaves: Leaves, part: Part) -> set[str]:
+    def _take_alike(self, keys: list[str], leaves: Leaves, part: StoredPart) -> set[str]:
         if not keys:
             return set()
         copies = copies_alike(keys, leaves, part)
@@ -122,7 +120,7 @@ class Restore:
 
         Args:
             state: as it is given to `save`. Its tensors will keep their identity; objects get `load_state_dict`.
-            saved: of `Part.saved`.
+            saved: of `StoredPart.saved`.
             alike: keys of the state that `take_alike` has compared.
         """
         self._fill = self.match_mapping("", state, saved, alike)
@@ -139,7 +137,7 @@ class Restore:
             return self._match_tensor(path, here, saved)
         if _is_stateful(here):
             return self._match_object(path, here, saved)
-        if isinstance(saved, Stored | np.ndarray) and isinstance(here, np.ndarray):
+        if isinstance(saved, StoredTensor | np.ndarray) and isinstance(here, np.ndarray):
             return self._match_array(path, here, saved)
         if _is_empty(here):
             return lambda: owned(saved)
@@ -228,14 +226,14 @@ class Restore:
             if self._compare(path, here, saved.shape, saved.dtype):
                 self._copies.add(here, saved)
             return lambda: here
-        if not isinstance(saved, Stored):
+        if not isinstance(saved, StoredTensor):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
             return lambda: here
         if self._compare(path, here, saved.shape, saved.dtype):
             self._copy(path, here, saved)
         return lambda: here
 
-    def _copy(self, path: str, here: torch.Tensor, saved: Stored) -> None:
+    def _copy(self, path: str, here: torch.Tensor, saved: StoredTensor) -> None:
         """Note that a tensor is to be copied."""
         is_part = hasattr(here, "to_local")
         if saved.address is not None and not is_part:
@@ -245,7 +243,7 @@ class Restore:
         if values is not None:
             self._copies.add(here.to_local() if is_part else here, values)  # type: ignore[attr-defined]
 
-    def _read(self, path: str, here: torch.Tensor, saved: Stored) -> torch.Tensor | None:
+    def _read(self, path: str, here: torch.Tensor, saved: StoredTensor) -> torch.Tensor | None:
         try:
             return saved.read(here)
         except StateMismatch as error:
@@ -255,7 +253,7 @@ class Restore:
     def _for_object(self, path: str, here: Any, saved: Any) -> Any:
         """What an object's `load_state_dict` gets for a tensor of its own."""
         is_part = isinstance(here, torch.Tensor) and hasattr(here, "to_local")
-        if not isinstance(saved, Stored) or not (is_part or saved.ref.shard) or saved.shape != here.shape:
+        if not isinstance(saved, StoredTensor) or not (is_part or saved.ref.shard) or saved.shape != here.shape:
             return saved
         values = self._read(path, here, saved)
         return saved if values is None else Values(values, here if is_part else None)
@@ -267,8 +265,8 @@ class Restore:
             self.differences.append(f"{path}: dtype {dtype} in the checkpoint, {here.dtype} here")
         return here.shape == shape and here.dtype == dtype
 
-    def _match_array(self, path: str, here: np.ndarray[Any, Any], saved: Stored | np.ndarray[Any, Any]) -> Fill:
-        values = saved.view.numpy() if isinstance(saved, Stored) else saved
+    def _match_array(self, path: str, here: np.ndarray[Any, Any], saved: StoredTensor | np.ndarray[Any, Any]) -> Fill:
+        values = saved.view.numpy() if isinstance(saved, StoredTensor) else saved
         if here.shape != values.shape or here.dtype != values.dtype:
             self.differences.append(
                 f"{path}: array of shape {values.shape} and {values.dtype} in the checkpoint, {here.shape} and "
@@ -290,7 +288,7 @@ class Restore:
             now = here.state_dict()
             if is_pristine(here):
                 for key in fitting:
-                    if isinstance(saved[key], Stored):
+                    if isinstance(saved[key], StoredTensor):
                         self._copy(f"{path}.{key}", now[key], saved[key])
             else:
                 parts = {key: self._for_object(f"{path}.{key}", now[key], saved[key]) for key in fitting}
@@ -333,7 +331,7 @@ class Restore:
     def _fits(self, path: str, here: Any, saved: Any) -> bool:
         if not isinstance(here, torch.Tensor) or is_lazy(here):
             return True
-        if not isinstance(saved, Stored):
+        if not isinstance(saved, StoredTensor):
             self.differences.append(f"{path}: {_kind(saved)} in the checkpoint, {_kind(here)} here")
             return False
         return self._compare(path, here, saved.shape, saved.dtype)
@@ -351,7 +349,7 @@ class Restore:
 
     # Writing
 
-    def run(self) -> None:
+    def write(self) -> None:
         """Write everything that fits. Objects come first, as they may still refuse; then all get back what they had.
 
         Raises:
@@ -364,7 +362,7 @@ class Restore:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Stored):
+    if isinstance(value, StoredTensor):
         return str(value)
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"

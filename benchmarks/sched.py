@@ -41,8 +41,8 @@ WINDOW_S = 500 * 60.0
 EASY_GOALS = {88: 1.25, 130: 1.5}
 GAP_GOALS = {88: (1.10, 3.0), 120: (1.18, 4.0), 150: (1.25, 7.0)}
 BASE = Scenario("", Request.TUNED, Discipline.FIFO)
-# What hetstream would run: its own policy, jobs of less CPU work first in the queue of GPUs, and no data workers where they cost
-# more than they bring.
+# What hetstream would run: its own policy, jobs of less CPU work first in the queue of GPUs, and no data workers where
+# they cost more than they bring.
 BEST = Scenario(
     "", Request.TUNED, Discipline.GREEDY, queue=QueueOptions(shortest_first=True), workers=WorkerOptions(fallback=True)
 )
@@ -77,11 +77,11 @@ def main() -> int:
             f"{num_lists} lists ({num_bounds} for the lower bound); 8 nodes of 8 GPUs and 64 CPUs. Values are means "
             "over the lists; the range is the 95 % interval by bootstrap; ratios are ratios of means.",
             "Data workers start in 20 s and leave in 5; the policy is asked, and backfill acts, every 30 s.",
-            f"Utilisation: from 0 to 500 minutes. `own` is {OWN}, with less CPU work first in the GPU queue and no data "
-            "workers for a job whose own node has all its CPUs.",
-            "The lower bound is a linear program that may stop, move and split jobs for free: no schedule is below it, so "
-            "`tuned, easy / lower bound` is the most that any policy could win. MaxTP gives each CPU to where it brings most "
-            "effective GPUs, so hardly any policy has more of these.",
+            f"Utilisation: from 0 to 500 minutes. `own` is {OWN}, with less CPU work first in the GPU queue and no "
+            "data workers for a job whose own node has all its CPUs.",
+            "The lower bound is a linear program that may stop, move and split jobs for free: no schedule is below it, "
+            "so `tuned, easy / lower bound` is the most that any policy could win. MaxTP gives each CPU to where it "
+            "brings most effective GPUs, so hardly any policy has more of these.",
         ],
     }
     _plots(args.out, table5, gaps)

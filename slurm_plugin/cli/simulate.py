@@ -18,7 +18,7 @@ from hetstream.slurm_plugin.policy.choices import POLICIES
 from hetstream.slurm_plugin.render.report import Column, Report, Section, percent
 from hetstream.slurm_plugin.render.simulation import hours, simulation_page
 from hetstream.slurm_plugin.simulate.cluster import Cluster, of_nodes, parse
-from hetstream.slurm_plugin.simulate.comparison import BASELINES, Compared, as_plain, compare
+from hetstream.slurm_plugin.simulate.comparison import BASELINES, RULES, Compared, as_plain, compare
 from hetstream.slurm_plugin.simulate.metrics import Prices
 from hetstream.slurm_plugin.simulate.replay import ReplayError, replay
 from hetstream.slurm_plugin.simulate.sacct import EXPORT, Assumptions
@@ -49,7 +49,7 @@ exit codes:
   2  the command line is wrong
 """
 _HOUR_S = 3600.0
-_ELASTIC = ("fair", "maxtp", "srtf", "stretch")
+_ELASTIC = ("fair", "maxtp", "srtf", "stretch", "stretch+rules")
 _FORMS = ("auto", *READERS)
 # How many times the fragmentation of nodes is looked at between the first submission and the last.
 _SAMPLES = 200
@@ -71,7 +71,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     where.add_argument("--from-slurm", action="store_true", help="the usable nodes of this site")
     named = ", ".join((*BASELINES, *POLICIES))
     parser.add_argument(
-        "--policies", metavar="A,B", help=f"of {named} (default: the baselines and {', '.join(_ELASTIC)})"
+        "--policies",
+        metavar="A,B",
+        help=f"of {named}; the last ones also with {RULES}, as the site daemon runs them (default: the baselines and "
+        f"{', '.join(_ELASTIC)})",
     )
     parser.add_argument(
         "--disciplines",

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from hetstream.base.errors import UsageError
-from hetstream.slurm_plugin.policy.choices import POLICIES
+from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
 from hetstream.slurm_plugin.simulate.cluster import Cluster
 from hetstream.slurm_plugin.simulate.engine import Progress, simulate
 from hetstream.slurm_plugin.simulate.metrics import Metrics, Prices, interval, measure
@@ -22,6 +22,8 @@ BASELINES: Mapping[str, Request] = {
     "fixed": Request.FIXED,
     "recorded": Request.RECORDED,
 }
+# After a policy's name: as the site daemon runs it, with floors, caps and moves that must pay.
+RULES = "+rules"
 # (name of the run, jobs that are done, jobs)
 RunProgress = Callable[[str, int, int], None]
 
@@ -82,9 +84,14 @@ def scenario_of(policy: str, discipline: Discipline, base: Scenario) -> Scenario
     """
     if policy in BASELINES:
         return replace(base, name=policy, request=BASELINES[policy], discipline=discipline, policy=None)
-    if policy not in POLICIES:
-        raise UsageError(f"--policies: no policy {policy!r}: there are {', '.join((*BASELINES, *POLICIES))}")
-    return replace(base, name=policy, request=Request.ELASTIC, discipline=discipline, policy=POLICIES[policy])
+    plain = policy.removesuffix(RULES)
+    if plain not in POLICIES:
+        raise UsageError(
+            f"--policies: no policy {plain!r}: there are {', '.join((*BASELINES, *POLICIES))}; the last ones also with "
+            f"{RULES}, as the site daemon runs them"
+        )
+    found = under_all_rules(POLICIES[plain]) if policy != plain else POLICIES[plain]
+    return replace(base, name=policy, request=Request.ELASTIC, discipline=discipline, policy=found)
 
 
 def compare(
@@ -102,7 +109,7 @@ def compare(
     Args:
         workloads: one for each seed.
         cluster: where they run.
-        policies: names.
+        policies: names, of policies with `+rules` or without.
         disciplines: all of them with every policy.
         base: has the options, and the first seed.
         window_s, prices: see `measure`.

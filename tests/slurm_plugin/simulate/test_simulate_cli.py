@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded import Recorded
 
 from hetstream.slurm_plugin.cli import main
 
@@ -40,7 +41,7 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 def test_all_disciplines_stand_beside_each_other(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, jobs, "--cluster", CLUSTER)
     pairs = {(row["policy"], row["discipline"]) for row in found["runs"]}
-    policies = ("tuned", "hardware", "fixed", "fair", "maxtp", "srtf", "stretch")
+    policies = ("tuned", "hardware", "fixed", "fair", "maxtp", "srtf", "stretch", "stretch+rules")
     assert pairs == {(policy, discipline) for policy in policies for discipline in ("fifo", "easy", "greedy")}
     assert found["meta"]["form"] == "csv"
     assert all(row["num_finished"] == 24 for row in found["runs"])
@@ -81,6 +82,13 @@ def test_a_sites_export_is_replayed_first(tmp_path: Path, capsys: pytest.Capture
     assert abs(found["summary"]["replay"]["mean_jct"]) < 0.02, "an hour a job, one after the other, as it was"
 
 
+def test_the_nodes_of_the_site(jobs: str, tmp_path: Path) -> None:
+    found = Recorded(tmp_path).run(f"simulate {jobs} --from-slurm --policies share --disciplines easy --json")
+    told = json.loads(found.stdout)
+    assert told["summary"]["gpus"] > 0
+    assert told["runs"][0]["num_jobs"] == 24
+
+
 def test_jobs_that_do_not_fit_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "jobs.csv"
     path.write_text(JOBS + "huge,0,100,99,1,1\n")
@@ -101,6 +109,7 @@ def test_all_problems_of_a_file_are_one_message(tmp_path: Path, capsys: pytest.C
     ("words", "said"),
     [
         (["--policies", "best"], "no policy 'best'"),
+        (["--policies", "tuned+rules"], "no policy 'tuned'"),
         (["--policies", "recorded"], "recorded is for an export"),
         (["--disciplines", "lifo"], "must be one or more of fifo, easy, greedy"),
         (["--seeds", "0"], "must be at least 1"),

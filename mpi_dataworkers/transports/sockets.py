@@ -20,23 +20,20 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable, ReceivedBatch, transport_of
 from hetstream.mpi_dataworkers.transports.channels import ChannelSender
 from hetstream.mpi_dataworkers.transports.compression import compress, decompress
-from hetstream.mpi_dataworkers.transports.extents import find_frames, lay_out
+from hetstream.mpi_dataworkers.transports.extents import find_frames
 from hetstream.mpi_dataworkers.transports.peer import accept_peer, most_unproven
+from hetstream.mpi_dataworkers.transports.pieces import LENGTH, left_of, pieces_of
 from hetstream.mpi_dataworkers.transports.proof import LoaderHandshake, WorkerHandshake
-from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, decode, encode, in_one_piece, in_pieces, size_of
+from hetstream.mpi_dataworkers.transports.receive_memory import ReceiveMemory
+from hetstream.mpi_dataworkers.wire.codec import Buffer, Leaf, decode, encode, in_one_piece, size_of
 from hetstream.mpi_dataworkers.wire.messages import Compressed, Delivery, Message
 
-_LENGTH = struct.Struct("<Q")
 _HANDSHAKE_BYTES = 4096
 # How long either side waits for the other's part of it: a loader that is alive answers from its own thread at once.
 _HANDSHAKE_TIMEOUT_S = 5.0
@@ -68,15 +65,8 @@ _HOLD_S = 0.5
 # The thread says this often how much of a message has left.
 _SAY_S = 0.1
 _TIMEVAL = struct.Struct("@ll")  # s, us
-# Memory that is kept for later messages although messages of other sizes come now.
-_KEEP_BYTES = 128 << 20
-# Tensors start on cache lines, so that vector loads stay aligned.
-_ALIGN_BYTES = 64
-_PADDING = bytes(_ALIGN_BYTES)
 # sendmsg(2) takes 1024 pieces (IOV_MAX).
 _MAX_PIECES = 512
-
-_Bytes = npt.NDArray[np.uint8]
 
 
 def local_address_towards(address: str) -> str:
@@ -113,68 +103,7 @@ def _watch(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _pieces_of(frames: Sequence[Leaf]) -> list[Buffer]:
-    """A message as it is sent, with the tensors where they lie."""
-    sizes = [size_of(frame) for frame in frames]
-    table, offsets, total = lay_out(sizes)
-    pieces: list[Buffer] = [b"".join((_LENGTH.pack(total), table, in_one_piece(frames[0])))]
-    end = len(table) + sizes[0]
-    for frame, offset, size in zip(frames[1:], offsets[1:], sizes[1:], strict=True):
-        if offset > end:
-            pieces.append(_PADDING[: offset - end])
-        if size:
-            pieces += in_pieces(frame)
-        end = offset + size
-    return pieces
-
-
-def _rest(pieces: list[Buffer], num_sent: int) -> list[Buffer]:
-    """What is left of pieces of which so many bytes were sent."""
-    for number, piece in enumerate(pieces):
-        if num_sent < len(piece):
-            return [memoryview(piece)[num_sent:], *pieces[number + 1 :]]
-        num_sent -= len(piece)
-    return []
-
-
 # --- loader ---------------------------------------------------------------------------------------------------------
-
-
-class _Memory:
-    """Memory for messages, used again when the program has dropped all that lies in it: new memory costs a page fault
-    for each 4 KiB, and what was dropped last may still be in the processor's cache."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, collections.deque[_Bytes]] = {}  # by size
-
-    def take(self, num_bytes: int) -> memoryview:
-        """Memory of this size, given back when no view of it is left.
-
-        Raises:
-            ProtocolError: there is none.
-        """
-        # An eighth more at most, so that sizes that differ a little share.
-        unit = 1 << max(0, num_bytes.bit_length() - 4)
-        size = -(-num_bytes // unit) * unit
-        free = self._free.setdefault(size, collections.deque())
-        try:
-            whole = free.pop()
-        except IndexError:
-            if sum(one * len(unused) for one, unused in self._free.items()) > _KEEP_BYTES:
-                self._free = {size: free}
-            whole = _aligned(size)
-        part = whole[:num_bytes]
-        # Runs where the last view is dropped, in any thread; it takes no lock.
-        weakref.finalize(part, free.append, whole).atexit = False
-        return part.data
-
-
-def _aligned(num_bytes: int) -> _Bytes:
-    try:
-        whole = np.empty(num_bytes + _ALIGN_BYTES, dtype=np.uint8)
-    except (MemoryError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"there is no memory for a message of {num_bytes} bytes: {error}") from error
-    return whole[-whole.ctypes.data % _ALIGN_BYTES :]
 
 
 class _Connection:
@@ -223,7 +152,7 @@ class SocketReceiver:
         self._key = bytes.fromhex(batch_key)
         self._compress = compress
         self._most_unproven = most_unproven(_MAX_UNPROVEN)
-        self._memory = _Memory()
+        self._memory = ReceiveMemory()
         self._stage = memoryview(bytearray(_STAGE_BYTES))
         self._connections: dict[int, _Connection] = {}
         self._unproven: dict[int, _Connection] = {}  # in order of arrival
@@ -327,11 +256,11 @@ class SocketReceiver:
         self._stage[:end] = one.head
         count = one.socket.recv_into(self._stage[end:limit])
         end += count
-        while end - at >= _LENGTH.size:
-            (num_bytes,) = _LENGTH.unpack_from(self._stage, at)
+        while end - at >= LENGTH.size:
+            (num_bytes,) = LENGTH.unpack_from(self._stage, at)
             if num_bytes > _HANDSHAKE_BYTES and not one.handshake.proven:
                 raise ProtocolError(f"a message of {num_bytes} bytes before the proof of the key")
-            at += _LENGTH.size
+            at += LENGTH.size
             whole = self._memory.take(num_bytes) if num_bytes > _STAGE_BYTES else memoryview(bytearray(num_bytes))
             num_here = min(num_bytes, end - at)
             whole[:num_here] = self._stage[at : at + num_here]
@@ -381,7 +310,7 @@ class SocketReceiver:
 
 
 def _bytes_of(message: Message) -> bytes:
-    return b"".join(_pieces_of([encode(message)]))
+    return b"".join(pieces_of([encode(message)]))
 
 
 class _Channel:
@@ -424,7 +353,7 @@ class _Channel:
             Whether the loader asks to compress.
         """
         self._socket.sendall(_bytes_of(handshake.hello))
-        (num_bytes,) = _LENGTH.unpack(self._receive(_LENGTH.size))
+        (num_bytes,) = LENGTH.unpack(self._receive(LENGTH.size))
         if num_bytes > _HANDSHAKE_BYTES:
             raise ProtocolError(f"it answers with {num_bytes} bytes; nothing was sent to it")
         challenge = decode(find_frames(memoryview(self._receive(num_bytes)))[0])
@@ -460,7 +389,7 @@ class _Channel:
             (header_smaller, *rest), sizes = compress([first, *joined])
             if max(sizes) >= 0:
                 first = encode(Compressed(sizes, bytes(header_smaller)))
-        pieces = _pieces_of([self._seal.put_on(first), *rest])
+        pieces = pieces_of([self._seal.put_on(first), *rest])
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -506,7 +435,7 @@ class _Channel:
     def _send_at_once(self, pieces: list[Buffer]) -> list[Buffer]:
         """Send what goes without waiting; the rest."""
         try:
-            return _rest(pieces, self._socket.sendmsg(pieces[:_MAX_PIECES], [], socket.MSG_DONTWAIT))
+            return left_of(pieces, self._socket.sendmsg(pieces[:_MAX_PIECES], [], socket.MSG_DONTWAIT))
         except BlockingIOError:
             return pieces
 
@@ -533,7 +462,7 @@ class _Channel:
                     self._error = error
                     self._changed.notify()
                 return
-            pieces = _rest(pieces, num_sent)
+            pieces = left_of(pieces, num_sent)
 
     def close(self, until: float) -> None:
         """Let what waits leave until then. What the kernel has taken leaves in any case."""

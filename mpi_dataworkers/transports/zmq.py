@@ -1,6 +1,6 @@
 """Control connections: ZeroMQ over TCP, with CURVE.
 
-The only module that imports zmq; its errors leave it as hetstream's.
+Only this module and `zmq_frames.py` import zmq; its errors leave them as hetstream's.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ from hetstream.mpi_dataworkers.transports.base import (
     peer_name,
 )
 from hetstream.mpi_dataworkers.transports.peer import Newcomers, most_unproven
+from hetstream.mpi_dataworkers.transports.zmq_frames import (
+    CONTROL_FRAME_BYTES,
+    NO_WAIT,
+    decode_control,
+    frames_of,
+    receive,
+    send,
+)
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress
-from hetstream.mpi_dataworkers.wire.codec import Buffer, chop, decode, encode, join
 from hetstream.mpi_dataworkers.wire.messages import Message
 
-# Frames that libzmq takes; larger messages (datasets in pickled form, which are rare) travel in pieces. What a stranger
-# can make a process hold is one frame for each connection, until the handshake's time is over: small frames are what
-# lets many connections be in their handshake at once.
-CONTROL_FRAME_BYTES = 64 << 10
-# A loader's number in its process, in decimal digits.
-_NUMBER_BYTES = 19
 # What CURVE adds to a frame, with room to spare (https://rfc.zeromq.org/spec/26/, MESSAGE command).
 _CURVE_BYTES = 256
-# As plain numbers: pyzmq's enums cost more than the calls that get them.
-_NO_WAIT, _MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 # Messages taken in one go before replies leave: bounds the delay of the first reply under load.
 _BURST = 256
 _HANDSHAKE_TIMEOUT_S = 5.0
@@ -129,60 +128,12 @@ class _Gate:
             self.socket.send_multipart([version, request_id, *verdict, b"", b""])
 
 
-def _receive(socket: zmq.Socket[Any]) -> list[zmq.Frame]:
-    """Take the frames of a message that has come, which `recv_multipart` needs twice the time for.
-
-    Raises:
-        zmq.Again: none has come.
-    """
-    frame = socket.recv(_NO_WAIT, copy=False)
-    frames = [frame]
-    while frame.more:
-        frame = socket.recv(_NO_WAIT, copy=False)
-        frames.append(frame)
-    return frames
-
-
-def _send(socket: zmq.Socket[Any], frames: Sequence[Buffer]) -> None:
-    """Send a message, as `send_multipart` does in more than twice the time.
-
-    Raises:
-        zmq.Again: there is no connection, nor one in the making, to queue it for.
-    """
-    for frame in frames[:-1]:
-        socket.send(frame, _MORE_FOLLOWS | _NO_WAIT)
-    socket.send(frames[-1], _NO_WAIT)
-
-
 def _events_of(monitor: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
     """What a monitor has to tell: kinds of events, and descriptors."""
     with contextlib.suppress(zmq.Again):
         while True:
-            told = recv_monitor_message(monitor, _NO_WAIT)
+            told = recv_monitor_message(monitor, NO_WAIT)
             yield told["event"], told["value"]
-
-
-def _frames_of(message: Message, loader: int | None) -> list[Buffer]:
-    """A control message as it is sent: one frame, and behind it the number of the loader that it is about."""
-    first = encode(message)
-    frames: list[Buffer] = [first] if loader is None else [first, b"%d" % loader]
-    return frames if len(first) < CONTROL_FRAME_BYTES else chop(frames, CONTROL_FRAME_BYTES)
-
-
-def _decode_control(pieces: list[memoryview]) -> tuple[Message, int | None]:
-    """Undo `_frames_of`.
-
-    Raises:
-        ProtocolError: it is none.
-    """
-    first, *rest = join(pieces, CONTROL_FRAME_BYTES) or [b""]
-    if not rest:
-        return decode(first), None
-    if len(rest) > 1 or not (number := bytes(rest[0][:_NUMBER_BYTES])).isdigit():
-        raise ProtocolError(
-            f"a control message of {len(rest) + 1} frames is none: behind the first is a loader's number"
-        )
-    return decode(first), int(number)
 
 
 class ZmqDispatcherEndpoint:
@@ -251,7 +202,7 @@ class ZmqDispatcherEndpoint:
         received: list[Received] = []
         for _ in range(_BURST):
             try:
-                frames = _receive(self._socket)
+                frames = receive(self._socket)
             except zmq.Again:
                 self._newcomers.make_room()
                 break
@@ -260,7 +211,7 @@ class ZmqDispatcherEndpoint:
             self._newcomers.gone(descriptor)
             self._process_by_descriptor[descriptor], self._descriptor_by_process[process] = process, descriptor
             try:
-                message, loader = _decode_control([frame.buffer for frame in frames[1:]])
+                message, loader = decode_control([frame.buffer for frame in frames[1:]])
                 received.append(Received(peer_name(process, loader), message))
             except ProtocolError as error:
                 received.append(Received(process, error))
@@ -283,7 +234,7 @@ class ZmqDispatcherEndpoint:
 
     def send(self, peer: str, message: Message) -> None:
         process, loader = parse_peer(peer)
-        _send(self._socket, [bytes.fromhex(process), *_frames_of(message, loader)])
+        send(self._socket, [bytes.fromhex(process), *frames_of(message, loader)])
 
     def close(self) -> None:
         self._newcomers.close()
@@ -413,7 +364,7 @@ class _ZmqControl:
 
     def _send(self, message: Message, loader: int | None) -> None:
         with contextlib.suppress(zmq.Again):
-            _send(self._control, _frames_of(message, loader))
+            send(self._control, frames_of(message, loader))
 
     def _read_control(self, ready: set[Any]) -> list[tuple[Message | Reconnected, int | None]]:
         messages: list[tuple[Message | Reconnected, int | None]] = []
@@ -426,11 +377,11 @@ class _ZmqControl:
                 self._next_look = self._connected_at + _LOOK_FOR_PORT_S
         for _ in range(_BURST if self._control in ready else 0):
             try:
-                pieces = _receive(self._control)
+                pieces = receive(self._control)
             except zmq.Again:
                 break
             self._next_look = math.inf
-            messages.append(_decode_control([piece.buffer for piece in pieces]))
+            messages.append(decode_control([piece.buffer for piece in pieces]))
         return messages
 
     def _close_control(self) -> None:

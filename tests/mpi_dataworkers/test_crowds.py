@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from hetstream.mpi_dataworkers.transports.zmq import _MAX_UNPROVEN, CONTROL_FRAME_BYTES
+from hetstream.mpi_dataworkers.transports.zmq import _MAX_UNPROVEN
+from hetstream.mpi_dataworkers.transports.zmq_frames import CONTROL_FRAME_BYTES
 from hetstream.mpi_dataworkers.wire.address import read_address_file
 
 # ZMTP 3.0 (https://rfc.zeromq.org/spec/23/): a greeting with the mechanism CURVE, and the head of a long command.

@@ -29,7 +29,8 @@ from hetstream.mpi_dataworkers.errors import (
     Superseded,
 )
 from hetstream.mpi_dataworkers.hook import environment
-from hetstream.mpi_dataworkers.transports.zmq import CONTROL_FRAME_BYTES, new_keys
+from hetstream.mpi_dataworkers.transports.zmq import new_keys
+from hetstream.mpi_dataworkers.transports.zmq_frames import CONTROL_FRAME_BYTES
 from tests.mpi_dataworkers.batches import as_bytes, check_that_a_lost_worker_costs_nothing
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5}

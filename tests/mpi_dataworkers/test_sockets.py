@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 
 from hetstream.mpi_dataworkers.errors import ServiceError
-from hetstream.mpi_dataworkers.transports import sockets
+from hetstream.mpi_dataworkers.transports import receive_memory, sockets
 from hetstream.mpi_dataworkers.transports.base import PeerUnreachable
+from hetstream.mpi_dataworkers.transports.pieces import pieces_of
+from hetstream.mpi_dataworkers.transports.receive_memory import ReceiveMemory
 from hetstream.mpi_dataworkers.transports.sockets import SocketBatchSender, SocketReceiver
 from hetstream.mpi_dataworkers.wire.codec import Scattered
 from hetstream.mpi_dataworkers.wire.messages import Batch
@@ -61,7 +63,7 @@ def take(receiver: SocketReceiver, count: int) -> list[Any]:
 
 
 def test_golden_bytes_of_a_message_on_the_wire() -> None:
-    pieces = sockets._pieces_of([b"header", b"", b"tensor", memoryview(b"another")])
+    pieces = pieces_of([b"header", b"", b"tensor", memoryview(b"another")])
     assert b"".join(pieces) == (
         (135).to_bytes(8, "little")  # what follows
         + (4).to_bytes(4, "little")  # frames
@@ -208,8 +210,8 @@ def test_memory_of_batches_that_were_dropped_is_used_again(receiver: SocketRecei
 
 
 def test_memory_for_other_sizes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_KEEP_BYTES", 1 << 20)
-    memory = sockets._Memory()
+    monkeypatch.setattr(receive_memory, "_KEEP_BYTES", 1 << 20)
+    memory = ReceiveMemory()
     for size in (400_000, 800_000, 1_600_000):
         parts = [memory.take(size) for _ in range(3)]
         del parts

@@ -17,11 +17,11 @@ import numpy as np
 from benchmarks import harness, machine, past_populations, schedulers
 from benchmarks.harness import Row
 from benchmarks.memory_traces import KINDS, memory_traces
+from hetstream.hetjob.elastic.memory_growth import MemoryGrowth
 from hetstream.slurm_plugin.errors import ModelError
 from hetstream.slurm_plugin.model import nsga2
 from hetstream.slurm_plugin.model.fit import Observations, fit
 from hetstream.slurm_plugin.model.joint import Candidates, exact, joint_front, upgrades, weight
-from hetstream.slurm_plugin.model.memory_growth import MemoryGrowth
 from hetstream.slurm_plugin.model.pareto import front, hypervolume
 from hetstream.slurm_plugin.model.plan import Prices, fastest, grid, plans
 from hetstream.slurm_plugin.model.step_time import Side, StepTimeModel

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from hetstream.base.text import printable
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.ports import MarkedJob, SlurmClient
+from hetstream.hetjob.sbatch_options import SbatchOptions, megabytes, parse_words
 
 # Slurm is still taking such a job down; its CPUs are as good as free.
 _COMPLETING = ("COMPLETING",)
@@ -46,8 +47,17 @@ class CompanionJobs:
         """The word in the comment of those of this start of the job."""
         return f"hets:start={self._job.job_id}.{self._job.restarts}"
 
-    def submit(self, cpus: int) -> str:
+    @property
+    def mb_per_cpu(self) -> float | None:
+        """Memory that their options ask for; None if the partition decides."""
+        return megabytes(SbatchOptions(tuple(parse_words(self._options, "companion")[0])).value("mem-per-cpu") or "")
+
+    def submit(self, cpus: int, mb_per_cpu: int | None = None) -> str:
         """Submit one, and return its job id.
+
+        Args:
+            cpus: of it.
+            mb_per_cpu: its memory, if that is not what the options say.
 
         Raises:
             SlurmCommandError: Slurm refused, or was busy for too long.
@@ -59,6 +69,7 @@ class CompanionJobs:
         job_id = self._job.job_id
         options = [
             *self._options,
+            *([f"--mem-per-cpu={mb_per_cpu}M"] if mb_per_cpu is not None else []),
             "--nodes=1",
             "--ntasks=1",
             f"--cpus-per-task={cpus}",

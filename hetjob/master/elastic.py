@@ -21,6 +21,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.measuring import Measuring
 from hetstream.hetjob.elastic.snapshot import Action, Companion, CompanionState, Decision, Snapshot
+from hetstream.hetjob.master.companion_memory import CompanionMemory, Replacement
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.looks import Looks
@@ -96,6 +97,7 @@ class Elastic:
         self._looks = Looks()
         self._trainer = TrainerCpus()
         self._rates = WorkerRates()
+        self._memory = CompanionMemory(companions.mb_per_cpu)
         self._said = ""
         self._last_read: Snapshot | None = None  # the newest in which a loader read
         self._stopping = threading.Event()
@@ -123,6 +125,7 @@ class Elastic:
             "steps_per_s": last.steps_per_s if last else None,
             "wait_share": last.wait_share if last else None,
             "data_worker_cpus": controller.cpus,
+            "data_worker_mb": self._memory.most_mb(controller.cpus),
             "trainer_cpus_recommended": controller.trainer_cpus,
             "local_wait_s": controller.local.wait_s if controller.local else None,
             "decisions": list(self._controller_state_file.changes),
@@ -163,6 +166,10 @@ class Elastic:
             have, cpus = snapshot.num_data_workers, self._controller.cpus
             measured = self._measured(snapshot, status)
             self._site.report(limits.minimum, have, wanted, cpus, snapshot.wait_share, measured)
+        working = {job_id: one.cpus for job_id, one in self._tracked.items() if one.state is CompanionState.WORKING}
+        self._memory.take_in(status.data_workers, working, now)
+        if not decision.is_change and (growing := self._memory.replacement()) is not None:
+            decision = self._replace(growing) or decision
         self._said = self._headline(snapshot, decision)
         if decision.is_change:
             log.info("data_workers=%d %s %d: %s", snapshot.num_data_workers, decision.action.value, decision.count,
@@ -254,17 +261,32 @@ class Elastic:
                 self._given_up.add(job_id)
                 del self._tracked[job_id]
 
+    def _replace(self, growing: Replacement) -> Decision | None:
+        """Submit a companion with more memory; the decision that the other one leaves, or None if Slurm refuses."""
+        try:
+            job_id = self._companions.submit(growing.cpus, growing.mb_per_cpu)
+        except HetstreamError as error:
+            log.error("%s; Slurm gives none with %d MB a CPU: %s", growing.reason, growing.mb_per_cpu, error)
+            self._memory.not_replaced(growing)
+            return None
+        self._memory.submitted(job_id, growing.cpus, growing.mb_per_cpu)
+        self._memory.replaced(growing)
+        self._tracked[job_id] = _Tracked(growing.cpus, CompanionState.PENDING, self._clock())
+        reason = f"{growing.reason}; companion {job_id} with {growing.mb_per_cpu} MB a CPU takes its place"
+        return Decision(Action.DRAIN, 1, reason, (growing.job_id,))
+
     def _submit(self, decision: Decision) -> None:
         for _ in range(decision.count):
             if self._stopping.is_set():
                 return
             try:
-                job_id = self._companions.submit(decision.cpus)
+                job_id = self._companions.submit(decision.cpus, self._memory.mb_per_cpu)
             except HetstreamError as error:
                 delay_s = self._controller.refused(self._clock())
                 log.error("no companion could be submitted, next try in %g s: %s", delay_s, error)
                 return
             self._controller.accepted()
+            self._memory.submitted(job_id, decision.cpus, self._memory.mb_per_cpu)
             self._tracked[job_id] = _Tracked(decision.cpus, CompanionState.PENDING, self._clock())
             log.info("companion job=%s of %d CPUs submitted", job_id, decision.cpus)
 

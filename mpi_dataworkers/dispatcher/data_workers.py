@@ -118,6 +118,7 @@ class WorkerMessages:
         tables = self._tables
         out: list[Instruction] = [Send(peer, Alive())]
         worker = tables.workers[peer]
+        worker.resident_bytes = message.resident_bytes
         for token in worker.tokens - set(message.tokens):
             lease = tables.leases[token]
             if now - lease.granted_at > 2 * HEARTBEAT_S:

@@ -121,6 +121,7 @@ class WorkerRecord:
         binding: None until it has its first lease.
         renews: it leaves to be forked anew.
         interpreter: its Python.
+        resident_bytes: of its memory; 0 while that is not known.
     """
 
     number: int
@@ -139,6 +140,7 @@ class WorkerRecord:
     binding: Binding | None = None
     renews: bool = False
     interpreter: Interpreter = field(default_factory=Interpreter)
+    resident_bytes: int = 0
 
     def standing(self, definition_id: str) -> Standing:
         """How it does with a pipeline."""

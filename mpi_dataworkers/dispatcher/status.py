@@ -95,6 +95,7 @@ def _worker_status(tables: Tables, worker: WorkerRecord, now: float) -> DataWork
         up_s=now - work.registered_at,
         silent_s=now - worker.last_seen,
         slurm_job=worker.slurm_job,
+        resident_bytes=worker.resident_bytes,
     )
 
 

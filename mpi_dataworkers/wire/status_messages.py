@@ -45,6 +45,7 @@ class DataWorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         up_s: since it registered.
         silent_s: since its last message.
         slurm_job: as in `RegisterWorker`.
+        resident_bytes: of its memory, without files' pages, and its part of what it shares; 0 while that is not known.
     """
 
     number: int
@@ -59,6 +60,7 @@ class DataWorkerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     up_s: float
     silent_s: float
     slurm_job: str = ""
+    resident_bytes: int = 0
 
 
 class LoaderStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -56,10 +56,11 @@ class RegisterWorker(Message, frozen=True, omit_defaults=True):
     interpreter: Interpreter = Interpreter()
 
 
-class WorkerHeartbeat(Message, frozen=True):
-    """Still alive, with the tokens it holds."""
+class WorkerHeartbeat(Message, frozen=True, omit_defaults=True):
+    """Still alive, with the tokens it holds, and the memory that counts for this process; 0: not known."""
 
     tokens: list[int]
+    resident_bytes: int = 0
 
 
 class FinishLease(Message, frozen=True, omit_defaults=True):

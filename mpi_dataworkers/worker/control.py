@@ -42,6 +42,7 @@ from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
 from hetstream.mpi_dataworkers.worker.definitions import Definitions
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
+from hetstream.mpi_dataworkers.worker.own_memory import OwnMemory
 from hetstream.mpi_dataworkers.worker.watch import WorkPage
 
 _log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class ControlThread:
         self.failure: BaseException | None = None
         self._dispatcher, self._registration = dispatcher, registration
         self._leases, self._definitions, self._page, self._loaded = leases, definitions, page, loaded
+        self._memory = OwnMemory()
         # When the registration that is under way was sent; None while there is none.
         self._asked_at: float | None = None
         self._done = False  # the main thread makes no more batches
@@ -130,7 +132,7 @@ class ControlThread:
                 self._leases.drain()
             self._dispatcher.flush()
             if now >= next_heartbeat:
-                self._dispatcher.send(WorkerHeartbeat(self._leases.tokens()))
+                self._dispatcher.send(WorkerHeartbeat(self._leases.tokens(), self._memory.resident_bytes(now)))
                 next_heartbeat = now + HEARTBEAT_S
                 if now - last_heard > _ASK_FILE_S and not self._leases.is_stopping and self._dispatcher.has_ended():
                     _log.info("the service has ended")

@@ -2,7 +2,6 @@
 
     observations -> fit -> StepTimeModel -> plans of one job -> the cluster's choice
     ended jobs -> JobHistory -> alike jobs -> Proposal for a new submission
-    resident memory over time -> forecast of running out of memory
 
     terms.py            what a step's time is made of, as columns over configurations
     step_time.py        a fitted model: predictions with their uncertainty
@@ -15,7 +14,6 @@
     past_job.py         what is kept of a job that ended
     job_history.py      where it is kept (SQLite)
     alike.py            the most similar past jobs, and a start from them
-    memory_growth.py    whether memory will run out, and when
 
 Everything but `job_history.py` is pure. Nothing here needs torch or Slurm.
 """

@@ -24,6 +24,8 @@ _LEAST_OF_NAME = 0.5
 _SUFFIX = ".sbatch"
 # The controller may need a little more than jobs of before: what it does not need it gives back.
 _HEADROOM = 1.25
+# The process that starts the others says nothing of its memory.
+_SUPERVISOR_MB = 256
 
 
 def likeness(one: Features, other: Features) -> float:
@@ -159,7 +161,7 @@ def propose(new: Features, past: Sequence[PastJob]) -> Proposal | None:
         data_workers=math.ceil(round(usual * _HEADROOM, 6)) if usual >= 1 else 0,
         data_worker_cpus=cpus,
         trainer_cpus=max(needed) if needed else None,
-        data_worker_mb=math.ceil(max(memory) * _HEADROOM) if memory else None,
+        data_worker_mb=math.ceil(max(memory) * _HEADROOM) + _SUPERVISOR_MB if memory else None,
         num_jobs=len(alike),
         reason=reason,
     )

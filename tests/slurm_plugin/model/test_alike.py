@@ -71,7 +71,7 @@ def test_a_proposal_counts_data_workers_by_gpu() -> None:
 def test_memory_is_proposed_where_it_was_measured() -> None:
     proposal = propose(Features("train", 2, "u"), [past("1", data_worker_mb=4000), past("2")])
     assert proposal is not None
-    assert proposal.options["data-worker-mem"] == "5000M"
+    assert proposal.options["data-worker-mem"] == "5256M"
 
 
 def test_jobs_that_gained_nothing_propose_nothing() -> None:

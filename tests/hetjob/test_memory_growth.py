@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hetstream.slurm_plugin.model.memory_growth import (
+from hetstream.hetjob.elastic.memory_growth import (
     Forecast,
     GrowthOptions,
     MemoryGrowth,

@@ -19,8 +19,9 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hetstream.slurm_plugin.model.terms import Array
+Array = NDArray[np.float64]
 
 _NUM_BLOCKS = 12
 # Between so many blocks there are enough pairs for 95 % confidence.

@@ -19,10 +19,11 @@ from typing import Any
 from hetstream.base.errors import UsageError
 from hetstream.base.private import make_private
 from hetstream.hetjob.errors import MasterError, ProgramNotFound
+from hetstream.hetjob.master.children import Service
 from hetstream.hetjob.master.state import MasterState, Phase
 from hetstream.hetjob.ports import Child
 from hetstream.hetjob.processes import next_signal, signals_held, start_child
-from hetstream.hetjob.service import Service, read_summary
+from hetstream.hetjob.summary import read_summary
 from hetstream.hetjob.temporary import temporary_directory
 from hetstream.mpi_dataworkers.config import environment_with_hash_seed
 

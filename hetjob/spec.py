@@ -14,7 +14,7 @@ from typing import Any
 from hetstream.hetjob.errors import DirectiveError
 from hetstream.hetjob.jobs_dir import RULE, is_directory_pattern
 from hetstream.hetjob.sbatch_options import megabytes
-from hetstream.mpi_dataworkers.worker.threads import MAX_THREADS
+from hetstream.mpi_dataworkers.threads import MAX_THREADS
 
 DEFAULT_DATA_WORKER_CPUS = 4  # enough to hide one another's reads; small enough to fit between other jobs
 DEFAULT_TRAINER_CPUS_PER_GPU = 2  # one for the training loop, one for receiving and pinning batches

@@ -18,6 +18,28 @@ MAY_IMPORT = {
     "checkpoint": {"checkpoint", "base"},
     "base": {"base"},
 }
+# The same for the folders of a package. "" are the files beside them, of which one may be named, too.
+MAY_IMPORT_WITHIN = {
+    "mpi_dataworkers": {
+        "": {"", "wire", "transports"},
+        "wire": {"errors"},
+        "order": {"errors", "wire"},
+        "sources": {"errors", "generators"},
+        "transports": {"errors", "wire"},
+        "ops": {"", "wire", "order", "sources"},
+        "worker": {"", "wire", "order", "transports", "ops"},
+        "dispatcher": {"", "wire", "order", "transports"},
+        "loader": {"", "wire", "order", "transports", "ops"},
+        "hook": {"", "wire", "loader"},
+    },
+    "hetjob": {
+        "": {"", "site"},
+        "site": {"errors", "ports"},
+        "elastic": {"errors", "site"},
+        "master": {"", "site", "elastic"},
+        "local": {"", "master"},
+    },
+}
 # One library, one place. A path ending in "/" is a folder.
 HOMES = {
     "zmq": ("mpi_dataworkers/transports/zmq.py", "mpi_dataworkers/transports/zmq_frames.py"),
@@ -98,6 +120,24 @@ def test_imports_point_down_and_libraries_stay_home(path: Path) -> None:
             place = str(relative)
             at_home = any(place == home or (home.endswith("/") and place.startswith(home)) for home in homes)
             assert at_home, f"{relative} imports {name}: its home is {', '.join(homes)}"
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT_WITHIN)
+def test_imports_within_a_package_point_down(package: str) -> None:
+    table = MAY_IMPORT_WITHIN[package]
+    wrong = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        inside = path.relative_to(ROOT / package)
+        folder = inside.parts[0] if len(inside.parts) > 1 else ""
+        allowed = table[folder] if folder else table.get(inside.stem, table[""])
+        for name in imports_of(path):
+            if name.startswith(f"hetstream.{package}."):
+                parts = name.split(".")[2:]
+                is_folder = (ROOT / package / parts[0]).is_dir()
+                room, stem = (parts[0], "") if is_folder else ("", parts[0])
+                if room != folder and room not in allowed and stem not in allowed:
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, "put what both need into a folder, or a file beside the folders, that both may import"
 
 
 def test_the_package_leads_to_the_four_folders() -> None:

@@ -40,7 +40,7 @@ READ_WITHIN_S = 300.0
 
 
 class Steering(Protocol):
-    """A connection to the dispatcher; `hetstream.mpi_dataworkers.wire.status_client.StatusClient` is one."""
+    """A connection to the dispatcher; `hetstream.mpi_dataworkers.status_client.StatusClient` is one."""
 
     def steer(self, order: SteerDataWorkers) -> Status:
         """Tell what this side does, and hear what goes on."""

@@ -3,7 +3,8 @@
 Called by `hetstream master start` (in the batch script) and `hetstream master serve` (in a job step of its own, where
 `keeper.py` starts it).
 Slurm kills what a batch script leaves running without a warning, but gives steps SIGTERM and `KillWait` seconds: in a
-step the master has the time to end the data workers, keep the summary and remove the keys. Decisions are in `state.py`.
+step the master has the time to end the data workers, keep the summary and remove the keys.
+`state.py` decides, `children.py` carries it out.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from hetstream.hetjob.errors import MasterError
 from hetstream.hetjob.job_environment import JobEnvironment, export_variables
 from hetstream.hetjob.job_steps import await_ready, why_no_directory
 from hetstream.hetjob.master import journal_place
+from hetstream.hetjob.master.children import Service
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import ControllerStateFile
 from hetstream.hetjob.master.elastic import Elastic
 from hetstream.hetjob.master.state import MasterState, Phase
 from hetstream.hetjob.ports import Child, SiteLimit, SlurmClient
 from hetstream.hetjob.processes import signals_held, start_child
-from hetstream.hetjob.service import Service, read_summary, summary_line
+from hetstream.hetjob.summary import read_summary, summary_line
 from hetstream.mpi_dataworkers.dispatcher.event_log import EVENTS_FILE
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.mpi_dataworkers.interpreter import remove_announcement
-from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What the job master does next: events in, instructions out. Pure; the clock is an argument.
 
 The local backend runs the same machine with processes instead of job steps. Nothing here touches a process, a file or
-Slurm; `hetstream.hetjob.service` carries the instructions out and reports what happened.
+Slurm; `hetstream.hetjob.master.children` carries the instructions out and reports what happened.
 
     STARTING --DispatcherReady--> RUNNING --StopRequested--> STOPPING --last child gone--> ENDED
         \\----------------------StopRequested-------------------^

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.instructions import ForgetWorker, Instruction, RememberWorker, Send
 from hetstream.mpi_dataworkers.dispatcher.leasing import Leasing
-from hetstream.mpi_dataworkers.dispatcher.limits import HEARTBEAT_S
 from hetstream.mpi_dataworkers.dispatcher.loaders import Handler
 from hetstream.mpi_dataworkers.dispatcher.reachability import Reachability
 from hetstream.mpi_dataworkers.dispatcher.records import Binding, Lease, LeaseStatus, WorkDone, WorkerRecord
@@ -32,6 +31,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     WorkerHeartbeat,
     WorkerRegistered,
 )
+from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
 
 
 class WorkerMessages:

@@ -1,10 +1,9 @@
-"""Times and numbers by which the dispatcher decides. Data workers and benchmarks go by some of them, too."""
+"""Times and numbers by which the dispatcher decides. How often its peers report is in `wire/work.py`."""
 
 from __future__ import annotations
 
-# A worker is lost when it was silent this long and has no work; it sends a heartbeat every HEARTBEAT_S. One that works
-# may hold the GIL: while its connection is alive, its sample has the time that the program gives a sample.
-HEARTBEAT_S = 0.5
+# A worker is lost when it was silent this long and has no work. One that works may hold the GIL: while its connection
+# is alive, its sample has the time that the program gives a sample.
 WORKER_TIMEOUT_S = 4.0
 # A trainer may hold the GIL in a long call; taking it for dead only pauses its prefetch, it registers again by itself.
 LOADER_TIMEOUT_S = 15.0

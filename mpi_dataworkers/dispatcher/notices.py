@@ -9,8 +9,8 @@ from hetstream.mpi_dataworkers.dispatcher.matching import RanksSeen
 from hetstream.mpi_dataworkers.dispatcher.records import LoaderRecord, Session
 from hetstream.mpi_dataworkers.dispatcher.sharing import Reader, shares_with_nobody
 from hetstream.mpi_dataworkers.dispatcher.tables import Tables
+from hetstream.mpi_dataworkers.programs import why_unfit
 from hetstream.mpi_dataworkers.wire.messages import Notice
-from hetstream.mpi_dataworkers.worker.programs import why_unfit
 
 
 class Notices:

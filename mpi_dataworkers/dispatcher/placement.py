@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hetstream.mpi_dataworkers.dispatcher.records import Binding, Session, WorkerRecord
 from hetstream.mpi_dataworkers.dispatcher.tables import Tables
-from hetstream.mpi_dataworkers.worker.programs import joined, serves, why_unfit
+from hetstream.mpi_dataworkers.programs import joined, serves, why_unfit
 
 # A worker that failed this many steps, of which nobody knows yet whether others can make them, waits for that.
 _MAX_UNEXPLAINED = 2

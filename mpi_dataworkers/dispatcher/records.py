@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hetstream.mpi_dataworkers.dispatcher.standing import Standing
+from hetstream.mpi_dataworkers.failures import StepFailures
 from hetstream.mpi_dataworkers.rates import RecentRates
 from hetstream.mpi_dataworkers.wire.messages import (
     Interpreter,
@@ -22,7 +23,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SessionSpec,
     ShardOrder,
 )
-from hetstream.mpi_dataworkers.worker.failures import StepFailures
 
 # More than a data worker has leases that are not yet reported; if it is fewer, a shard is read from its beginning.
 _SNAPSHOTS_KEPT = 16

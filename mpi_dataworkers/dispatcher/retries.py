@@ -1,6 +1,6 @@
 """Steps that failed: what becomes of them, who tries them again, and what that says of who failed them. Pure.
 
-`worker/failures.py` has the verdict on one step, `standing.py` what is known of a data worker with one pipeline.
+`failures.py` has the verdict on one step, `standing.py` what is known of a data worker with one pipeline.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from hetstream.mpi_dataworkers.dispatcher.lifecycle import LeaseLifecycle
 from hetstream.mpi_dataworkers.dispatcher.placement import Placement
 from hetstream.mpi_dataworkers.dispatcher.records import Session
 from hetstream.mpi_dataworkers.dispatcher.tables import Tables
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.wire.messages import BatchFailed, Failure
-from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
 
 
 class Retries:

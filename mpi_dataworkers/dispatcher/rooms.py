@@ -18,8 +18,8 @@ from hetstream.mpi_dataworkers.dispatcher.reachability import Reachability
 from hetstream.mpi_dataworkers.dispatcher.records import Session, WorkerRecord
 from hetstream.mpi_dataworkers.dispatcher.shared_streams import SharedStreams
 from hetstream.mpi_dataworkers.dispatcher.tables import Tables
+from hetstream.mpi_dataworkers.programs import serves
 from hetstream.mpi_dataworkers.wire.messages import AddProcess, DrainWorker, RenewWorker
-from hetstream.mpi_dataworkers.worker.programs import serves
 
 # A process that was asked for has registered by then; or the one that is to leave is at a long sample.
 ROOM_S = 5.0

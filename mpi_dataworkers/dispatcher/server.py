@@ -30,12 +30,12 @@ from hetstream.mpi_dataworkers.dispatcher.journal import Journal
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import AddressInUse, ProtocolError, ServiceError
 from hetstream.mpi_dataworkers.faults import reach
+from hetstream.mpi_dataworkers.memory import give_back_freed_memory
 from hetstream.mpi_dataworkers.transports.base import Disconnected, DispatcherEndpoint, Received, parse_peer
 from hetstream.mpi_dataworkers.transports.zmq import ZmqDispatcherEndpoint, new_keys
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, remove_address_file, write_address_file
 from hetstream.mpi_dataworkers.wire.messages import ShutDown, ToDispatcher
 from hetstream.mpi_dataworkers.wire.pipeline_transfer import is_there, remove_all, remove_unused
-from hetstream.mpi_dataworkers.worker.memory import give_back_freed_memory
 
 if TYPE_CHECKING:
     from hetstream.mpi_dataworkers.dispatcher.metrics import MetricsServer

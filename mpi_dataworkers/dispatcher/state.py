@@ -19,7 +19,6 @@ from hetstream.mpi_dataworkers.dispatcher.instructions import ForgetWorker, Inst
 from hetstream.mpi_dataworkers.dispatcher.leasing import Leasing
 from hetstream.mpi_dataworkers.dispatcher.limits import (
     ARRIVAL_TIMEOUT_S,
-    HEARTBEAT_S,
     LOADER_PAUSE_S,
     LOADER_TIMEOUT_S,
     RECOVERY_GRACE_S,
@@ -43,6 +42,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SteerDataWorkers,
     UnknownPeer,
 )
+from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
 
 
 class DispatcherState:

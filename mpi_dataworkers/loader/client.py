@@ -23,7 +23,6 @@ from typing import Any
 
 import hetstream.mpi_dataworkers.errors
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.dispatcher.limits import HEARTBEAT_S
 from hetstream.mpi_dataworkers.errors import ProtocolError, ServiceError, ServiceUnavailable
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.loader.availability import DISPATCHER_SILENCE_S, Availability
@@ -39,6 +38,7 @@ from hetstream.mpi_dataworkers.loader.notification import Notification
 from hetstream.mpi_dataworkers.loader.rebuilding import Rebuilder, rebuild
 from hetstream.mpi_dataworkers.loader.registration import ClientOptions, Registration
 from hetstream.mpi_dataworkers.loader.session import LoaderSession, SessionRequest
+from hetstream.mpi_dataworkers.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.order.window import MAX_STEPS, StepSize, Window
 from hetstream.mpi_dataworkers.transports.base import ReceivedBatch, Reconnected
 from hetstream.mpi_dataworkers.wire.codec import Buffer
@@ -62,7 +62,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     StepsLost,
     UnknownPeer,
 )
-from hetstream.mpi_dataworkers.worker.memory import keep_freed_memory
+from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
 
 _log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ import torch
 import torch.utils.data
 from torch.utils.data._utils import pin_memory as torch_pin
 
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.generators import making_sample
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
 from hetstream.mpi_dataworkers.ops.index_form import INTS, IndexForm
@@ -32,9 +33,8 @@ from hetstream.mpi_dataworkers.order.bucketing import LengthBuckets
 from hetstream.mpi_dataworkers.order.rounds import StreamBuckets
 from hetstream.mpi_dataworkers.order.sharding import Indices
 from hetstream.mpi_dataworkers.sources.together import reads_apart
+from hetstream.mpi_dataworkers.threads import ThreadTeam
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure
-from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
-from hetstream.mpi_dataworkers.worker.threads import ThreadTeam
 
 _pin_memory: Any = torch_pin.pin_memory
 

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 
 from hetstream.mpi_dataworkers.errors import PipelineError
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.ops.iterable import ShardReader
 from hetstream.mpi_dataworkers.ops.pipeline import MadeStep, Pipeline, SampleError, describe_failure, seed_generators
 from hetstream.mpi_dataworkers.order.rounds import RoundFormer
 from hetstream.mpi_dataworkers.order.sharding import derive_seed
 from hetstream.mpi_dataworkers.wire.messages import ErrorPolicy, Failure, ShardOrder
-from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
 
 # Rounds whose slices wait for the ranks that are behind: more than a lease is ahead of another.
 _KEPT_ROUNDS = 256

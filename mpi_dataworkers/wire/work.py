@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 PROTOCOL_VERSION = 6
+# Data workers and loaders tell the dispatcher this often that they are there.
+HEARTBEAT_S = 0.5
 
 Ranges = list[tuple[int, int]]
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from hetstream.base.errors import HetstreamError
-from hetstream.mpi_dataworkers.dispatcher.limits import HEARTBEAT_S
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.faults import reach
 from hetstream.mpi_dataworkers.transports.base import Reconnected
@@ -38,6 +37,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     WorkerHeartbeat,
     WorkerRegistered,
 )
+from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
 from hetstream.mpi_dataworkers.worker.connection import DispatcherConnection
 from hetstream.mpi_dataworkers.worker.definitions import Definitions
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases

@@ -13,8 +13,8 @@ from hetstream.mpi_dataworkers.errors import PipelineError
 from hetstream.mpi_dataworkers.ops.definition import Definition, load_pipeline
 from hetstream.mpi_dataworkers.ops.pipeline import Pipeline
 from hetstream.mpi_dataworkers.ops.program import SettingsInForce, changed_since, enter_program
+from hetstream.mpi_dataworkers.programs import joined, serves
 from hetstream.mpi_dataworkers.wire.messages import Program
-from hetstream.mpi_dataworkers.worker.programs import joined, serves
 
 _log = logging.getLogger(__name__)
 

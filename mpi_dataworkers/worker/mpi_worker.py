@@ -19,10 +19,10 @@ from pathlib import Path
 
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ServiceEnded
+from hetstream.mpi_dataworkers.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.ops.pipeline import use_one_thread
 from hetstream.mpi_dataworkers.wire.address import has_ended, wait_for_address_file
 from hetstream.mpi_dataworkers.worker.connection import CONNECT_TIMEOUT_S
-from hetstream.mpi_dataworkers.worker.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.worker.start import WorkerOptions, WorkerStart
 from hetstream.mpi_dataworkers.worker.worker import DataWorker
 

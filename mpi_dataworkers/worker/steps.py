@@ -23,6 +23,7 @@ from hetstream.mpi_dataworkers.ops.pipeline import (
 from hetstream.mpi_dataworkers.ops.rounds import RankReader, SharedRounds, open_shard
 from hetstream.mpi_dataworkers.ops.tree import flatten
 from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
+from hetstream.mpi_dataworkers.threads import ThreadTeam
 from hetstream.mpi_dataworkers.wire.codec import Leaf, fuse
 from hetstream.mpi_dataworkers.wire.messages import (
     Batch,
@@ -40,7 +41,6 @@ from hetstream.mpi_dataworkers.worker.gather import Gatherer
 from hetstream.mpi_dataworkers.worker.indices import indices_of, place_of
 from hetstream.mpi_dataworkers.worker.leases import HeldLeases
 from hetstream.mpi_dataworkers.worker.pipelines import Pipelines, StepFailed
-from hetstream.mpi_dataworkers.worker.threads import ThreadTeam
 from hetstream.mpi_dataworkers.worker.watch import WorkPage
 
 _log = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ import msgspec
 
 from hetstream.base.errors import HetstreamError
 from hetstream.mpi_dataworkers.errors import ServiceEnded
+from hetstream.mpi_dataworkers.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.ops.pipeline import seed_generators, use_one_thread
 from hetstream.mpi_dataworkers.wire.address import ServiceAddress, has_ended, wait_for_address_file
 from hetstream.mpi_dataworkers.wire.messages import Fate
@@ -46,7 +47,6 @@ from hetstream.mpi_dataworkers.worker.connection import CONNECT_TIMEOUT_S
 from hetstream.mpi_dataworkers.worker.exchange import Exchange
 from hetstream.mpi_dataworkers.worker.fork_server import ForkServers
 from hetstream.mpi_dataworkers.worker.loaded import LoadedProgram
-from hetstream.mpi_dataworkers.worker.memory import keep_freed_memory
 from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
 from hetstream.mpi_dataworkers.worker.start import WorkerOptions, WorkerStart
 from hetstream.mpi_dataworkers.worker.watch import (

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from hetstream.mpi_dataworkers.errors import DataWorkerDied
 from hetstream.mpi_dataworkers.interpreter import this_interpreter
+from hetstream.mpi_dataworkers.threads import MAX_THREADS
 from hetstream.mpi_dataworkers.wire.messages import Failure, Fate
 from hetstream.mpi_dataworkers.worker.shutdown import ShutdownDeadlines
-from hetstream.mpi_dataworkers.worker.threads import MAX_THREADS
 
 # Steps begun, limit, token, step, session id; for each thread since when (0: no user code runs) and which sample; when
 # it was told to end (0: it was not); how often it asked for another process; when it made a step last (0: never); which

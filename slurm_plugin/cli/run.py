@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.local import LocalConfig, run_local
-from hetstream.hetjob.service import summary_line
+from hetstream.hetjob.summary import summary_line
 from hetstream.mpi_dataworkers.hook import environment
 from hetstream.slurm_plugin.program import own_program
 

@@ -12,7 +12,7 @@ from hetstream.base.files import Directory
 from hetstream.base.text import printable
 from hetstream.hetjob.ended_job import SUMMARY_FILE, ended_of
 from hetstream.hetjob.errors import ServiceNotFound
-from hetstream.hetjob.service import summary_line
+from hetstream.hetjob.summary import summary_line
 from hetstream.mpi_dataworkers.errors import ServiceError
 from hetstream.slurm_plugin.cli.logs import directory_of
 from hetstream.slurm_plugin.cli.output import EXIT_CODES

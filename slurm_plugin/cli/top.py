@@ -73,7 +73,7 @@ def address_file_of(args: argparse.Namespace) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     """Show it until the user has seen enough."""
-    from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
+    from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 
     if args.interval <= 0:
         raise UsageError(f"--interval {args.interval:g}: must be more than 0")

@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     """Work until the service ends."""
     from hetstream.mpi_dataworkers.config import cache_bytes_from_environment
     from hetstream.mpi_dataworkers.interpreter import take_hash_seed
+    from hetstream.mpi_dataworkers.threads import MAX_THREADS
     from hetstream.mpi_dataworkers.wire.address import parse_service
-    from hetstream.mpi_dataworkers.worker.threads import MAX_THREADS
 
     if not 1 <= args.processes <= _MAX_PROCESSES:
         raise UsageError(f"--processes {args.processes}: must be 1 to {_MAX_PROCESSES}")

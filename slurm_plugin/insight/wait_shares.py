@@ -140,7 +140,7 @@ def _mount_of(path: str, mounts: Sequence[str]) -> str:
 
 def _ask(path: Path) -> float | None:
     # Only here: it brings ZeroMQ, which no reading of a cluster needs.
-    from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
+    from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 
     try:
         with StatusClient(running_service(path)) as client:

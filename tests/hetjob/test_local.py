@@ -15,7 +15,7 @@ import pytest
 from hetstream.base.errors import UsageError
 from hetstream.hetjob.errors import ProgramNotFound
 from hetstream.hetjob.local import LocalConfig, LocalResult, run_local
-from hetstream.hetjob.service import summary_line
+from hetstream.hetjob.summary import summary_line
 from hetstream.slurm_plugin.cli import main
 
 HETSTREAM = str(Path(sys.executable).with_name("hetstream"))

@@ -12,6 +12,7 @@ from hetstream.mpi_dataworkers.dispatcher import events
 from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, ReportEvent, Send
 from hetstream.mpi_dataworkers.dispatcher.standing import FIRST_PAUSE_S, LONGEST_PAUSE_S, Standing
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
     ErrorPolicy,
@@ -30,7 +31,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SessionSpec,
     WorkerHeartbeat,
 )
-from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
 
 LOADER = "loader"
 STEP_S, FAIL_S, REPORT_S = 0.05, 0.002, 0.1

@@ -67,7 +67,7 @@ def test_what_strangers_announce_is_given_back_when_they_are_gone(
 # glibc take the next ones from the heap.
 HOLD_AND_FREE = """
 import ctypes, os, sys
-from hetstream.mpi_dataworkers.worker.memory import give_back_freed_memory
+from hetstream.mpi_dataworkers.memory import give_back_freed_memory
 if sys.argv[1] == "gives back":
     give_back_freed_memory()
 libc = ctypes.CDLL(None)

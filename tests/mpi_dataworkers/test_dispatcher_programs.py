@@ -9,6 +9,7 @@ import pytest
 from hetstream.mpi_dataworkers.dispatcher import rooms
 from hetstream.mpi_dataworkers.dispatcher.instructions import Instruction, Send
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
+from hetstream.mpi_dataworkers.programs import joined, serves
 from hetstream.mpi_dataworkers.wire.messages import (
     AddProcess,
     CloseSession,
@@ -31,7 +32,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Sharing,
     WorkerHeartbeat,
 )
-from hetstream.mpi_dataworkers.worker.programs import joined, serves
 
 STATS = LoaderStats()
 

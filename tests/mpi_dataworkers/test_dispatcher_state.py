@@ -61,6 +61,7 @@ from hetstream.mpi_dataworkers.wire.messages import (
     UnknownPeer,
     WorkerHeartbeat,
 )
+from hetstream.mpi_dataworkers.wire.work import HEARTBEAT_S
 
 LOADER = "loader"
 STATS = LoaderStats()
@@ -635,7 +636,7 @@ def test_a_grant_that_never_reached_its_worker_is_given_again() -> None:
     state = ready_state(steps=1)
     (lost,) = state.tables.leases.values()
     assert not sent(state.handle("w0", WorkerHeartbeat([]), 0.5), RevokeLease), "it may still be on its way"
-    out = state.handle("w0", WorkerHeartbeat([]), 2 * limits.HEARTBEAT_S + 0.1)
+    out = state.handle("w0", WorkerHeartbeat([]), 2 * HEARTBEAT_S + 0.1)
     assert sent(out, LeaseRevoked) == [(LOADER, LeaseRevoked("s", lost.token))]
     assert leased_steps(state) == [0]
     state.validate()

@@ -27,6 +27,7 @@ from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.hook import environment as hook_environment
 from hetstream.mpi_dataworkers.interpreter import Follower, PythonEnvironment, announce, announced, this_interpreter
+from hetstream.mpi_dataworkers.programs import why_unfit
 from hetstream.mpi_dataworkers.wire.messages import (
     GrantLease,
     Interpreter,
@@ -43,7 +44,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SessionSpec,
     WorkerHeartbeat,
 )
-from hetstream.mpi_dataworkers.worker.programs import why_unfit
 from tests.environment import make_environment
 
 HETSTREAM = Path(sys.executable).with_name("hetstream")

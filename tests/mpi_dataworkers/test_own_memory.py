@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
+from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 from hetstream.mpi_dataworkers.worker.own_memory import OwnMemory
 
 ROLLUP = """\

@@ -21,6 +21,7 @@ from hetstream import DataLoader
 from hetstream.base.errors import OptionsError
 from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import DataWorkerDied, PipelineError, RemoteError, StateError
+from hetstream.mpi_dataworkers.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.loader import skipped
 from hetstream.mpi_dataworkers.wire.messages import (
     BatchFailed,
@@ -38,7 +39,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
     SessionSpec,
 )
 from hetstream.mpi_dataworkers.worker import watch
-from hetstream.mpi_dataworkers.worker.failures import StepFailures, Verdict
 from hetstream.mpi_dataworkers.worker.supervisor import FRESH_PROCESS
 
 LOADER_OPTIONS: dict[str, Any] = {"batch_size": 8}

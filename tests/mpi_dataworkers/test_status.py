@@ -25,6 +25,7 @@ from hetstream.mpi_dataworkers.dispatcher.state import DispatcherState
 from hetstream.mpi_dataworkers.errors import ServiceUnavailable
 from hetstream.mpi_dataworkers.loader.statistics import LoaderStatistics
 from hetstream.mpi_dataworkers.rates import RecentRates
+from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 from hetstream.mpi_dataworkers.wire.messages import (
     DrainWorker,
     FailLease,
@@ -43,7 +44,6 @@ from hetstream.mpi_dataworkers.wire.messages import (
     Status,
     SteerDataWorkers,
 )
-from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
 
 
 def grants(instructions: list[Instruction]) -> list[tuple[str, GrantLease]]:

@@ -24,7 +24,7 @@ from hetstream.mpi_dataworkers.order.sharding import SampleSeeds
 from hetstream.mpi_dataworkers.sources.hdf5 import Hdf5Dataset
 from hetstream.mpi_dataworkers.sources.images import ImageFolder
 from hetstream.mpi_dataworkers.sources.transforms import RandomResizedCrop
-from hetstream.mpi_dataworkers.worker.threads import MAX_THREADS, ThreadTeam
+from hetstream.mpi_dataworkers.threads import MAX_THREADS, ThreadTeam
 from hetstream.mpi_dataworkers.worker.watch import WorkPage
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import sample_datasets as datasets
 
 from hetstream import DataLoader
+from hetstream.mpi_dataworkers.status_client import StatusClient, running_service
 from hetstream.mpi_dataworkers.wire.messages import LoaderStats
-from hetstream.mpi_dataworkers.wire.status_client import StatusClient, running_service
 from hetstream.slurm_plugin.client.model import Job
 from hetstream.slurm_plugin.insight.wait_shares import wait_shares
 

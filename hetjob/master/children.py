@@ -1,4 +1,4 @@
-"""Run a dispatcher and its data workers: carry out what `master/state.py` decides, report what happened to it.
+"""Run a dispatcher and its data workers: carry out what `state.py` decides, report to it what happened.
 
 Shared by the job master (children are job steps) and the local backend (children are processes). All processes and
 clocks of both are here; no decision is.
@@ -6,16 +6,14 @@ clocks of both are here; no decision is.
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
 from hetstream.base.errors import HetstreamError
-from hetstream.base.files import Directory
 from hetstream.hetjob.master.state import (
     DISPATCHER,
     Begin,
@@ -41,7 +39,6 @@ log = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.05  # the address file is looked for this often, only until it is there
 _LONGEST_WAIT_S = 5.0  # children wake the loop at once; this only bounds the cost of a missed wake-up
-_MAX_SUMMARY_BYTES = 64 << 20
 _GRACE_S = 10.0  # a dispatcher writes its summary and data workers finish their batch; then SIGKILL
 
 
@@ -192,35 +189,3 @@ class Service:
         for child in self._children.values():
             child.terminate()
         self._launcher.end_elastic()
-
-
-def read_summary(work_dir: Path) -> dict[str, Any]:
-    """The dispatcher's `summary.json`; empty when it left none (it was killed)."""
-    try:
-        with Directory.open(work_dir) as directory:
-            summary = json.loads(directory.read("summary.json", _MAX_SUMMARY_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        log.warning("no summary in %s: %s", work_dir, error)
-        return {}
-    return summary if isinstance(summary, dict) else {}
-
-
-def summary_line(summary: Mapping[str, Any]) -> str:
-    """The summary on one line, for a log or a terminal."""
-    loaders = summary.get("loaders", [])
-    steps, samples, elapsed_s, local = (
-        sum(loader.get(name, 0) for loader in loaders) for name in ("steps", "samples", "elapsed_s", "local_steps")
-    )
-    replaced = summary.get("data_workers_replaced", 0)
-    processes = f"{summary.get('data_workers_seen', 0) - replaced} data worker process(es)"
-    if replaced:
-        processes += f", {replaced} more in the place of some that died"
-    if not loaders:
-        reason = "the program made no DataLoader, or they stayed local, as a warning of the program says"
-        return f"no loader connected ({reason}), {processes}"
-    wait_s = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders)
-    waited = f"trainer waited {wait_s / elapsed_s:.0%} of the time" if elapsed_s else "it took no step"
-    made = "all of them" if 0 < local == steps else f"{local} steps"
-    return (
-        f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}, {processes}"
-    )

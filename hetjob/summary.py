@@ -1,0 +1,47 @@
+"""What a service has done in all: the dispatcher's `summary.json`, and one line of it. Used when a job ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetstream.base.files import Directory
+
+log = logging.getLogger(__name__)
+
+_MAX_SUMMARY_BYTES = 64 << 20
+
+
+def read_summary(work_dir: Path) -> dict[str, Any]:
+    """The dispatcher's `summary.json`; empty when it left none (it was killed)."""
+    try:
+        with Directory.open(work_dir) as directory:
+            summary = json.loads(directory.read("summary.json", _MAX_SUMMARY_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("no summary in %s: %s", work_dir, error)
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def summary_line(summary: Mapping[str, Any]) -> str:
+    """The summary on one line, for a log or a terminal."""
+    loaders = summary.get("loaders", [])
+    steps, samples, elapsed_s, local = (
+        sum(loader.get(name, 0) for loader in loaders) for name in ("steps", "samples", "elapsed_s", "local_steps")
+    )
+    replaced = summary.get("data_workers_replaced", 0)
+    processes = f"{summary.get('data_workers_seen', 0) - replaced} data worker process(es)"
+    if replaced:
+        processes += f", {replaced} more in the place of some that died"
+    if not loaders:
+        reason = "the program made no DataLoader, or they stayed local, as a warning of the program says"
+        return f"no loader connected ({reason}), {processes}"
+    wait_s = sum(min(loader.get("wait_s", 0), loader.get("elapsed_s", 0)) for loader in loaders)
+    waited = f"trainer waited {wait_s / elapsed_s:.0%} of the time" if elapsed_s else "it took no step"
+    made = "all of them" if 0 < local == steps else f"{local} steps"
+    return (
+        f"{len(loaders)} loader(s), {steps} steps, {samples} samples, {made} made in the trainer, {waited}, {processes}"
+    )

@@ -72,7 +72,7 @@ class Controller:
         self._retry_at = known.retry_at
         self._ceiling = known.ceiling
         self._num_disappointments = known.num_disappointments
-        self._seen: tuple[bool, frozenset[str]] = (False, frozenset())
+        self._seen: tuple[bool, frozenset[str]] | None = None  # before the first look, whatever the clock says
         self._steady_since = 0.0
         self._moving_since: float | None = None  # when the first step of these readers was seen
         self._needs: deque[tuple[float, int]] = deque()

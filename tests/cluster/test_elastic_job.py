@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.elastic_job import ElasticJob
+from hetstream.slurm_plugin.model.past_job import past_job_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_release]
 WaitUntil = Callable[..., None]
@@ -74,7 +75,13 @@ def test_a_starving_job_grows_by_itself_also_beyond_a_killed_job_master(
     end(job, wait_until)
     assert not job.companions("PD", "R")
     assert job.ledger_problems(240) == []
-    elastic = json.loads((job.home / "summary.json").read_text())["elastic"]
+    summary = json.loads((job.home / "summary.json").read_text())
+    elastic = summary["elastic"]
+    past = past_job_of(summary, "1", "user", 0.0)
+    assert past is not None, "what the next submission is proposed by"
+    assert 1 <= past.data_workers <= 6
+    assert past.data_worker_mb is not None
+    assert 10 < past.data_worker_mb < 4000
     assert [(one["action"], one["count"]) for one in elastic["decisions"]][:2] == [(first, one), (second, more)]
     assert elastic["local_wait_s"] > 0.05, "the baseline of before"
     assert names == {"job.sbatch-data-worker"}

@@ -167,6 +167,17 @@ def test_a_controller_that_was_killed_goes_on_with_the_size_that_it_had_found() 
     assert run(Job(), Limits(0, 8, 1, 4), 200, killed_at=60.0, forgets=True).controller.cpus == 1
 
 
+def test_a_controller_that_begins_long_after_the_host_did_counts_idleness_from_its_first_look() -> None:
+    """Loaders and data workers take a moment to register again after a job master was killed."""
+    found = Companion("7", 1, STARTING, 50_000.0)
+    controller = Controller(Limits(0, 4))
+    for second in range(300):
+        decision = controller.decide(Snapshot(False, 0.0, 0.0, (found,)), 50_000.0 + second)
+        assert not decision.is_change, decision.reason
+    idle = controller.decide(Snapshot(False, 0.0, 0.0, (found,)), 50_301.0)
+    assert idle.reason == "no loader has read for 300 s"
+
+
 def test_what_the_trainer_uses_is_its_peak_of_the_last_minute() -> None:
     controller, companion = Controller(Limits(0, 4)), Companion("7", 1, WORKING, 0.0, 10)
     uses = {range(0, 20): 7.9, range(20, 100): 1.1, range(100, 101): 2.3, range(101, 155): 0.5}

@@ -22,28 +22,46 @@ def run(code: str, *, cwd: Path | None = None) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("name", hetstream.__all__)
+MODULES: dict[str, str] = vars(hetstream)["_MODULES"]
+ERROR_MODULES: tuple[str, ...] = vars(hetstream)["_ERROR_MODULES"]
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_every_name_is_there(name: str) -> None:
-    assert getattr(importlib.import_module(hetstream._HOME_OF[name]), name) is getattr(hetstream, name)
+    home = importlib.import_module(f"hetstream.{MODULES[name]}")
+    assert getattr(hetstream, name) is getattr(home, name)
     assert name in dir(hetstream)
+
+
+def test_a_star_brings_the_names_of_users_and_one_error_to_catch() -> None:
+    code = "before = {*globals()}\nfrom hetstream import *\nprint(*sorted({*globals()} - before - {'before'}))"
+    assert run(code).split() == sorted([*MODULES, "HetstreamError"])
 
 
 def test_editors_see_what_is_there() -> None:
     tree = ast.parse((ROOT / "hetstream" / "__init__.py").read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen == hetstream._HOME_OF
-    assert sorted(seen) == sorted(hetstream.__all__)
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {(alias.name, alias.asname): node.module for node in imports for alias in node.names if alias.asname}
+    assert seen == {(name, name): f"hetstream.{module}" for name, module in MODULES.items()}
+    whole = [node.module for node in imports if [alias.name for alias in node.names] == ["*"]]
+    assert whole == [f"hetstream.{module}" for module in ERROR_MODULES]
 
 
-def test_every_error_is_a_hetstream_error_and_is_there() -> None:
-    for room in ("base", "checkpoint", "hetjob", "mpi_dataworkers", "slurm_plugin"):
-        module = importlib.import_module(f"hetstream.{room}.errors")
+def test_every_error_is_a_hetstream_error_and_is_there_once() -> None:
+    seen: dict[str, type] = {}
+    for path in sorted([*ROOT.glob("*/errors.py"), *ROOT.glob("hetstream/base/errors.py")]):
+        relative = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        module = importlib.import_module(f"hetstream.{relative.removeprefix('hetstream.')}")
         own = {name: kind for name, kind in vars(module).items() if getattr(kind, "__module__", "") == module.__name__}
         for name, kind in own.items():
             if isinstance(kind, type) and issubclass(kind, BaseException):
                 assert issubclass(kind, HetstreamError)
                 assert getattr(hetstream, name) is kind
+                assert name in dir(hetstream)
+                assert name not in seen, "one name, one error"
+                seen[name] = kind
+    assert len(seen) > 50
 
 
 def test_a_name_that_is_not_there() -> None:
@@ -52,7 +70,7 @@ def test_a_name_that_is_not_there() -> None:
 
 
 def test_importing_it_brings_neither_torch_nor_zmq() -> None:
-    code = "import sys, hetstream; from hetstream import HetstreamError, Every; "
+    code = "import sys, hetstream; from hetstream import NoCheckpoint, Every; "
     assert run(code + "print({'torch', 'zmq', 'numpy'} & {*sys.modules})") == "set()"
 
 

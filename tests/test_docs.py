@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+from hetstream import DataLoader
 from hetstream.slurm_plugin.cli import VERBS, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +95,63 @@ def test_the_first_program_of_the_user_guide_streams(tmp_path: Path) -> None:
     done = subprocess.run([hetstream, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "1 loader(s), 10 steps, 640 samples" in done.stderr
+
+
+PROGRAM_OF_A_READER = """
+import os
+import h5py, numpy as np, torch
+from PIL import Image
+from hetstream import DataLoader
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        yield from range(info.id, 64, info.num_workers) if info else range(64)
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+num_steps, trained = 12, []
+train = trained.append
+dataset = texts = web = code = torch.utils.data.TensorDataset(torch.arange(256))
+num_tokens = [index % 600 for index in range(256)]
+num_tokens_of = lambda element: element
+stream = Stream()
+web_loader, code_loader = DataLoader(web, batch_size=8), DataLoader(code, batch_size=4)
+files = ["a.txt", "b.txt"]
+for file in files:
+    with open(file, "w") as out:
+        out.write("line\\n" * 100)
+with h5py.File("clicks.h5", "w") as file:
+    file["features"], file["label"] = np.zeros((4, 2)), np.zeros(4)
+os.makedirs("train/cat")
+os.mkdir("broken")
+Image.new("RGB", (300, 300)).save("train/cat/1.png")
+"""
+
+
+def test_the_examples_in_python_run_as_they_are_printed(tmp_path: Path) -> None:
+    """With data and a model of the reader's, and a service; each block has what those before it have made."""
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/user-guide.md")]
+    blocks = [block for text in texts for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    assert len(blocks) > 12
+    first_batch = "next(iter(loader))\n"
+    program = "".join(block + first_batch * ("\nloader = " in f"\n{block}") for block in blocks)
+    program = program.replace('"file:/shared/address"', 'os.environ["HETSTREAM_SERVICE"]')
+    (tmp_path / "train.py").write_text(PROGRAM_OF_A_READER + program + 'print("done")\n')
+    hetstream = Path(sys.executable).with_name("hetstream")
+    command = [hetstream, "run", "--data-workers", "1", sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["done"]), done.stderr
+
+
+def test_the_reference_explains_every_statistic() -> None:
+    reference = (ROOT / "docs/reference.md").read_text()
+    [table] = re.findall(r"## Statistics\n(?:[^|\n]*\n)*((?:\|.*\n)+)", reference)
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    texts = TensorDataset(torch.arange(8))
+    with DataLoader(texts, batch_size=2, lengths=list(range(8)), bucket_boundaries=[4]) as loader:
+        assert sorted(named) == sorted(loader.stats())
 
 
 def test_the_program_of_the_checkpoint_guide_goes_on_where_it_ended(tmp_path: Path) -> None:

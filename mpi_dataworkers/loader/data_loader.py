@@ -283,7 +283,7 @@ class DataLoader(_TorchLoader, Generic[_T_co]):  # type: ignore[misc]
     def stats(self) -> dict[str, Any]:
         """How the loader does: counts since it was made, and rates over the last seconds.
 
-        Times in seconds, sizes in bytes; docs/user-guide.md, "See what a job does", explains each key. Cheap: it reads
+        Times in seconds, sizes in bytes; docs/reference.md, "Statistics", explains each key. Cheap: it reads
         counters.
 
         With `lengths`, of the last steps: padding_waste (share of a padded batch that is padding) and step_spread

@@ -1,7 +1,7 @@
 """The keywords of `DataLoader`: one typed declaration, from which its signature, its checks and its help come.
 
 To add a keyword: a field here, with its check and its line in the docstring; a rule in `option_rules.py` if it needs or
-excludes another one; and a line in the table of docs/user-guide.md.
+excludes another one; and a line in the table of docs/reference.md.
 
 They are flat, torch's and hetstream's: most programs give one of a group (`on_error="skip"`), and that reads best flat.
 """

@@ -119,13 +119,13 @@ def own_keywords() -> set[str]:
     return {declared.name for declared in fields(LoaderOptions)} - set(theirs)
 
 
-def test_help_and_the_user_guide_say_what_each_keyword_means() -> None:
+def test_help_and_the_reference_say_what_each_keyword_means() -> None:
     own = own_keywords()
     meanings = inspect.getdoc(DataLoader.__init__) or ""
     explained = re.findall(r"^    ([a-z_, ]+): \S", meanings, re.M)
     assert {name for names in explained for name in names.split(", ")} >= own
-    guide = (Path(__file__).parents[2] / "docs" / "user-guide.md").read_text()
-    tables = re.findall(r"\| keyword \| meaning \| default \|\n\|[-|]+\|\n((?:\|.*\n)+)", guide)
+    reference = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
+    tables = re.findall(r"\| keyword \| meaning \| default \|\n\|[-|]+\|\n((?:\|.*\n)+)", reference)
     named = [
         name for table in tables for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
     ]

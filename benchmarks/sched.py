@@ -239,11 +239,14 @@ def _plots(
         own = [table5[policy, discipline] for policy in (*PAPER, OWN)]
         bars = completion_bars(own, 640, 260, f"mean completion time in hours, 88 jobs, {discipline}")
         (out / f"sched_{discipline}.svg").write_text(_standalone(bars))
-    curves = [
-        Series(policy, style, effective_points(table5[policy, "fifo"].first), steps=True)
-        for style, policy in enumerate(("tuned", "fair", "maxtp", "srtf", OWN))
-    ]
     end_s = 24 * 3600.0
+    shown = {
+        policy: effective_points(table5[policy, "fifo"].first) for policy in ("tuned", "fair", "maxtp", "srtf", OWN)
+    }
+    curves = [
+        Series(policy, style, [(at_s, share) for at_s, share in points if at_s <= end_s], steps=True)
+        for style, (policy, points) in enumerate(shown.items())
+    ]
     x = Axis(0.0, end_s, [(at * 3600.0, f"{at} h") for at in range(0, 25, 6)])
     y = Axis(0.0, 0.6, [(share / 10, f"{share * 10} %") for share in range(0, 7, 2)])
     chart = line_chart(curves, x, y, 640, 260, "effective GPUs over time, first list, strict FIFO")

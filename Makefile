@@ -13,7 +13,7 @@ DATA_BENCHMARKS := transport tensors leases overhead scale kill startup threads 
 # Needs root and Slurm.
 SLURM_BENCHMARKS := elastic site_load
 # Job lists come from ../shared/traces; where there are none they are made up.
-CLUSTER_BENCHMARKS := sched simulate model frag
+CLUSTER_BENCHMARKS := sched simulate cost model frag
 CKPT_BENCHMARKS := ckpt_save ckpt_stall ckpt_disk ckpt_restore ckpt_kill ckpt_growth ckpt_requeue ckpt_migrate
 
 # Checkouts of other projects' tests, and the environment that they need: the project's own with some packages more.

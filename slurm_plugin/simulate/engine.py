@@ -178,6 +178,7 @@ class _Engine:
                 "demand": demand,
                 "overhead": load.overhead[job],
                 "changed_s": -math.inf,
+                "limit_s": load.limit_s[job],
                 "slow_since_s": now_s if speed < LEAST_SPEED else math.inf,
             },
         )

@@ -21,9 +21,10 @@ Ints = npt.NDArray[np.int64]
 # held_cpus: of trainers and of fixed data workers. useful_cpus: with which the job is at its ideal speed.
 # demand: CPUs of data workers with which it is at its best. target: those it was given; active: of them, those that
 # already work. changed_s: when its target last did. slow_since_s: since when it has been below LEAST_SPEED.
+# limit_s: its time limit, as far as the scheduler knows one.
 _FLOATS = (
     "left_s", "since_s", "speed", "end_s", "start_s", "gpus", "held_cpus", "useful_cpus", "demand", "overhead",
-    "target", "active", "changed_s", "slow_since_s",
+    "target", "active", "changed_s", "slow_since_s", "limit_s",
 )  # fmt: skip
 # Below this share of its ideal speed a job counts as starved.
 LEAST_SPEED = 0.05
@@ -39,7 +40,7 @@ class Running:
         self.job: Ints = np.full(size, -1, dtype=np.int64)
         self.left_s = self.since_s = self.speed = self.end_s = self.start_s = self.gpus = np.zeros(0)
         self.held_cpus = self.useful_cpus = self.demand = self.overhead = np.zeros(0)
-        self.target = self.active = self.changed_s = self.slow_since_s = np.zeros(0)
+        self.target = self.active = self.changed_s = self.slow_since_s = self.limit_s = np.zeros(0)
         for name in _FLOATS:
             setattr(self, name, np.zeros(size))
         self.end_s.fill(np.inf)
@@ -106,11 +107,16 @@ class Running:
         return rows[np.argsort(self.job[rows], kind="stable")]
 
     def planned_ends_s(self, now_s: float, limit_factor: float) -> Floats:
-        """When each row's job ends as far as a scheduler can tell: by its present speed, times an error of limits."""
-        rows = np.arange(self.top)
+        """When each row's job ends as far as a scheduler can tell: by its time limit, from now on at the earliest.
+
+        Of a job without one, by its present speed, times an error of limits.
+        """
+        rows, start_s, limit_s = np.arange(self.top), self.start_s[: self.top], self.limit_s[: self.top]
         speed = np.maximum(self.speed[: self.top], LEAST_SPEED)
         ends = now_s + self.left_now(rows, now_s) / speed
-        return self.start_s[: self.top] + limit_factor * (ends - self.start_s[: self.top])
+        guessed = start_s + limit_factor * (ends - start_s)
+        planned: Floats = np.where(np.isfinite(limit_s), np.maximum(start_s + limit_s, now_s), guessed)
+        return planned
 
     def _grow(self) -> None:
         size = len(self.job)

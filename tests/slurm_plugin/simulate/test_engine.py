@@ -90,6 +90,14 @@ def test_wrong_time_limits_let_easy_delay_the_first_job() -> None:
     assert wrong.start_s.tolist() == [0, 11.5, 3]
 
 
+def test_time_limits_that_are_known_are_what_easy_plans_with() -> None:
+    # The first job may run to 30, so the last one, which may run to 23, seems to be in nobody's way.
+    load = jobs((0, 10, 1), (1, 10, 2), (3, 8.5, 1), limit_s=[30, 30, 20])
+    assert run(load, "gpus=2,cpus=2", Discipline.EASY).start_s.tolist() == [0, 11.5, 3]
+    strict = jobs((0, 10, 1), (1, 10, 2), (3, 8.5, 1), limit_s=[10, 10, 20])
+    assert run(strict, "gpus=2,cpus=2", Discipline.EASY).start_s.tolist() == [0, 10, 20]
+
+
 def test_backfill_looks_at_the_queue_in_its_cycles_alone() -> None:
     load = jobs((0, 10, 1), (1, 10, 2), (2, 4, 1))
     found = run(load, "gpus=2,cpus=2", Discipline.EASY, queue=QueueOptions(interval_s=5.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,20 @@ def test_the_nodes_of_the_site(jobs: str, tmp_path: Path) -> None:
     told = json.loads(found.stdout)
     assert told["summary"]["gpus"] > 0
     assert told["runs"][0]["num_jobs"] == 24
+
+
+def test_a_progress_bar_on_a_terminal_alone(
+    jobs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", jobs, "--cluster", CLUSTER, "--policies", "fair", "--disciplines", "fifo"]
+    monkeypatch.setattr("hetstream.slurm_plugin.simulate.engine._PROGRESS_EVENTS", 10)
+    assert main(words) == 0
+    assert "#" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(words) == 0
+    told = capsys.readouterr().err
+    assert "of 24 jobs: fair, fifo" in told
+    assert told.endswith("\r\x1b[K"), "it is taken away at the end"
 
 
 def test_jobs_that_do_not_fit_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

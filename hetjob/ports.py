@@ -143,6 +143,9 @@ class SiteLimit(Protocol):
     def data_workers(self) -> int | None:
         """Data workers that this job may have now, those of component 1 among them; None without a limit."""
 
+    def preferred_nodes(self) -> Sequence[str]:
+        """Where the next data workers would be best, one name each in this order; empty where nobody says so."""
+
     def marked(self, mark: str) -> SiteReading | None:
         """This job's companions with this word in their comment, in the daemon's last reading; None if it told none."""
 

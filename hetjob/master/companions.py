@@ -52,12 +52,13 @@ class CompanionJobs:
         """Memory that their options ask for; None if the partition decides."""
         return megabytes(SbatchOptions(tuple(parse_words(self._options, "companion")[0])).value("mem-per-cpu") or "")
 
-    def submit(self, cpus: int, mb_per_cpu: int | None = None) -> str:
+    def submit(self, cpus: int, mb_per_cpu: int | None = None, node: str = "") -> str:
         """Submit one, and return its job id.
 
         Args:
             cpus: of it.
             mb_per_cpu: its memory, if that is not what the options say.
+            node: where it is to run; empty for any.
 
         Raises:
             SlurmCommandError: Slurm refused, or was busy for too long.
@@ -82,6 +83,8 @@ class CompanionJobs:
             f"--output={log_file}",
             "--open-mode=append",
         ]
+        if node:
+            options.append(f"--nodelist={node}")
         # One that starts when the job is over, because its job master was killed, ends at once.
         guard = f"test -e {shlex.quote(str(self._job.address_file))} || exit 0"
         script = f"#!/bin/sh\n{guard}\nexec {shlex.join(self._worker_words(cpus))}\n"

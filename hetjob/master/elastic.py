@@ -35,6 +35,8 @@ _EVERY_S = 1.0
 # A process that was idle for nearly all of the last seconds says little of how fast it is: what it was before counts.
 _LEAST_BUSY_SHARE = 0.02
 _STOPPED_WITHIN_S = 20.0
+# A companion that waits so long for the node that would be best is submitted again for any node.
+_PREFER_S = 30.0
 # Older readings of the site daemon do not stand for what Slurm would say: it reads once a minute.
 READ_WITHIN_S = 300.0
 
@@ -57,6 +59,7 @@ class _Tracked:
     state: CompanionState
     since: float
     rate_per_s: float = 0.0
+    node: str = ""  # that it was submitted for; empty for any
 
 
 class Elastic:
@@ -157,6 +160,7 @@ class Elastic:
         now = self._clock()
         rates = self._rates.by_job(status.data_workers)
         self._take_in(rates, now)
+        self._give_up_nodes(now)
         snapshot = self._snapshot(status, rates, now)
         if snapshot.reading and snapshot.steps_per_s > 0:
             self._last_read = snapshot
@@ -276,19 +280,39 @@ class Elastic:
         return Decision(Action.DRAIN, 1, reason, (growing.job_id,))
 
     def _submit(self, decision: Decision) -> None:
-        for _ in range(decision.count):
+        nodes = list(self._site.preferred_nodes()) if self._site is not None else []
+        for number in range(decision.count):
             if self._stopping.is_set():
                 return
-            try:
-                job_id = self._companions.submit(decision.cpus, self._memory.mb_per_cpu)
-            except HetstreamError as error:
-                delay_s = self._controller.refused(self._clock())
-                log.error("no companion could be submitted, next try in %g s: %s", delay_s, error)
+            if not self._submit_one(decision.cpus, nodes[number] if number < len(nodes) else ""):
                 return
-            self._controller.accepted()
-            self._memory.submitted(job_id, decision.cpus, self._memory.mb_per_cpu)
-            self._tracked[job_id] = _Tracked(decision.cpus, CompanionState.PENDING, self._clock())
-            log.info("companion job=%s of %d CPUs submitted", job_id, decision.cpus)
+
+    def _submit_one(self, cpus: int, node: str) -> bool:
+        """Submit a companion, for a node if that is possible: Slurm has the last word."""
+        try:
+            job_id = self._companions.submit(cpus, self._memory.mb_per_cpu, node)
+        except HetstreamError as error:
+            if node:
+                log.info("no companion for node=%s, any other is as good: %s", node, error)
+                return self._submit_one(cpus, "")
+            delay_s = self._controller.refused(self._clock())
+            log.error("no companion could be submitted, next try in %g s: %s", delay_s, error)
+            return False
+        self._controller.accepted()
+        self._memory.submitted(job_id, cpus, self._memory.mb_per_cpu)
+        self._tracked[job_id] = _Tracked(cpus, CompanionState.PENDING, self._clock(), node=node)
+        log.info("companion job=%s of %d CPUs submitted%s", job_id, cpus, f" for node={node}" if node else "")
+        return True
+
+    def _give_up_nodes(self, now: float) -> None:
+        """Let companions that wait for a node run on any."""
+        for job_id, one in list(self._tracked.items()):
+            if one.node and one.state is CompanionState.PENDING and now - one.since >= _PREFER_S:
+                log.info("companion job=%s waits for node=%s: it is submitted again for any", job_id, one.node)
+                self._companions.cancel(job_id)
+                self._given_up.add(job_id)
+                del self._tracked[job_id]
+                self._submit_one(one.cpus, "")
 
     def _cancel_all(self) -> None:
         """Cancel those that Slurm lists, and those of this side, should Slurm not answer."""

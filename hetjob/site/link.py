@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import msgspec
@@ -101,6 +101,12 @@ class SiteLink:
         with self._news:
             granted, held_s = self._granted, self._clock() - self._granted_s
         return granted.limit if granted is not None and held_s < HOLD_S else None
+
+    def preferred_nodes(self) -> Sequence[str]:
+        """Where the next data workers would be best, as the newest answer says."""
+        with self._news:
+            granted, held_s = self._granted, self._clock() - self._granted_s
+        return granted.nodes if granted is not None and held_s < HOLD_S else ()
 
     def marked(self, mark: str) -> SiteReading | None:
         """This job's companions with this word in their comment, in the daemon's last reading; None if it told none."""

@@ -2,7 +2,8 @@
 
 It is a `SlurmClient`, which is what a job master needs of Slurm. Of the other methods of `CommandSlurm` it has `find`,
 `hold`, `release`, `update`, `snapshot` and `usages`; what the rest ask, such as the script of a job, it cannot answer.
-For tests, and for trying the job master on a laptop. It schedules nothing: everything starts at once.
+For tests, and for trying the job master on a laptop. It schedules nothing: everything starts at once, but for
+jobs that ask for a node which is full.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class FakeSlurm:
         jobs: job id -> its processes, one for each array task.
         keys: submission key -> the job that has it.
         comments: job id -> the words of its comment.
+        full: nodes on which nothing starts.
+        waiting: jobs that wait for one of them.
         seen: what `snapshot` says.
     """
 
@@ -46,6 +49,8 @@ class FakeSlurm:
     jobs: dict[str, list[Child]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     comments: dict[str, list[str]] = field(default_factory=dict)
+    full: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)
     seen: Snapshot = field(default_factory=lambda: Snapshot(0.0, "22.05.8", "fake", (), (), ()))
 
     def cluster(self) -> Cluster:
@@ -73,6 +78,9 @@ class FakeSlurm:
         path.write_text(script)
         array = next((re.fullmatch(r"--array=0-(\d+)", word) for word in options if word.startswith("--array")), None)
         count = int(array[1]) + 1 if array else 1
+        if any(word.removeprefix("--nodelist=") in self.full for word in options):
+            self.waiting.add(job_id)
+            count = 0
         self.jobs[job_id] = [
             start_child(["sh", str(path)], env=self.environ, log=path.with_suffix(f".{task}.out"))
             for task in range(count)
@@ -92,7 +100,8 @@ class FakeSlurm:
         """The jobs with this word in their comment of which a process runs."""
         self._record("marked_jobs", "squeue", [mark])
         alive = [job_id for job_id, children in self.jobs.items() if any(child.poll() is None for child in children)]
-        return [MarkedJob(job_id, "RUNNING", 1) for job_id in alive if mark in self.comments[job_id]]
+        found = [(job_id, "PENDING" if job_id in self.waiting else "RUNNING") for job_id in [*alive, *self.waiting]]
+        return [MarkedJob(job_id, state, 1) for job_id, state in sorted(found) if mark in self.comments[job_id]]
 
     def hold(self, job_id: str) -> None:
         """Only recorded: everything has started already."""
@@ -109,6 +118,7 @@ class FakeSlurm:
     def cancel(self, job_id: str) -> None:
         """End the job's processes."""
         self._record("cancel", "scancel", [job_id])
+        self.waiting.discard(job_id)
         for child in self.jobs.get(job_id, []):
             if child.poll() is None:
                 child.terminate()

@@ -25,6 +25,7 @@ from hetstream.slurm_plugin.daemon.known import (
     silent_after_s,
 )
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
+from hetstream.slurm_plugin.daemon.preferred import Preference
 from hetstream.slurm_plugin.daemon.room import pool_partitions, room_of
 from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.policy.check import check_allocation, check_table
@@ -136,6 +137,7 @@ class Registry:
         self._chosen = partitions
         self._policy = policy
         self._snapshot: Snapshot | None = None
+        self._preference: Preference | None = None
         self._leaders: dict[str, Job] = {}
         self._held: dict[str, Held] = {}
         self._companions: dict[str, tuple[CompanionSeen, ...]] = {}
@@ -180,7 +182,7 @@ class Registry:
 
     def observe(self, snapshot: Snapshot, now_s: float) -> tuple[Change, ...]:
         """Take a reading of the cluster: forget who has ended, and divide anew."""
-        self._snapshot = snapshot
+        self._snapshot, self._preference = snapshot, None
         self.wants_reading = False
         self._leaders = {
             _leader(job): job for job in snapshot.jobs if job.is_running and not (job.het and job.het.offset)
@@ -337,7 +339,17 @@ class Registry:
             # Between two rounds: what it has is its own until everybody's share is reckoned.
             held = first_grant(job.report, self._of(job))
             return GrantLimit(held, "what it has, until the shares are divided anew", ROUND_S)
-        return GrantLimit(max(job.limit, own_minimum(job.report, self._of(job))), job.reason, next_s)
+        limit = max(job.limit, own_minimum(job.report, self._of(job)))
+        return GrantLimit(limit, job.reason, next_s, nodes=self._preferred(job, limit))
+
+    def _preferred(self, job: Registered, limit: int) -> tuple[str, ...]:
+        """Where the data workers that it may still start would be best; a job of version 1 is told none."""
+        leader, missing = self._leaders.get(job.job), min(limit, job.report.wanted) - job.report.current
+        if self._snapshot is None or leader is None or job.report.measured is None or missing <= 0:
+            return ()
+        if self._preference is None:
+            self._preference = Preference(self._snapshot, self.partitions)
+        return self._preference.nodes(leader.nodes, job.report.cpus, missing)
 
     def _with_companions(self, grant: GrantLimit, job_id: str, now_s: float) -> GrantLimit:
         if self._snapshot is None:

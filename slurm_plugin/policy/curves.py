@@ -8,6 +8,7 @@ exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,22 +68,54 @@ def limits_of(table: JobTable) -> Ints:
 
 def pieces_of(table: JobTable) -> Pieces:
     """The curves from each job's minimum to its limit, as far as they rise."""
-    knots, speed = _whole_knots(table)
-    gain = np.diff(speed, axis=1)
-    cpus = np.diff(knots, axis=1) * table.cpus[:, None]
-    slope = np.divide(gain, cpus, out=np.zeros_like(gain), where=cpus > 0)
-    cut = np.clip(knots, table.minimum[:, None], limits_of(table)[:, None])
+    bends = _bends_of(table)
+    cut = np.clip(bends.knots, table.minimum[:, None], limits_of(table)[:, None])
     start = cut[:, :-1]
-    count = np.where(slope > _NO_GAIN, cut[:, 1:] - start, 0)
-    first = speed_at(table, (table.minimum * table.cpus).astype(np.float64)) if table.minimum.any() else speed[:, 0]
-    steps = np.concatenate([first[:, None], slope * (count * table.cpus[:, None])], axis=1)
-    return Pieces(start, count, slope, np.cumsum(steps, axis=1))
+    count = np.where(bends.slope > _NO_GAIN, cut[:, 1:] - start, 0)
+    first = speed_at(table, (table.minimum * table.cpus).astype(np.float64)) if table.minimum.any() else bends.first
+    speed = np.empty(cut.shape)
+    speed[:, 0] = first
+    np.cumsum(bends.slope * (count * table.cpus[:, None]), axis=1, out=speed[:, 1:])
+    speed[:, 1:] += first[:, None]
+    return Pieces(start, count, bends.slope, speed)
 
 
 def saturation_of(table: JobTable, pieces: Pieces) -> Ints:
     """Data workers beyond which a job is not faster, or may not have more; at least its minimum."""
     saturation: Ints = np.where(pieces.count > 0, pieces.end, 0).max(axis=1, initial=0)
     return np.maximum(saturation, table.minimum)
+
+
+@dataclass(frozen=True, eq=False)
+class _Bends:
+    """The curves at whole data workers, whatever minimums and limits are."""
+
+    knots: Ints
+    slope: Floats
+    first: Floats
+
+
+# The last few curves and what was made of them, the newest first. The rules ask for the same several times a round.
+# Only arrays that nobody can write to are kept.
+_known: list[tuple[tuple[npt.NDArray[Any], ...], _Bends]] = []
+_MOST_KNOWN = 4
+
+
+def _bends_of(table: JobTable) -> _Bends:
+    given = (table.curve_cpus, table.curve_speed, table.cpus)
+    is_fixed = not any(column.flags.writeable for column in given)
+    if is_fixed:
+        for known, bends in tuple(_known):
+            if all(one is other for one, other in zip(known, given, strict=True)):
+                return bends
+    knots, speed = _whole_knots(table)
+    cpus = np.diff(knots, axis=1) * table.cpus[:, None]
+    gain = np.diff(speed, axis=1)
+    bends = _Bends(knots, np.divide(gain, cpus, out=np.zeros_like(gain), where=cpus > 0), speed[:, 0])
+    if is_fixed:
+        _known.insert(0, (given, bends))
+        del _known[_MOST_KNOWN:]
+    return bends
 
 
 def _whole_knots(table: JobTable) -> tuple[Ints, Floats]:

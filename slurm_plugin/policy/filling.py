@@ -44,6 +44,18 @@ def take(counts: Ints, sizes: Ints, budget: int) -> Ints:
     return taken
 
 
+def ascending(keys: Floats) -> npt.NDArray[np.intp]:
+    """The order of keys, equal ones in the order in which they stand.
+
+    NumPy sorts several times as fast where equal keys may come in any order, and most keys have no equal.
+    """
+    order = np.argsort(keys)
+    in_order = keys[order]
+    if np.any(in_order[1:] == in_order[:-1]):
+        return np.argsort(keys, kind="stable")
+    return order
+
+
 def fill_in_order(table: JobTable, pool: Pool, pieces: Pieces, key: Floats) -> Allocation:
     """Take pieces by ascending key, a job's own in their order; equal keys go to the lower job id.
 
@@ -55,7 +67,7 @@ def fill_in_order(table: JobTable, pool: Pool, pieces: Pieces, key: Floats) -> A
     """
     key = np.maximum.accumulate(np.where(pieces.count > 0, key, -np.inf), axis=1)
     row, place = np.nonzero(pieces.count)
-    order = np.argsort(key[row, place], kind="stable")
+    order = ascending(key[row, place])
     row, place = row[order], place[order]
     taken = take(pieces.count[row, place], table.cpus[row], _beyond_minimum(table, pool))
     workers = table.minimum + np.bincount(row, weights=taken, minlength=len(table)).astype(np.int64)
@@ -78,6 +90,10 @@ def fill_to_level(table: JobTable, pool: Pool, knots: Ints, levels: Floats) -> I
         rows = np.flatnonzero((workers < top) & (table.cpus <= left))
         if not len(rows):
             return workers
+        if len(rows) > left:
+            # No more than `left` data workers fit, so none but the lowest jobs get one.
+            level = _level_at(knots, levels, rows, workers[rows]).astype(np.float32)
+            rows = np.sort(rows[np.argsort(level, kind="stable")[:left]])
         more = _one_turn(knots[rows], levels[rows], workers[rows], table.cpus[rows], left)
         if not more.any():
             return workers  # levels that do not rise: nothing says who is next
@@ -107,8 +123,7 @@ def _beyond_minimum(table: JobTable, pool: Pool) -> int:
 
 def _one_turn(knots: Ints, levels: Floats, have: Ints, cpus: Ints, budget: int) -> Ints:
     """As many data workers more as the lowest levels need, until one does not fit or all have their last."""
-    high = _water_level(knots, levels, have, cpus, budget)
-    low = _water_level(knots, levels, have, cpus, budget - int(cpus.sum()))
+    high, low = _water_levels(knots, levels, have, cpus, (budget, budget - int(cpus.sum())))
     # Whoever is below `low` fits for sure, rounded up as it is: that is what the second pool leaves room for.
     sure = np.ceil(_reached(knots, levels, low) - _ROUNDING).astype(np.int64) if np.isfinite(low) else have
     sure = np.clip(sure, have, np.maximum(knots[:, -1], have))
@@ -127,24 +142,27 @@ def _one_turn(knots: Ints, levels: Floats, have: Ints, cpus: Ints, budget: int) 
     return more
 
 
-def _water_level(knots: Ints, levels: Floats, have: Ints, cpus: Ints, budget: int) -> float:
-    """The level to which all can be raised if data workers could be cut; -inf if there is nothing to give."""
-    if budget <= 0:
-        return -np.inf
+def _water_levels(knots: Ints, levels: Floats, have: Ints, cpus: Ints, budgets: tuple[int, ...]) -> list[float]:
+    """The levels to which all can be raised with so many CPUs if data workers could be cut; -inf without any CPUs."""
     start = np.maximum(knots[:, :-1], have[:, None])
     width = (knots[:, 1:] - start) * cpus[:, None]
-    is_real = (width > 0) & (levels[:, 1:] > levels[:, :-1])
-    span = (knots[:, 1:] - knots[:, :-1])[is_real]
-    part = (start - knots[:, :-1])[is_real] / span
-    high = levels[:, 1:][is_real]
-    low = levels[:, :-1][is_real] + part * (high - levels[:, :-1][is_real])
-    rate = width[is_real] / (high - low)
+    row, place = np.nonzero((width > 0) & (levels[:, 1:] > levels[:, :-1]))
+    bottom, high = levels[row, place], levels[row, place + 1]
+    left = knots[row, place]
+    low = bottom + (start[row, place] - left) / (knots[row, place + 1] - left) * (high - bottom)
+    rate = width[row, place] / (high - low)
     # Between two bends, what all take together grows evenly with the level.
     bends = np.concatenate([low, high])
-    order = np.argsort(bends, kind="stable")
+    order = np.argsort(bends)  # equal ones may come in any order: between them nothing is taken
     bends = bends[order]
     rates = np.cumsum(np.concatenate([rate, -rate])[order])
     total = np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(bends))])
+    return [_level_of(budget, bends, rates, total) for budget in budgets]
+
+
+def _level_of(budget: int, bends: Floats, rates: Floats, total: Floats) -> float:
+    if budget <= 0:
+        return -np.inf
     place = int(np.searchsorted(total, budget, side="left"))
     if place >= len(bends):
         return float(bends[-1]) if len(bends) else np.inf

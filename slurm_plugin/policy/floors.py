@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hetstream.slurm_plugin.policy.curves import pieces_of
+from hetstream.slurm_plugin.policy.curves import Pieces, pieces_of
 from hetstream.slurm_plugin.policy.filling import take
 from hetstream.slurm_plugin.policy.reasons import Reason
 from hetstream.slurm_plugin.policy.table import Allocation, Ints, JobTable, Policy, Pool
@@ -37,9 +37,8 @@ def with_floor(policy: Policy, floor: float = FLOOR) -> Policy:
     return floored
 
 
-def workers_for(table: JobTable, speed: float) -> Ints:
+def workers_for(table: JobTable, pieces: Pieces, speed: float) -> Ints:
     """Data workers, at least the minimum, with which each job has this speed, or the greatest that it can have."""
-    pieces = pieces_of(table)
     per_worker = pieces.slope * table.cpus[:, None]
     short = np.maximum(speed - pieces.speed[:, :-1], 0.0)
     needed = np.ceil(np.divide(short, per_worker, out=np.zeros_like(short), where=per_worker > 0) - 1e-9)
@@ -48,7 +47,7 @@ def workers_for(table: JobTable, speed: float) -> Ints:
 
 
 def _lifted(table: JobTable, pool: Pool, floor: float) -> Ints:
-    more = workers_for(table, floor) - table.minimum
+    more = workers_for(table, pieces_of(table), floor) - table.minimum
     order = np.argsort(-table.starved_s, kind="stable")
     budget = pool.cpus - int((table.minimum * table.cpus).sum())
     lifted: Ints = table.minimum.copy()

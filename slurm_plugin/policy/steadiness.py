@@ -64,16 +64,17 @@ def with_steadiness(policy: Policy, cost: MoveCost | None = None, floor: float =
         aim = policy(table, pool, now_s)
         # Above its own limits a job has no claim to what it has.
         have = np.clip(table.current, table.minimum, np.maximum(table.cap, table.minimum))
+        pieces = pieces_of(table)
         speed = _speed(table, have)
         shrinks = aim.workers < have
         lasts_s = _lasts_s(table, cost) - cost.idle_s
         is_new = ~np.isfinite(table.held_s)
         # Its whole part at once for a job that never had one; for one that is starved, what brings it to the floor.
-        first = np.where(is_new, aim.workers, np.minimum(workers_for(table, floor), aim.workers))
+        first = np.where(is_new, aim.workers, np.minimum(workers_for(table, pieces, floor), aim.workers))
         is_urgent = (first > have) & (speed < floor)
         # What was given within the last cooldown is still on its way.
         may_grow = (aim.workers > have) & ~is_urgent & (table.held_s >= cost.cooldown_s)
-        use = np.minimum(limits_of(table), saturation_of(table, pieces_of(table)))
+        use = np.minimum(limits_of(table), saturation_of(table, pieces))
         is_spare = shrinks & (have > use * (1 + cost.noise))
         may_shrink = is_spare | (shrinks & (table.held_s >= cost.hold_s))
 

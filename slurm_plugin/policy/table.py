@@ -159,6 +159,8 @@ def job_table(job_id: npt.ArrayLike, wanted: npt.ArrayLike, **columns: npt.Array
     else:
         made["curve_cpus"] = np.stack([np.zeros(len(ids)), (made["wanted"] * made["cpus"]).astype(np.float64)], axis=1)
         made["curve_speed"] = np.broadcast_to(np.array([0.0, 1.0]), (len(ids), 2)).copy()
+    for name in ("curve_cpus", "curve_speed", "cpus"):
+        made[name].setflags(write=False)  # so that what is made of them can be kept
     return JobTable(**made)
 
 

@@ -162,6 +162,17 @@ def test_slurm_parse() -> None:
     assert set(document["as_used_cpu_s"]) == {"22.05", "24.11", "26.05"}
 
 
+def test_allocator(tmp_path: Path) -> None:
+    """It measures its own process, too."""
+    command = [sys.executable, "-m", "benchmarks.allocator", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "allocator.txt").read_text() == done.stdout
+    for name in ("share", "fair", "maxtp", "srtf", "dlrover", "stretch"):
+        assert f" {name} " in done.stdout
+    assert "the daemon's table from reports" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_site_load(tmp_path: Path) -> None:

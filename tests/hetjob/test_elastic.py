@@ -16,6 +16,7 @@ from hetstream.hetjob.elastic.controller import Controller
 from hetstream.hetjob.elastic.controller_state import ControllerState
 from hetstream.hetjob.elastic.snapshot import Action, Decision, Limits, Snapshot
 from hetstream.hetjob.elastic.tuning import LocalLoading
+from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.hetjob.job_environment import JobEnvironment
 from hetstream.hetjob.master.companions import CompanionJobs
 from hetstream.hetjob.master.controller_state_file import MOST_CHANGES, ControllerStateFile
@@ -62,7 +63,7 @@ class Dispatcher:
         workers = [
             DataWorkerStatus(0, "h", 1, "working", 1, 9, 2.0, 0.5, 0, 9.0, 0.1, job_id)
             for job_id in self.slurm.jobs
-            if job_id not in self.drained and not self.deaf
+            if job_id not in self.drained | self.slurm.waiting and not self.deaf
         ]
         return Status(1, 9.0, workers, [loader(0.5)], len(workers), 0, 1, 0, 1.0)
 
@@ -86,6 +87,9 @@ class NoLimit:
 
     def data_workers(self) -> int | None:
         return None
+
+    def preferred_nodes(self) -> tuple[str, ...]:
+        return ()
 
     def marked(self, mark: str) -> SiteReading | None:
         return None
@@ -177,6 +181,49 @@ def test_drained_companions_leave_and_cancelled_ones_are_cancelled_by_their_own_
     assert world.dispatcher.drained == {"1000"}
     wait_until(lambda: script.seen[-1].num_companions == 1, what="the controller to see it")
     assert script.seen[-1].companions[0].rate_per_s == 4.0
+
+
+def test_a_preferred_node_is_a_wish_and_slurm_has_the_last_word(world: World, wait_until: WaitUntil) -> None:
+    class Site(NoLimit):
+        def preferred_nodes(self) -> tuple[str, ...]:
+            return ("cpu1", "cpu2")
+
+    def nodes_of(words: tuple[str, ...]) -> list[str]:
+        return [word for word in words if word.startswith("--nodelist")]
+
+    now = [0.0]
+    world.slurm.full = {"cpu2"}
+    world.run(Script(grow(3)), Site(), clock=lambda: now[0])
+    wait_until(lambda: len(world.alive()) == 3, what="three companions")
+    assert [nodes_of(words) for words in world.submissions()] == [["--nodelist=cpu1"], ["--nodelist=cpu2"], []]
+    now[0] = 29.0
+    turns = len(world.dispatcher.orders)
+    wait_until(lambda: len(world.dispatcher.orders) > turns + 2, what="two turns")
+    assert world.slurm.waiting == {"1001"}
+    now[0] = 31.0
+    wait_until(lambda: len(world.submissions()) == 4, what="another submission")
+    wait_until(lambda: world.alive() == ["1000", "1002", "1003"], what="three that run")
+    assert nodes_of(world.submissions()[3]) == []
+    assert world.slurm.waiting == set()
+
+
+def test_a_node_that_slurm_refuses_is_left_out(world: World, wait_until: WaitUntil) -> None:
+    class Site(NoLimit):
+        def preferred_nodes(self) -> tuple[str, ...]:
+            return ("no-such-node",)
+
+    submit = world.companions.submit
+
+    def choosy(cpus: int, mb_per_cpu: int | None = None, node: str = "") -> str:
+        if node:
+            raise SlurmCommandError(["sbatch"], 1, "", "Invalid node name specified")
+        return submit(cpus, mb_per_cpu)
+
+    world.companions.submit = choosy  # type: ignore[method-assign]
+    script = Script(grow(1))
+    world.run(script, Site())
+    wait_until(lambda: len(world.alive()) == 1, what="a companion on any node")
+    assert script.refusals == 0
 
 
 def test_a_refused_submission_is_the_controllers_to_know(world: World, wait_until: WaitUntil) -> None:

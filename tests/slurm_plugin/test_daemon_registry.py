@@ -7,9 +7,11 @@ import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from hetstream.hetjob.site.measured import Measured, SpeedPoint
 from hetstream.hetjob.site.messages import CompanionSeen, GrantLimit, RefuseReport, ReportDemand
 from hetstream.slurm_plugin.client.model import Gres, HetComponent, Job, Node, Partition, Snapshot
 from hetstream.slurm_plugin.daemon.policy_settings import PolicySettings
@@ -213,6 +215,24 @@ def test_many_jobs_report_less_often() -> None:
         answer = granted(registry, number, 1, 200.0)
     assert granted(registry, 1, 2, 300.0).next_s == 1000 / MAX_REPORTS_PER_S
     assert answer.limit == 0
+
+
+def test_a_job_that_may_grow_is_told_where_it_would_be_best() -> None:
+    nodes = (node("gpu0", "gpu", 16, 2, 4), node("cpu0", "cpu", 8), node("cpu1", "cpu", 8), node("cpu2", "cpu", 8))
+    trainer = job(1, nodes=("gpu0",))
+    cluster = snapshot(trainer, companion(11, 7, nodes=("cpu0",)), taken_s=100.0)
+    registry = Registry((), allocating=True)
+    registry.observe(replace(cluster, nodes=nodes), 100.0)
+    assert granted(registry, 1, 1, 200.0, wanted=5).nodes == (), "a job of version 1"
+    measured = Measured(1.0, 2.0, (SpeedPoint(4, 1, 0.4),))
+    answer, _ = registry.report(ALICE, msgspec.structs.replace(demand(1, wanted=5), measured=measured), 2, 202.0)
+    assert isinstance(answer, GrantLimit)
+    # cpu0 has the data worker of another job already.
+    assert answer.nodes == ("cpu1", "cpu1", "cpu2", "cpu2", "cpu0")
+    settled = msgspec.structs.replace(demand(1, wanted=5, current=5), measured=measured)
+    answer, _ = registry.report(ALICE, settled, 3, 204.0)
+    assert isinstance(answer, GrantLimit)
+    assert answer.nodes == ()
 
 
 def test_a_change_is_told_once(registry: Registry) -> None:

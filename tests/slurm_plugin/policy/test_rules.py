@@ -13,7 +13,7 @@ from hetstream.slurm_plugin.errors import PolicyError
 from hetstream.slurm_plugin.policy.caps import with_caps
 from hetstream.slurm_plugin.policy.check import check_allocation, check_table, checked
 from hetstream.slurm_plugin.policy.choices import POLICIES, under_all_rules
-from hetstream.slurm_plugin.policy.curves import speed_at
+from hetstream.slurm_plugin.policy.curves import pieces_of, speed_at
 from hetstream.slurm_plugin.policy.fair import fair
 from hetstream.slurm_plugin.policy.floors import with_floor, workers_for
 from hetstream.slurm_plugin.policy.leftovers import with_leftovers
@@ -92,7 +92,7 @@ def test_floors_too_many_for_the_pool_go_round_so_that_no_wait_is_without_end() 
 @settings(deadline=None)
 @given(table=tables())
 def test_workers_for_a_speed_are_the_fewest_that_have_it(table: JobTable) -> None:
-    count = workers_for(table, 0.3)
+    count = workers_for(table, pieces_of(table), 0.3)
     fewer = speed_at(table, np.maximum(count - 1.0, 0.0) * table.cpus)
     assert np.all((count == table.minimum) | (fewer < 0.3))
 

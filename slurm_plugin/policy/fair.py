@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetstream.slurm_plugin.policy.curves import pieces_of
+from hetstream.slurm_plugin.policy.curves import pieces_of, saturation_of
 from hetstream.slurm_plugin.policy.filling import fill_to_level, with_reasons
 from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool
 
@@ -15,6 +15,8 @@ from hetstream.slurm_plugin.policy.table import Allocation, JobTable, Pool
 def fair(table: JobTable, pool: Pool, now_s: float) -> Allocation:  # noqa: ARG001, the form of a policy
     """See the module."""
     pieces = pieces_of(table)
-    knots = np.cumsum(np.concatenate([table.minimum[:, None], pieces.count], axis=1), axis=1)
-    level = pieces.speed / table.weight[:, None]
-    return with_reasons(table, pool, pieces, fill_to_level(table, pool, knots, level))
+    top = saturation_of(table, pieces)
+    # Speed grows with the CPUs, so a curve that is cut at its ends is cut at their speeds.
+    knots = np.clip(table.curve_cpus / table.cpus[:, None], table.minimum[:, None], top[:, None])
+    speed = np.clip(table.curve_speed, pieces.speed[:, :1], pieces.speed[:, -1:])
+    return with_reasons(table, pool, pieces, fill_to_level(table, pool, top, knots, speed / table.weight[:, None]))

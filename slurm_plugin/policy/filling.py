@@ -74,18 +74,19 @@ def fill_in_order(table: JobTable, pool: Pool, pieces: Pieces, key: Floats) -> A
     return with_reasons(table, pool, pieces, workers)
 
 
-def fill_to_level(table: JobTable, pool: Pool, knots: Ints, levels: Floats) -> Ints:
+def fill_to_level(table: JobTable, pool: Pool, top: Ints, knots: Floats, levels: Floats) -> Ints:
     """Raise all jobs to one level, from their minimum: each data worker goes to the job with the lowest one.
 
     Args:
         table: the jobs.
         pool: what is divided.
-        knots: (jobs, points): data workers, ascending; the last is what a job has at most, rows are padded with it.
-        levels: at the knots; higher where the knot is.
+        top: data workers that each has at most.
+        knots: (jobs, points): data workers and parts of one, ascending, the last not below `top` by one or more.
+        levels: at the knots; higher where the knot is, and even between two.
     """
     workers: Ints = table.minimum.copy()
     left = _beyond_minimum(table, pool)
-    top = np.maximum(knots[:, -1], workers)
+    top = np.maximum(top, workers)
     while True:
         rows = np.flatnonzero((workers < top) & (table.cpus <= left))
         if not len(rows):
@@ -94,7 +95,7 @@ def fill_to_level(table: JobTable, pool: Pool, knots: Ints, levels: Floats) -> I
             # No more than `left` data workers fit, so none but the lowest jobs get one.
             level = _level_at(knots, levels, rows, workers[rows]).astype(np.float32)
             rows = np.sort(rows[np.argsort(level, kind="stable")[:left]])
-        more = _one_turn(knots[rows], levels[rows], workers[rows], table.cpus[rows], left)
+        more = _one_turn(knots[rows], levels[rows], workers[rows], top[rows], table.cpus[rows], left)
         if not more.any():
             return workers  # levels that do not rise: nothing says who is next
         workers[rows] += more
@@ -121,15 +122,15 @@ def _beyond_minimum(table: JobTable, pool: Pool) -> int:
     return pool.cpus - int((table.minimum * table.cpus).sum())
 
 
-def _one_turn(knots: Ints, levels: Floats, have: Ints, cpus: Ints, budget: int) -> Ints:
+def _one_turn(knots: Floats, levels: Floats, have: Ints, top: Ints, cpus: Ints, budget: int) -> Ints:
     """As many data workers more as the lowest levels need, until one does not fit or all have their last."""
     high, low = _water_levels(knots, levels, have, cpus, (budget, budget - int(cpus.sum())))
     # Whoever is below `low` fits for sure, rounded up as it is: that is what the second pool leaves room for.
     sure = np.ceil(_reached(knots, levels, low) - _ROUNDING).astype(np.int64) if np.isfinite(low) else have
-    sure = np.clip(sure, have, np.maximum(knots[:, -1], have))
+    sure = np.clip(sure, have, top)
     # All that begin at the upper level or below it; more than fit.
     likely = np.floor(_reached(knots, levels, high) + _ROUNDING).astype(np.int64) + 1
-    likely = np.clip(likely, sure, np.maximum(knots[:, -1], sure))
+    likely = np.clip(likely, sure, top)
     budget -= int(((sure - have) * cpus).sum())
     # One by one what lies between the two levels, the lowest first.
     counts = likely - sure
@@ -142,7 +143,7 @@ def _one_turn(knots: Ints, levels: Floats, have: Ints, cpus: Ints, budget: int) 
     return more
 
 
-def _water_levels(knots: Ints, levels: Floats, have: Ints, cpus: Ints, budgets: tuple[int, ...]) -> list[float]:
+def _water_levels(knots: Floats, levels: Floats, have: Ints, cpus: Ints, budgets: tuple[int, ...]) -> list[float]:
     """The levels to which all can be raised with so many CPUs if data workers could be cut; -inf without any CPUs."""
     start = np.maximum(knots[:, :-1], have[:, None])
     width = (knots[:, 1:] - start) * cpus[:, None]
@@ -171,9 +172,9 @@ def _level_of(budget: int, bends: Floats, rates: Floats, total: Floats) -> float
     return float(bends[place - 1] + (budget - total[place - 1]) / rates[place - 1])
 
 
-def _reached(knots: Ints, levels: Floats, level: float) -> Floats:
+def _reached(knots: Floats, levels: Floats, level: float) -> Floats:
     """Data workers, in parts too, with which each job is at this level."""
-    reached: Floats = knots[:, 0].astype(np.float64)
+    reached: Floats = knots[:, 0].copy()
     for left in range(knots.shape[1] - 1):
         rise = levels[:, left + 1] - levels[:, left]
         part = np.divide(level - levels[:, left], rise, out=np.zeros_like(rise), where=rise > 0)
@@ -181,11 +182,11 @@ def _reached(knots: Ints, levels: Floats, level: float) -> Floats:
     return reached
 
 
-def _level_at(knots: Ints, levels: Floats, row: npt.NDArray[np.intp], number: Ints) -> Floats:
+def _level_at(knots: Floats, levels: Floats, row: npt.NDArray[np.intp], number: Ints) -> Floats:
     """The level of a job with so many data workers."""
     level: Floats = levels[row, 0].copy()
     for left in range(knots.shape[1] - 1):
-        width = (knots[:, left + 1] - knots[:, left]).astype(np.float64)
+        width = knots[:, left + 1] - knots[:, left]
         rise = levels[:, left + 1] - levels[:, left]
         slope = np.divide(rise, width, out=np.zeros_like(rise), where=width > 0)
         level += slope[row] * np.clip(number - knots[row, left], 0.0, width[row])

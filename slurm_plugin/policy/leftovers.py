@@ -17,9 +17,9 @@ def with_leftovers(policy: Policy) -> Policy:
     def kept(table: JobTable, pool: Pool, now_s: float) -> Allocation:
         found = policy(table, pool, now_s)
         top = np.maximum(np.minimum(table.current, table.cap), found.workers)
-        knots = np.stack([np.zeros_like(top), top], axis=1)
+        knots = np.stack([np.zeros_like(top), top], axis=1).astype(np.float64)
         levels = knots * (table.cpus / (table.weight * np.maximum(table.gpus, 1.0)))[:, None]
-        workers = fill_to_level(replace(table, minimum=found.workers), pool, knots, levels)
+        workers = fill_to_level(replace(table, minimum=found.workers), pool, top, knots, levels)
         reasons = np.where(workers > found.workers, Reason.KEPT, found.reasons).astype(np.int8)
         return Allocation(workers, reasons)
 

@@ -17,6 +17,6 @@ def share(table: JobTable, pool: Pool, now_s: float) -> Allocation:  # noqa: ARG
     """See the module."""
     pieces = pieces_of(table)
     top = saturation_of(table, pieces)
-    knots = np.stack([np.zeros_like(top), top], axis=1)
+    knots = np.stack([np.zeros_like(top), top], axis=1).astype(np.float64)
     levels = knots * (table.cpus / (table.weight * np.maximum(table.gpus, 1.0)))[:, None]
-    return with_reasons(table, pool, pieces, fill_to_level(table, pool, knots, levels))
+    return with_reasons(table, pool, pieces, fill_to_level(table, pool, top, knots, levels))

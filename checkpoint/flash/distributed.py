@@ -6,6 +6,7 @@ other.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -110,29 +111,47 @@ def gather(ranks: Communicator, value: T) -> list[T]:
     return [typed_json.decode(answer, type(value)) for answer in answers]
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    """How a rank fared in something that all ranks do."""
+class _Failure(msgspec.Struct, frozen=True):
+    """How a rank failed in something that all ranks do; empty: it did not."""
 
     error: str = ""
     message: str = ""
-    number: int = 0
 
 
-def together(ranks: Communicator, act: Callable[[], int]) -> int:
-    """Do something on every rank; rank 0's result, or the error of the first rank that failed, on all of them."""
-    mine: Exception | None = None
-    answer = _Answer()
-    try:
-        answer = _Answer(number=act())
-    except Exception as error:  # noqa: BLE001, others wait for this rank: they hear of it, and it is raised below
-        mine = error
-        answer = _Answer(type(error).__name__, str(error))
-    answers = gather(ranks, answer)
-    if mine:
-        raise mine
-    for rank, answer in enumerate(answers):
-        if answer.error:
-            kinds = {**vars(errors), OptionsError.__name__: OptionsError}
-            kind = kinds.get(answer.error, errors.CheckpointError)
-            raise kind(f"rank {rank}: {answer.message}")
-    return answers[0].number
+def together(ranks: Communicator, act: Callable[[], T], undo: Callable[[T], None] = lambda _result: None) -> T:
+    """Do something on every rank; each has its own result, or all have the error of the first rank that failed.
+
+    Args:
+        ranks: all of them call it.
+        act: what to do.
+        undo: takes this rank's result back where another rank has failed.
+    """
+    with contextlib.ExitStack() as stack:
+        error: Exception | None = None
+        try:
+            result = act()
+            stack.callback(undo, result)
+        except Exception as caught:  # noqa: BLE001, others wait for this rank: they hear of it, and it is raised below
+            error = caught
+        failures = gather(ranks, _Failure(type(error).__name__, str(error)) if error else _Failure())
+        if error:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure.error:
+                kinds = {**vars(errors), OptionsError.__name__: OptionsError}
+                kind = kinds.get(failure.error, errors.CheckpointError)
+                raise kind(f"rank {rank}: {failure.message}")
+        stack.pop_all()
+        return result
+
+
+def from_rank_0(ranks: Communicator, read: Callable[[], T], kind: type[T]) -> T:
+    """What rank 0 reads, or does: its result on all ranks, or its error.
+
+    Args:
+        ranks: all of them call it.
+        read: called on rank 0.
+        kind: of the result; it travels as JSON.
+    """
+    encoded = together(ranks, lambda: msgspec.json.encode(read()) if ranks.rank == 0 else b"")
+    return typed_json.decode(ranks.all_gather(encoded)[0], kind)

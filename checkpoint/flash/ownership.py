@@ -14,7 +14,7 @@ import msgspec
 from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import DirectoryReplaced
-from hetstream.checkpoint.flash.distributed import Communicator, gather, together
+from hetstream.checkpoint.flash.distributed import Communicator, from_rank_0, gather, together
 from hetstream.checkpoint.flash.ports import OtherHosts, Succession
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles
@@ -61,7 +61,7 @@ class DirectoryOwnership:
             above: the newest attempt that this rank's memory holds something of.
         """
         above = max(gather(self._ranks, above))
-        self.attempt = together(self._ranks, lambda: self._acquire(above, is_ready=False))
+        self.attempt = self._acquire(above, is_ready=False)
         self._agree_on(self._directory.lineage)
 
     def take_over(self, store: Store) -> None:
@@ -70,14 +70,9 @@ class DirectoryOwnership:
             gather(self._ranks, max((content.header.generation.attempt for content in store.held()), default=0))
         )
         while self.attempt == 0:
-            self.attempt = together(self._ranks, lambda: self._acquire(above, is_ready=True))
+            self.attempt = self._acquire(above, is_ready=True)
         self._agree_on(self._directory.lineage)
-
-        def note() -> int:
-            store.note_start(self.lineage)
-            return 0
-
-        together(self._ranks, note)
+        together(self._ranks, lambda: store.note_start(self.lineage))
         self.settle(store)
 
     def settle(self, store: Store) -> None:
@@ -100,12 +95,7 @@ class DirectoryOwnership:
         Raises:
             DirectoryReplaced: on all ranks.
         """
-
-        def check() -> int:
-            self._directory.check_start()
-            return 0
-
-        together(self._ranks, check)
+        together(self._ranks, self._directory.check_start)
 
     def go_back(self, start: Generation, store: Store, *, has_saved: bool) -> None:
         """Training goes on from a record that is not the newest: what is newer is left behind, and given up in memory.
@@ -116,7 +106,7 @@ class DirectoryOwnership:
             has_saved: some rank has saved in this attempt; then another one begins.
         """
         if has_saved:
-            before, self.attempt = self.attempt, together(self._ranks, self._renumber)
+            before, self.attempt = self.attempt, from_rank_0(self._ranks, self._renumber, int)
             _log.info("attempt %d goes on as attempt %d", before, self.attempt)
         self._agree_on(lambda: self._directory.go_back(start))
         store.forget(self.lineage.holds)
@@ -125,20 +115,9 @@ class DirectoryOwnership:
 
     def _agree_on(self, read: Callable[[], Lineage]) -> None:
         """Have the lineage that rank 0 reads, or writes, on all ranks."""
-        found = Lineage()
-
-        def act() -> int:
-            nonlocal found
-            if self._ranks.rank == 0:
-                found = read()
-            return 0
-
-        together(self._ranks, act)
-        self.lineage = gather(self._ranks, found)[0]
+        self.lineage = from_rank_0(self._ranks, read, Lineage)
 
     def _renumber(self) -> int:
-        if self._ranks.rank != 0:
-            return 0
         before = self.attempt
         attempt = self._directory.renumber()
         if self._others:
@@ -155,12 +134,7 @@ class DirectoryOwnership:
         if others is None or not all(hosts):
             without = [rank for rank, host in enumerate(hosts) if not host]
             raise OptionsError(f"replica=True on some ranks, and not on rank(s) {without}: on every rank or on none")
-
-        def arrange() -> int:
-            others.arrange(store, hosts, self.attempt)
-            return 0
-
-        together(self._ranks, arrange)
+        together(self._ranks, lambda: others.arrange(store, hosts, self.attempt))
 
     def end(self) -> None:
         """Give the directory up, if it was not handed over."""
@@ -171,8 +145,10 @@ class DirectoryOwnership:
         self._directory.release()
 
     def _acquire(self, above: int, *, is_ready: bool) -> int:
-        if self._ranks.rank != 0:
-            return 0
+        """The attempt's number on all ranks; 0: not yet."""
+        return from_rank_0(self._ranks, lambda: self._acquire_here(above, is_ready=is_ready), int)
+
+    def _acquire_here(self, above: int, *, is_ready: bool) -> int:
         attempt = self._succession.acquire(above, is_ready=is_ready)
         if attempt and self._others:
             try:

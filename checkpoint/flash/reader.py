@@ -14,7 +14,7 @@ from typing import Any
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.flash import collector
-from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
+from hetstream.checkpoint.flash.distributed import Communicator, communicator, from_rank_0
 from hetstream.checkpoint.flash.options import CheckpointOptions, checked_step
 from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.restore.newest import Newest
@@ -96,16 +96,8 @@ class CheckpointReader:
         return loaded
 
     def _newest(self) -> Newest:
-        lineage = Lineage()
-
-        def read() -> int:
-            nonlocal lineage
-            if self._ranks.rank == 0:
-                lineage = self._directory.lineage()
-            return 0
-
-        together(self._ranks, read)
-        return Newest(self._ranks, self._directory, gather(self._ranks, lineage)[0])
+        lineage = from_rank_0(self._ranks, self._directory.lineage, Lineage)
+        return Newest(self._ranks, self._directory, lineage)
 
     def _nothing(self) -> NoCheckpoint:
         path = self._directory.path

@@ -34,7 +34,7 @@ from hetstream.checkpoint.errors import UnsupportedState
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.assembly import other_hosts_of, succession_of
 from hetstream.checkpoint.flash.background import Background
-from hetstream.checkpoint.flash.distributed import Communicator, communicator, gather, together
+from hetstream.checkpoint.flash.distributed import Communicator, communicator, from_rank_0, gather, together
 from hetstream.checkpoint.flash.host import find_host
 from hetstream.checkpoint.flash.options import CheckpointOptions, check_arguments, checked_step
 from hetstream.checkpoint.flash.ownership import DirectoryOwnership
@@ -54,6 +54,7 @@ from hetstream.checkpoint.memory.adoption import newest_attempt
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import FALLBACK, StoreIdentity, make_fallback
 from hetstream.checkpoint.policy.interval import Adaptive, Every
+from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import Generation
 
@@ -116,7 +117,6 @@ class FlashCheckpointer:
         self._succession = succession_of(named, self._directory, keep or Retention(), options)
         self._others = other_hosts_of(self._directory, self._ranks.rank, options)
         self._ownership = DirectoryOwnership(self._directory, self._ranks, self._succession, self._others)
-        self._stop_agreement = StopAgreement(self._ranks, self._asked_here, self._succession.asked)
         whose = StoreIdentity(job, component, self._ranks.rank, self._directory.path)
         with contextlib.ExitStack() as undo:
             self._ownership.begin(newest_attempt(whose, (options.shared_memory.absolute(), self._fallback)))
@@ -124,10 +124,11 @@ class FlashCheckpointer:
             lineage = self._ownership.lineage
             self._store = self._open_store(dataclasses.replace(whose, lineage=lineage))
             undo.callback(self._store.close)
-            self._store.on_renewed = self._on_renewed
+            self._writer = WriterLink(self._store, self._directory.path)
+            if self._others:
+                self._store.when_renewed.append(self._others.on_renewed)
             self._ownership.settle(self._store)
             self._host = find_host(self._ranks, self._store, self._directory.path)
-            self._writer = WriterLink(self._store, self._directory.path)
             self._writer.start(job_has_writer=job_has_writers())
             undo.pop_all()
         self._capture = Capture(
@@ -142,15 +143,10 @@ class FlashCheckpointer:
         self._background.start(self._look_ahead)
         self._stop = StopRequest(options.stop_signals, self._before_death)
         self._stop.install()
+        self._stop_agreement = StopAgreement(self._ranks, self._asked_here, self._succession.asked)
         if self._ranks.rank == 0:
             warn_of_wrapper()
         atexit.register(self._at_exit)
-
-    def _on_renewed(self) -> None:
-        """Somebody has deleted the store, and it has been made anew: its checkpoint writer is told."""
-        self._writer.renew()
-        if self._others:
-            self._others.on_renewed()
 
     def _look_ahead(self) -> None:
         """Map and read what an earlier start has left, while the program makes its model."""
@@ -159,21 +155,13 @@ class FlashCheckpointer:
 
     def _open_store(self, identity: StoreIdentity) -> Store:
         options = self._options
-        stores: list[Store] = []
 
-        def open_it() -> int:
+        def open_here() -> Store:
             if options.fallback is None:
                 make_fallback(self._directory.path)
-            stores.append(Store.open(identity, options.num_slots, options.shared_memory.absolute(), self._fallback))
-            return 0
+            return Store.open(identity, options.num_slots, options.shared_memory.absolute(), self._fallback)
 
-        try:
-            together(self._ranks, open_it)
-        except BaseException:
-            for store in stores:
-                store.close()
-            raise
-        return stores[0]
+        return together(self._ranks, open_here, undo=Store.close)
 
     # Saving
 
@@ -282,6 +270,7 @@ class FlashCheckpointer:
         with collector.held_off():
             leaves = self._capture.flatten(state)  # says what is wrong with it before anything happens
         self._store.announce(*self._capture.expected_bytes(state, leaves))
+        self._become_owner()
         newest = self._newest()
         with collector.held_off():
             request = RestoreRequest(step, strict, self._options.allow_pickle)
@@ -301,34 +290,55 @@ class FlashCheckpointer:
     def load(self, *, step: int | None = None) -> LoadedCheckpoint | None:
         """The newest generation that all ranks have, as plain values; None if there is none. Every rank calls it.
 
+        A job that takes over from another asks it here to hand over, and waits, as `restore` does: what is loaded is
+        what training goes on from. A program that only looks uses `CheckpointReader`.
+
         Args:
             step: as for `restore`. Nothing is left behind by loading it.
 
         Raises:
             NoCheckpoint: there are checkpoints on disk, and none of them can be used; or there is none of this step.
             OptionsError: the ranks give different steps.
+            DirectoryInUse: the job that this one takes over has not stopped in time, or another one takes it over.
+            DirectoryReplaced: another directory has taken the place of the one that this training began in.
         """
         self._check_open()
         step = None if step is None else checked_step(step)
         self.fence()
+        self._become_owner()
         loaded = load_values(self._newest(), RestoreRequest(step, allow_pickle=self._options.allow_pickle))
         self._succession.note_restored(loaded.step if loaded else 0)
         return loaded
 
     def all_steps(self) -> list[int]:
-        """The steps that `restore` can bring back, in memory or on disk, ascending; the same on every rank. Every rank
-        calls it. Steps that were left behind are not among them: see `hetstream ckpt ls`."""
+        """The steps that `restore` can bring back, in memory or on disk, ascending; the same on every rank.
+
+        Every rank calls it, and it changes nothing. A job that is to take over from another, and has not done so yet,
+        is told what is on disk, as a `CheckpointReader` is; the other job trains on. Steps that were left behind are
+        not among them: see `hetstream ckpt ls`.
+
+        Raises:
+            DirectoryReplaced: another directory has taken the place of the one that this training began in.
+        """
         self._check_open()
         self.fence()
-        return self._newest().all_steps()[0]
+        if self._ownership.attempt:
+            return self._newest().all_steps()[0]
+        lineage = from_rank_0(self._ranks, self._directory.lineage, Lineage)
+        return Newest(self._ranks, self._directory, lineage).all_steps()[0]
 
-    def _newest(self) -> Newest:
+    def _become_owner(self) -> None:
+        """Have the directory, and a store that is there. In a job that takes over from another, this asks that job to
+        stop, and waits until it has."""
         self._store.renew_if_deleted()
         if not self._ownership.attempt:
             self._ownership.take_over(self._store)
-        self._ownership.check_directory()
         # Other ranks of the host look into this rank's store, which may be another one than at the start.
         self._memory.host = self._host = find_host(self._ranks, self._store, self._directory.path)
+
+    def _newest(self) -> Newest:
+        """What the owner of the directory can restore from."""
+        self._ownership.check_directory()
         return Newest(self._ranks, self._directory, self._ownership.lineage, self._memory, self._others, self._host)
 
     def _is_behind(self, generation: Generation) -> bool:

@@ -50,6 +50,7 @@ class WriterLink:
         self._num_started = 0
         self._started_s = 0.0
         self._said_error = ""
+        store.when_renewed.append(self._renew)
 
     def start(self, *, job_has_writer: bool) -> None:
         """Have a checkpoint writer: a job's own if it comes, else one of this trainer."""
@@ -58,7 +59,7 @@ class WriterLink:
         else:
             self._spawn()
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """The store has been made anew in another directory. A job's checkpoint writer finds it; one of our own has
         nothing more to serve and ends, and another is started."""
         if self.process:

@@ -49,7 +49,7 @@ class Store:
 
     Attributes:
         identity: whose it is.
-        on_renewed: called when it has been made anew, in the thread that has noticed.
+        when_renewed: called, in order, each time that it has been made anew, in the thread that has noticed.
         is_left: it was closed, and nobody was there any more to bring to disk what is in it.
     """
 
@@ -62,7 +62,7 @@ class Store:
         places: tuple[Path, Path | None],
     ) -> None:
         self.identity = identity
-        self.on_renewed: Callable[[], None] = lambda: None
+        self.when_renewed: list[Callable[[], None]] = []
         self.is_left = False
         self._files = files
         self._lock = lock
@@ -321,7 +321,8 @@ class Store:
         former[1].release()
         reach("store.renewed")
         _log.info("checkpoint store %s is %s now", self.identity, self.path)
-        self.on_renewed()
+        for act in self.when_renewed:
+            act()
         self.wake()
         return True
 

@@ -28,6 +28,8 @@ from hetstream.checkpoint.flash.stop_agreement import StopAgreement, steps_until
 from hetstream.checkpoint.memory.view import find_stores
 from hetstream.checkpoint.policy.handover import Action, Asked, Seen, Taking, answer, decide
 from hetstream.checkpoint.policy.retention import Retention
+from hetstream.checkpoint.record.generation import Generation
+from tests.checkpoint.parts import write_checkpoint
 
 STEPS = 60
 STEP_S = 0.05
@@ -126,6 +128,21 @@ def test_an_owner_that_does_not_answer_is_named_and_asked_no_more(make: Any, tmp
         with pytest.raises(DirectoryInUse, match=r"job 41 on node1, process 1 was asked .* s ago and still has it"):
             checkpointer.restore({"w": torch.zeros(1)})
         assert read_request(tmp_path / "ckpt") is None
+
+
+def test_a_successor_that_asks_which_steps_there_are_stops_nobody(
+    make: Any, held: CheckpointDirectory, tmp_path: Path
+) -> None:
+    path = tmp_path / "ckpt"
+    with make("41") as checkpointer:
+        assert checkpointer.all_steps() == []
+        write_checkpoint(path, Generation(1, 20), start_id=held.lineage().start_id)
+        before = (path / "history.jsonl").read_bytes(), held.owner()
+        assert checkpointer.all_steps() == [20]
+        assert read_request(path) is None, "the other job was asked to stop"
+        assert ((path / "history.jsonl").read_bytes(), held.owner()) == before
+        with pytest.raises(OptionsError, match="restore"):
+            checkpointer.save(21, {"w": torch.zeros(1)})
 
 
 @pytest.mark.usefixtures("held")

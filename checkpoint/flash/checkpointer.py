@@ -41,6 +41,7 @@ from hetstream.checkpoint.flash.ownership import DirectoryOwnership
 from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.restore.newest import Newest
 from hetstream.checkpoint.flash.restore.source import Memory
+from hetstream.checkpoint.flash.restore.trial import Sources
 from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.flash.save.saving import Saving
 from hetstream.checkpoint.flash.slurm_task import warn_of_wrapper
@@ -325,7 +326,7 @@ class FlashCheckpointer:
         if self._ownership.attempt:
             return self._newest().all_steps()[0]
         lineage = from_rank_0(self._ranks, self._directory.lineage, Lineage)
-        return Newest(self._ranks, self._directory, lineage).all_steps()[0]
+        return Newest(self._ranks, Sources(self._directory), lineage).all_steps()[0]
 
     def _become_owner(self) -> None:
         """Have the directory, and a store that is there. In a job that takes over from another, this asks that job to
@@ -339,7 +340,8 @@ class FlashCheckpointer:
     def _newest(self) -> Newest:
         """What the owner of the directory can restore from."""
         self._ownership.check_directory()
-        return Newest(self._ranks, self._directory, self._ownership.lineage, self._memory, self._others, self._host)
+        sources = Sources(self._directory, self._memory, self._others, self._host)
+        return Newest(self._ranks, sources, self._ownership.lineage)
 
     def _is_behind(self, generation: Generation) -> bool:
         """Whether any rank has saved what is newer, in this attempt: not all have it, and steps are made once more."""

@@ -18,6 +18,7 @@ from hetstream.checkpoint.flash.distributed import Communicator, communicator, f
 from hetstream.checkpoint.flash.options import CheckpointOptions, checked_step
 from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, RestoreRequest, load_values, restore_state
 from hetstream.checkpoint.flash.restore.newest import Newest
+from hetstream.checkpoint.flash.restore.trial import Sources
 from hetstream.checkpoint.flash.save.capture import Capture
 from hetstream.checkpoint.policy.lineage import Lineage
 
@@ -97,7 +98,7 @@ class CheckpointReader:
 
     def _newest(self) -> Newest:
         lineage = from_rank_0(self._ranks, self._directory.lineage, Lineage)
-        return Newest(self._ranks, self._directory, lineage)
+        return Newest(self._ranks, Sources(self._directory), lineage)
 
     def _nothing(self) -> NoCheckpoint:
         path = self._directory.path

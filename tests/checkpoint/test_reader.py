@@ -21,7 +21,7 @@ from hetstream.checkpoint.disk import commit
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.rank_file import open_file
 from hetstream.checkpoint.errors import CheckpointError, NoCheckpoint, StateMismatch
-from hetstream.checkpoint.flash.restore import newest
+from hetstream.checkpoint.flash.restore import trial
 from hetstream.checkpoint.flash.restore.source import Disk
 from hetstream.checkpoint.flash.restore.stored import StoredPart
 from hetstream.checkpoint.record.generation import Generation
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error_or_the_newest
             assert commit.remove(directory, generation.directory_name)  # as retention does it
         return Disk(where, generation, *more)
 
-    monkeypatch.setattr(newest, "Disk", remove_first)
+    monkeypatch.setattr(trial, "Disk", remove_first)
     reader = CheckpointReader(directory)
     with pytest.raises(
         NoCheckpoint, match=r"step 1 can be restored: there are the steps 2, 3; step 1 .* was removed from"
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_is_removed_once_it_is_open_is_read_whole(
             shutil.rmtree(directory / "step-0000000003.1")
             return parts
 
-    monkeypatch.setattr(newest, "Disk", Removed)
+    monkeypatch.setattr(trial, "Disk", Removed)
     state = state_of(0)
     assert CheckpointReader(directory).restore(state) == 3
     assert value_of(state["model"]) == 3.0

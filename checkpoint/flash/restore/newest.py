@@ -1,28 +1,20 @@
 """The generation that all ranks restore, tried until it is whole on all of them: the talk behind `agreement.py`.
 
-Called by `destinations.py`. Each rank says what it has, all choose the same, each looks at its own, and nothing is used
-before all of them have found it whole.
+Called by `destinations.py`. Each rank says what it has, all choose the same, and try it (`trial.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from hetstream.base.errors import OptionsError
-from hetstream.checkpoint.disk.directory import CheckpointDirectory
-from hetstream.checkpoint.errors import Damaged, MissingRanks, NoCheckpoint, OtherRelease
-from hetstream.checkpoint.flash.distributed import Communicator, gather, together
-from hetstream.checkpoint.flash.host import Host
-from hetstream.checkpoint.flash.ports import RecordsElsewhere
-from hetstream.checkpoint.flash.restore.source import Disk, Memory
-from hetstream.checkpoint.flash.restore.stored import StoredPart
+from hetstream.checkpoint.errors import NoCheckpoint, OtherRelease
+from hetstream.checkpoint.flash.distributed import Communicator, gather
+from hetstream.checkpoint.flash.restore.trial import Applied, Destination, Sources, Trial, UnusableHere
 from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.agreement import (
     Choice,
@@ -40,7 +32,6 @@ _log = logging.getLogger(__name__)
 _ON_DISK = "on disk: "
 # A reader that holds nothing may find each newest one removed again; far more than any training keeps.
 _MAX_TRIES = 1000
-_WHERE = {"memory": "in memory", "replica": "in the memory of another host", "disk": "on disk"}
 
 
 class _Wanted(msgspec.Struct, frozen=True):
@@ -49,43 +40,19 @@ class _Wanted(msgspec.Struct, frozen=True):
     step: int | None
 
 
-class Destination(Protocol):
-    """What is done with a generation, in two phases: all ranks have prepared it before one of them applies it."""
-
-    def prepare(self, parts: list[StoredPart], choice: Choice) -> None:
-        """Look at all of it and change nothing; called again with another one where this cannot be used.
-
-        Args:
-            parts: what was saved.
-            choice: of the generation.
-
-        Raises:
-            Damaged: it cannot be used.
-        """
-
-    def apply(self) -> None:
-        """Use what was prepared last."""
-
-
 @dataclass(frozen=True)
 class Newest:
-    """What this rank can restore from, and what all ranks can.
+    """What all ranks can restore from.
 
     Attributes:
         ranks: that have to agree.
-        directory: of the checkpoints.
+        sources: of this rank.
         lineage: of the directory, the same on every rank.
-        memory: of this rank; None: the disk alone counts.
-        elsewhere: records that other hosts keep; None without.
-        host: of this rank; None: each rank is for itself.
     """
 
     ranks: Communicator
-    directory: CheckpointDirectory
+    sources: Sources
     lineage: Lineage
-    memory: Memory | None = None
-    elsewhere: RecordsElsewhere | None = None
-    host: Host | None = None
 
     def all_steps(self) -> tuple[list[int], list[int]]:
         """The steps that all ranks can restore, ascending: those of the line, and others that were left behind."""
@@ -115,6 +82,7 @@ class Newest:
             steps = ", ".join(str(request.step) for request in wanted)
             raise OptionsError(f"the ranks ask for different steps, by rank: {steps}. All have to restore the same one")
         offer = self._offer(with_left=step is not None)
+        path = self.sources.directory.path
         logged: set[str] = set()
         unusable: list[tuple[Generation, Source, str]] = []
         num_tries = 0
@@ -129,20 +97,22 @@ class Newest:
                     logged.add(note)
             if choice.generation is None:
                 if step is not None:
-                    raise NoCheckpoint(_told(step, offers, self.lineage, self.directory.path, choice.notes))
+                    raise NoCheckpoint(_told(step, offers, self.lineage, path, choice.notes))
                 if is_on_disk:
                     raise self._none_usable(choice.notes)
                 return None
-            problem = self._try(choice, destination)
-            if problem is None:
+            outcome = Trial(self.ranks, self.sources, choice, destination).run()
+            if isinstance(outcome, Applied):
                 return choice
-            if problem:
-                unusable.append((choice.generation, choice.sources[self.ranks.rank], problem))
+            why = "of another rank"
+            if isinstance(outcome, UnusableHere):
+                why = outcome.problem
+                unusable.append((choice.generation, choice.sources[self.ranks.rank], why))
             num_tries += 1
             if num_tries > _MAX_TRIES:
                 raise NoCheckpoint(
-                    f"{self.directory.path}: {num_tries} checkpoints one after the other cannot be used, the last one "
-                    f"because {problem or 'of another rank'}. See hetstream ckpt ls {self.directory.path}"
+                    f"{path}: {num_tries} checkpoints one after the other cannot be used, the last one "
+                    f"because {why}. See hetstream ckpt ls {path}"
                 )
             # What a training has saved meanwhile is newer than what this rank knew of.
             offer = self._offer(with_left=step is not None)
@@ -150,80 +120,25 @@ class Newest:
                 offer = offer.without(*source)
 
     def _none_usable(self, notes: list[str]) -> NoCheckpoint:
-        path, why = self.directory.path, "; ".join(notes)
+        path, why = self.sources.directory.path, "; ".join(notes)
         none = f"none of the checkpoints in {path} can be used"
-        if self.directory.read_only:
+        if self.sources.directory.read_only:
             return NoCheckpoint(f"{none}: {why}. See hetstream ckpt verify {path}")
         return NoCheckpoint(
             f"{none}, and training does not begin anew without being told: {why}. See hetstream ckpt "
             f"verify {path}; to begin anew, delete it, or give another directory"
         )
 
-    def _try(self, choice: Choice, destination: Destination) -> str | None:
-        """None: it is done. Text: this rank's source is not usable, and why; empty if it is another rank's."""
-        generation, rank = choice.generation, self.ranks.rank
-        assert generation is not None
-        with contextlib.ExitStack() as held:
-            problem = ""
-            disk: Disk | None = None
-
-            def fetch() -> None:
-                if choice.sources[rank] == "replica" and self.elsewhere:
-                    self.elsewhere.fetch(generation, choice.holders[rank])
-
-            def compare() -> None:
-                nonlocal disk
-                if choice.sources[rank] == "disk":
-                    neighbours = self.host.stores if self.host else (rank,)
-                    readers = [neighbour for neighbour in neighbours if choice.sources[neighbour] == "disk"]
-                    num_ranks, num_saved = len(choice.sources), choice.world_size
-                    disk = Disk(self.directory, generation, rank, num_ranks, num_saved, readers, held)
-                    disk.compare()
-
-            def prepare() -> None:
-                parts: list[StoredPart] = []
-                if disk:
-                    parts = disk.open()
-                elif self.memory:
-                    parts = held.enter_context(self.memory.open(generation, choice.sharers[rank]))
-                destination.prepare(parts, choice)
-
-            def apply() -> int:
-                destination.apply()
-                return 0
-
-            def attempted(act: Callable[[], None]) -> int:
-                nonlocal problem
-                try:
-                    act()
-                except (Damaged, NoCheckpoint, MissingRanks, OSError) as error:
-                    problem = f"{generation} {_WHERE[choice.sources[rank]]} is not usable: {error}"
-                    if choice.sources[rank] == "disk" and not self.directory.has(generation):
-                        problem = f"{generation} was removed from {self.directory.path} while it was read"
-                return 0
-
-            # Each waits for all ranks, as others of the host use what comes, and what was compared.
-            if "replica" in choice.sources:
-                together(self.ranks, lambda: attempted(fetch))
-            if "disk" in choice.sources:
-                together(self.ranks, lambda: 0 if problem else attempted(compare))
-            if any(gather(self.ranks, bool(problem))):
-                return problem
-            together(self.ranks, lambda: attempted(prepare))
-            if any(gather(self.ranks, bool(problem))):
-                return problem
-            together(self.ranks, apply)
-        return None
-
     def _exchange(self, offer: Offer) -> list[Offer]:
         return with_disk(gather(self.ranks, offer))
 
     def _offer(self, *, with_left: bool) -> Offer:
         """What this rank has; what was left behind on disk only if that may be chosen, too."""
-        memory, problems = self.memory.offered() if self.memory else ([], [])
+        sources, host = self.sources, self.sources.host
+        memory, problems = sources.memory.offered() if sources.memory else ([], [])
         disk: list[OfferedRecord] = []
         unread: list[tuple[Generation, str]] = []
-        for checkpoint in self.directory.scan() if not self.host or self.host.holds_shared else ():
+        for checkpoint in sources.directory.scan() if not host or host.holds_shared else ():
             if not with_left and not self.lineage.holds(checkpoint.generation):
                 continue
             if checkpoint.problem:
@@ -232,8 +147,8 @@ class Newest:
                     unread.append((checkpoint.generation, checkpoint.problem))
             else:
                 disk.append(OfferedRecord(checkpoint.generation, checkpoint.world_size))
-        replicas = self.elsewhere.offered() if self.elsewhere else []
-        return Offer(memory, disk, problems, replicas, host=self.host.name if self.host else "", unread=unread)
+        replicas = sources.elsewhere.offered() if sources.elsewhere else []
+        return Offer(memory, disk, problems, replicas, host=host.name if host else "", unread=unread)
 
 
 def _refuse_other_release(offers: list[Offer], choice: Choice, step: int | None) -> None:

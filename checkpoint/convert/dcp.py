@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hetstream.checkpoint.errors import UnsupportedState
-from hetstream.checkpoint.flash.restore.shards import CheckpointPath, Parts, Piece, Whole, open_parts, walk
+from hetstream.checkpoint.tensors.shards import CheckpointPath, Parts, Piece, Whole, open_parts, walk
 
 
 class FlashStorageReader(StorageReader):

@@ -40,11 +40,11 @@ from hetstream.checkpoint.disk.commit import commit
 from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.disk.rank_file import write_file
 from hetstream.checkpoint.errors import CheckpointError, DamagedCheckpoint, NotEnoughSpace, UnsupportedState, first_line
-from hetstream.checkpoint.flash.restore.shards import Clash, Parts, open_parts, part_of
-from hetstream.checkpoint.flash.views import tensor_of
 from hetstream.checkpoint.formats.part import STRUCTURE, structure_in
 from hetstream.checkpoint.formats.safetensors import read_header
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.tensors.shards import Clash, Parts, open_parts, part_of
+from hetstream.checkpoint.tensors.views import tensor_of
 
 _NO_PATH = ""
 # What torch.distributed.checkpoint's metadata are made of. Nothing else is made, and nothing is called, for a file.

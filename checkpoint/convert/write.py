@@ -19,12 +19,12 @@ import torch
 from hetstream.checkpoint.disk.commit import write_part
 from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.errors import NotEnoughSpace
-from hetstream.checkpoint.flash.save.copy_plan import make_plan
-from hetstream.checkpoint.flash.tensors import Flattener
-from hetstream.checkpoint.flash.views import bytes_as_tensor
 from hetstream.checkpoint.formats.part import plan_part
 from hetstream.checkpoint.formats.plan import FilePlan
 from hetstream.checkpoint.record.structure import Record
+from hetstream.checkpoint.tensors.copy_plan import make_plan
+from hetstream.checkpoint.tensors.leaves import Flattener
+from hetstream.checkpoint.tensors.views import bytes_as_tensor
 
 
 def write_state(

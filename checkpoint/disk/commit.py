@@ -34,7 +34,7 @@ from hetstream.checkpoint.disk.rank_file import write_file
 from hetstream.checkpoint.errors import DamagedCheckpoint, NotEnoughSpace
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.formats.plan import FilePlan
-from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.record.generation import Generation
 
 _log = logging.getLogger(__name__)

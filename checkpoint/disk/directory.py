@@ -33,11 +33,11 @@ from hetstream.checkpoint.errors import (
     OtherRelease,
 )
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.policy.interval import Attempt
-from hetstream.checkpoint.policy.lineage import Lineage, is_newest_removed
 from hetstream.checkpoint.policy.retention import Retention, Saved, Verdict, judge
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Lineage, is_newest_removed
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from hetstream.base.files import Directory
 from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import DirectoryInUse
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.locks import FileLock, is_locked
+from hetstream.checkpoint.locks import FileLock, is_locked
 
 _REQUEST = "handover.json"
 _LOCK = ".handover.lock"

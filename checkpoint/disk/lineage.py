@@ -1,6 +1,6 @@
 """The file that tells a directory of checkpoints from any other, and says where its training went back.
 
-    DIR/.lineage.json    the directory's random id, its starts, and its branches, see `policy/lineage.py`
+    DIR/.lineage.json    the directory's random id, its starts, and its branches, see `record/lineage.py`
 
 Memory outlives a directory that somebody deletes, and is newer than one that somebody rolls back, or puts a copy in the
 place of. A store in memory knows the directory and the start of the job that it was saved for, so what is in it is used
@@ -18,7 +18,7 @@ import msgspec
 from hetstream.base import typed_json
 from hetstream.base.files import Directory, UntrustedFile
 from hetstream.checkpoint.errors import CheckpointError, DamagedLineage, DirectoryReplaced, first_line
-from hetstream.checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.record.lineage import Lineage
 
 _NAME = ".lineage.json"
 _MAX_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from hetstream.checkpoint.config import NO_JOB
 from hetstream.checkpoint.disk.lineage import begin_start
 from hetstream.checkpoint.errors import DirectoryInUse, DirectoryNotWritable, DirectoryReplaced, ForeignOwner
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.policy.interval import Attempt
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import MAX_NUMBER, Generation

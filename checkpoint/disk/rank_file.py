@@ -26,7 +26,7 @@ from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.formats.part import structure_in
 from hetstream.checkpoint.formats.plan import FilePlan, Range
 from hetstream.checkpoint.formats.safetensors import read_header
-from hetstream.checkpoint.memory.pages import Populate, populate
+from hetstream.checkpoint.pages import Populate, populate
 from hetstream.checkpoint.record.checksum import Checksum
 from hetstream.checkpoint.record.layout import Entry
 from hetstream.checkpoint.record.structure import Record

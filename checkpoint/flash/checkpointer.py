@@ -48,16 +48,16 @@ from hetstream.checkpoint.flash.slurm_task import warn_of_wrapper
 from hetstream.checkpoint.flash.stats import CheckpointStats
 from hetstream.checkpoint.flash.stop import StopRequest
 from hetstream.checkpoint.flash.stop_agreement import StopAgreement
-from hetstream.checkpoint.flash.tensors import Leaves
 from hetstream.checkpoint.flash.timing import Timing
 from hetstream.checkpoint.flash.writer_link import WriterLink
 from hetstream.checkpoint.memory.adoption import newest_attempt
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import FALLBACK, StoreIdentity, make_fallback
 from hetstream.checkpoint.policy.interval import Adaptive, Every
-from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.policy.retention import Retention
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Lineage
+from hetstream.checkpoint.tensors.leaves import Leaves
 
 _log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from hetstream.checkpoint.flash.distributed import Communicator, from_rank_0, ga
 from hetstream.checkpoint.flash.ports import OtherHosts, Succession
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import StoreFiles
-from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Lineage
 
 _log = logging.getLogger(__name__)
 

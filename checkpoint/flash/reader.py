@@ -20,7 +20,7 @@ from hetstream.checkpoint.flash.restore.destinations import LoadedCheckpoint, Re
 from hetstream.checkpoint.flash.restore.newest import Newest
 from hetstream.checkpoint.flash.restore.trial import Sources
 from hetstream.checkpoint.flash.save.capture import Capture
-from hetstream.checkpoint.policy.lineage import Lineage
+from hetstream.checkpoint.record.lineage import Lineage
 
 
 class CheckpointReader:

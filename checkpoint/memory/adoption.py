@@ -22,7 +22,7 @@ import msgspec
 
 from hetstream.checkpoint.errors import CheckpointError, ForeignOwner, SharedMemoryFull, StoreInUse
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.memory.slot import unlink_with_target
 from hetstream.checkpoint.memory.store_files import (
     STATUS_BYTES,

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.memory.adoption import give_up
-from hetstream.checkpoint.memory.locks import FileLock
 from hetstream.checkpoint.memory.segment import Segment
 from hetstream.checkpoint.memory.slot import Slot, SlotMemory
 from hetstream.checkpoint.memory.store_files import StoreFiles

@@ -27,7 +27,7 @@ from hetstream.base.errors import OptionsError
 from hetstream.base.limits import available_bytes
 from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.pages import Populate, give_back, populate
+from hetstream.checkpoint.pages import Populate, give_back, populate
 from hetstream.checkpoint.record.checksum import checksum
 from hetstream.checkpoint.record.generation import Generation
 

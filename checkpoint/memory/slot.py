@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.memory.segment import (
     MAX_METADATA_BYTES,
     PAGE_BYTES,

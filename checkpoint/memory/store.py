@@ -20,16 +20,16 @@ from pathlib import Path
 from hetstream.base.errors import HetstreamError, OptionsError
 from hetstream.checkpoint.errors import DamagedSegment, SharedMemoryFull
 from hetstream.checkpoint.faults import reach
+from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.memory.adoption import delete_without_writer, make_store, own_store
-from hetstream.checkpoint.memory.locks import FileLock
 from hetstream.checkpoint.memory.renewal import clear_away, copy_generation, is_whole, warn_of_deletion
 from hetstream.checkpoint.memory.segment import Segment, file_bytes
 from hetstream.checkpoint.memory.slot import Slot, SlotMemory, take_slots
 from hetstream.checkpoint.memory.store_files import SHARED_MEMORY, SlotContent, StoreFiles, StoreIdentity, WriterStatus
 from hetstream.checkpoint.memory.wake_pipe import WakePipe
 from hetstream.checkpoint.memory.writable_slot import WritableSlot
-from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.generation import MAX_NUMBER, Generation
+from hetstream.checkpoint.record.lineage import Lineage
 
 _log = logging.getLogger(__name__)
 

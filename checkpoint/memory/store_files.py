@@ -34,10 +34,10 @@ from hetstream.base.errors import OptionsError
 from hetstream.base.files import Directory
 from hetstream.checkpoint.errors import CheckpointError, DamagedSegment, DirectoryNotWritable, ForeignOwner
 from hetstream.checkpoint.faults import reach
-from hetstream.checkpoint.memory.locks import FileLock, is_locked
+from hetstream.checkpoint.locks import FileLock, is_locked
 from hetstream.checkpoint.memory.segment import Header, Segment, State, read_header
-from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Lineage
 
 _NAME = re.compile(r"\.?hetstream-ckpt-(\d+)-([\w.+]+)-(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})", re.ASCII)
 _JOB = re.compile(r"[\w.+]{1,64}", re.ASCII)

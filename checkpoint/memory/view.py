@@ -17,7 +17,7 @@ from hetstream.base.errors import HetstreamError
 from hetstream.base.files import Directory
 from hetstream.checkpoint.disk.lineage import read_lineage
 from hetstream.checkpoint.errors import DamagedLineage, StoreInUse
-from hetstream.checkpoint.memory.locks import FileLock
+from hetstream.checkpoint.locks import FileLock
 from hetstream.checkpoint.memory.store_files import (
     FALLBACK,
     SHARED_MEMORY,
@@ -28,8 +28,8 @@ from hetstream.checkpoint.memory.store_files import (
     list_stores,
     stores_prefix,
 )
-from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Lineage
 
 _PIPE_BYTES = 1 << 16
 # Whoever looks whether a checkpoint writer lives holds its lock for a moment.

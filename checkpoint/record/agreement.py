@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Lineage
 
 Source = Literal["memory", "replica", "disk"]
 

@@ -12,8 +12,8 @@ from hetstream.base.text import printable
 from hetstream.checkpoint.config import NO_JOB
 from hetstream.checkpoint.disk.bounds import bounded
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
+from hetstream.checkpoint.memory.collection import reason_to_keep, reason_to_remove
 from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores, places
-from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.cli.ckpt_ls import existing
 from hetstream.slurm_plugin.client.slurm import CommandSlurm

@@ -20,8 +20,8 @@ from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.latest import problem_of_latest
 from hetstream.checkpoint.errors import NoCheckpoint
 from hetstream.checkpoint.memory.view import FoundStore, find_stores, places
-from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Lineage
 from hetstream.slurm_plugin.render.table import RED, YELLOW, Cell, duration_words, size_words, table
 
 EPILOG = """\

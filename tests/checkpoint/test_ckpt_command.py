@@ -15,11 +15,11 @@ import pytest
 from hetstream.checkpoint.disk.commit import partial_path, write_part
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.manifest import PartSpec
+from hetstream.checkpoint.memory.collection import reason_to_keep, reason_to_remove
 from hetstream.checkpoint.memory.segment import join_metadata
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.store_files import Holder, StoreIdentity, WriterStatus
 from hetstream.checkpoint.memory.view import FoundStore, StoreView, find_stores
-from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.hetjob.errors import SlurmCommandError
 from hetstream.slurm_plugin.cli import ckpt_writer, main

@@ -29,8 +29,8 @@ from hetstream.checkpoint.disk.manifest import PartSpec
 from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import DamagedCheckpoint, DirectoryInUse, NoCheckpoint, UnsupportedState
 from hetstream.checkpoint.flash.checkpointer import FlashCheckpointer
-from hetstream.checkpoint.flash.restore.shards import open_parts
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.tensors.shards import open_parts
 from hetstream.slurm_plugin.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

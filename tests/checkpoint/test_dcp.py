@@ -20,9 +20,9 @@ from hetstream.checkpoint.convert.write import write_state
 from hetstream.checkpoint.disk.commit import commit
 from hetstream.checkpoint.disk.manifest import CHUNK_BYTES, PartSpec
 from hetstream.checkpoint.errors import DamagedCheckpoint, MissingRanks, NoCheckpoint, UnsupportedState
-from hetstream.checkpoint.flash.restore.shards import Parts, RankPart, Whole, open_parts, overlap_of
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.structure import Record, Shard, TensorRef
+from hetstream.checkpoint.tensors.shards import Parts, RankPart, Whole, open_parts, overlap_of
 
 # What torch says when a program without ranks loads, which is what most of these tests are.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

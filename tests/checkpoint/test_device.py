@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from hetstream.checkpoint.flash.restore.copies import Copies
-from hetstream.checkpoint.flash.save import device
-from hetstream.checkpoint.flash.save.copy_plan import make_plan
 from hetstream.checkpoint.flash.save.device import Copier
-from hetstream.checkpoint.flash.tensors import Flattener
+from hetstream.checkpoint.tensors import copying
+from hetstream.checkpoint.tensors.copy_plan import make_plan
+from hetstream.checkpoint.tensors.leaves import Flattener
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_every_byte_is_copied_however_it_is_cut(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_SHARED_BYTES", 400)
-    monkeypatch.setattr(device, "_PIECE_BYTES", 4097)
-    monkeypatch.setattr(device, "_THREAD_BYTES", 1)
+    monkeypatch.setattr(copying, "_SHARED_BYTES", 400)
+    monkeypatch.setattr(copying, "_PIECE_BYTES", 4097)
+    monkeypatch.setattr(copying, "_THREAD_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     wide = torch.randn(300, 200)
     tensors = [

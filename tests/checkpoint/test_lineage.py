@@ -22,11 +22,11 @@ from hetstream.checkpoint.convert.source import Source, choose
 from hetstream.checkpoint.disk.directory import CheckpointDirectory
 from hetstream.checkpoint.disk.ownership import JobIdentity
 from hetstream.checkpoint.errors import DamagedLineage, DirectoryReplaced, NoCheckpoint, SharedMemoryFull
+from hetstream.checkpoint.memory.collection import reason_to_keep, reason_to_remove
 from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.view import find_stores
-from hetstream.checkpoint.policy.collection import reason_to_keep, reason_to_remove
-from hetstream.checkpoint.policy.lineage import Branch, Lineage, is_newest_removed
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Branch, Lineage, is_newest_removed
 from hetstream.slurm_plugin.cli import main
 from tests.checkpoint.parts import delete_in_use, write_checkpoint
 from tests.checkpoint.test_writer import Bench, bench

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.base.errors import OptionsError
+from hetstream.checkpoint import pages
 from hetstream.checkpoint.errors import DamagedSegment
-from hetstream.checkpoint.memory import pages
 from hetstream.checkpoint.memory.segment import (
     PAGE_BYTES,
     Segment,

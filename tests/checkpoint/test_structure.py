@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, UnsupportedState
-from hetstream.checkpoint.flash.views import make_foreign
 from hetstream.checkpoint.record.structure import Record, Shard, TensorRef
 from hetstream.checkpoint.record.tree import MAX_INLINE_VALUES, TENSOR, Data, Encoder, Foreign, Node, decode
+from hetstream.checkpoint.tensors.views import make_foreign
 
 Point = namedtuple("Point", "x y")
 

@@ -18,12 +18,12 @@ from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch, Unsupp
 from hetstream.checkpoint.flash.restore.payload import Payload
 from hetstream.checkpoint.flash.restore.state_comparison import StateComparison
 from hetstream.checkpoint.flash.restore.stored import StoredPart, TensorStore
-from hetstream.checkpoint.flash.save.copy_plan import Plan, make_plan
-from hetstream.checkpoint.flash.save.device import copy_in_memory
-from hetstream.checkpoint.flash.tensors import Flattener, Signature
-from hetstream.checkpoint.flash.views import DTYPES, bytes_as_tensor, view_of
 from hetstream.checkpoint.record.layout import Entry
 from hetstream.checkpoint.record.structure import Record, TensorRef
+from hetstream.checkpoint.tensors.copy_plan import Plan, make_plan
+from hetstream.checkpoint.tensors.copying import copy_in_memory
+from hetstream.checkpoint.tensors.leaves import Flattener, Signature
+from hetstream.checkpoint.tensors.views import DTYPES, bytes_as_tensor, view_of
 
 # torch warns that complex32 is young.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

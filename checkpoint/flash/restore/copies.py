@@ -11,9 +11,9 @@ from hetstream.checkpoint.flash.restore.stored import (
     StoredPart,
     StoredTensor,
 )
-from hetstream.checkpoint.flash.save.device import copy_in_memory
-from hetstream.checkpoint.flash.tensors import Leaves, Move
-from hetstream.checkpoint.flash.views import DTYPES
+from hetstream.checkpoint.tensors.copying import copy_in_memory
+from hetstream.checkpoint.tensors.leaves import Leaves, Move
+from hetstream.checkpoint.tensors.views import DTYPES
 
 # Kinds of references whose values are made anew.
 _NOT_TENSORS = ("numpy", "bytes", "pickle")

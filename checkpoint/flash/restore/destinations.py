@@ -11,10 +11,10 @@ from hetstream.checkpoint.flash import rng
 from hetstream.checkpoint.flash.restore.newest import Newest
 from hetstream.checkpoint.flash.restore.state_comparison import StateComparison
 from hetstream.checkpoint.flash.restore.stored import StoredPart, owned
-from hetstream.checkpoint.flash.tensors import Leaves
 from hetstream.checkpoint.record.agreement import Choice
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.structure import RNG
+from hetstream.checkpoint.tensors.leaves import Leaves
 
 _log = logging.getLogger(__name__)
 

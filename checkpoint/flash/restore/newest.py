@@ -15,7 +15,6 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.errors import NoCheckpoint, OtherRelease
 from hetstream.checkpoint.flash.distributed import Communicator, gather
 from hetstream.checkpoint.flash.restore.trial import Applied, Destination, Sources, Trial, UnusableHere
-from hetstream.checkpoint.policy.lineage import Lineage
 from hetstream.checkpoint.record.agreement import (
     Choice,
     Offer,
@@ -26,6 +25,7 @@ from hetstream.checkpoint.record.agreement import (
     with_disk,
 )
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.record.lineage import Lineage
 
 _log = logging.getLogger(__name__)
 

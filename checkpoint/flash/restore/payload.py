@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hetstream.checkpoint.flash.views import bytes_as_tensor, tensor_of
 from hetstream.checkpoint.record.layout import Entry
+from hetstream.checkpoint.tensors.views import bytes_as_tensor, tensor_of
 
 
 class Payload:

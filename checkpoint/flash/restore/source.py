@@ -17,7 +17,6 @@ from hetstream.checkpoint.disk.rank_file import RankFile
 from hetstream.checkpoint.errors import Damaged, DamagedSegment, NoCheckpoint
 from hetstream.checkpoint.flash.host import Host
 from hetstream.checkpoint.flash.restore.payload import Payload
-from hetstream.checkpoint.flash.restore.shards import Whole, names_of, open_parts
 from hetstream.checkpoint.flash.restore.stored import StoredPart, TensorStore
 from hetstream.checkpoint.memory.segment import Header, Segment, split_metadata
 from hetstream.checkpoint.memory.store import Store
@@ -26,6 +25,7 @@ from hetstream.checkpoint.record.agreement import OfferedRecord
 from hetstream.checkpoint.record.generation import Generation
 from hetstream.checkpoint.record.layout import Layout, from_json
 from hetstream.checkpoint.record.structure import Record, TensorRef, read_origin
+from hetstream.checkpoint.tensors.shards import Whole, names_of, open_parts
 
 # One waits for the disk while another compares; many ranks of a host read at the same time.
 _MAX_READERS = 8

@@ -28,7 +28,7 @@ from hetstream.checkpoint.flash.restore.stored import (
     owned,
 )
 from hetstream.checkpoint.flash.restore.wrappers import advice
-from hetstream.checkpoint.flash.tensors import Leaves
+from hetstream.checkpoint.tensors.leaves import Leaves
 
 _MISSING, _UNEXPECTED = ": missing in the checkpoint", ": unexpected, only in the checkpoint"
 # More of them would hide the cause.

@@ -19,10 +19,10 @@ import torch
 
 from hetstream.checkpoint.errors import DamagedCheckpoint, StateMismatch
 from hetstream.checkpoint.flash.restore.payload import Payload
-from hetstream.checkpoint.flash.restore.shards import Box, Whole, cut, is_inside, overlap_of
-from hetstream.checkpoint.flash.views import dtype_of, is_whole, make_foreign, view_of
 from hetstream.checkpoint.record.layout import Entry
 from hetstream.checkpoint.record.structure import Record, TensorRef
+from hetstream.checkpoint.tensors.shards import Box, Whole, cut, is_inside, overlap_of
+from hetstream.checkpoint.tensors.views import dtype_of, is_whole, make_foreign, view_of
 
 
 class StoredTensor(msgspec.Struct, frozen=True, gc=False):

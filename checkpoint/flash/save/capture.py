@@ -16,11 +16,11 @@ from hetstream.base.errors import OptionsError
 from hetstream.checkpoint.errors import UnsupportedState
 from hetstream.checkpoint.flash import rng
 from hetstream.checkpoint.flash.options import CheckpointOptions
-from hetstream.checkpoint.flash.save.copy_plan import Plan, make_plan
-from hetstream.checkpoint.flash.tensors import Flattener, Leaves, Signature
 from hetstream.checkpoint.formats.part import check_structure
 from hetstream.checkpoint.memory.segment import join_metadata
 from hetstream.checkpoint.record.structure import RNG, Record
+from hetstream.checkpoint.tensors.copy_plan import Plan, make_plan
+from hetstream.checkpoint.tensors.leaves import Flattener, Leaves, Signature
 
 # Rare dtypes and formats aside: JSON of a state's structure, before there is one.
 _METADATA_BYTES_EACH = 256

@@ -20,7 +20,6 @@ from hetstream.checkpoint.errors import CheckpointError, SharedMemoryFull
 from hetstream.checkpoint.faults import reach
 from hetstream.checkpoint.flash import collector
 from hetstream.checkpoint.flash.save.capture import Capture
-from hetstream.checkpoint.flash.save.copy_plan import Plan
 from hetstream.checkpoint.flash.save.device import Copier
 from hetstream.checkpoint.flash.save.slots import SlotViews
 from hetstream.checkpoint.flash.stats import CheckpointStats
@@ -28,6 +27,7 @@ from hetstream.checkpoint.memory.store import Store
 from hetstream.checkpoint.memory.writable_slot import WritableSlot
 from hetstream.checkpoint.record.checksum import checksum
 from hetstream.checkpoint.record.generation import Generation
+from hetstream.checkpoint.tensors.copy_plan import Plan
 
 _log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import weakref
 
 import torch
 
-from hetstream.checkpoint.flash.save.copy_plan import Plan
 from hetstream.checkpoint.flash.save.device import pin
-from hetstream.checkpoint.flash.views import bytes_as_tensor
 from hetstream.checkpoint.memory.segment import Segment
+from hetstream.checkpoint.tensors.copy_plan import Plan
+from hetstream.checkpoint.tensors.views import bytes_as_tensor
 
 
 class SlotViews:

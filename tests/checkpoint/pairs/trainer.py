@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hetstream import CheckpointOptions, FlashCheckpointer
-from hetstream.checkpoint.flash.save import device
 from hetstream.checkpoint.memory.view import StoreView, find_stores
+from hetstream.checkpoint.tensors import copying
 from tests.checkpoint.pairs import writer
 from tests.checkpoint.parts import delete_in_use
 
@@ -197,12 +197,12 @@ def _break_copies() -> Callable[[], bool]:
     def memmove(*move: Any) -> None:
         calls.append(move)
         if len(calls) == 2:
-            device.ctypes = whole  # type: ignore[attr-defined]
+            copying.ctypes = whole  # type: ignore[attr-defined]
             raise KeyboardInterrupt
         whole.memmove(*move)
 
-    whole = device.ctypes  # type: ignore[attr-defined]
-    device.ctypes = SimpleNamespace(memmove=memmove)  # type: ignore[attr-defined]
+    whole = copying.ctypes  # type: ignore[attr-defined]
+    copying.ctypes = SimpleNamespace(memmove=memmove)  # type: ignore[attr-defined]
     return lambda: len(calls) == 2
 
 

@@ -21,7 +21,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree
 
 from hetstream.checkpoint.errors import UnsupportedState
-from hetstream.checkpoint.flash.views import NAMES
 from hetstream.checkpoint.record.structure import Shard
 from hetstream.checkpoint.record.tree import (
     MAX_INLINE_BYTES,
@@ -34,6 +33,7 @@ from hetstream.checkpoint.record.tree import (
     numbers_in,
     renumbered,
 )
+from hetstream.checkpoint.tensors.views import NAMES
 
 Move = tuple[int, int, int]
 """A copy in main memory: to which address, from which one, and how many bytes."""

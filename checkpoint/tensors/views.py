@@ -1,6 +1,6 @@
 """Bytes in memory as tensors, uncopied, and the values of a structure that only torch knows.
 
-Called by restores and conversions; `tensors.py` is the way there.
+Called by restores and conversions; `leaves.py` is the way there.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 import torch
 
-from hetstream.checkpoint.flash.tensors import Leaves, Move, Signature
-from hetstream.checkpoint.flash.views import CARRIERS, DTYPES, NAMES, dtype_of, view_of
 from hetstream.checkpoint.record.layout import ALIGN_BYTES, ITEM_BYTES, Layout, TensorSpec, lay_out
 from hetstream.checkpoint.record.structure import TensorRef
+from hetstream.checkpoint.tensors.leaves import Leaves, Move, Signature
+from hetstream.checkpoint.tensors.views import CARRIERS, DTYPES, NAMES, dtype_of, view_of
 
 # Overlapping tensors are kept as the memory that they span unless that is so much more than the tensors themselves.
 _MAX_SPAN_FACTOR = 2

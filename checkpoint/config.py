@@ -1,13 +1,15 @@
 """Every setting that checkpoints read from the environment, in one place. No other module reads `os.environ`.
 
-HETSTREAM_CKPT_WRITER     1: the job has a checkpoint writer on this node; a trainer starts its own only if that one
-does not come HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, for programs that ask for
-it HETSTREAM_TAKES_OVER     the job whose training this one takes over while that one still runs (hetstream migrate)
-SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0, SLURM_HET_GROUP_ID   whose memory it is, see `job_and_component`
-HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name WORLD_SIZE,
-HOROVOD_SIZE how many ranks torchrun or horovodrun has started, see `several_ranks` OMPI_COMM_WORLD_SIZE, PMI_SIZE   the
-same of mpirun and mpiexec, in a program that uses Horovod
+HETSTREAM_CKPT_WRITER    1: the job has a checkpoint writer on this node; a trainer starts its own only if that one does
+                         not come
+HETSTREAM_CKPT_DIR       the checkpoint directory that the job's script names, for programs that name none
+HETSTREAM_TAKES_OVER     the job whose training this one takes over while that one still runs (hetstream migrate)
+HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
+
+Of Slurm, SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0 and SLURM_HET_GROUP_ID say whose memory it is, see `job_and_component`.
+Of launchers, WORLD_SIZE (torchrun), HOROVOD_SIZE (horovodrun), and OMPI_COMM_WORLD_SIZE or PMI_SIZE (mpirun, mpiexec, in a
+program that uses Horovod) say how many ranks there are, see `several_ranks`.
 """
 
 from __future__ import annotations

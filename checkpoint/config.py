@@ -7,9 +7,9 @@ HETSTREAM_TAKES_OVER     the job whose training this one takes over while that o
 HETSTREAM_CKPT_HOST      name or number under which other hosts reach this one; without it the host's name
 HETSTREAM_CKPT_FAULT     for tests: where a process is to die, see `faults.py`
 
-Of Slurm, SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0 and SLURM_HET_GROUP_ID say whose memory it is, see `job_and_component`.
-Of launchers, WORLD_SIZE (torchrun), HOROVOD_SIZE (horovodrun), and OMPI_COMM_WORLD_SIZE or PMI_SIZE (mpirun, mpiexec, in a
-program that uses Horovod) say how many ranks there are, see `several_ranks`.
+Of Slurm, SLURM_JOB_ID, SLURM_JOB_ID_HET_GROUP_0 and SLURM_HET_GROUP_ID say whose memory it is: `job_and_component`.
+Of launchers, these say how many ranks there are, see `several_ranks`: WORLD_SIZE (torchrun), HOROVOD_SIZE (horovodrun),
+OMPI_COMM_WORLD_SIZE and PMI_SIZE (mpirun and mpiexec, in a program that uses Horovod).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +20,7 @@ from benchmarks.harness import Row
 from benchmarks.job_lists import TRACES, JobLists
 from hetstream.slurm_plugin.render.cards import STYLE
 from hetstream.slurm_plugin.render.charts import Axis, Series, count_axis, line_chart, patterns
-from hetstream.slurm_plugin.render.simulation import completion_bars, effective_points
+from hetstream.slurm_plugin.render.simulation import PARTS, completion_bars, effective_points
 from hetstream.slurm_plugin.simulate.cluster import Cluster, parse
 from hetstream.slurm_plugin.simulate.comparison import Compared, compare
 from hetstream.slurm_plugin.simulate.metrics import interval
@@ -238,7 +239,9 @@ def _plots(
     for discipline in ("fifo", "easy", "greedy"):
         own = [table5[policy, discipline] for policy in (*PAPER, OWN)]
         bars = completion_bars(own, 640, 260, f"mean completion time in hours, 88 jobs, {discipline}")
-        (out / f"sched_{discipline}.svg").write_text(_standalone(bars))
+        (out / f"sched_{discipline}.svg").write_text(
+            _standalone(bars, f"Mean completion time in hours, {discipline}", PARTS)
+        )
     end_s = 24 * 3600.0
     shown = {
         policy: effective_points(table5[policy, "fifo"].first) for policy in ("tuned", "fair", "maxtp", "srtf", OWN)
@@ -250,7 +253,7 @@ def _plots(
     x = Axis(0.0, end_s, [(at * 3600.0, f"{at} h") for at in range(0, 25, 6)])
     y = Axis(0.0, 0.6, [(share / 10, f"{share * 10} %") for share in range(0, 7, 2)])
     chart = line_chart(curves, x, y, 640, 260, "effective GPUs over time, first list, strict FIFO")
-    (out / "sched_effective.svg").write_text(_standalone(chart))
+    (out / "sched_effective.svg").write_text(_standalone(chart, "GPUs in effective use, first list, fifo"))
     names = list(next(iter(gaps.values()))[1])
     lines = [
         Series(name, style, [(float(load), means[name]) for load, (_, means) in gaps.items()])
@@ -259,15 +262,25 @@ def _plots(
     highest = max(value for _, means in gaps.values() for value in means.values())
     loads = Axis(80.0, 160.0, [(float(load), f"{load} jobs") for load in gaps])
     chart = line_chart(lines, loads, count_axis(highest), 640, 260, "mean completion time in minutes, by load")
-    (out / "sched_bound.svg").write_text(_standalone(chart))
+    (out / "sched_bound.svg").write_text(_standalone(chart, "Mean completion time in minutes, and its lower bound"))
 
 
-def _standalone(svg: str) -> str:
-    """A chart of a page as a file of its own."""
+def _standalone(svg: str, title: str, parts: Sequence[str] = ()) -> str:
+    """A chart of a page as a file of its own: with its title above and, for bars, what their parts are below."""
     defined = patterns()
     pattern = defined[defined.index("<defs>") : defined.index("</defs>") + len("</defs>")]
-    head, rest = svg.split(">", 1)
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{pattern}{rest}\n'
+    head, body = svg.removesuffix("</svg>").split(">", 1)
+    head = head.replace('viewBox="0 0 640 260"', f'viewBox="0 -30 640 {290 + (28 if parts else 0)}"')
+    legend = "".join(
+        f'<g transform="translate({36 + 100 * place} 268)"><rect class="f{place}" width="14" height="12"/>'
+        f'<rect fill="url(#p{place})" width="14" height="12"/>'
+        f'<text x="18" y="10" style="font-size:10px">{escape(name)}</text></g>'
+        for place, name in enumerate(parts)
+    )
+    return (
+        f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{pattern}'
+        f'<text x="10" y="-12" style="font-weight:bold">{escape(title)}</text>{body}{legend}</svg>\n'
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from hetstream.slurm_plugin.simulate.outcome import Outcome
 # Lines of one chart: as many as there are dashes and marks.
 MOST_LINES = 6
 _POINTS = 120
-_PARTS = ("running", "waits for GPUs", "for CPUs", "for memory", "behind others", "for backfill")
+PARTS = ("running", "waits for GPUs", "for CPUs", "for memory", "behind others", "for backfill")
 _SHORTEST_S = 60.0
 _AGES = ((60, "1 min"), (600, "10 min"), (3600, "1 h"), (6 * 3600, "6 h"), (86400, "1 d"), (7 * 86400, "1 week"))
 _FOOTER = """\
@@ -135,7 +135,7 @@ def completion_bars(own: Sequence[Compared], width: int, height: int, title: str
 
 def legend() -> str:
     """What the parts of the bars are."""
-    items = "".join(f"<li>{swatch(kind)} {escape(name)}</li>" for kind, name in enumerate(_PARTS))
+    items = "".join(f"<li>{swatch(kind)} {escape(name)}</li>" for kind, name in enumerate(PARTS))
     return f'<ul class="legend">{items}</ul>'
 
 
